@@ -45,9 +45,11 @@ test-for: $(READY)  ## run the tests that import FILE, however far: make test-fo
 	@found=$$($(PY) -m tools.affected tests $(FILE)) && echo "$${found:?no test imports $(FILE)}" && \
 	$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $$found $(ARGS)
 
-test-extras: $(READY)  ## run the tests that need pip install -e '.[oracles,torchft,verl]'; they are skipped without
+# npm brings a Chromium for the page of a plan.
+test-extras: $(READY)  ## run the tests that need pip install -e '.[oracles,torchft,verl]' or npm; they are skipped without
+	-npm install --no-audit --no-fund --prefix tests/planning/browser
 	$(ON_CPUS) $(PY) -m pytest -q tests/kernels/rows/test_microscaling.py tests/integrations/test_torchft.py \
-		tests/integrations/test_verl.py $(ARGS)
+		tests/integrations/test_verl.py tests/planning/test_page_in_browser.py $(ARGS)
 
 golden: $(READY)  ## remake this platform's golden records (ARGS="paths"; see CONTRIBUTING.md)
 	$(ONE_THREAD) $(PY) -m tests.golden.make $(ARGS)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moecore import MoELayer, TrainStep
 from moecore.models import Decoder
-from moecore.train import AdamW, GraphedForwardBackward, Muon, assign_matrices
+from moecore.train import AdamW, GraphedForwardBackward, Muon, StateOffload, assign_matrices
 
 ForwardBackward = Callable[..., Tensor]
 
@@ -69,12 +69,21 @@ def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> li
     return [dict(zip(names, row, strict=True)) | of_all for row in zip(*tensors, strict=True)]
 
 
-def make_optimizers(model: Decoder, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    model: Decoder,
+    args: argparse.Namespace,
+    *,
+    master_remainder: bool = False,
+    state_offload: float | None = None,
+) -> list[torch.optim.Optimizer]:
     """Return AdamW, behind Muon for the matrices with --optimizer muon."""
     assignment = assign_matrices(model) if args.optimizer else None
     params = assignment.others if assignment else list(model.parameters())
     moments = MOMENT_DTYPES[args.moment_dtype]
-    adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, moment_dtype=moments)
+    how: dict[str, Any] = {"moment_dtype": moments, "master_remainder": master_remainder}
+    adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, **how)
+    if state_offload:
+        StateOffload(adamw, model, fraction=state_offload)
     return [Muon(assignment), adamw] if assignment else [adamw]
 
 

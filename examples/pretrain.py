@@ -13,7 +13,8 @@ it, and what happens to documents that are empty or bad.
 
 The model is that of a config.json (--hf-config), whose weights start at random, or a preset with
 fields of its own (--preset, --num-layers, ...). Every option of moecore's records has a flag, and a
-line in a TOML file (--config); RUN_DIR/config.toml has those of the run.
+line in a TOML file (--config); RUN_DIR/config.toml has those of the run. `moecore plan --write
+FILE` writes such a file of a planned run.
 
 Started again with the same arguments, a run continues from its last whole checkpoint as if it had
 never stopped; on other ranks too it reads the tokens that are left, each once. Its result is
@@ -60,6 +61,7 @@ from options import (
     compute_dtype,
     count,
     parallel_config,
+    positive,
     whole,
 )
 from records import add_records, as_toml, build, given, parse
@@ -261,7 +263,9 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
         args=args,
         meshes=meshes,
         model=model,
-        optimizers=make_optimizers(model, args),
+        optimizers=make_optimizers(
+            model, args, master_remainder=args.master_remainder, state_offload=args.state_offload
+        ),
         shape=shape,
         config=config,
         facts={"--tokenizer": args.tokenizer},
@@ -341,7 +345,10 @@ def build_model(
     args: argparse.Namespace, config: DecoderConfig, meshes: Meshes, records: dict[str, Any]
 ) -> Decoder:
     """Return this rank's shards of the model: the same weights on every layout."""
-    model, sharding = Decoder(config, device="meta"), records["sharding"]
+    dtype, sharding = torch.float32, records["sharding"]
+    if args.master_remainder:
+        dtype = torch.bfloat16
+    model = Decoder(config, device="meta", dtype=dtype)
     names = "nvlink", "memory", "clones", "context", "pipeline", "fsdp"
     parallelize_moe(
         model,
@@ -381,6 +388,11 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
     check_rows(args, parallel.resolve(world_size))
     if (max_tokens := records_of(args)["sharding"].dynamic_cp) is not None:
         check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
+    if args.master_remainder and args.optimizer:
+        raise ValueError(
+            f"--master-remainder must not go with --optimizer ({args.optimizer}), which needs fp32 "
+            "weights: drop it"
+        )
     check_wandb(args)
     return config, tokenizer
 
@@ -429,6 +441,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
     add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
     add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
+    add("--master-remainder", action="store_true", help="bf16 weights, see moecore.train.AdamW")
+    add("--state-offload", type=positive, help="of AdamW's state in host memory (None = nothing)")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add_common(parser, DEGREES)
     add_records(parser, RECORDS, without=TAKEN)

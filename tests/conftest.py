@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +60,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Long files first, so that workers end together.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+# Their ranks fork from servers that import torchtitan, which takes longer than most files.
+ON_ONE_WORKER = re.compile(r"(tests/integrations/)test_(torchtitan|local_tokens)\w*\.py")
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody calls it
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return what gives whole files to workers, and files that share servers to one of them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadServers(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return ON_ONE_WORKER.sub(r"\1", super()._split_scope(nodeid))
+
+    return LoadServers(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,13 @@ def code_of(page: str, place: int) -> str:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a tiny model, as its pages make it."""
     root = tmp_path_factory.mktemp("tiny")
-    script = ROOT / "examples" / "tiny_hf.py"
-    subprocess.run([sys.executable, script, root / "runs" / "tiny"], check=True)
+    run_ranks(1, make_tiny, str(root / "runs" / "tiny"))
     return root
+
+
+def make_tiny(rank: int, device: torch.device, path: str) -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    importlib.import_module("tiny_hf").make(Path(path))
 
 
 def worker(rank: int, device: torch.device, root: str, code: str) -> list[str]:

@@ -228,7 +228,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", choices=get_args(PresetName), help="the model")
-    help = "its Hugging Face config.json, or the directory: of qwen3_moe, deepseek_v3 and others"
+    help = "its Hugging Face config.json, or the directory: of any family that moecore trains"
     model.add_argument("--config", type=Path, help=help)
     add("--gpus", type=int, required=True, help="ranks of the world")
     gpu = parser.add_mutually_exclusive_group()
@@ -292,6 +292,8 @@ def add_plan(rooms: Any) -> None:
     add("--top", type=int, help="foldings to print, of four times as many plans; default: 3")
     add("--explain", metavar="PP=8,EP=8", help="why this folding is refused, or what it needs")
     add("--call", action="store_true", help="print the Python of the run, or of the best one")
+    help = "write the TOML of the run, or of the best one, for examples/pretrain.py --config"
+    add("--write", type=Path, metavar="FILE", help=help)
     add("--png", type=Path, metavar="FILE", help="write bars of its memory")
     add("--timeline", type=Path, metavar="FILE", help="write a PNG of its pipeline's step")
     add("--html", type=Path, metavar="FILE", help="write a page of its memory, time and stages")

@@ -49,7 +49,15 @@ from moecore.packing import (
 )
 from moecore.parallel.pipeline.layout import LayoutCosts
 from moecore.parallel.pipeline.simulate import Costs
-from moecore.planning import CostTable, Gpu, OptimizerOptions, SearchRequest, TrainingRun, Work
+from moecore.planning import (
+    CostTable,
+    Gpu,
+    OptimizerOptions,
+    SearchRequest,
+    TrainingRun,
+    TransformersModel,
+    Work,
+)
 from moecore.planning.costs import Point
 from moecore.planning.gpus import GPUS
 from moecore.rl import DPO, PPO, OwnObjective, Rollouts
@@ -188,6 +196,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Costs, dict.fromkeys(("forward", "backward_inputs", "backward_weights"), (1.0, 2.0))),
     (OptimizerOptions, {}),
     (TrainingRun, dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8)),
+    (TransformersModel, {"values": "{}", "source": "DIR"}),
     (Work, WORK),
     (Point, dict(work=Work(**WORK), seconds=1.0)),
     (CostTable, {f.name: getattr(H200, f.name) for f in fields(H200)}),

@@ -90,7 +90,8 @@ def test_kubernetes(job: dict[str, str], tmp_path: Path) -> None:
     assert mounts == {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
     operator = dict(PET_RDZV_BACKEND="c10d", PET_NNODES="2", PET_NPROC_PER_NODE="1")
     operator["PET_RDZV_ENDPOINT"] = f"localhost:{free_port()}"
-    found = run(both(*pod["args"] * 2), tmp_path, job | operator)
+    environ = {each["name"]: str(each["value"]) for each in pod["env"]} | {"SCRIPT": "train.py"}
+    found = run(both(*pod["args"] * 2), tmp_path, job | environ | operator)
     assert found == "--run-dir /runs/moecore --preset qwen3-30b-a3b --ep 8 --compile"
 
 
@@ -99,4 +100,15 @@ def test_skypilot(job: dict[str, str], tmp_path: Path) -> None:
     assert task["num_nodes"] == 2 and task["file_mounts"]["/runs"]["mode"] == "MOUNT_CACHED"
     sky = "SKYPILOT_NUM_NODES=2 SKYPILOT_NUM_GPUS_PER_NODE=1 SKYPILOT_NODE_IPS=127.0.0.1"
     nodes = [f"export {sky} SKYPILOT_NODE_RANK={rank}; {task['run']}" for rank in (0, 1)]
-    assert run(both(*nodes), tmp_path, job).startswith("--run-dir /runs")
+    environ = task["envs"] | {"SCRIPT": "train.py"}
+    found = run(both(*nodes), tmp_path, job | environ)
+    assert found == "--run-dir /runs/moecore --preset qwen3-30b-a3b --ep 8 --compile"
+
+
+def test_a_planned_recipe_is_an_argument(job: dict[str, str], tmp_path: Path) -> None:
+    script = (CLUSTER / "train.sbatch").read_text()
+    slurm = dict(SLURM_JOB_NODELIST="two", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7")
+    slurm |= dict(SLURM_JOB_NAME="mine", RANKS_PER_NODE="1", PORT=free_port())
+    slurm |= dict(SCRIPT="./train.py", ARGS="--config plan.toml --data a.jsonl")
+    found = run(script, tmp_path, job | slurm)
+    assert found == "--run-dir runs/mine --config plan.toml --data a.jsonl"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from moecore import NVLinkOptions
+from moecore.cli import _parser, main
+from moecore.models import Decoder, preset
+from moecore.planning.flags import run_of_options
 
 FLAGS = (
     "--data a.jsonl,weight=0.5,field=body b,name=x,stream=true --cp 2 --lr 1e-4 --plain-host"
@@ -116,3 +122,64 @@ def test_a_wrong_value_is_one_of_the_flag(pretrain: ModuleType, capsys: Any) -> 
         with pytest.raises(SystemExit):
             pretrain.parse_arguments(words.split())
         assert message in capsys.readouterr().err
+
+
+PLANNED = (
+    "--pp 2 --schedule interleaved --chunks 1 --micro-batches 4",
+    "--ep 2 --recompute gemm_last --offload experts --dense-strategy optim --moments bfloat16",
+    "--ep 2 --row-factor 3 --fp8-dispatch --master-remainder --state-offload 0.5 --batch-size 2",
+    "--dp-replicate 2 --tp 1 --experts-strategy optim_grads",
+)
+
+
+@pytest.mark.parametrize("flags", PLANNED)
+def test_a_planned_run_is_a_file_of_options(
+    pretrain: ModuleType, tmp_path: Path, flags: str
+) -> None:
+    """Every field of the planned run comes back from the file."""
+    file = tmp_path / "plan.toml"
+    command = f"plan --preset tiny --gpus 2 --seq-len 128 {flags} --call --write {file}"
+    words = command.split()
+    assert main(words) == 0
+    run = run_of_options(_parser().parse_args(words))
+    args = pretrain.parse_arguments(["--config", str(file), "--data", __file__])
+    config, _ = pretrain.check(args, 2)
+    assert replace(config, max_seq_len=run.model.max_seq_len) == run.model
+    parallel = pretrain.parallel_config(args, 2, num_experts=config.moe.num_experts)
+    assert parallel.resolve(2) == run.resolved
+    records = pretrain.records_of(args)
+    fsdp = pretrain.FSDPOptions(param_dtype=torch.bfloat16, **pretrain.given(args, "fsdp"))
+    assert fsdp == run.fsdp and records["memory"] == run.memory
+    assert records["pipeline"] == run.pipeline
+    assert (records["nvlink"] or NVLinkOptions()) == (run.nvlink or NVLinkOptions())
+    sent = run.resolved.ep > 1
+    assert records["sharding"].dispatcher == ("nvlink" if sent else "auto")
+    assert records["sharding"].fp8_dispatch == run.fp8_dispatch
+    sizes = args.seq_len, args.batch_size, args.grad_accum
+    assert sizes == (run.seq_len, run.batch_size, run.num_micro_batches)
+    found = args.moment_dtype, args.master_remainder, args.state_offload or 0.0
+    options = run.optimizer
+    assert found == (options.moment_dtype, options.master_remainder, options.offload_fraction)
+    assert args.precision is None and args.dtype == "bfloat16"
+
+
+def test_what_a_file_of_options_cannot_have(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "plan.toml"
+    command = f"plan --preset tiny --gpus 2 --ep 2 --seq-len 128 --stash --write {file}"
+    assert main(command.split()) == 1
+    assert "nvlink.row_factor (None) must be a number" in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_options_of_the_planned_optimizer(pretrain: ModuleType) -> None:
+    model = Decoder(preset("tiny"), dtype=torch.bfloat16)
+    args = pretrain.parse_arguments(["--moment-dtype", "bfloat16"])
+    how: dict[str, Any] = {"master_remainder": True, "state_offload": 0.5}
+    (adamw,) = pretrain.make_optimizers(model, args, **how)
+    assert hasattr(adamw, "bring_state_back")  # of a StateOffload
+    state = adamw.state_of(next(model.parameters()))
+    assert {t.dtype for name, t in state.items() if name.startswith("exp")} == {torch.bfloat16}
+    assert len(state) == 4  # the step, two moments and the remainder
+    words = ["--data", __file__, "--master-remainder", "--optimizer", "muon"]
+    with pytest.raises(ValueError, match="--master-remainder must not go with --optimizer"):
+        pretrain.check(pretrain.parse_arguments(words), 1)

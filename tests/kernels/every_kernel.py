@@ -23,6 +23,7 @@ from moecore.kernels.cross_entropy import cross_entropy_, row_statistics, softma
 from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
+from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.invariant.product import invariant_product
 from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.clones import physical_ids, plan_clones
@@ -31,6 +32,7 @@ from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.routing.route import RouteOptions, route_weights
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.cast import amax, cast
+from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.microscaled import emulated, emulated_matrices
@@ -55,6 +57,7 @@ from moecore.kernels.rows.shard_blocks import (
     quantise_blocks_,
     transpose_values,
 )
+from moecore.kernels.rows.shard_squares import amax_of_squares_, pack_part_
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from moecore.kernels.sparse_attention.span_scores import span_scores
@@ -179,12 +182,29 @@ def run_quantised(device: str, index: Any) -> None:
             for over_rows in (False, True):
                 emulated(x_TD[:, 32:], recipe, over_rows=over_rows, is_gradient=True, packed=packed)
             emulated_matrices(x_TD[None, :32], recipe, packed=packed)
+    run_block_scaled(x_TD)
     part = torch.randn(2, 24, 144, device=device)
     place = PartOfMatrix.of(torch.Size([2, 80, 144]), 1, 56, 24)
     scales, values = torch.zeros(2, *place.scales_shape, device=device), part.to(torch.uint8)
     block_amax_(part, place, scales[0])
     quantise_blocks_(part, place, scales[0], scales[1], values, **how)
     transpose_values(values[:, :16].contiguous(), 128)
+    squares, of_matrices = torch.zeros(10, 9, device=device), torch.zeros(2, device=device)
+    amax_of_squares_(part, place, squares)
+    packed = values.view(-1)[: part.numel() // 2]
+    recipe = Recipe(scaling="nvfp4")
+    pack_part_(part, place, squares, of_matrices, squares.to(FP8), packed, recipe)
+
+
+def run_block_scaled(x_TD: Tensor) -> None:
+    """Products of one group, in bf16 where a GPU multiplies no scales."""
+    recipe = Recipe(scaling="mxfp8")
+    rows, columns = (emulated(x_TD, recipe, over_rows=i, packed=True) for i in (False, True))
+    matrix = emulated_matrices(x_TD[None, :32], recipe, packed=True).rows
+    assert matrix is not None
+    T, W = (torch.full((1,), n, device=x_TD.device).int() for n in (len(x_TD), 64))
+    block_scaled_gemm(rows, matrix, T, recipe, torch.bfloat16)
+    block_scaled_wgrad(columns, columns, W, recipe)
 
 
 def run_pages(device: str, index: Any) -> None:

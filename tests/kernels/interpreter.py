@@ -13,10 +13,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+import torch
 from triton import language
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from tests.kernels.rows.microscaling_layouts import unpack_e2m1
 
 CAN_PATCH = hasattr(interpreter, "_patch_lang")  # another release is slower but as right
 
@@ -46,6 +49,7 @@ def patched() -> Iterator[None]:
         _patch_launches(to, types, undo)
         _patch_types(to, types)
         _patch_operations(to)
+        _patch_scaled_products(to)
         yield
 
 
@@ -143,6 +147,41 @@ def _patch_types(to: pytest.MonkeyPatch, types: dict[Any, dict[str, Any]]) -> No
     to.setattr(core.dtype, "__eq__", lambda self, other: self is other or is_equal(self, other))
     to.setattr(interpreter, "_get_np_dtype", get_np_dtype)
     of_scalar = sizes_of(())
+
+
+def _patch_scaled_products(to: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 interprets no such products, and 3.9 takes scales of E4M3 for E8M0."""
+    product: Callable[..., Any] = TritonSemantic.dot_scaled
+
+    def of_constants(semantic: Any, *args: Any) -> Any:
+        args = tuple(core.constexpr(arg) if isinstance(arg, str) else arg for arg in args)
+        return product(semantic, *args)
+
+    builder = interpreter.InterpreterBuilder
+    if not hasattr(builder, "create_dot_scaled"):  # Triton 3.6 wants names of formats as constants
+        to.setattr(TritonSemantic, "dot_scaled", of_constants)
+    to.setattr(builder, "create_dot_scaled", dot_scaled, raising=False)
+
+
+def dot_scaled(
+    _: Any, a: Any, a_scales: Any, a_format: Any, b: Any, b_scales: Any, *how: Any
+) -> Any:
+    """Return acc + a @ b of values times scales of their blocks, packed along the summed dim."""
+    acc = how[-1]
+    product = _widened(a, a.data, a_scales) @ _widened(b, b.data.T, b_scales).T
+    return interpreter.TensorHandle(acc.data + product.numpy(), acc.dtype)
+
+
+def _widened(operand: Any, data: Any, scales: Any) -> torch.Tensor:
+    """Return fp32 [rows, summed dim]."""
+    values = torch.from_numpy(data.copy())
+    if operand.dtype == language.uint8:
+        wide = unpack_e2m1(values)
+    else:
+        wide = values.view(torch.float8_e4m3fn).float()
+    dtype = torch.float8_e8m0fnu if scales.dtype == language.uint8 else torch.float8_e4m3fn
+    of_blocks = torch.from_numpy(scales.data.copy()).view(dtype).float()
+    return wide * of_blocks.repeat_interleave(wide.shape[1] // of_blocks.shape[1], 1)
 
 
 def _patch_operations(to: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor
 import moecore.kernels
 from moecore.base.options.precision import Recipe
 from moecore.kernels import adamw, cross_entropy, momentum
+from moecore.kernels.common import BLOCK_SCALED_TRITON
 from moecore.kernels.experts import contract, expert_mlp
-from moecore.kernels.grouped import fp8, wgrad
+from moecore.kernels.grouped import block_scaled, fp8, wgrad
 from moecore.kernels.invariant import product
 from moecore.kernels.routing import (
     balance,
@@ -36,6 +37,7 @@ from moecore.kernels.routing import (
 )
 from moecore.kernels.rows import (
     activation,
+    e4m3,
     free_list,
     index,
     microscaled,
@@ -46,6 +48,7 @@ from moecore.kernels.rows import (
     row_tiles,
     scaling,
     shard_blocks,
+    shard_squares,
 )
 from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
@@ -56,6 +59,7 @@ from moecore.kernels.sparse_attention.keys import SpanOfKeys
 
 triton = pytest.importorskip("triton")
 
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 T, D, F, E, K = 64, 2048, 768, 128, 8
 MAX_SPILL_BYTES = 0
 SHARED_MEMORY_BYTES = 232448  # of one program on Hopper; the compiler does not check it
@@ -282,6 +286,26 @@ def run_microscaled(recipe: Recipe, packed: bool = False) -> None:
         microscaled.emulated_matrices(torch.zeros(2, F, D, dtype=dtype), recipe, packed=packed)
 
 
+def run_block_scaled(recipe: Recipe) -> None:
+    def operand(*shape: int, rows: int = 1) -> Any:
+        *lead, M, columns = shape
+        scales = torch.zeros(*lead, M // rows, columns // recipe.multiple, dtype=torch.uint8)
+        if recipe.scaling == "mxfp8":
+            values = torch.zeros(shape, dtype=torch.uint8).view(e4m3.FP8)
+            return scaling.Blocks(values, scales, "packed")
+        values = torch.zeros(*lead, M, columns // 2, dtype=torch.uint8)
+        return scaling.Blocks(values, scales.view(e4m3.FP8), "packed", torch.zeros(E + 1))
+
+    matrices = operand(E, F, D, rows=recipe.weight_block[0] or 1)
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = operand(T * K, D)
+        block_scaled.block_scaled_gemm(rows, matrices, ints(E), recipe, dtype)
+        sides = operand(D, T * K), operand(F, T * K)
+        how: dict[str, Any] = dict(out=torch.zeros(E, D, F, dtype=dtype))
+        for adds in (False, True):
+            block_scaled.block_scaled_wgrad(*sides, ints(E), recipe, adds=adds, **how)
+
+
 def run_shard_blocks() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         part = torch.zeros(2, F, D // 8, dtype=dtype)
@@ -292,6 +316,19 @@ def run_shard_blocks() -> None:
             how = {"power_of_two": power_of_two}
             shard_blocks.quantise_blocks_(part, place, amax, amax.clone(), values, **how)
     shard_blocks.transpose_values(values)
+
+
+def run_shard_squares() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        part = torch.zeros(2, F, D // 8, dtype=dtype)
+        place = shard_blocks.PartOfMatrix.of(torch.Size([2, F, D]), 2, D // 8, D // 8)
+        squares, amax = torch.zeros(2 * F // 16, D // 16), torch.zeros(2)
+        shard_squares.amax_of_squares_(part, place, squares)
+        shard_squares.finite_amax_(part, 0, amax)
+        where = (squares, amax, squares.to(e4m3.FP8), torch.zeros(part.numel() // 2).byte())
+        for power_of_two in (True, False):
+            recipe = Recipe(scaling="nvfp4", power_of_two=power_of_two)
+            shard_squares.pack_part_(part, place, *where, recipe)
 
 
 def run_quantised_activation(kind: str, power_of_two: bool, dtype: torch.dtype) -> None:
@@ -468,6 +505,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 8),
     "weights of FP8 products": (run_quantised_weights, 12),
     "parts of such weights": (run_shard_blocks, 7),
+    "products of MXFP8": (lambda: run_block_scaled(Recipe(scaling="mxfp8")), 6),
+    "parts of NVFP4 weights": (run_shard_squares, 8),
     **{
         f"quantised {kind}": (
             lambda kind=kind: run_quantised_activation(kind, kind != "gelu", torch.bfloat16),
@@ -530,6 +569,41 @@ def test_microscaled_operands(
         assert ("div.rn.f32" in ptx) == (scaling == "nvfp4" and "microscale" in name), name
         if not packed and "microscale" in name:
             assert kernel.metadata.shared == 0, name
+
+
+BLOCK_SCALED = {  # instructions, and shared memory of one program
+    100: (
+        {
+            "mxfp8": r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale",
+            "nvfp4": r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale",
+        },
+        232448,
+    ),
+    120: (
+        {
+            "mxfp8": r"mma\.sync\S*kind::mxf8f6f4\.block_scale\S*ue8m0",
+            "nvfp4": r"mma\.sync\S*kind::mxf4nvf4\.block_scale\S*ue4m3",
+        },
+        101376,
+    ),
+}
+
+
+@pytest.mark.skipif(VERSION < BLOCK_SCALED_TRITON, reason="Triton is older than 3.9")
+@pytest.mark.parametrize("scaling", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("compiled", BLOCK_SCALED, indirect=True)
+def test_products_of_blocks(
+    scaling: Any, compiled: dict[str, Any], tmp_path: Any, request: pytest.FixtureRequest
+) -> None:
+    """Blackwell multiplies values and scales in one instruction."""
+    run_block_scaled(Recipe(scaling=scaling))
+    instructions, shared_bytes = BLOCK_SCALED[request.node.callspec.params["compiled"]]
+    assert len(compiled) == 6
+    for name, kernel in compiled.items():
+        assert re.search(instructions[scaling], kernel.asm["ptx"]), name
+        assert "cp.async.c" in kernel.asm["ptx"], f"{name} reads byte by byte"
+        assert kernel.metadata.shared <= shared_bytes, name
+        assert spilled_bytes(kernel, tmp_path) == 0, name
 
 
 def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]) -> None:

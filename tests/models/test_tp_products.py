@@ -10,6 +10,7 @@ in turn in the same dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from tests.helpers.sliced import sliced
 B = 2
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES = {"cpu": (5, 12, 8), "cuda": (256, 512, 384)}  # t, D, N
+FP8_SIZES = (64, 128, 256)  # of which ranks have whole scale blocks
 FROZEN = ("nothing", "x", "weights")
 PROJECTIONS = ("q", "k", "v", "o")
 FLOOR = 1e-7
@@ -42,10 +44,18 @@ FLOOR = 1e-7
 class Layer(nn.Module):
     """Three products that read the same x, and one of what they make."""
 
-    def __init__(self, tp: TensorParallel, device: torch.device, dtype: torch.dtype) -> None:
+    tp: TensorParallel | None
+
+    def __init__(
+        self,
+        tp: TensorParallel,
+        device: torch.device,
+        dtype: torch.dtype,
+        sizes: tuple[int, int, int] | None = None,
+    ) -> None:
         super().__init__()
         self.tp = tp
-        _, D, N = SIZES[device.type]
+        _, D, N = sizes or SIZES[device.type]
         self.q, self.k, self.v = Linear(D, N), Linear(D, N // 2), Linear(D, N // 2)
         self.o = Linear(N, D)
         g = torch.Generator().manual_seed(tp.rank)
@@ -58,9 +68,14 @@ class Layer(nn.Module):
         return row_product(q * torch.cat((k, v), -1).sigmoid(), self.o, self.tp)
 
 
-def inputs(tp: TensorParallel, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+def inputs(
+    tp: TensorParallel,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int] | None = None,
+) -> list[Tensor]:
     """Return x and the gradient of y, of which no sequence is contiguous with the next."""
-    t, D, _ = SIZES[device.type]
+    t, D, _ = sizes or SIZES[device.type]
     g = torch.Generator().manual_seed(10 + tp.rank)
     both = torch.randn(2, B, t + 1, D, generator=g).bfloat16().to(device, dtype)
     return list(both[:, :, 1:])
@@ -159,6 +174,33 @@ def recomputed(tp: TensorParallel, x: Tensor, dy: Tensor) -> tuple[list[bool], d
     return [torch.equal(want[name], found[name]) for name in want], dict(counts)
 
 
+def in_fp8(tp: TensorParallel, device: torch.device) -> tuple[dict[str, float], dict[str, int]]:
+    """Return errors against one process with all ranks' parts, and how often slices travelled."""
+    ranks = [replace(tp, rank=rank) for rank in range(tp.size)]
+    layers = [Layer(one, device, torch.float32, FP8_SIZES) for one in ranks]
+    for linear in (m for layer in layers for m in layer.modules() if isinstance(m, Linear)):
+        set_products(linear, linear_products(Recipe()))
+    parts = zip(*(inputs(one, device, torch.float32, FP8_SIZES) for one in ranks), strict=True)
+    x, dy = (torch.cat(part, 1) for part in parts)
+    with sliced() as counts:
+        found = computed(layers[tp.rank], tp.own(x), tp.own(dy))
+    for layer in layers:
+        layer.tp = None
+    alone = [computed(layer, x, dy) for layer in layers]
+    want = alone[tp.rank] | {n: tp.own(torch.stack([one[n] for one in alone]).sum(0)) for n in "xy"}
+    return {n: error(found[n], want[n].double()) for n in want}, dict(counts)
+
+
+def compiled(tp: TensorParallel, x: Tensor, dy: Tensor) -> tuple[float, dict[str, int]]:
+    """Return the worst error of compiled code, and how often slices travelled."""
+    layer = Layer(tp, x.device, x.dtype)
+    want = computed(layer, x, dy)
+    layer.compile(backend="aot_eager")
+    with sliced() as counts:
+        found = computed(layer, x, dy)
+    return max(error(found[n], want[n].double()) for n in want), dict(counts)
+
+
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
@@ -170,6 +212,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     tp = TensorParallel(pair, rank, 2)
     x, dy = inputs(tp, device, torch.float32)
     found["tp 2"] = compare(tp, device)
+    found["fp8"], found["compiled"] = in_fp8(tp, device), compiled(tp, x, dy)
     found["deferred"], found["recomputed"] = deferred(tp, x, dy), recomputed(tp, x, dy)
     layer, leaf = Layer(tp, device, x.dtype), x.detach().requires_grad_()
     in_turn = saved_bytes(lambda: layer(leaf))
@@ -210,6 +253,18 @@ def test_symmetric_memory_is_as_exact_as_exchanges_in_turn() -> None:
     check(found["tp 2"])
     assert found["bytes"][0] == found["bytes"][1]
     assert all(found["deferred"]) and all(found["recomputed"][0])
+
+
+def test_products_in_fp8_are_those_of_one_process(results: dict[str, Any]) -> None:
+    """Exchanges stay in turn; a scale is of a row's or a matrix's part that a rank has whole."""
+    errors, counts = results["fp8"]
+    assert len(errors) == 6 and max(errors.values()) <= 1e-6, errors
+    assert not counts
+
+
+def test_compiled_code_exchanges_in_turn(results: dict[str, Any]) -> None:
+    worst, counts = results["compiled"]
+    assert worst <= 1e-6 and not counts
 
 
 def test_gradients_that_are_deferred(results: dict[str, Any]) -> None:

@@ -93,10 +93,13 @@ WIDENED = {  # by products that quantise what came once more
 
 GRID = [(folding, name) for folding in FOLDINGS for name in CASES]
 GRID += [("ep3-etp2", name) for name in WIDENED]
-# A case meets one level and two, etp and none, in one of these pairs.
+# A case meets one level and two, etp and none, in one of these pairs. One level meets stores, too;
+# of two levels, cases do that change which rows travel, or their width.
 PAIRS = [("ep2-edp3", "3 x 2, etp"), ("ep3-etp2", "3 x 2")]
+OF_EXPERTS = ("latent", "weights on input", "biases", "sequential", "FC1 again")
 NIGHTLY = [
-    (folding, name) for place, name in enumerate(CASES) for folding in PAIRS[(place + 1) % 2]
+    *((folding, name) for place, name in enumerate(CASES) for folding in PAIRS[(place + 1) % 2]),
+    *(("2 x 3, stores", name) for name in (*OF_EXPERTS, "whole layer again", "rowwise")),
 ]
 
 

@@ -367,12 +367,13 @@ def test_a_config_is_planned_as_its_preset(
 ) -> None:
     options = ["--gpus", "4", "--ep", "2", "--seq-len", "32", "--json"]
     file = tmp_path / "config.json"
-    for of, code in ((TINY_JSON, 0), ({"model_type": "gpt2"}, 1)):
+    for of, code in ((TINY_JSON, 0), ({"model_type": "gpt-none"}, 1)):
         file.write_text(json.dumps(of))
         assert main(["plan", "--config", str(file), *options]) == code
     out, err = capsys.readouterr()
     assert (
-        err.startswith("moecore: config.json model_type ('gpt2') must be") and err.count("\n") == 1
+        err.startswith("moecore: config.json model_type ('gpt-none') must be")
+        and err.count("\n") == 1
     )
     assert main(["plan", "--preset", "tiny-deepseek-v3", *options]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out)

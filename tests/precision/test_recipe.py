@@ -71,8 +71,9 @@ def test_describe() -> None:
 
 
 def test_describe_of_emulated_formats() -> None:
-    assert Recipe(scaling="mxfp8").describe() == "MXFP8, emulated: e4m3, 1x32, scales e8m0"
-    line = "NVFP4, emulated: e2m1, 1x16 and weights 16x16, scales e4m3 and per tensor fp32"
+    where = "emulated before Blackwell"
+    assert Recipe(scaling="mxfp8").describe() == f"MXFP8, {where}: e4m3, 1x32, scales e8m0"
+    line = f"NVFP4, {where}: e2m1, 1x16 and weights 16x16, scales e4m3 and per tensor fp32"
     assert Recipe(scaling="nvfp4").describe() == f"{line} power of two"
     plain = dict(power_of_two=False, hadamard=False, stochastic_rounding=False)
     expected = f"{line}, no Hadamard transform, no stochastic rounding"

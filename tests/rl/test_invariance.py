@@ -160,7 +160,8 @@ def test_bits_on_cuda(family: str, dtype: torch.dtype, expert_backend: str) -> N
     found = in_all_ways(partial(engine_of, batch_invariant=True), rollouts, **how)
     assert are_equal(found)
     plain = in_all_ways(engine_of, rollouts, **how)
-    assert not are_equal(plain)
+    if dtype == torch.float32:  # in bf16 an H100 multiplies rows of these numbers in one way
+        assert not are_equal(plain)
     wide = both(engines_of(larger(family), torch.float32, "cuda")(4096), rollouts)
     error, allowed = (float((x[0] - wide).abs().mean()) for x in (found, plain))
     assert error <= 2 * allowed + 1e-4

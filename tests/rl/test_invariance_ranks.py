@@ -35,6 +35,12 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], torch.dtype]] = {
 EP = [name for name in CASES if name.startswith("ep")]
 
 
+def cases_on(device: torch.device) -> list[str]:
+    """Return all, but no pipeline of ranks that share a GPU: gloo sends nothing from its memory."""
+    shares = device.type == "cuda" and torch.cuda.device_count() < WORLD
+    return [name for name in CASES if not (shares and name == "pp")]
+
+
 def engine_of(
     degrees: dict[str, int],
     dtype: torch.dtype,
@@ -64,7 +70,8 @@ def rollouts_on(device: torch.device, data_rank: int) -> Rollouts:
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     """Log-probabilities of training forwards by case and data rank."""
     found: dict[str, Any] = {}
-    for name, (degrees, options, dtype) in CASES.items():
+    for name in cases_on(device):
+        degrees, options, dtype = CASES[name]
         engine, data_rank = engine_of(degrees, dtype, device, **options)
         scores = engine.forward_backward(rollouts_on(device, data_rank), PPO()).scores
         found[name] = _by_data_rank(scores.log_probs_N, data_rank)
@@ -108,6 +115,8 @@ def of_one_process(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_one_process(name: str, results: Any) -> None:
     found, device = results
+    if name not in cases_on(device):
+        pytest.skip("gloo sends nothing from a GPU's memory")
     wanted = of_one_process(CASES[name][2], device)
     assert len(found[name]) == (1 if name == "pp" else WORLD)
     for data_rank, log_probs_N in found[name].items():

@@ -12,10 +12,10 @@ from tests.train.soak import Plan, soak
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("steps", "kills"), [(18, 1), pytest.param(2000, 20, marks=pytest.mark.nightly)]
+    ("steps", "kills"), [(12, 1), pytest.param(2000, 20, marks=pytest.mark.nightly)]
 )
 def test_nothing_is_lost(steps: int, kills: int, tmp_path: Path) -> None:
-    plan = Plan(steps=steps, save_every=6)
+    plan = Plan(steps=steps, save_every=4, nan_every=11)
     quiet = soak(plan, tmp_path / "quiet")
     found = soak(replace(plan, kills=kills, full_disks=True), tmp_path / "disturbed")
     assert found.digests == quiet.digests

@@ -61,6 +61,7 @@ HAS_TRITON = not type(triton).__name__.startswith("_")
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
+BLOCK_SCALED_TRITON = (3, 9)  # older ones cannot compile NVFP4
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of values that kernels take
 Launched = Callable[[str, Sequence[Any]], None]  # name and arguments of a kernel
 
@@ -165,6 +166,15 @@ def _is_hopper(device: torch.device) -> bool:
     if not HAS_TRITON or INTERPRET or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def has_block_scaled_kernels(device: torch.device) -> bool:
+    """Return whether a device has tensor cores that multiply scales of blocks, as Triton does."""
+    if not HAS_TRITON or INTERPRET or device.type != "cuda":
+        return False
+    is_known = tuple(map(int, triton.__version__.split(".")[:2])) >= BLOCK_SCALED_TRITON
+    return is_known and torch.cuda.get_device_capability(device)[0] >= 10  # Blackwell
 
 
 _HERE = nullcontext()

@@ -273,20 +273,31 @@ class Decoder(nn.Module):
             assert hidden is not None, "checked above"
             states = list(hidden.unbind())
         else:
-            x_BTD = self.model(tokens_BT, sequence, hidden=hidden, stage=stage)
+            states = [self.model(tokens_BT, sequence, hidden=hidden, stage=stage)]
             if not runs_norm(stage, self.config.num_mtp_layers):
-                return x_BTD
-            states = [x_BTD]
+                return states[0]
+        rows = (tokens_BT, labels_BT, num_tokens, padding_mask_BT)
+        return self._of_states(states, stage, *rows, sequence, log_prob_loss)
+
+    def _of_states(
+        self,
+        states: list[Tensor],
+        stage: Stage,
+        tokens_BT: Tensor,
+        labels_BT: Tensor | None,
+        num_tokens: Tensor | int | None,
+        padding_mask_BT: Tensor | None,
+        sequence: Sequence,
+        log_prob_loss: LogProbLoss | None,
+    ) -> Tensor:
+        """Return the loss or logits of normed states; without the head, the next stage's input."""
         if stage.loss:
             args = (states[0], labels_BT, num_tokens, self._tied_weight, sequence)
             out = self.lm_head(*args, log_prob_loss)
         if self._predicts(labels_BT):
             assert labels_BT is not None, "modules run with labels only"
-            if padding_mask_BT is None:
-                padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
-            ahead = self._predict(
-                states, stage, tokens_BT, labels_BT, num_tokens, padding_mask_BT, sequence
-            )
+            rows = (tokens_BT, labels_BT, num_tokens, padding_mask_BT)
+            ahead = self._predict(states, stage, *rows, sequence)
             if stage.loss:
                 losses = torch.stack(ahead)
                 self.mtp_losses = losses.detach()
@@ -300,12 +311,14 @@ class Decoder(nn.Module):
         tokens_BT: Tensor,
         labels_BT: Tensor,
         num_tokens: Tensor | int | None,
-        padding_mask_BT: Tensor,
+        padding_mask_BT: Tensor | None,
         sequence: Sequence,
     ) -> list[Tensor]:
         """Return the loss of each multi-token prediction module, fp32, in a stage with the head."""
         # The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
         # and mask are of the whole rows.
+        if padding_mask_BT is None:
+            padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
         losses, is_detached = [], self.config.mtp_detached
         for ahead, layer in enumerate(self.mtp, start=1):
             if ahead - 1 in stage.mtp:

@@ -138,17 +138,18 @@ class Experts(nn.Module):
         # A dim of size 1 leaves no trace in the placements, except "ep" where both are of size 1.
         names = mesh.mesh_dim_names or ()
         kept = tuple(n for n in names if mesh.size(names.index(n)) > 1) or ("ep",)
+        cut = mesh[kept]  # once: it takes a millisecond
         for role, dim in self._hidden_dims().items():
             strided = role in ("w1", "b1") and self.is_strided
             etp = StridedShard(dim, split_factor=2) if strided else Shard(dim)
             placements = {"ep": Shard(0), "etp": etp}
             name = getattr(self.layout, role)
-            shard_parameter(self, name, mesh[kept], tuple(placements[n] for n in kept))
+            shard_parameter(self, name, cut, tuple(placements[n] for n in kept))
         whole = {"ep": Shard(0), "etp": Replicate()}
         for owner in [m for m in self.modules() if isinstance(m, nn.ParameterDict)]:
             for adapter in list(owner):
-                shard_parameter(owner, adapter, mesh[kept], tuple(whole[n] for n in kept))
-        self.etp_rank, self.etp_size = mesh.get_local_rank("etp"), mesh["etp"].size()
+                shard_parameter(owner, adapter, cut, tuple(whole[n] for n in kept))
+        self.etp_rank, self.etp_size = mesh.get_local_rank("etp"), mesh.size(names.index("etp"))
 
     @property
     def is_strided(self) -> bool:

@@ -14,6 +14,7 @@ from moecore.planning.report import Lever, Report, report_trace
 from moecore.planning.run import OptimizerOptions, TrainingRun, call_of, fake_world
 from moecore.planning.search import Candidate, Fitting, SearchResult, explain_folding, search
 from moecore.planning.times import StepTime, TimePlan, plan_time, time_step
+from moecore.planning.transformers import TransformersModel
 
 __all__ = [
     "Candidate",
@@ -34,6 +35,7 @@ __all__ = [
     "StepTime",
     "TimePlan",
     "TrainingRun",
+    "TransformersModel",
     "Work",
     "call_of",
     "draw_memory",

@@ -30,6 +30,7 @@ from moecore.planning.gpus import gpu_of
 from moecore.planning.levers import next_change
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.page import page_of
+from moecore.planning.recipe import recipe_of
 from moecore.planning.report import report_trace
 from moecore.planning.run import TrainingRun, call_of, flags_of, new_garbage
 from moecore.planning.search import Fitting, explained, planned, search, shown_levers
@@ -68,6 +69,7 @@ def run_plan(args: Any) -> int:
     if not has_degrees(args):
         return _search(args)
     run = run_of_options(args)
+    _write_recipe(args, run)
     if args.call:
         print(call_of(run))
         return 0
@@ -108,6 +110,8 @@ def _explain(args: Any) -> int:
     request, folding = request_of_options(args), folding_of(args.explain)
     found = planned(request, folding, _table(args))
     fits = isinstance(found, Fitting)
+    if isinstance(found, Fitting):
+        _write_recipe(args, found.run)
     text = explained(request, folding, found)
     if args.json:
         row = _row(found) if isinstance(found, Fitting) else folding.named()
@@ -158,6 +162,7 @@ def _search(args: Any) -> int:
     found = result.fitting
     if found:
         _write(args, found[0].plan, found[0].time)
+        _write_recipe(args, found[0].run)
     if args.json:
         rows = [_row(candidate) for candidate in found]
         others = dict(refused=result.refused, not_planned=result.not_planned, change=result.change)
@@ -243,6 +248,12 @@ def _write(args: Any, plan: MemoryPlan, time: TimePlan) -> None:
         args.html.write_text(page_of(plan, time, title, gpu_of(kind_of(args)).memory))
     if args.timeline is not None and time.timeline is None:
         raise ValueError(f"--timeline ({args.timeline}) must be left out without stages: drop it")
+
+
+def _write_recipe(args: Any, run: TrainingRun) -> None:
+    """Write the recipe that is asked for."""
+    if args.write is not None:
+        args.write.write_text(recipe_of(run, args.config))
 
 
 def run_dry_run(args: Any) -> int:

@@ -27,12 +27,12 @@ from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.streams import dry_streams
 from moecore.base.torch_names import local_of
 from moecore.kernels.common import launches_on_meta
-from moecore.models import Decoder
 from moecore.parallel.attached import attached
+from moecore.planning.model import ModuleParts
 from moecore.planning.record import END, Queued, Start, Work, WorkRecorder
 from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
 from moecore.train.memory.kept import NAMES
-from moecore.train.memory.on_meta import OnMeta
+from moecore.train.memory.on_meta import OnMeta, tensors_of
 from moecore.train.memory.parts import BlockPart, find_parts
 from moecore.train.memory.stash import Stash
 from moecore.train.optim.adamw import AdamW
@@ -103,9 +103,9 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = optimizer_of(run, model)
             if run.pipeline is None:
-                cut(model, recorder)
+                cut(model, run.planned.parts(model), recorder)
             step = TrainStep(model, optimizer, max_norm=1.0)
-            inputs = {"tokens_BT": tokens_BT, "labels_BT": tokens_BT}
+            inputs = run.planned.inputs(tokens_BT)
             first = 1 if run.pipeline is None else run.num_micro_batches
             for number in (first, run.num_micro_batches):  # the first makes buffers and state
                 step.num_micro_batches = number
@@ -130,34 +130,35 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
         )
 
 
-def cut(model: Decoder, recorder: WorkRecorder) -> None:
+def cut(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
     """Let a recorder know when a module begins a pass, and which part of a layer runs."""
     calls: dict[str, int] = {}
 
-    def watch(module: nn.Module, part: str) -> None:
+    def watch(module: nn.Module, part: str, last: nn.Module | None = None) -> None:
         def before(*_: Any) -> None:
             calls[part] = calls.get(part, 0) + 1
             recorder.begin("F", name())
 
-        def behind(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            if output.requires_grad:
+        def behind(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            found = tensors_of(getattr(output, "loss", output))[0]
+            if found.requires_grad:
                 own = name()
-                output.register_hook(lambda _: recorder.begin("B", own))
+                found.register_hook(lambda _: recorder.begin("B", own))
 
         def name() -> str:  # later embeddings of a micro-batch are those of predictions
             return "predictions" if part == "embedding" and calls[part] > 1 else part
 
         module.register_forward_pre_hook(before)
-        module.register_forward_hook(behind)
+        (last or module).register_forward_hook(behind)
 
     model.register_forward_pre_hook(lambda *_: calls.clear())
-    watch(model.model.embed_tokens, "embedding")
-    for i, layer in enumerate(model.layers):
+    watch(parts.embedding, "embedding")
+    for i, layer in enumerate(parts.layers):
         watch(layer, f"layer {i}")
-    for layer in model.mtp:
+    for layer in parts.mtp:
         watch(layer, "predictions")
-    watch(model.lm_head, "head")
-    for layer in (*model.layers, *model.mtp):
+    watch(parts.head, "head", parts.loss)
+    for layer in (*parts.layers, *parts.mtp):
         for _, kind, module in [*find_parts(layer), BlockPart("", "moe", layer)]:
             name = "rest" if module is layer else NAMES.get(kind, kind)
             module.forward = partial(_within, recorder, name, module.forward)  # type: ignore[method-assign]

@@ -22,8 +22,6 @@ import torch
 
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.kernels.common import meta_as
-from moecore.models import Decoder
-from moecore.models.size import num_params
 from moecore.parallel.mesh import build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
@@ -68,16 +66,9 @@ class Estimate:
 
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
         self._request, self._table = request, table
-        model = request.model
-        self._everything, self._experts, self._ep = num_params(model), 0, 1
-        modules = Decoder(model, device="meta").modules()
-        cut = (m for m in modules if getattr(m, "tp_shard_dim", None) is not None)
-        self._cut = sum(p.numel() for module in cut for p in module.parameters(recurse=False))
-        if model.moe is not None:
-            matrix = model.moe.expert_dim * model.moe.hidden_dim
-            layers = model.num_moe_layers + model.num_mtp_layers
-            self._experts = layers * model.moe.num_experts * 3 * matrix
-            self._ep = gcd(model.moe.num_experts, request.domain)
+        moe = request.planned.moe
+        self._everything, self._experts, self._cut = request.planned.sizes()
+        self._ep = 1 if moe is None else gcd(moe.num_experts, request.domain)
         self._base, self._last = (rungs := rungs_of(request))[0], rungs[-1]
         self._choices = _choices(request, rungs)
         # Planned over estimated bytes, on the device and on the host, by pp.
@@ -127,13 +118,13 @@ class Estimate:
         # weights, gradients and state of the rank's shards; and saved activations of a micro-batch
         # over tp * cp, times those in flight on the first pipeline rank.
         rung, chunks = rung or self._last, folding.chunks
-        layers = self._request.model.num_layers / folding.pp
+        layers = self._request.planned.num_layers / folding.pp
         share = min(1.0, LAYERS / layers) if _gathers(rung) else 1.0
         own = self._held(folding)
         held = share * sum(one.copies * one.size for one in own)
         sums = share * sum(one.copies * one.size for one in own if one.ranks > 1)
         if folding.pp > 1:  # the first or the last stage has all of the embedding or of the head
-            end = self._request.model.vocab_size * self._request.model.dim
+            end = self._request.planned.vocab_size * self._request.planned.dim
             held, sums = held + end, sums + end
         gathered = 1 if rung.fsdp.fp8_param_gather else 2 if rung.precision is None else 3  # copies
         state = (1 - rung.optimizer.offload_fraction) * state_bytes(rung.optimizer, _dtype(rung))
@@ -192,7 +183,7 @@ class Estimate:
         for size, ranks in ((dense, tp), (self._experts / experts, experts)):
             sharing = stage // ranks
             found.append(_Held(size / pp, sharing, max(1, min(stage, node) // ranks), 1))
-        moe = self._request.model.moe
+        moe = self._request.planned.moe
         if moe is not None and found[1].ranks > moe.num_experts // ep:
             found[1] = found[1]._replace(copies=2)
         return found
@@ -275,7 +266,7 @@ class Estimate:
         """Yield the seconds of messages among the ranks of tp, and among those of cp."""
         tokens = folding.batch_size * self._request.seq_len // (folding.tp * folding.cp)
         for ranks in (folding.tp, folding.cp):
-            num_bytes = 2 * 2 * self._request.model.dim * tokens * (ranks - 1)
+            num_bytes = 2 * 2 * self._request.planned.dim * tokens * (ranks - 1)
             message = Work("all_gather", "collective", 0, num_bytes, (ranks,), "bfloat16")
             if ranks > 1:
                 here = min(ranks, self._request.domain)
@@ -285,8 +276,8 @@ class Estimate:
         """Return the bytes that a micro-batch saves for backward: on the device, on the host."""
         small, like = timed_layers(self._node(rung, 1), 1)
         whole = FSDPOptions(param_dtype=rung.fsdp.param_dtype)  # shards save as much
-        found = _kept_of(replace(small, optimizer=OptimizerOptions(), fsdp=whole))
-        blocks = [found.blocks[i] for i in like["F"]] + [*found.blocks[small.model.num_layers :]]
+        found = kept_of(replace(small, optimizer=OptimizerOptions(), fsdp=whole))
+        blocks = [found.blocks[i] for i in like["F"]] + [*found.blocks[small.planned.num_layers :]]
         away = sum(sum(block.host.values()) for block in blocks)
         return sum(block.num_bytes for block in (*blocks, found.outside)), away
 
@@ -298,18 +289,19 @@ class Estimate:
 
 
 @lru_cache(maxsize=256)
-def _kept_of(run: TrainingRun) -> ModelKept:
+def kept_of(run: TrainingRun) -> ModelKept:
     """Return the bytes that a forward of one micro-batch saves, in a tenth of a dry run's time."""
-    model = Decoder(run.model, device="meta", dtype=run.dtype)
+    model = run.planned.build(run.dtype)
     tokens_BT = torch.empty(run.batch_size, run.seq_len, dtype=torch.int64, device="meta")
     with fake_world(run.num_gpus), quiet(), meta_as("cuda"):
         meshes = build_meshes(run.parallel, "cpu")
         how = dict(precision=run.precision, fsdp=run.fsdp)
         parallelize_moe(model, meshes, dispatcher="alltoall", **how)  # type: ignore[arg-type]
+        parts = run.planned.parts(model)
         return kept_bytes(
             model,
-            [*model.layers, *model.mtp],
-            lambda copy: copy(tokens_BT, tokens_BT),
+            [*parts.layers, *parts.mtp],
+            lambda copy: copy(**run.planned.inputs(tokens_BT)),
             options=run.memory,
             device_type="cuda",
             dtype_of=lambda param: run.fsdp.param_dtype or param.dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +14,16 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions, StashOptions
 from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
-from moecore.io.hf.config import decoder_config_from_hf
+from moecore.io.hf.config import FAMILIES, decoder_config_from_hf
+from moecore.io.hf.config_fields import read_config
 from moecore.models import PRESETS
-from moecore.models.config import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
 from moecore.planning.gpus import Gpu, domain_of, gpu_of, read_gpu
-from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun
 from moecore.planning.stored import stages_of
+from moecore.planning.transformers import TransformersModel
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
 # Options that some modes of the command do not read.
@@ -87,10 +89,17 @@ def folding_of(text: str) -> Folding:
     return Folding(**found)
 
 
-def _model(args: Any) -> DecoderConfig:
+def _model(args: Any) -> AnyModel:
     """Return the preset or that of the config, for rows as long as they are asked for."""
+    if args.config is not None and not is_native(args.config):
+        return TransformersModel.of(args.config)
     model = PRESETS[args.preset] if args.config is None else decoder_config_from_hf(args.config)
     return replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
+
+
+def is_native(path: Path) -> bool:
+    """Return whether a config.json is of a family that the native decoder knows."""
+    return read_config(path).get("model_type") in FAMILIES
 
 
 def request_of_options(args: Any) -> SearchRequest:

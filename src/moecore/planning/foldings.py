@@ -16,21 +16,19 @@ from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
 from moecore.base.fields import Bound, Count, Rules, check_fields
-from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
-from moecore.models.config import DecoderConfig
-from moecore.models.tensor_parallel import check_tensor_parallel
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.costs import CostTable
 from moecore.planning.gpus import Gpu, domain_of, gpu_of
 from moecore.planning.levers import FIELDS, TWICE, Levers, Option, fewer, ladder, levers_with
-from moecore.planning.run import NumGpus, OptimizerOptions, TrainingRun
+from moecore.planning.model import PlannedModel
+from moecore.planning.run import AnyModel, NumGpus, OptimizerOptions, TrainingRun, planned
 
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
 BATCH_SIZES = (1, 2, 4)  # rows of a micro-batch that are tried
@@ -45,7 +43,7 @@ class SearchRequest:
     """What is to be trained, on which GPUs, and what may vary.
 
     Attributes:
-        model: the decoder.
+        model: the decoder, or a class of transformers.
         num_gpus: ranks of the world.
         gpu: a key of `GPUS`, or a GPU of your own.
         gpus_per_node: ranks among which NVLink runs; None = as many as divide the world.
@@ -62,7 +60,7 @@ class SearchRequest:
             the system and the loader.
     """
 
-    model: DecoderConfig
+    model: AnyModel
     num_gpus: NumGpus
     gpu: GpuName | Gpu = "h100-80"
     gpus_per_node: Count | None = None
@@ -79,9 +77,14 @@ class SearchRequest:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
-        longest = self.model.max_seq_len
-        if self.seq_len > longest:
+        longest = self.planned.max_seq_len
+        if longest is not None and self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"
+
+    @property
+    def planned(self) -> PlannedModel:
+        """The model, as plans read it."""
+        return planned(self.model)
 
     @property
     def rows(self) -> int:
@@ -234,7 +237,7 @@ def _stages(folding: Folding) -> PipelineConfig | None:
 
 def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     """Yield what `parallelize_moe` would refuse."""
-    model, (pp, tp, cp, ep, etp, chunks, batch_size) = request.model, folding
+    model, (pp, tp, cp, ep, etp, chunks, batch_size) = request.planned, folding
     for view, size in (("dense", pp * tp * cp), ("expert", pp * ep * etp)):
         if request.num_gpus % size:
             yield Refusal(
@@ -251,11 +254,8 @@ def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
                 reason = f"MoEConfig.{name} ({value}) must be divisible by {field} ({degree})"
                 yield Refusal("experts divide", reason)
     try:
-        check_tensor_parallel(model, tp)
-        if cp > 1:
-            heads = model.num_heads // tp, model.num_kv_heads // tp
-            ContextOptions().resolve(cp, *heads, has_latents=model.mla is not None)
-    except ValueError as error:
+        model.check(pp=pp, tp=tp, cp=cp)
+    except (ValueError, NotImplementedError) as error:
         yield Refusal("heads divide", str(error))
     parts = 2 * cp if cp > 1 else 1
     if request.seq_len % (parts * tp):
@@ -292,7 +292,7 @@ def _unwise(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     if pp > 1 and stage % node:
         reason = f"a stage ({stage} GPUs) must be whole nodes ({node} GPUs): use tp or ep inside"
         yield Refusal("PP across nodes", reason)
-    if pp > 1 and chunks == 1 and CHUNKS[1] * pp <= request.model.num_layers:
+    if pp > 1 and chunks == 1 and CHUNKS[1] * pp <= request.planned.num_layers:
         reason = f"pp ({pp}) leaves ranks idle less with {CHUNKS[1]} stages each: use chunks"
         yield Refusal("VPP where there is PP", reason)
     micro_batches = num_micro_batches(request, folding)

@@ -23,12 +23,11 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions, Recomputed
 from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
-from moecore.models.config import DecoderConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning.costs import CostTable
 from moecore.planning.gpus import Gpu, gpu_of
 from moecore.planning.memory import plan_peak
-from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun
 from moecore.planning.times import TimePlan, plan_time
 
 Overhead = Literal["low", "medium", "high"]
@@ -41,13 +40,13 @@ NO_TIME = 1e-12
 
 
 def _recompute(run: TrainingRun, *parts: Recomputed, **others: Any) -> TrainingRun:
-    up: Recomputed = "qkv_proj" if run.model.mla is None else "mla_up_proj"
+    up: Recomputed = "mla_up_proj" if run.planned.has_latents else "qkv_proj"
     memory = replace(run.memory, recompute=(*CHAIN, up, *parts), **others)
     return replace(run, memory=memory)
 
 
 def _fp8(run: TrainingRun) -> TrainingRun:
-    moe = run.model.moe
+    moe = run.planned.moe
     has_products = moe is None or not (moe.expert_dim % 128 or moe.hidden_dim % 128)
     if run.precision is not None or not has_products:
         return run
@@ -155,7 +154,7 @@ OPTIONS = (
     ),
     Option(
         name="recompute of FC1",
-        change=lambda run: _recompute(run, "expert_fc1" if run.model.moe else "mlp"),
+        change=lambda run: _recompute(run, "expert_fc1" if run.planned.moe else "mlp"),
         overhead="medium",
         page="memory.md#recompute",
     ),
@@ -183,7 +182,7 @@ OPTIONS = (
     ),
     Option(
         name="recompute of MoE layers",
-        change=lambda run: _recompute(run, "moe") if run.model.moe else run,
+        change=lambda run: _recompute(run, "moe") if run.planned.moe else run,
         overhead="high",
         page="memory.md#recompute",
     ),
@@ -315,7 +314,7 @@ class Levers:
         return (self.options[-1].overhead if self.options else None) or "low"
 
 
-def ladder(model: DecoderConfig, gpu: GpuName | Gpu, **given: Any) -> tuple[Levers, ...]:
+def ladder(model: AnyModel, gpu: GpuName | Gpu, **given: Any) -> tuple[Levers, ...]:
     """Return rungs, cheapest first, each with one more option; `given` has FIELDS, or "any".
 
     The first one has the options that gain time as well as memory.
@@ -330,7 +329,7 @@ def ladder(model: DecoderConfig, gpu: GpuName | Gpu, **given: Any) -> tuple[Leve
 
 
 def levers_with(
-    options: tuple[Option, ...], model: DecoderConfig, gpu: GpuName | Gpu, **given: Any
+    options: tuple[Option, ...], model: AnyModel, gpu: GpuName | Gpu, **given: Any
 ) -> Levers:
     """Return the fields of a run with these options, in the order of `OPTIONS`."""
     plain = dict(fsdp=WHOLE, memory=MemoryOptions(), precision=None, optimizer=OptimizerOptions())
@@ -342,7 +341,7 @@ def levers_with(
 
 
 def fewer(
-    own: Levers, model: DecoderConfig, gpu: GpuName | Gpu, *, gains: bool, **given: Any
+    own: Levers, model: AnyModel, gpu: GpuName | Gpu, *, gains: bool, **given: Any
 ) -> Iterator[Levers]:
     """Yield levers with one option less, the dearest first; `gains` = those that gain time too."""
     for gone in (option for option in reversed(own.options) if gains or not option.gains):

@@ -116,7 +116,7 @@ def host_seconds(run: TrainingRun, device: torch.device) -> float:
         model.init_weights()
         step = TrainStep(model, optimizer_of(run, model), max_norm=1.0)
         tokens_BT = torch.randint(
-            0, run.model.vocab_size, (run.batch_size, run.seq_len), device=device
+            0, run.planned.vocab_size, (run.batch_size, run.seq_len), device=device
         )
         inputs = [{"tokens_BT": tokens_BT, "labels_BT": tokens_BT.roll(-1, 1)}]
         for _ in range(STEPS + ROUNDS):

@@ -228,12 +228,12 @@ def _ranks(run: TrainingRun) -> Iterator[_Rank]:
 
 def _pages(run: TrainingRun) -> Iterator[int]:
     """Yield the bytes of each pipeline rank's pages: as many for each layer with experts."""
-    small = small_of(run).model
-    each = small_step(run).pages / max(1, small.num_moe_layers + small.num_mtp_layers)
+    dense, small = run.planned.dense, small_of(run).planned
+    each = small_step(run).pages / max(1, small.num_moe_layers)
     stages, rank_of = timed_stages(run), ranks_of(run)
     for rank in range(run.resolved.pp):
         own = [stage for stage, of in zip(stages, rank_of, strict=True) if of == rank]
-        layers = [i for stage in own for i in stage.layers if not run.model.is_dense(i)]
+        layers = [i for stage in own for i in stage.layers if i not in dense]
         yield round(each * (len(layers) + sum(len(stage.mtp) for stage in own)))
 
 

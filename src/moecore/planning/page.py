@@ -65,9 +65,9 @@ def _colours(names: Iterable[str]) -> dict[str, str]:
 def _stacked(
     sizes: Mapping[str, Any], colours: Mapping[str, str], shown: Callable[[Any], str]
 ) -> list[Part]:
-    """Return one part behind the other."""
+    """Return one part behind the other, those that have a size."""
     found, start = list[Part](), 0.0
-    for name, size in sizes.items():
+    for name, size in ((name, size) for name, size in sizes.items() if size > 0):
         found.append((start, size, colours[name], f"{name}: {shown(size)}"))
         start += size
     return found

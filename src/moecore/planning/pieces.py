@@ -23,24 +23,28 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.planning.dry_run import ADAMW, DryRun, dry_run_of_capacity, of_rows
 from moecore.planning.record import Pass, Placed, Queued, Start
 from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.planning.stored import WHOLE, of_kinds, stages_of, state_bytes, stored_bytes
+from moecore.planning.stored import WHOLE, stages_of, state_bytes, stored_bytes
 
 Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward
 
 
 def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
     """Return a run of few layers on the ranks of one stage, and which is like each layer."""
-    # Of the last layer's kind there are the first two and the last two, of the other kind one. A
-    # layer prefetches for the next but one: so between them a forward is like the second one's and
-    # a backward like the last but one's.
-    p, model = run.resolved, run.model
-    kinds = [model.is_dense(i) for i in range(model.num_layers)]
+    # Of the last layer's kind there are the first two and the last two. Of each other kind there is
+    # the first, and the first behind one of the last kind, which stands for the others. A layer
+    # prefetches for the next but one: so between them a forward is like the second one's and a
+    # backward like the last but one's.
+    p, kinds = run.resolved, run.planned.layers
+    if not kinds:  # `parallelize_moe` refuses the model
+        return run, {"F": (), "B": ()}
     alike = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
-    others = [i for i, kind in enumerate(kinds) if kind != kinds[-1]][:1]
-    found = sorted({*others, *alike[:2], *alike[-2:]})
+    ends = {kinds.index(kind) for kind in kinds if kind != kinds[-1]}
+    others = {kinds[i]: i for i in ends}
+    others |= {kinds[i]: i for i in reversed(range(alike[0], len(kinds))) if i not in alike}
+    found = sorted({*ends, *others.values(), *alike[:2], *alike[-2:]})
     small = replace(
         run,
-        model=of_kinds(model, [kinds[i] for i in found], model.num_mtp_layers),
+        model=run.planned.with_layers(found),
         num_gpus=run.num_gpus // p.pp,
         parallel=replace(p, pp=1),
         num_micro_batches=num_micro_batches,
@@ -48,7 +52,7 @@ def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun,
     )
 
     def like(between: int) -> tuple[int, ...]:
-        of = {kinds[-1]: between, not kinds[-1]: [*others, 0][0]}
+        of = {**others, kinds[-1]: between}
         return tuple(found.index(i if i in found else of[kind]) for i, kind in enumerate(kinds))
 
     return small, {"F": like(alike[:2][-1]), "B": like(alike[-2:][0])}
@@ -258,7 +262,7 @@ def timed_stages(run: TrainingRun) -> Sequence[Stage]:
     """Return the stages of a run; of one without, all of its layers."""
     if run.pipeline is not None:
         return stages_of(run)
-    model = run.model
+    model = run.planned
     layers, mtp = tuple(range(model.num_layers)), tuple(range(model.num_mtp_layers))
     return [replace(WHOLE, layers=layers, mtp=mtp)]
 

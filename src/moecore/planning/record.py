@@ -241,7 +241,10 @@ def _grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | None:
             h_RC, (e, _, D) = args[5], args[7:10]
             return e, *h_RC.shape, D
         case "grouped_mm":
-            a_RK, b_eKN, _ = args
+            a_RK, b_eKN, out = args
+            if out.ndim == 3:  # of weights' gradients: [M, R] by [R, N] of each expert's rows
+                e, M, N = out.shape
+                return e, b_eKN.shape[0], N, M
             e, K, N = b_eKN.shape
             return e, a_RK.shape[0], N, K
     return None

@@ -29,7 +29,7 @@ CATEGORIES = {
     "copies to peers": r"Memcpy PtoP",
     "host copies": r"Memcpy (HtoD|DtoH)",
     "quantisation": r"quantise_|widen_rows|tile_tokens|gather_row_blocks|^_(amax|cast)_kernel"
-    r"|microscale_|finite_amax|block_amax|transpose_values",
+    r"|microscale_|finite_amax|(block|square)_amax|pack_squares|transpose_values",
     "experts": r"_gg_|cooperative|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows"
     r"|sum_rows|gather_used|map_row_tiles|_finish_bwd_kernel|sum_parts",
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"

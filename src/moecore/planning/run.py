@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, get_args
 
 import torch
@@ -26,13 +26,13 @@ from moecore.base.options.memory import GEMM_LAST, MemoryOptions
 from moecore.base.options.names import MomentDtype, PlannedDispatcher, PrecisionName
 from moecore.base.options.precision import Precision
 from moecore.base.torch_names import clear_sharding_caches
-from moecore.models import Decoder
 from moecore.models.config import DecoderConfig
-from moecore.models.presets import PRESETS
 from moecore.parallel.mesh import ParallelConfig, build_meshes
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallelize import parallelize_moe
 from moecore.planning.gpus import NODE
+from moecore.planning.model import NativeModel, PlannedModel
+from moecore.planning.transformers import StockModel, TransformersModel
 from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.state_offload import StateOffload
 
@@ -40,6 +40,7 @@ from moecore.train.optim.state_offload import StateOffload
 NumGpus = Annotated[int, Bound(">=", 1), Bound("<=", 2**16), "plan a part of so many ranks"]
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
+AnyModel = DecoderConfig | TransformersModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,7 @@ class TrainingRun:
     """A model, the number of GPUs, and the options of its training.
 
     Attributes:
-        model: the decoder.
+        model: the decoder, or a class of transformers.
         num_gpus: the number of ranks.
         parallel: the degrees; -1 = all ranks that other degrees leave.
         seq_len: tokens of a row.
@@ -86,7 +87,7 @@ class TrainingRun:
         fp8_dispatch: whether tokens travel and are kept as FP8.
     """
 
-    model: DecoderConfig
+    model: AnyModel
     num_gpus: NumGpus
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     seq_len: Count = 4096
@@ -115,12 +116,17 @@ class TrainingRun:
         elif self.nvlink is not None and (group == 1 or NODE % group):
             size = f"2 to {NODE} GPUs of a node"
             yield "nvlink", f"be None with ep * etp ({group}), unless it is {size}: leave it out"
-        longest = self.model.max_seq_len
-        if self.seq_len > longest:
+        longest = self.planned.max_seq_len
+        if longest is not None and self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"
         if self.batch_size * self.seq_len >= 1 << 31:
             seq_len = f"with seq_len ({self.seq_len})"
             yield "batch_size", f"give fewer than 2**31 tokens {seq_len}: take fewer rows"
+
+    @property
+    def planned(self) -> PlannedModel:
+        """The model, as plans read it."""
+        return planned(self.model)
 
     @property
     def resolved(self) -> ParallelConfig:
@@ -141,9 +147,17 @@ class TrainingRun:
         return torch.bfloat16 if self.optimizer.master_remainder else torch.float32
 
 
-def model_of(run: TrainingRun, device_type: str) -> Decoder:
+@lru_cache(maxsize=64)
+def planned(model: AnyModel) -> PlannedModel:
+    """Return a model as plans read it."""
+    if isinstance(model, DecoderConfig):
+        return NativeModel.of(model)
+    return StockModel.of(model)
+
+
+def model_of(run: TrainingRun, device_type: str) -> Any:
     """Return the model of a run, parallelized on meta; needs a default process group."""
-    model = Decoder(run.model, device="meta", dtype=run.dtype)
+    model = run.planned.build(run.dtype)
     name = dispatcher_of(run)
     domain = run.ranks_per_domain if name == "hierarchical" else None
     parallelize_moe(
@@ -247,43 +261,34 @@ def call_of(run: TrainingRun) -> str:
     away = options.offload_fraction
     is_split = run.dispatcher == "hierarchical"
     domain = f", ranks_per_domain={run.ranks_per_domain}" if is_split else ""
+    source = run.planned.source(run.dtype)
+    replaces = any("replace(" in line for line in source.build)
     lines = [
-        *(["from dataclasses import replace", ""] if "replace(" in _config(run.model) else []),
+        *(["from dataclasses import replace", ""] if replaces else []),
         "import torch",
         "",
         "from moecore import *",
-        "from moecore.models import *",
+        *source.imports,
         f"from moecore.train import AdamW{', StateOffload' if away else ''}",
         *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
         "",
         f"meshes = build_meshes({_shown(run.parallel)}{domain})",
-        f"config = {_config(run.model)}",
-        f'model = Decoder(config, device="meta", dtype={run.dtype})',
+        *source.build,
         "parallelize_moe(",
         "    model,",
         "    meshes,",
         *(f"    {key}={value}," for key, value in arguments.items()),
         ")",
         "model.to_empty(device=meshes.device_type)",
-        "model.init_weights(0)",
+        source.fill,
         f"optimizer = AdamW(model.parameters(){moments})",
         *([f"StateOffload(optimizer, model, fraction={away})"] if away else []),
         f"num_micro_batches, rows, seq_len = {sizes}  # of a step and of a data rank",
         "step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=num_micro_batches)",
-        "# step.forward_backward(num_micro_batches dicts of tokens_BT and labels_BT, both int64",
+        f"# step.forward_backward(num_micro_batches dicts of {source.inputs}, both int64",
         "# [rows, seq_len]), then step.finish()",
     ]
     return "\n".join(lines)
-
-
-def _config(model: DecoderConfig) -> str:
-    for name, config in PRESETS.items():
-        if config == model:
-            return f"preset({name!r})"
-        others = (f.name for f in fields(config) if f.name != "max_seq_len")
-        if all(getattr(config, each) == getattr(model, each) for each in others):
-            return f"replace(preset({name!r}), max_seq_len={model.max_seq_len})"
-    return repr(model)
 
 
 def _shown(record: Any) -> str:
@@ -299,10 +304,14 @@ def _shown(record: Any) -> str:
     return f"{type(record).__name__}({', '.join(given)})"
 
 
-def _precision(precision: Precision) -> str:
+def precision_name(precision: Precision) -> str | None:
+    """Return the name that stands for a precision, if one does."""
     names = get_args(PrecisionName)
-    name = next((name for name in names if Precision.of(name) == precision), None)
-    return repr(precision) if name is None else repr(name)
+    return next((name for name in names if Precision.of(name) == precision), None)
+
+
+def _precision(precision: Precision) -> str:
+    return repr(precision_name(precision) or precision)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from moecore.base.options.memory import MemoryOptions
-from moecore.models import Decoder
 from moecore.models.config import DecoderConfig
 from moecore.parallel.mesh import build_meshes
 from moecore.parallel.pipeline.config import PipelineConfig
@@ -22,6 +21,7 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.shard.size import RankBytes, rank_bytes
 from moecore.parallelize import plan_sharding
+from moecore.planning.model import of_kinds
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
 from moecore.train.optim.adamw import AdamW
 
@@ -34,7 +34,7 @@ def stages_of(run: TrainingRun) -> Sequence[Stage]:
     """Return the stages of a run, in the order of forward."""
     if run.pipeline is None:
         return [WHOLE]
-    model = run.model
+    model = run.planned
     layout = run.pipeline.stages(run.resolved.pp, model.num_layers, model.num_mtp_layers)
     layout.chunks(run.resolved.pp)  # refused where these do not divide
     return layout.stages
@@ -55,7 +55,7 @@ def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
     is_fc1 = "expert_fc1" in run.memory.parts  # which experts may refuse
     plain = replace(
         run,
-        seq_len=min(run.seq_len, run.model.num_mtp_layers + 1),
+        seq_len=min(run.seq_len, run.planned.num_mtp_layers + 1),
         batch_size=1,
         num_micro_batches=1,
         memory=MemoryOptions(recompute=("expert_fc1",) if is_fc1 else ()),
@@ -68,14 +68,15 @@ def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
 
 def _sizes(run: TrainingRun) -> tuple[RankBytes, ...]:
     """Return what each pipeline rank stores, of ranks and runs with the same parts once."""
-    pp, rank_of, is_dense = run.resolved.pp, ranks_of(run), run.model.is_dense
+    pp, rank_of, model = run.resolved.pp, ranks_of(run), run.model
     by_name = run.precision is not None and run.precision.overrides  # layers may differ
-    if run.pipeline is None or by_name or run.fsdp.blocks_per_unit > 1:
+    is_whole = by_name or run.fsdp.blocks_per_unit > 1
+    if run.pipeline is None or is_whole or not isinstance(model, DecoderConfig):
         return tuple(_rank_size(run, rank) for rank in range(pp))
     found, one_stage = [], replace(run, parallel=run.resolved, pipeline=PipelineConfig(layout="EL"))
     for rank in range(pp):
         own = [stage for stage in stages_of(run) if rank_of[stage.index] == rank]
-        kinds = tuple(is_dense(i) for stage in own for i in stage.layers)
+        kinds = tuple(model.is_dense(i) for stage in own for i in stage.layers)
         ends = any(stage.embedding for stage in own), any(stage.loss for stage in own)
         mtp = sum(len(stage.mtp) for stage in own)
         found.append(_of_parts(one_stage, *ends, kinds, mtp))
@@ -87,7 +88,8 @@ def _of_parts(
     run: TrainingRun, embedding: bool, loss: bool, kinds: tuple[bool, ...], mtp: int
 ) -> RankBytes:
     """Return what a pipeline rank with these parts stores; of `kinds`, True is a dense layer."""
-    model, kind = run.model, run.model.is_dense(run.model.num_layers - 1)
+    model: Any = run.model
+    kind = model.is_dense(model.num_layers - 1)
     few = FEW + run.fsdp.prefetch_blocks
     if (more := kinds.count(kind) - few) > 1:  # each one more adds the same
         others = tuple(k for k in kinds if k != kind)
@@ -127,27 +129,12 @@ def _extended(short: RankBytes, long: RankBytes, times: int) -> RankBytes:
     return extended(short, long)
 
 
-def of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderConfig:
-    """Return the model with these layers, True = dense, and so many predictions."""
-    dense = () if model.moe is None else tuple(i for i, kind in enumerate(kinds) if kind)
-    return replace(
-        model,
-        num_layers=len(kinds),
-        dense_layers=dense,
-        windows=model.windows[: len(kinds)],
-        mlp_hidden_dim=model.mlp_hidden_dim if any(kinds) else 0,
-        num_mtp_layers=mtp,
-        mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
-        mtp_detached=model.mtp_detached and mtp > 0,
-    )
-
-
 @lru_cache(maxsize=1024)
 def _rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
     rank = pp_rank * run.num_gpus // run.resolved.pp
     with fake_world(run.num_gpus, rank), quiet():
         plan = plan_sharding(
-            Decoder(run.model, device="meta", dtype=run.dtype),
+            run.planned.build(run.dtype),
             build_meshes(run.parallel, "cpu"),
             dispatcher="alltoall",
             memory=run.memory,

@@ -250,7 +250,7 @@ def layouts_of(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
     """Return a run, and with stages the same one with others that balance its ends' seconds."""
     if run.pipeline is None:
         return [run]
-    pieces, model, none = pieces_of(run), run.model, replace(WHOLE, embedding=False, loss=False)
+    pieces, model, none = pieces_of(run), run.planned, replace(WHOLE, embedding=False, loss=False)
 
     @cache
     def cost(**parts: Any) -> float:
@@ -258,7 +258,7 @@ def layouts_of(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
         return sum(sum(found[of, pieces.num_micro_batches // 2].parts.values()) for of in PASSES)
 
     # Between the ends of a model all layers of a kind are alike.
-    kinds = [model.is_dense(i) for i in range(model.num_layers)]
+    kinds = model.layers
     middle = {kind: sorted(i for i, of in enumerate(kinds) if of == kind) for kind in kinds}
     each = {kind: cost(layers=(own[len(own) // 2],)) for kind, own in middle.items()}
     mtp = tuple(range(model.num_mtp_layers))
@@ -464,6 +464,6 @@ def _send_seconds(run: TrainingRun, table: CostTable) -> float:
     """Return the seconds of a message between stages."""
     p = run.resolved
     # Of bf16, in one direction of two.
-    num_bytes = 2 * 2 * run.batch_size * run.seq_len // (p.cp * p.tp) * run.model.dim
+    num_bytes = 2 * 2 * run.batch_size * run.seq_len // (p.cp * p.tp) * run.planned.dim
     node_ranks = 1 if run.num_gpus // p.pp >= run.ranks_per_domain else 2
     return table.seconds(Work("send", "collective", 0, num_bytes, (2,), "bfloat16"), node_ranks)

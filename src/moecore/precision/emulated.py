@@ -7,7 +7,8 @@
 
 x and the weight are kept as they are, and rounded once more in backward. A weight that was gathered
 packed ("nvfp4") has no values: both passes read what was gathered. The products are in bf16,
-on a CPU in fp32, and what is multiplied by scales of tensors afterwards in fp32.
+on a CPU in fp32, and what is multiplied by scales of tensors afterwards in fp32. Where tensor cores
+multiply scales of blocks, operands are bytes, and a product is a group of one (`block_scaled.py`).
 
 Letters: T tokens, K input features, N output features; formats are `kernels/rows/microscaling.py`.
 """
@@ -22,12 +23,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import no_autocast
+from moecore.kernels.common import has_block_scaled_kernels, no_autocast
 from moecore.kernels.experts.contract import GradTarget
+from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.microscaled import emulated, emulated_matrices
-from moecore.kernels.rows.microscaling import finite_magnitude, unpacked_matrices
+from moecore.kernels.rows.microscaling import (
+    PACKED,
+    finite_magnitude,
+    transposed_matrices,
+    unpacked_matrices,
+)
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
 from moecore.moe.linear import Gradients, backward
 from moecore.moe.params import has_values, local_param
@@ -53,7 +60,7 @@ def _linear(
     """Return y_TN."""
     recipe = _recipe(scaling, power_of_two, hadamard, stochastic_rounding)
     weight = _weight(weight_NK, weight_amax, (packed, packed_scales), recipe, transposed=False)
-    y_TN = _product(emulated(x_TK, recipe), weight.values[0].T, weight.scales, dtype)
+    y_TN = _product(_operand(x_TK, recipe), weight, recipe, dtype)
     return y_TN if bias_N is None else y_TN.add_(bias_N)
 
 
@@ -62,23 +69,37 @@ def _recipe(scaling: Any, power_of_two: bool, hadamard: bool, stochastic: bool) 
     return Recipe(scaling=scaling, **how)
 
 
+def _operand(x_TK: Tensor, recipe: Recipe, **how: Any) -> Blocks:
+    return emulated(x_TK, recipe, packed=has_block_scaled_kernels(x_TK.device), **how)
+
+
 def _weight(
     weight_NK: Tensor, amax: Tensor | None, packed: Parts, recipe: Recipe, *, transposed: bool
 ) -> Blocks:
     """Return the weight as the operand [1, N, K], or transposed."""
-    values, scales = packed
+    (values, scales), as_bytes = packed, has_block_scaled_kernels(weight_NK.device)
     if values is not None and scales is not None:
-        gathered = Blocks(values[None], scales[None], "packed", amax)
+        gathered = Blocks(values[None], scales[None], PACKED, amax)
+        if as_bytes:
+            return transposed_matrices(gathered) if transposed else gathered
         return unpacked_matrices(gathered, recipe, transposed=transposed)
-    how: Any = dict(rows=not transposed, columns=transposed, amax_e=amax)
+    how: Any = dict(rows=not transposed, columns=transposed, amax_e=amax, packed=as_bytes)
     operand = emulated_matrices(weight_NK[None], recipe, **how)[transposed]
     assert operand is not None, "it was asked for"
     return operand
 
 
-def _product(a: Blocks, b_KN: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _product(a: Blocks, weight: Blocks, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    if a.kind == PACKED:
+        return block_scaled_gemm(a, weight, _one_group(a, a.values.shape[0]), recipe, dtype)
+    b_KN = weight.values[0].T
     with no_autocast(b_KN):
-        return (a.values.mm(b_KN) * (a.scales * scale)).to(dtype)
+        return (a.values.mm(b_KN) * (a.scales * weight.scales)).to(dtype)
+
+
+def _one_group(rows: Blocks, num_rows: int) -> Tensor:
+    """Return the offsets of all rows as one group. No host sync."""
+    return torch.full((1,), num_rows, dtype=torch.int32, device=rows.values.device)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -99,8 +120,8 @@ def _gradients(ctx: Any, dy_TN: Tensor) -> Gradients:
     dx_TK = dbias_N = None
     if wants_x:
         weight = _weight(weight_NK, weight_amax, ctx.packed, recipe, transposed=True)
-        dy = emulated(dy_TN, recipe, is_gradient=True)
-        dx_TK = _product(dy, weight.values[0].T, weight.scales, x_dtype)
+        dy = _operand(dy_TN, recipe, is_gradient=True)
+        dx_TK = _product(dy, weight, recipe, x_dtype)
     if wants_bias:
         dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx_TK, (dy_TN, x_TK, recipe, weight_dtype) if wants_weight else None, dbias_N
@@ -143,8 +164,13 @@ class EmulatedLinearProducts(Fp8Products):
     def weight_grad(  # type: ignore[override]
         dy_TN: Tensor, x_TK: Tensor, recipe: Recipe, dtype: torch.dtype, target: GradTarget
     ) -> Tensor:
-        dy = emulated(dy_TN, recipe, over_rows=True, is_gradient=True)
-        x = emulated(x_TK, recipe, over_rows=True)
+        dy = _operand(dy_TN, recipe, over_rows=True, is_gradient=True)
+        x = _operand(x_TK, recipe, over_rows=True)
+        if x.kind == PACKED:
+            group = _one_group(x, x.scales.shape[1] * recipe.multiple)
+            how: Any = dict(dtype=target.dtype or dtype, adds=target.adds, scale=target.scale)
+            out = None if target.out is None else target.out[None]
+            return block_scaled_wgrad(dy, x, group, recipe, out=out, **how)[0]
         with no_autocast(x_TK):
             grad = dy.values.T.mm(x.values) * (dy.scales * x.scales)
         return put_grad(grad.to(dtype), target.out, target.adds, target.dtype, target.scale)

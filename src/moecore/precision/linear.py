@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
@@ -283,11 +283,12 @@ def why_not(weight: Tensor, recipe: Recipe | None = None) -> str | None:
     sizes = list(weight.shape)
     if isinstance(weight, DTensor):
         for mesh_dim, placement in enumerate(weight.placements):
-            if isinstance(placement, Shard):
+            dim: int | None = getattr(placement, "dim", None)  # of rows, also of some of each half
+            if dim is not None:
                 parts = weight.device_mesh.size(mesh_dim)
-                if sizes[placement.dim] % parts:
+                if sizes[dim] % parts:
                     return f"its weight {sizes} is cut into {parts} parts that are not alike"
-                sizes[placement.dim] //= parts
+                sizes[dim] //= parts
     if len(sizes) != 2 or any(n == 0 or n % multiple for n in sizes):
         return f"its weight {sizes} is no matrix of multiples of {multiple}"
     if not weight.is_floating_point() or weight.element_size() == 1:

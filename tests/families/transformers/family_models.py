@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -301,3 +302,12 @@ def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     targets = inputs["input_ids"].flatten() % out.logits.shape[-1]
     loss = nn.functional.cross_entropy(out.logits.flatten(0, 1).float(), targets)
     return loss if getattr(out, "aux_loss", None) is None else loss + 0.1 * out.aux_loss
+
+
+def config_values(family: str, sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
+    """Return what a config.json of a family's small model holds."""
+    kind = model_class(family)
+    config = tiny_config(kind.config_class, FAMILIES.get(family, {}), sizes)
+    config.architectures = [kind.__name__]
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values

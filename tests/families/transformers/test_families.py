@@ -35,8 +35,8 @@ from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.families.kept_fp32 import SELECTION_BIASES, kept_fp32
 from moecore.families.transformers.context import CausalContext
+from moecore.families.transformers.cuts import OUTPUTS, find_cuts
 from moecore.families.transformers.rows import why_whole
-from moecore.families.transformers.tensor_parallel import OUTPUTS, find_cuts
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.attached import moe_state
 from tests.families.transformers.family_models import (

@@ -40,6 +40,7 @@ from tests.families.transformers.lora_cases import (
     peft,
     train,
 )
+from tests.families.transformers.test_tensor_parallel import phi3, with_gradients
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -192,12 +193,27 @@ def generated(model: Any) -> Tensor:
     return found
 
 
+def adapted_phi3() -> Any:
+    """Adapters on queries, keys and values in one linear, whose weight tp ranks have whole."""
+    config = peft.LoraConfig(r=3, target_modules=["qkv_proj", "o_proj"])
+    model = peft.get_peft_model(phi3(2), config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.2)
+            elif "lora_A" in name:
+                param.copy_(torch.randn(param.shape, generator=generator))
+    return model
+
+
 def worker(rank: int, device: torch.device, folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {name: run_case(name, folder, device) for name in CASES}
     if device.type == "cuda":
         return results
     mixed = [mixed_dtypes(folding) for folding in ("ep2-edp2", "ep4")]
-    return results | {"mixed dtypes": max(mixed), "life": life(folder)}
+    stacked = with_gradients(adapted_phi3, tp=2)[1]
+    return results | {"mixed dtypes": max(mixed), "stacked": stacked, "life": life(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +244,10 @@ def test_training_equals_stock_peft(results: dict[str, Any], name: str) -> None:
 
 def test_adapters_in_fp32_train_a_model_in_bf16(results: dict[str, Any]) -> None:
     assert results["mixed dtypes"] < 0.05
+
+
+def test_adapters_on_queries_keys_and_values_in_one_linear(results: dict[str, Any]) -> None:
+    assert results["stacked"]
 
 
 def test_adapters_start_alike_on_every_layout(results: dict[str, Any]) -> None:

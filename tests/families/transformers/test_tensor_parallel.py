@@ -7,6 +7,8 @@ test_pipeline.py on four.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +17,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from transformers.core_model_loading import revert_weight_conversion
 
 from moecore import Meshes, ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_names import StridedShard
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.torch_names import StridedShard, local_of
 from moecore.families import use_causal_attention
+from moecore.families.transformers.cuts import find_cuts
 from moecore.families.transformers.linear_cuts import cut_linear_attention
-from moecore.families.transformers.module_cut import placements_of
-from moecore.families.transformers.tensor_parallel import find_cuts
-from moecore.io import Saver, load
+from moecore.families.transformers.module_cut import cut_placements
+from moecore.io import Saver, load, stream_weights
+from moecore.moe.params import shard_parameter
 from moecore.planning import fake_world
+from moecore.precision.linear import why_not
 from tests.families.transformers.family_models import batch as family_batch
-from tests.families.transformers.family_models import loss_of, tiny_model
-from tests.families.transformers.hf_models import batch, random_model, whole_gradients, worst
+from tests.families.transformers.family_models import fill, loss_of, tiny_model
+from tests.families.transformers.hf_models import (
+    batch,
+    random_model,
+    transformers,
+    whole_gradients,
+    worst,
+)
 from tests.families.transformers.test_log_probs import scored, stock
 from tests.helpers.ranks import run_ranks
+from tests.train.memory.blocks import counting_bytes
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -107,7 +120,7 @@ def refused(meshes: dict[int, Meshes]) -> None:
     three = tiny_model("minimax", vocab_size=64)
     lightning = next(m for m in three.modules() if type(m).__name__ == "MiniMaxLightningAttention")
     lightning.num_attention_heads = 3
-    with pytest.raises(ValueError, match=r"heads \(3\) must be a multiple of ParallelConfig.tp"):
+    with pytest.raises(ValueError, match=r"heads \(3\) and .* must be multiples of Para"):
         find_cuts(three, 2)
     with pytest.raises(NotImplementedError, match=r"no module can be cut: .*qkv_proj .* all heads"):
         parallelize_moe(tiny_model("zaya"), meshes[2])
@@ -158,12 +171,22 @@ def test_ranks_that_shard_gate_above_up_divide_its_inputs() -> None:
             parallelize_moe(model, meshes)
 
 
+def test_parts_of_gate_above_up_that_fp8_cannot_multiply_stay_in_their_dtype() -> None:
+    with fake_world(2), torch.device("meta"):
+        mesh = build_meshes(ParallelConfig(tp=2), "cpu").dense["tp"]
+        linears = [nn.Linear(32, rows) for rows in (48, 64)]
+        for linear in linears:
+            shard_parameter(linear, "weight", mesh, (StridedShard(0, split_factor=2),))
+        assert why_not(linears[0].weight) == "its weight [24, 32] is no matrix of multiples of 16"
+        assert why_not(linears[1].weight) is None
+
+
 def test_adapters_are_cut_as_their_linears() -> None:
     cuts, whole = cuts_with_adapters(random_model("qwen2-moe", mlp_only_layers=[0]))
     assert not whole
     attention, mlp, *_ = cuts
     for module, column, row in (attention, "q_proj", "o_proj"), (mlp, "gate_proj", "down_proj"):
-        places = dict(placements_of(module, cuts[module]))
+        places = dict(cut_placements(module, cuts[module]))
         outer, inner = module.get_submodule(column), module.get_submodule(row)
         found = {
             (name, kind): places.get((linear.get_submodule(kind), "weight"))
@@ -211,20 +234,47 @@ def only_whole(meshes: Meshes) -> None:
         )
 
 
-def with_gradients(family: str, tp: int = 2) -> tuple[nn.Module, bool]:
-    """A tiny model on tp ranks of each data rank, and whether it has the stock gradients."""
-    plain, model = (tiny_model(family, vocab_size=64) for _ in range(2))
-    meshes = build_meshes(ParallelConfig(tp=tp, ep=2), "cpu")
+def granite() -> nn.Module:
+    return tiny_model("granitemoeshared", vocab_size=64)
+
+
+def minimax() -> nn.Module:
+    return tiny_model("minimax", vocab_size=64)
+
+
+def nemotron() -> nn.Module:
+    return tiny_model("nemotron_h", vocab_size=64)
+
+
+def phi3(num_key_value_heads: int) -> nn.Module:
+    """Queries, keys and values of a dense model are one linear."""
+    sizes: dict[str, Any] = dict(hidden_size=32, intermediate_size=16, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=num_key_value_heads)
+    config = transformers.Phi3Config(vocab_size=64, pad_token_id=None, **sizes, **heads)
+    config._attn_implementation = "eager"
+    model = transformers.Phi3ForCausalLM(config)
+    fill(model)
+    return model.train()
+
+
+def with_gradients(make: Callable[[], nn.Module], **degrees: int) -> tuple[nn.Module, bool]:
+    """A tiny model over ranks, and whether it has the stock gradients and streams its weights."""
+    plain, model = make(), make()
+    meshes = build_meshes(ParallelConfig(**degrees), "cpu")
     parallelize_moe(model, meshes)
     for rank in range(meshes.data_ranks):
         (loss_of(plain, family_batch(plain, rank)) / meshes.data_ranks).backward()
     loss_of(model, family_batch(model, meshes.data_rank)).backward()
-    return model, worst(whole_gradients(model), whole_gradients(plain))[0] <= 1e-5
+    near = worst(whole_gradients(model), whole_gradients(plain))[0] <= 1e-5
+    plain = getattr(plain, "merge_and_unload", lambda: plain)()
+    stock = revert_weight_conversion(plain, plain.state_dict())
+    equal = [torch.equal(t, stock[n]) for n, t in stream_weights(model) if n in stock]
+    return model, near and all(equal) and len(equal) > 4
 
 
 def fused(folder: Path) -> bool:
     """An MLP with gate and up in one matrix, and its files on other tp sizes."""
-    model, near = with_gradients("granitemoeshared")
+    model, near = with_gradients(granite, tp=2, ep=2)
     optimizer = optimizer_of(model)
     optimizer.step()
     (weight,) = {p.placements for n, p in model.named_parameters() if "input_linear" in n}
@@ -233,7 +283,7 @@ def fused(folder: Path) -> bool:
         saved = saver.save(1, wait=True)
     before, equal = tensors(model, optimizer), []
     for parallel in (dict(tp=4, ep=2), dict(ep=4)):
-        other = tiny_model("granitemoeshared", vocab_size=64)
+        other = granite()
         parallelize_moe(other, build_meshes(ParallelConfig(**parallel), "cpu"))
         again = optimizer_of(other)
         load(saved, other, again)
@@ -316,16 +366,33 @@ def frozen(meshes: Meshes) -> bool:
     return worst(ours, expected)[0] <= 1e-5
 
 
+def vocabulary_bytes(meshes: Meshes) -> int:
+    """What 4,096 more ids take at the peak of a step: embedding, head, gradients, no logits."""
+    peaks, (ids, labels) = [], batch()
+    for size in (4096, 8192):
+        model = random_model("qwen3-moe", vocab_size=size)
+        how = FSDPOptions(dense_strategy="no_shard", embedding_strategy="no_shard")
+        parallelize_moe(model, meshes, fsdp=how)
+        with counting_bytes() as made:
+            model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+        peaks.append(made.peak + sum(local_of(p).nbytes for p in model.parameters()))
+    return peaks[1] - peaks[0]
+
+
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
     meshes = {tp: build_meshes(ParallelConfig(tp=tp), "cpu") for tp in (2, 4)}
     cut = build_meshes(ParallelConfig(pp=2, tp=2, ep=2), "cpu")
     refused(meshes)
     only_whole(meshes[2])
+    alone = vocabulary_bytes(build_meshes(ParallelConfig(), "cpu"))
     own = {
+        "memory": abs(2 * vocabulary_bytes(meshes[2]) / alone - 1) <= 0.05,
         "checkpoints": checkpoints(Path(folder)),
         "fused": fused(Path(folder)),
-        "heads in one linear": with_gradients("minimax")[1],
-        "groups of two ranks": with_gradients("nemotron_h", 4)[1],
+        "heads in one linear": with_gradients(minimax, tp=2, ep=2)[1],
+        "groups of two ranks": with_gradients(nemotron, tp=4, ep=2)[1],
+        "kinds in one linear": with_gradients(partial(phi3, 2), tp=2)[1],
+        "fewer key heads in one linear": with_gradients(partial(phi3, 2), tp=4)[1],
         "frozen": frozen(meshes[4]),
         "padded": padded(meshes[4]),
         "scores": scores(meshes[2]),
@@ -350,11 +417,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
         "fused",
         "heads in one linear",
         "groups of two ranks",
+        "kinds in one linear",
+        "fewer key heads in one linear",
         "frozen",
         "padded",
         "scores",
         "stages",
         "deferred",
+        "memory",
     ],
 )
 def test_over_tp(name: str, found: dict[str, bool]) -> None:

@@ -13,13 +13,8 @@ from moecore.kernels.rows.microscaled import emulated_matrices
 from moecore.kernels.rows.microscaling import unpacked_matrices
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import PartOfMatrix, as_matrices
-from moecore.kernels.rows.shard_matrices import (
-    amax_of_matrices_,
-    amax_of_squares_,
-    cast_part_,
-    num_matrices,
-    pack_part_,
-)
+from moecore.kernels.rows.shard_matrices import amax_of_matrices_, cast_part_, num_matrices
+from moecore.kernels.rows.shard_squares import amax_of_squares_, finite_amax_, pack_part_
 
 # Shape, dim that is cut, rows of it on each rank.
 CUTS = [
@@ -69,7 +64,7 @@ def test_nvfp4(
     for part, place, first in parts(x, dim, sizes):
         of_squares, of_matrices = torch.full_like(squares, 7), torch.full_like(amax, 7)
         amax_of_squares_(part, place, of_squares)
-        amax_of_matrices_(part, first, of_matrices, finite=True)
+        finite_amax_(part, first, of_matrices)
         squares, amax = squares.maximum(of_squares), amax.maximum(of_matrices)
     packed = []
     for part, place, _ in parts(x, dim, sizes):

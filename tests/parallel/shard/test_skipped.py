@@ -30,6 +30,9 @@ WORLD, DIM, DEPTH, MICRO_BATCHES = 4, 16, 5, 2
 MOE = MoEConfig(dim=DIM, hidden_dim=8, num_experts=4, top_k=2)
 # Blocks that one rank skips in one micro-batch; the ranks take turns.
 SKIPPED = [(), (1,), (0, 1), (4,), (0, 2, 4), (0, 1, 2, 3, 4)]
+# Where numbers start and how far those of ranks are apart, see `number_of`. From 5 on a rank skips
+# all in both micro-batches, beside one that skips nothing.
+OF_ALL, OF_EXPERTS = [(0, 1), (5, 1)], [(5, 1), (1, 0)]
 OPTIONS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
     "freed": (ParallelConfig(), {}),
     "freed, replicas": (ParallelConfig(dp_replicate=2), {}),
@@ -135,7 +138,7 @@ def skipping(rank: int) -> dict[str, list[str]]:
     found = {}
     for name, (parallel, options) in OPTIONS.items():
         is_bf16 = "param_dtype" in options
-        for start, apart in [(0, 1), (3, 1), (1, 0)] if "elsewhere" in name else [(0, 1), (3, 1)]:
+        for start, apart in OF_EXPERTS if "elsewhere" in name else OF_ALL:
             plain, model = plain_of(start, apart, is_bf16=is_bf16), made(is_bf16=is_bf16)
             levels = 2 if "two levels" in name else None
             parallelize_moe(

@@ -136,7 +136,8 @@ class _Storages(TorchDispatchMode):
 def _storage(leaf: Any) -> torch.UntypedStorage | None:
     if isinstance(leaf, torch.UntypedStorage):
         return leaf
-    return local_of(leaf).untyped_storage() if isinstance(leaf, Tensor) else None
+    local = local_of(leaf) if isinstance(leaf, Tensor) else None
+    return local.untyped_storage() if type(local) in (Tensor, nn.Parameter) else None
 
 
 @contextmanager

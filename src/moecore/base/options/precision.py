@@ -31,7 +31,7 @@ WEIGHT_BLOCKS: dict[Scaling, Block] = {
     "blockwise": (128, 128),
     "nvfp4": (16, 16),
 }
-EMULATED: tuple[Scaling, ...] = ("mxfp8", "nvfp4")  # rounded to their values, multiplied wide
+EMULATED: tuple[Scaling, ...] = ("mxfp8", "nvfp4")  # multiplied wide where no tensor core can
 # Rows of Transformer Engine's products, as its `get_align_size_for_quantization` has them.
 TE_ROWS: dict[Scaling, int] = {"blockwise": 16, "tensorwise": 16, "mxfp8": 32, "nvfp4": 128}
 
@@ -53,8 +53,8 @@ class Recipe:
             summed dim, weights one per 128 x 128; "rowwise": one per row of either operand;
             "tensorwise": one per tensor. "mxfp8": E4M3 with an E8M0 scale per 1 x 32 of either
             operand. "nvfp4": E2M1 with an E4M3 scale per 1 x 16, weights one per 16 x 16, and an
-            fp32 scale per tensor, of experts per expert. These two are emulated: operands are
-            rounded to what the format holds, and multiplied in bf16.
+            fp32 scale per tensor, of experts per expert. Before Blackwell these two are emulated:
+            operands are rounded to what the format holds, and multiplied in bf16.
         power_of_two: whether scales are rounded up to powers of two, so that to quantise once more
             loses nothing but what underflows. Of "nvfp4" it is the fp32 scale, which then depends
             on how a tensor is cut over ranks in its exponent alone; those of "mxfp8" always are.
@@ -74,7 +74,7 @@ class Recipe:
         backend: who quantises and multiplies: "moecore", or "te", Transformer Engine, by its own
             recipe of that scaling: Float8BlockScaling, Float8CurrentScaling ("tensorwise"),
             DelayedScaling (with `amax_history`), MXFP8BlockScaling, NVFP4BlockScaling. Its "mxfp8"
-            and "nvfp4" are Blackwell's own, not emulated, and its random numbers are torch's.
+            and "nvfp4" are for Blackwell alone, and its random numbers are torch's.
 
     Source: blocks of 1 x 128 and 128 x 128 are DeepSeek-V3's (arXiv:2412.19437); e5m2 for gradients
     and delayed scaling are those of "FP8 formats for deep learning" (arXiv:2209.05433). "mxfp8" is
@@ -142,7 +142,7 @@ class Recipe:
 
     @property
     def is_emulated(self) -> bool:
-        """Whether operands are rounded to what a format holds, and multiplied wide."""
+        """Whether GPUs without tensor cores for the format multiply rounded operands wide."""
         return self.scaling in EMULATED and self.backend == "moecore"
 
     @property
@@ -183,7 +183,7 @@ class Recipe:
         # Example: "blockwise FP8: e4m3, 1x128 and weights 128x128, scales fp32 power of two".
         who = ", Transformer Engine" if self.backend == "te" else ""
         if self.scaling in EMULATED:
-            who = who or ", emulated"
+            who = who or ", emulated before Blackwell"
         if self.scaling == "mxfp8":
             return f"MXFP8{who}: e4m3, 1x32, scales e8m0"
         if self.scaling == "nvfp4":

@@ -3,8 +3,8 @@
 A rank has the states of its heads, so neither the rule nor the passing of states over cp ranks
 knows of other tp ranks. What ranks exchange beside the sum of outputs:
 
-    projections of one part each, or in the order of heads    nothing
-    several parts in one projection                           its outputs (`PartExchange`)
+    projections of one kind, or in the order of heads         nothing
+    several kinds of rows in one projection                   its outputs (`HeadExchange`)
     norms of groups that several ranks share                  sums of squares
 
 The filters of short convolutions are few, and stay whole: a rank reads its channels.
@@ -12,22 +12,22 @@ The filters of short convolutions are few, and stay whole: a rank reads its chan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from moecore.families.transformers.linear_attention import rule_of
 from moecore.families.transformers.module_cut import (
-    HeadRows,
     ModuleCut,
-    Parts,
-    adapted_of,
-    gated_norm,
-    linears_of,
+    Stack,
+    adapters,
+    named_linears,
+    own_rows,
 )
 
 FILTERS = "conv1d"
@@ -38,14 +38,14 @@ class _LinearHeads:
     """What a linear attention layer has of all heads, by name; a class has some of the names."""
 
     heads: tuple[int, ...]  # numbers that tp must divide
-    columns: Mapping[str, Parts]  # linears
+    columns: Mapping[str, Stack]  # linears
     row: str
-    values: HeadRows  # what `row` reads
-    channels: Parts  # of the convolution
-    own: Mapping[str, HeadRows]  # parameters
+    values: Stack  # what `row` reads
+    channels: Stack  # of the convolution
+    own: Mapping[str, Stack]  # parameters
     counts: Mapping[str, int]  # attributes, on a rank
     whole: tuple[str, ...]  # what knows no heads
-    side_by_side: tuple[str, ...] = ()  # columns whose parts are not in the order of heads
+    kinds: tuple[str, ...] = ()  # columns in the order of kinds, not of heads
     groups: Mapping[str, int] = field(default_factory=dict)  # norms of heads of several ranks
 
 
@@ -56,7 +56,7 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
         ValueError: for heads that ranks cannot share.
     """
     layer = LAYERS[rule_of(module) or ""](module, tp)
-    groups = [part.heads for part in layer.channels]
+    groups = [heads for heads, _ in layer.channels]
     if any(n % tp for n in layer.heads) or any(n % tp and tp % n for n in groups):
         numbers = ", ".join(dict.fromkeys(map(str, (*layer.heads, *groups))))
         raise ValueError(
@@ -66,9 +66,9 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     problem = _unknown(module, layer)
     if problem is not None:
         return problem
-    linears = linears_of(module)
-    parts = {n: layer.columns[n] for n in layer.side_by_side if n in linears}
-    for child in parts:
+    linears = named_linears(module)
+    travel = {n: layer.columns[n] for n in layer.kinds if n in linears}
+    for child in travel:
         if linears[child].out_features % tp:
             raise ValueError(
                 f"{name}.{child}: outputs ({linears[child].out_features}) must be a multiple of "
@@ -77,7 +77,7 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     return ModuleCut(
         columns=tuple(n for n in layer.columns if n in linears),
         row=layer.row,
-        parts=parts,
+        travel=travel,
         read={FILTERS: layer.channels},
         own=tuple(n for n in layer.own if n in dict(module.named_parameters())),
         groups=layer.groups,
@@ -87,20 +87,20 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
 
 def _unknown(module: Any, layer: _LinearHeads) -> str | None:
     """Return what of a layer may depend on all heads, or None."""
-    linears, params = linears_of(module), dict(module.named_parameters())
-    sizes = {n: _rows(parts) for n, parts in layer.columns.items()}
+    linears, params = named_linears(module), dict(module.named_parameters())
+    sizes = {n: _rows(stack) for n, stack in layer.columns.items()}
     for child, linear in linears.items():
         if child in sizes and linear.out_features != sizes[child]:
             return f"{child} ({linear.out_features} outputs) is not of {sizes[child]} rows of heads"
-    if layer.row not in linears or linears[layer.row].in_features != _rows((layer.values,)):
+    if layer.row not in linears or linears[layer.row].in_features != _rows(layer.values):
         return f"{layer.row} does not read all heads"
-    if linears[layer.row].bias is not None and layer.row in adapted_of(module):
+    if linears[layer.row].bias is not None and layer.row in adapters(module):
         return f"{layer.row} has a bias and adapters"
     filters = getattr(module, FILTERS, None)
     if type(filters) is not nn.Conv1d or filters.groups != _rows(layer.channels):
         return f"{FILTERS} is not plain"
-    for child, part in layer.own.items():
-        if child in params and params[child].numel() != _rows((part,)):
+    for child, stack in layer.own.items():
+        if child in params and params[child].numel() != _rows(stack):
             return f"{child} may not have an element per head"
     if not all(_is_gated_norm(module.get_submodule(n), size) for n, size in layer.groups.items()):
         return "norm is not known"
@@ -111,16 +111,18 @@ def _unknown(module: Any, layer: _LinearHeads) -> str | None:
     return None
 
 
-def _rows(parts: Parts) -> int:
-    return sum(part.heads * part.size for part in parts)
+def _rows(stack: Stack) -> int:
+    return sum(heads * size for heads, size in stack)
+
+
+def _own(stack: Stack, tp: int) -> int:
+    return sum(rows.stop - rows.start for rows in own_rows(stack, 0, tp))
 
 
 def _delta_net(module: Any, tp: int) -> _LinearHeads:
-    k, v = (
-        HeadRows(module.num_k_heads, module.head_k_dim),
-        HeadRows(module.num_v_heads, module.head_v_dim),
-    )
-    each = HeadRows(module.num_v_heads, 1)
+    k, v = (module.num_k_heads, module.head_k_dim), (module.num_v_heads, module.head_v_dim)
+    each = (module.num_v_heads, 1)
+    counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
     return _LinearHeads(
         heads=(module.num_k_heads, module.num_v_heads),
         columns={
@@ -131,56 +133,54 @@ def _delta_net(module: Any, tp: int) -> _LinearHeads:
             "in_proj_b": (each,),
             "in_proj_a": (each,),
         },
-        side_by_side=("in_proj_qkv",),
+        kinds=("in_proj_qkv",),
         row="out_proj",
-        values=v,
+        values=(v,),
         channels=(k, k, v),
-        own={"A_log": each, "dt_bias": each},
-        counts={
-            n: getattr(module, n) // tp
-            for n in ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
-        },
+        own={"A_log": (each,), "dt_bias": (each,)},
+        counts={n: getattr(module, n) // tp for n in counts},
         whole=("norm",),
     )
 
 
 def _kimi_delta(module: Any, tp: int) -> _LinearHeads:
-    x, each = HeadRows(module.num_heads, module.head_dim), HeadRows(module.num_heads, 1)
-    counts = dict(num_heads=x.heads // tp, qkv_dim=x.own(tp))
+    x, each = (module.num_heads, module.head_dim), (module.num_heads, 1)
+    counts = {n: getattr(module, n) // tp for n in ("num_heads", "qkv_dim")}
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
     gate = ("forget_gate.f_proj", "forget_gate.f_b_proj")
     return _LinearHeads(
         heads=(module.num_heads,),
         columns={**dict.fromkeys((*linears, *gate), (x,)), "b_proj": (each,)},
         row="o_proj",
-        values=x,
+        values=(x,),
         channels=(x, x, x),
-        own={"forget_gate.A_log": each, "forget_gate.dt_bias": x},
+        own={"forget_gate.A_log": (each,), "forget_gate.dt_bias": (x,)},
         counts=counts | {f"forget_gate.{n}": number for n, number in counts.items()},
         whole=("o_norm", "g_a_proj", "forget_gate.f_a_proj"),
     )
 
 
 def _mamba2(module: Any, tp: int) -> _LinearHeads:
-    x, each = HeadRows(module.num_heads, module.head_dim), HeadRows(module.num_heads, 1)
-    group = HeadRows(module.n_groups, module.ssm_state_size)  # of B, as of C
+    x, each = (module.num_heads, module.head_dim), (module.num_heads, 1)
+    group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)
+    is_shared = module.n_groups % tp > 0
     return _LinearHeads(
         heads=(module.num_heads,),
         columns={"in_proj": (x, *channels, each)},  # gates first
-        side_by_side=("in_proj",),
+        kinds=("in_proj",),
         row="out_proj",
-        values=x,
+        values=(x,),
         channels=channels,
-        own={"A_log": each, "D": each, "dt_bias": each, "norm.weight": x},
+        own={"A_log": (each,), "D": (each,), "dt_bias": (each,), "norm.weight": (x,)},
         counts=dict(
-            num_heads=x.heads // tp,
-            intermediate_size=x.own(tp),
-            n_groups=max(1, group.heads // tp),
-            conv_dim=sum(part.own(tp) for part in channels),
+            num_heads=module.num_heads // tp,
+            intermediate_size=_own((x,), tp),
+            n_groups=max(1, module.n_groups // tp),
+            conv_dim=_own(channels, tp),
         ),
         whole=(),
-        groups={"norm": _rows((x,)) // group.heads} if group.heads % tp else {},
+        groups={"norm": _rows((x,)) // module.n_groups} if is_shared else {},
     )
 
 
@@ -206,3 +206,11 @@ def _is_gated_norm(norm: Any, size: int) -> bool:
         expected = gated_norm(x[None], gate[None], weight, eps, mean)
         y = functional_call(norm, {"weight": weight}, (x[None], gate[None]))
     return torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, mean: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return weight * h / sqrt(mean(h^2) + eps) of h = x * silu(gate), in fp32 up to the weight."""
+    h = x.float() if gate is None else x.float() * F.silu(gate.float())
+    return weight * (h * torch.rsqrt(mean(h.pow(2)) + eps)).to(x.dtype)

@@ -3,7 +3,7 @@
 Every tp rank has the same tokens, and runs transformers' own code with its part of the weights:
 
     attention, MLPs    weights of its heads or hidden dims; what `o_proj` and `down_proj` return is
-                       added over the ranks, before their biases. Linear attention: `linear_cuts`
+                       added over the ranks, before their biases
     MoE layers         its slice of each sequence in, the slices of all ranks out
     all else           as in one process, on every rank
 
@@ -12,67 +12,50 @@ rank's is that of the sum of all ranks' losses, each divided by the number of ra
 what the rank holds. Those of weights that ranks have alike are partial sums over tp, as those of
 the native decoder are (`moecore.moe.params.grad_placements`), whichever way they came.
 
-`cut_attention` and `cut_mlp` read from names, sizes and code which modules run on a part of their
-weights. Others stay whole, which costs memory and time. Heads that ranks cannot share are refused.
+`cuts.py` reads which modules run on a part of their weights, `linear_cuts.py` which layers of
+linear attention.
 
 Legend: B rows, T tokens of a row, G tp ranks, D model dim, H heads, E experts.
 """
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import logging
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from moecore.base.torch_names import HAS_SEPARATE_PIECES, tree_map_only
-from moecore.families.transformers.linear_attention import rule_of
-from moecore.families.transformers.linear_cuts import cut_linear_attention
+from moecore.base.regions import once
+from moecore.base.torch_names import is_silent, tree_map_only
+from moecore.families.transformers.cuts import find_cuts
+from moecore.families.transformers.linear_attention import refuse_shortcut
+from moecore.families.transformers.linear_cuts import gated_norm
 from moecore.families.transformers.module_cut import (
     ModuleCut,
-    adapted_of,
-    apply_cut,
+    Stack,
+    cut_placements,
     linears_of,
-    placements_of,
+    own_rows,
+    owner_of,
 )
-from moecore.families.transformers.stock import is_hf, named, outermost, own_methods
+from moecore.families.transformers.stock import named, outermost
 from moecore.families.transformers.vocabulary import cut_vocabulary
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchanged
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.params import shard_parameter
 from moecore.parallel.pipeline.stages import Elsewhere
-from moecore.parallel.shard.units import find_blocks
-
-BY_HEAD = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "g_proj")  # columns of query heads
-BY_KV_HEAD = ("k_proj", "v_proj")
-OF_ALL_HEADS = ("q_a_proj", "kv_a_proj_with_mqa", "indexer")  # latents, and which tokens are seen
-OUTPUTS = ("o_proj", "out_proj")
-COUNTS = frozenset(("num_heads", "num_attention_heads", "num_key_value_heads"))
-# Linears of an MLP, the last of which reads what an activation has made of the others, by element.
-MLPS = (("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"), ("w1", "w3", "w2"))
-FUSED_MLPS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))  # gate above up
 
 logger = logging.getLogger("moecore.parallelize")
-
-
-# Attention with queries, keys and values in one linear: those whose rows are head after head.
-FUSED_BY_HEAD = {
-    "MiniMaxLightningAttention": ModuleCut(
-        columns=("qkv_proj", "output_gate"),
-        row="out_proj",
-        norms=("norm",),
-        buffers={"slope_rate": 0, "query_decay": 0, "key_decay": 0, "diagonal_decay": 1},
-    )
-}
 
 
 class CutTransformer:
@@ -92,26 +75,31 @@ class CutTransformer:
         tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
         if tp.size == 1:
             return
-        _check(self.model, tp.size)
-        cuts, whole = find_cuts(self.model, tp.size)
-        if not cuts:
-            raise NotImplementedError(
-                f"ParallelConfig.tp ({tp.size}) must be 1 for {type(self.model).__name__}, of "
-                f"which no module can be cut: {'; '.join(whole) or 'no attention is known'}"
-            )
+        cuts, whole = self.cuts(tp.size)
         for reason in whole:
             logger.info("tp leaves whole %s", reason)
         places = dict[tuple[nn.Module, str], Placement]()
         for module, cut in cuts.items():
-            places |= dict(placements_of(module, cut))
+            places |= dict(cut_placements(module, cut))
         places |= {(module, "weight"): Shard(0) for module in cut_vocabulary(self.model, tp)}
         for layer in self.model.modules():
             if isinstance(layer, RoutedLayer):
                 OwnTokens(tp, layer)
         _shard(self.model, tp_mesh, places)
         for module, cut in cuts.items():
-            apply_cut(tp, module, cut)
+            _hook(tp, module, cut)
         EqualLosses(tp, self.model)
+
+    def cuts(self, tp: int) -> tuple[dict[nn.Module, ModuleCut], list[str]]:
+        """Return `find_cuts`; raise as `apply_tensor_parallel` for a model that tp cannot cut."""
+        _check(self.model, tp)
+        cuts, whole = find_cuts(self.model, tp)
+        if not cuts:
+            raise NotImplementedError(
+                f"ParallelConfig.tp ({tp}) must be 1 for {type(self.model).__name__}, of "
+                f"which no module can be cut: {'; '.join(whole) or 'no attention is known'}"
+            )
+        return cuts, whole
 
 
 def _check(model: nn.Module, tp: int) -> None:
@@ -127,157 +115,181 @@ def _check(model: nn.Module, tp: int) -> None:
             )
 
 
-def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], list[str]]:
-    """Return how modules of decoder layers are cut, and why others are not, one of each class."""
-    found, whole = dict[nn.Module, ModuleCut](), dict[type, str]()
-    names = {module: name for name, module in model.named_modules()}
-    layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-    skipped = {m for layer in layers for m in layer.modules()}
-    for block in find_blocks(model):
-        for module in block.modules():
-            if module in skipped or not is_hf(module):
-                continue
-            is_attention = not module._modules.keys().isdisjoint(OUTPUTS)
-            cut = cut_attention if is_attention else cut_mlp
-            cut = cut_linear_attention if rule_of(module) else cut
-            how = cut(names[module], module, tp)
-            if isinstance(how, ModuleCut):
-                found[module] = how
-            elif how is not None:
-                of = f"{names[module]} ({type(module).__name__})"
-                whole.setdefault(type(module), f"{of}, whose {how}")
-    return found, list(whole.values())
+def _hook(tp: TensorParallel, module: Any, cut: ModuleCut) -> None:
+    """Let the parts of a module exchange what a rank's part of the weights does not give."""
+    row: Any = module.get_submodule(cut.row)
+    if row.bias is None:
+        row.register_forward_hook(partial(_add, tp))
+    else:
+        row.__class__, row.tp = BiasedRow, tp
+    for name in cut.norms:
+        norm = module.get_submodule(name)
+        norm.register_forward_pre_hook(partial(_gather_columns, tp))
+        norm.register_forward_hook(partial(_own_columns, tp))
+    for name, head_dim in (cut.shared or {}).items():
+        linear = module.get_submodule(name)
+        head = tp.rank * (linear.out_features // head_dim) // tp.size
+        linear.register_forward_hook(partial(_own_head, head, head_dim))
+    for name, stack in (cut.stacks or {}).items():
+        for linear in linears_of(module.get_submodule(name)):
+            linear.__class__, linear.rows = RowsOfWhole, list(own_rows(stack, tp.rank, tp.size))
+        module.config = OwnHeads(module.config, stack[0][0] // tp.size)
+    if cut.num_shared and hasattr(module, "num_key_value_groups"):
+        module.num_key_value_groups = module.num_key_value_groups * cut.num_shared // tp.size
+    for name, stack in cut.travel.items():
+        module.get_submodule(name).register_forward_hook(HeadExchange(tp, stack))
+    for name, stack in cut.read.items():
+        part = module.get_submodule(name)
+        _read_by(part, {n: partial(_rows_of_whole, tp, n, stack) for n in part._parameters})
+    if cut.read:
+        refuse_shortcut(module)
+    for name, size in cut.groups.items():
+        norm = module.get_submodule(name)
+        norm.forward = partial(_group_norm, tp, size, norm)  # type: ignore[method-assign]
+    for name, number in cut.counts.items():
+        setattr(*owner_of(module, name), number)
+    if cut.buffers:
+        _read_by(module, {n: partial(_own_part, tp, n, dim) for n, dim in cut.buffers.items()})
 
 
-def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Return how an attention module is cut by heads, or what of it is not known to have a part.
+def _read_by(module: nn.Module, getters: Mapping[str, Callable[[nn.Module], Any]]) -> None:
+    """Let a module's code read attributes in another way."""
+    whole, own = type(module), {name: property(getter) for name, getter in getters.items()}
+    module.__class__ = type(whole.__name__, (whole,), own | {"__module__": whole.__module__})
 
-    Raises:
-        ValueError: for heads that ranks cannot share.
+
+def _own_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
+    buffer = module._buffers[name]
+    assert buffer is not None, "it has a number per head"
+    return buffer.chunk(tp.size, dim)[tp.rank]
+
+
+class RowsOfWhole(nn.Linear):
+    """A linear with a whole weight that multiplies with some of its rows."""
+
+    rows: list[slice]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., n] of n rows."""
+        bias = None if self.bias is None else torch.cat([self.bias[part] for part in self.rows])
+        return F.linear(input, torch.cat([self.weight[part] for part in self.rows]), bias)
+
+
+class OwnHeads:
+    """A config with a rank's number of heads; all else is the config's, also what changes later."""
+
+    def __init__(self, config: Any, num_attention_heads: int) -> None:
+        self._config, self.num_attention_heads = config, num_attention_heads
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what a copy of it asks for
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+def _rows_of_whole(tp: TensorParallel, name: str, stack: Stack, module: nn.Module) -> Any:
+    param = module._parameters[name]
+    if param is None or isinstance(param, DTensor):  # outside of forward, where it is initialised
+        return param
+    return torch.cat([param[rows] for rows in own_rows(stack, tp.rank, tp.size)])
+
+
+class HeadExchange:
+    """A hook of a linear: outputs of the rows that a rank has in, those of its heads out.
+
+    Example: heads 0 and 1, with a row of q and two rows of v each, on two ranks. The linear has
+    rows q0 q1 v0 v0 v1 v1. Ranks compute q0 q1 v0 and v0 v1 v1, and get q0 v0 v0 and q1 v1 v1.
     """
-    if type(module).__name__ in FUSED_BY_HEAD:
-        return _cut_fused(name, module, tp)
-    linears = linears_of(module)
-    value_dim = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
-    key_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
-    row = next((n for n in OUTPUTS if n in linears), None)
-    if row is None or not value_dim or not key_dim or linears[row].in_features % value_dim:
-        return "heads have no known size"
-    H = linears[row].in_features // value_dim
-    kv_heads = linears["k_proj"].out_features // key_dim if "k_proj" in linears else H
-    sizes: dict[str, tuple[int, ...]] = {
-        "q_proj": (H * key_dim, *_gated(module, H * key_dim)),
-        "q_b_proj": (H * key_dim,),
-        "kv_b_proj": (H * (getattr(module, "qk_nope_head_dim", 0) + value_dim),),
-        "gate_proj": (H, H * value_dim),
-        "g_proj": (H, H * value_dim),
-        "k_proj": (kv_heads * key_dim,),
-        "v_proj": (kv_heads * value_dim,),
-    }
-    for child, linear in linears.items():
-        if child in sizes and linear.out_features not in sizes[child]:
-            return f"{child} ({linear.out_features} outputs) is not {H} heads"
-    norms = tuple(n for n in ("q_norm", "k_norm") if _is_of_all(module, n, linears))
-    problem = _unknown(module, {*sizes, *OF_ALL_HEADS, row}, H)
-    if problem is None and linears[row].bias is not None and row in adapted_of(module):
-        problem = f"{row} has a bias and adapters"
-    if problem is None and not linears.keys() & {"q_proj", "q_b_proj"}:
-        problem = "queries are made in another module"
-    if problem is None and not linears.keys() & {"k_proj", "kv_b_proj"}:
-        problem = "keys are those of another layer"
-    if problem is None and "k_norm" in norms and kv_heads % tp:
-        problem = "norm compares all key heads, of which there are fewer than ranks"
-    if problem is not None:
-        return problem
-    if H % tp or (kv_heads % tp and tp % kv_heads):
-        raise ValueError(
-            f"{name}: heads ({H}) and key/value heads ({kv_heads}) must be multiples of "
-            f"ParallelConfig.tp ({tp}), or the latter a divisor of it: lower tp"
-        )
-    shared = {} if kv_heads % tp == 0 else {"k_proj": key_dim, "v_proj": value_dim}
-    columns = tuple(n for n in (*BY_HEAD, *BY_KV_HEAD) if n in linears and n not in shared)
-    own = tuple(module._parameters)
-    shared = {n: d for n, d in shared.items() if n in linears}
-    return ModuleCut(columns, row, own=own, norms=norms, shared=shared)
+
+    def __init__(self, tp: TensorParallel, stack: Stack) -> None:
+        self._group, ranks = tp.group, range(tp.size)
+        self._made = sum(heads * size for heads, size in stack) // tp.size
+
+        def common(maker: int, taker: int) -> list[tuple[int, int]]:
+            """Of what one rank makes, the columns that another one takes: starts and ends."""
+            start = maker * self._made
+            rows = list(own_rows(stack, taker, tp.size))
+            within = [(max(r.start - start, 0), min(r.stop - start, self._made)) for r in rows]
+            return [(a, b) for a, b in within if a < b]
+
+        self._sent = [common(tp.rank, taker) for taker in ranks]
+        self._received = [common(maker, tp.rank) for maker in ranks]
+
+    def __call__(self, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
+        """Return [..., outputs of a rank's heads]; backward adds what ranks did with one output."""
+        return once(exchanged, y, self._there, self._back)  # type: ignore[no-any-return]
+
+    def _there(self, y: Tensor) -> Tensor:
+        y_TN = y.flatten(0, -2)
+        pieces = [[y_TN[:, a:b] for a, b in to] for to in self._sent]
+        own = self._swapped(pieces, self._received)
+        return torch.cat(own, 1).unflatten(0, y.shape[:-1])
+
+    def _back(self, grad: Tensor) -> Tensor:
+        grad_TN = grad.flatten(0, -2)
+        widths = [b - a for maker in self._received for a, b in maker]
+        pieces = iter(grad_TN.split(widths, 1))
+        back = self._swapped([[next(pieces) for _ in to] for to in self._received], self._sent)
+        dtype = torch.promote_types(grad.dtype, torch.float32)  # of sums over ranks
+        summed_TN = grad_TN.new_zeros(len(grad_TN), self._made, dtype=dtype)
+        for (a, b), piece in zip(itertools.chain(*self._sent), back, strict=True):
+            summed_TN[:, a:b] += piece
+        return summed_TN.to(grad.dtype).unflatten(0, grad.shape[:-1])
+
+    def _swapped(
+        self, pieces: list[list[Tensor]], expected: list[list[tuple[int, int]]]
+    ) -> list[Tensor]:
+        """Send each rank its pieces, [T, columns]; return what ranks send, of expected columns."""
+        sent = torch.cat([piece.flatten() for to in pieces for piece in to])
+        T = next(len(piece) for to in pieces for piece in to)
+        receives = [sum(T * (b - a) for a, b in maker) for maker in expected]
+        received = sent.new_empty(sum(receives))
+        if not is_silent(sent):
+            sends = [sum(piece.numel() for piece in to) for to in pieces]
+            dist.all_to_all_single(received, sent, receives, sends, group=self._group)
+        widths = [b - a for maker in expected for a, b in maker]
+        parts = received.split([T * width for width in widths])
+        return [part.view(T, width) for part, width in zip(parts, widths, strict=True)]
 
 
-def _cut_fused(name: str, module: Any, tp: int) -> ModuleCut | str:
-    cut = FUSED_BY_HEAD[type(module).__name__]
-    if not {*cut.columns, cut.row} <= linears_of(module).keys():
-        return "linears are not plain"
-    H = module.num_attention_heads
-    if H % tp:
-        raise ValueError(
-            f"{name}: heads ({H}) must be a multiple of ParallelConfig.tp ({tp}): lower tp"
-        )
-    return replace(cut, counts={"num_attention_heads": H // tp})
+def _group_norm(
+    tp: TensorParallel, size: int, norm: Any, hidden_states: Tensor, gate: Tensor | None = None
+) -> Tensor:
+    """Return a gated norm's columns of a rank, whose group of `size` is that of several ranks."""
+
+    def mean(squares: Tensor) -> Tensor:
+        ranks = size // squares.shape[-1]
+        sums = tp.gather_last(squares.sum(-1, keepdim=True))
+        return sums.unflatten(-1, (-1, ranks))[..., tp.rank // ranks, :].sum(-1, True) / size
+
+    return gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, mean)
 
 
-def _gated(module: Any, size: int) -> tuple[int, ...]:
-    """Return the size of queries with gates, if transformers cuts them by heads too."""
-    # Gates may also be in another order, which no size tells.
-    plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
-    is_by_head = any(n.endswith(".q_proj") and how == "colwise" for n, how in plan.items())
-    return (2 * size,) if is_by_head else ()
+class BiasedRow(nn.Linear):
+    """A linear with some columns of its weight: y = sum over ranks of x @ weight^T, and bias."""
+
+    tp: TensorParallel
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., N], equal on all ranks. Collective."""
+        return self.tp.sum_shared(F.linear(input, self.weight)) + self.bias
 
 
-def _is_of_all(module: nn.Module, name: str, linears: Mapping[str, nn.Linear]) -> bool:
-    """Whether a norm of queries or keys has a weight for each element of all heads."""
-    norm, linear = getattr(module, name, None), linears.get(f"{name[0]}_proj")
-    weight = getattr(norm, "weight", None)
-    return linear is not None and weight is not None and weight.numel() == linear.out_features
+def _add(tp: TensorParallel, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
+    return tp.sum_shared(y)
 
 
-def _unknown(module: nn.Module, known: set[str], num_heads: int) -> str | None:
-    """Return what of an attention module may depend on all heads, or None."""
-    for child, part in module.named_children():
-        is_norm = "Norm" in type(part).__name__ and not list(part.children())
-        if not (child in known or is_norm) and next(part.parameters(), None) is not None:
-            return f"{child} ({type(part).__name__}) may read all heads"
-    for child, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if child in module._buffers or (tensor is not None and tensor.shape != (num_heads,)):
-            return f"{child} may not have an element per head"
-    for method in own_methods(type(module)):
-        code = getattr(inspect.unwrap(getattr(type(module), method)), "__code__", None)
-        counts = COUNTS.intersection(getattr(code, "co_names", ()))
-        if counts:
-            return f"{method} reads {min(counts)}"
-    return None
+def _gather_columns(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, *rest = args
+    return tp.gather_last(x), *rest
 
 
-def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
-    """Return how a dense MLP is cut by its hidden dim; None for any other module."""
-    parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
-    names = next((names for names in (*MLPS, *FUSED_MLPS) if set(names) == parts.keys()), None)
-    if names is None or any(p is not None for p in module._parameters.values()):
-        return None
-    *columns, row = names
-    halves = tuple(columns) if names in FUSED_MLPS else ()
-    linears = linears_of(module)
-    if linears.keys() != parts.keys() or not all(_has_halves(module, n) for n in halves):
-        return None
-    if linears[row].bias is not None and row in adapted_of(module):
-        return None
-    size = linears[row].in_features
-    if any(linears[n].out_features != size * (1 + (n in halves)) for n in columns):
-        return None
-    if size % tp:
-        raise ValueError(
-            f"{name}: the hidden dim ({size}) of {type(module).__name__} must be a multiple of "
-            f"ParallelConfig.tp ({tp}): lower tp"
-        )
-    return ModuleCut(tuple(columns), row, halves)
+def _own_columns(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
+    return y.chunk(tp.size, dim=-1)[tp.rank]
 
 
-def _has_halves(module: Any, name: str) -> bool:
-    """Whether an MLP takes the outputs of a linear as two halves, of which ranks can have parts."""
-    # Columns in turns (gate, up, gate, ..) are no halves. Data ranks cut dim 1 of such a weight,
-    # which a bias lacks, and of a factor of LoRA is small.
-    takes_halves = "chunk" in inspect.unwrap(type(module).forward).__code__.co_names
-    is_alone = (
-        type(module.get_submodule(name)) is nn.Linear and module.get_submodule(name).bias is None
-    )
-    return takes_halves and is_alone and HAS_SEPARATE_PIECES
+def _own_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
+    return y.narrow(-1, head * head_dim, head_dim)
 
 
 def _shard(

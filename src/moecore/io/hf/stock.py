@@ -39,7 +39,11 @@ def transformers_class(model_class: type) -> Any:
     return None
 
 
-def reader_of(values: Mapping[str, Any], model: nn.Module | None = None) -> nn.Module | None:
+def reader_of(
+    values: Mapping[str, Any],
+    model: nn.Module | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module | None:
     """Return the model on meta that transformers reads a directory into; None if it knows none."""
     # `values` of config.json name its class, unless `model` is of their type: then it is that
     # one's.
@@ -52,7 +56,7 @@ def reader_of(values: Mapping[str, Any], model: nn.Module | None = None) -> nn.M
         return None
     config_class = transformers.CONFIG_MAPPING[model_type] if is_known else type(own)
     try:
-        config = config_class.from_dict(dict(values))
+        config = config_class.from_dict(_floats(values))
         if kind is None or model_type != own.model_type:
             named = None if model else values.get("architectures")
             named = getattr(transformers, str(named[0]), None) if named else None
@@ -60,7 +64,7 @@ def reader_of(values: Mapping[str, Any], model: nn.Module | None = None) -> nn.M
             kind = named if hasattr(named, "base_model_prefix") else causal
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of empty tensors: nothing is initialised on meta
-            reader = kind and kind(config)
+            reader = kind and kind._from_config(config, dtype=dtype)
     except Exception as error:  # of many kinds, some of them no ValueError
         raise ValueError(
             f"config.json must be one that transformers reads: {one_line(error):.200}"
@@ -70,6 +74,14 @@ def reader_of(values: Mapping[str, Any], model: nn.Module | None = None) -> nn.M
             for name, tensor in used_tensors(experts).items():
                 experts.register_parameter(name, tensor)
     return reader
+
+
+def _floats(value: Any) -> Any:
+    """Return a value of config.json with floats for what stands for inf and nan there."""
+    if isinstance(value, Mapping):
+        tagged = value.get("__float__") if len(value) == 1 else None
+        return {n: _floats(v) for n, v in value.items()} if tagged is None else float(tagged)
+    return [_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

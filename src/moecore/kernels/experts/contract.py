@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moecore.base.fields import Rules, check_fields
 from moecore.base.options.precision import Recipe, RecipeBackend
-from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.common import has_block_scaled_kernels, has_hopper_kernels
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import Both
@@ -265,6 +265,11 @@ class ExpertSpec:
                 )
         return None
 
+    def _multiplies_blocks(self) -> bool:
+        """Whether the device has tensor cores for the recipe's blocks."""
+        is_emulated = self.recipe is not None and self.recipe.is_emulated
+        return self.device is not None and is_emulated and has_block_scaled_kernels(self.device)
+
     def refused_in_fp8(self, multiple: int) -> str | None:
         """Return why FP8 cannot multiply experts, None = it can; `multiple` must divide D and F."""
         field = self.not_plain()
@@ -284,9 +289,10 @@ class ExpertSpec:
                 f"dtype of the experts' rows ({shown}) must be torch.bfloat16 for experts in FP8: "
                 "convert the model, or set FSDPOptions.param_dtype"
             )
-        if not has_hopper_kernels(self.device):
+        if not (has_hopper_kernels(self.device) or self._multiplies_blocks()):
             return (
                 f"device of the experts ({self.device}) must be a Hopper GPU with Triton for "
-                "experts in FP8: use precision=None"
+                "experts in FP8, or a Blackwell GPU with Triton 3.9 for 'mxfp8' and 'nvfp4': use "
+                "precision=None"
             )
         return None

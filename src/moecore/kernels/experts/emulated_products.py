@@ -1,15 +1,17 @@
 """Products of a rank's experts in MXFP8 and NVFP4, by operands that are rounded to these formats.
 
-For studying losses on GPUs without tensor cores for them: each operand is rounded before the
-products in bf16, and a CPU multiplies in fp32. X and H are kept in the dtype of the rows, so
-recomputation rounds them alike. Rows are quantised in expert order: a tensor's scale is that of an
-expert's rows. Those that travelled as FP8 are widened first.
+For studying losses on GPUs without tensor cores for them (`block_scaled_products.py` is for those
+that have some): each operand is rounded before the products in bf16, and a CPU multiplies in fp32.
+X and H are kept in the dtype of the rows, so recomputation rounds them alike. Rows are quantised in
+expert order: a tensor's scale is that of an expert's rows. Those that travelled as FP8 are widened
+first.
 
 Letters: as in `contract.py`; P expert rows, each expert's padded to whole blocks with zeros.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -28,12 +30,14 @@ from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import grouped_wgrad, put_grad
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.microscaled import emulated, emulated_matrices
-from moecore.kernels.rows.microscaling import BACKWARD, unpacked_matrices
+from moecore.kernels.rows.microscaling import OF_BACKWARD, unpacked_matrices
 from moecore.kernels.rows.scaling import Blocks, Both
 
 
 class EmulatedProducts(QuantisedProducts, TorchProducts):
     """The contract is `products.Products`, recipes "mxfp8" and "nvfp4"."""
+
+    packed = False  # whether operands are bytes
 
     def __init__(self, index: ExpertIndex, *how: Any) -> None:
         super().__init__(index, *how)
@@ -65,36 +69,43 @@ class EmulatedProducts(QuantisedProducts, TorchProducts):
 
     def _operand(self, x: Tensor, expert: Tensor, **how: Any) -> Blocks:
         e = self.offsets_e.shape[0]
-        return emulated(x, self.recipe, expert_M=expert, num_experts=e, **how)
+        how |= dict(expert_M=expert, num_experts=e, packed=self.packed)
+        return emulated(x, self.recipe, **how)
 
     def _rows(self, a_RK: Tensor, b: Any, addend: Addend | None) -> Tensor:
-        b_eKN = b.values.transpose(1, 2)
         if not a_RK.shape[0]:
-            return a_RK.new_empty(0, b_eKN.shape[2])
+            return a_RK.new_empty(0, b.values.shape[1])
         # Matrices lie transposed for input gradients alone: what they multiply is a gradient.
-        a = self._operand(a_RK, self.padded.expert_R, is_gradient=b.kind == BACKWARD)
-        if has_hopper_kernels(a_RK.device):
+        a = self._operand(a_RK, self.padded.expert_R, is_gradient=b.kind in OF_BACKWARD)
+        return self.low1.add(self._multiply(a, b, a_RK.dtype), addend)
+
+    def _multiply(self, a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
+        """Return each expert row times its expert's matrix."""
+        b_eKN = b.values.transpose(1, 2)
+        if has_hopper_kernels(b_eKN.device):
             out_RN = grouped_gemm(a.values, b_eKN, self.offsets_e, dtype=torch.float32)
         else:
             out_RN = grouped_mm(a.values, b_eKN, offs=self.offsets_e)
         scales = a.scales[:-1] * b.scales
         expert_R = self.padded.expert_R.clamp(max=scales.shape[0] - 1)
-        out_RN = (out_RN * scales[expert_R, None]).to(a_RK.dtype)
-        return self.low1.add(out_RN, addend)
+        return (out_RN * scales[expert_R, None]).to(dtype)
 
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
-        padded, (source_P, expert_P) = self.padded, self._rows_P
-        sides = [
+        source_P, expert_P = self._rows_P
+        x, y = (
             self._operand(
                 rows, expert_P, sources_M=source_P, over_rows=True, is_gradient=is_gradient
             )
             for rows, is_gradient in ((source.rows, not transposed), (y_RN, transposed))
-        ]
-        x, y = sides
+        )
+        target = replace(target, dtype=target.dtype or self.dtypes[not transposed])
+        return self._outer(x, y, transposed, target)
+
+    def _outer(self, x: Blocks, y: Blocks, transposed: bool, target: GradTarget) -> Tensor:
+        """Put the sum of outer products over each expert's rows at the target; return it."""
         how: Any = dict(transposed=transposed, dtype=torch.float32)
-        grad = grouped_wgrad(x.values, y.values, padded.offsets_e, **how)
+        grad = grouped_wgrad(x.values, y.values, self.padded.offsets_e, **how)
         grad = grad * (x.scales * y.scales)[:-1, None, None]
-        dtype = target.dtype or self.dtypes[not transposed]
-        return put_grad(grad, target.out, target.adds, dtype, target.scale)
+        return put_grad(grad, target.out, target.adds, target.dtype, target.scale)

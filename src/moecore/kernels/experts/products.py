@@ -5,6 +5,7 @@
     fp8_products.py      blockwise FP8: kernels on Hopper, references on a CPU
     scaled_products.py   FP8 with a scale per row or per tensor: torch's grouped product, likewise
     emulated_products.py MXFP8 and NVFP4: operands rounded to them, products of bf16
+    block_scaled_products.py  the same on tensor cores that multiply scales of blocks
     te_products.py       Transformer Engine's, in 16 bits and by its recipes
 
 A set of products is made for one index, one activation and the weights. Formats of what lies
@@ -16,10 +17,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe, Scaling
-from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.common import has_block_scaled_kernels, has_hopper_kernels
+from moecore.kernels.experts.block_scaled_products import BlockScaledProducts
 from moecore.kernels.experts.contract import (
     FP8_PRODUCTS,
     ExpertMLPOptions,
@@ -99,7 +102,8 @@ class Products(Protocol):
         """Drop the matrices: gradients of weights alone are computed from here on."""
 
 
-OF_SCALING: dict[Scaling, type[BlockwiseProducts | ScaledProducts | EmulatedProducts]] = {
+RecipeProducts = BlockwiseProducts | ScaledProducts | EmulatedProducts
+OF_SCALING: dict[Scaling, type[RecipeProducts]] = {
     "blockwise": BlockwiseProducts,
     "rowwise": ScaledProducts,
     "tensorwise": ScaledProducts,
@@ -153,6 +157,14 @@ def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
     return name
 
 
+def _products_of(recipe: Recipe, device: torch.device) -> type[RecipeProducts]:
+    """Return moecore's own products by a recipe."""
+    kind = OF_SCALING[recipe.scaling]
+    if kind is EmulatedProducts and has_block_scaled_kernels(device):
+        return BlockScaledProducts
+    return kind
+
+
 def make_products(
     options: ExpertMLPOptions,
     index: ExpertIndex,
@@ -166,7 +178,8 @@ def make_products(
     if options.products == "te" and device.type != "meta":  # there moecore's have the shapes
         return TEProducts(index, options.activation, weights, recipe, **known)
     if recipe is not None:
-        return OF_SCALING[recipe.scaling](index, options.activation, weights, recipe, **known)
+        of_recipe = _products_of(recipe, device)
+        return of_recipe(index, options.activation, weights, recipe, **known)
     kind = TorchProducts if options.products == "te" else NAMED[options.products]
     if kind is TritonProducts and index.row_ids_R.shape[0] and has_hopper_kernels(device):
         kind = HopperProducts
@@ -175,4 +188,4 @@ def make_products(
 
 def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> Both:
     """Return one matrix of every expert as the products of a recipe take it. No autograd."""
-    return OF_SCALING[recipe.scaling].quantise(w_eNK, recipe)
+    return _products_of(recipe, w_eNK.device).quantise(w_eNK, recipe)

@@ -93,7 +93,7 @@ SMALL = TileConfig(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4)
 
 
 @triton.jit
-def _row_tiles(
+def row_tiles_of(
     offsets_ptr,  # [e] int32
     num_experts,
     E_POW2: tl.constexpr,
@@ -110,13 +110,13 @@ def _row_tiles(
 
 
 @triton.jit
-def _locate(
+def locate_tile(
     tile,  # number of the tile
     num_n,  # column tiles
     starts,
     tiles,
     sums,
-    total,  # these four from _row_tiles
+    total,  # these four from row_tiles_of
     E_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -177,12 +177,14 @@ def _grouped_gemm_fwd_kernel(
 ):
     N = N // 8 * 8  # they are multiples of 8 already; now the compiler knows, and uses 16 bytes
     K = K // 8 * 8
-    starts, tiles, sums, total = _row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    starts, tiles, sums, total = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     num_k = tl.cdiv(K, BLOCK_K)
     steps = tl.arange(0, BLOCK_K)
     for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, n = _locate(tile, num_n, starts, tiles, sums, total, E_POW2, BLOCK_M, GROUP_M)
+        expert, row, n = locate_tile(
+            tile, num_n, starts, tiles, sums, total, E_POW2, BLOCK_M, GROUP_M
+        )
         rows = row + tl.arange(0, BLOCK_M)
         in_rows = rows < tl.load(offsets_ptr + expert)
         column = n * BLOCK_N
@@ -237,12 +239,14 @@ def _grouped_gemm_activation_fwd_kernel(
 ):
     F = F // 8 * 8  # as above
     D = D // 8 * 8
-    starts, tiles, sums, total = _row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    starts, tiles, sums, total = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(F, BLOCK_F)
     num_k = tl.cdiv(D, BLOCK_K)
     steps = tl.arange(0, BLOCK_K)
     for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0)):
-        expert, row, n = _locate(tile, num_n, starts, tiles, sums, total, E_POW2, BLOCK_M, GROUP_M)
+        expert, row, n = locate_tile(
+            tile, num_n, starts, tiles, sums, total, E_POW2, BLOCK_M, GROUP_M
+        )
         rows = row + tl.arange(0, BLOCK_M)
         in_rows = rows < tl.load(offsets_ptr + expert)
         column = n * BLOCK_F

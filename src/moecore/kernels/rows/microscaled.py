@@ -18,6 +18,7 @@ with b per element: M * K * (b + 2), and M * K * b once more for the largest mag
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -39,8 +40,10 @@ from moecore.kernels.rows.microscaling import (
     BACKWARD,
     FORWARD,
     PACKED,
+    PACKED_BACKWARD,
     emulated_matrices_ref,
     emulated_ref,
+    finite_magnitude,
     multiplied_dtype,
 )
 from moecore.kernels.rows.scaling import Blocks, Both, padded
@@ -166,6 +169,14 @@ def emulated(
     )
 
 
+def finite_amax(x_eNK: Tensor) -> Tensor:
+    """Return fp32 [e], the largest finite magnitudes of contiguous matrices."""
+    if not _has_kernel(x_eNK):
+        return finite_magnitude(x_eNK).amax((1, 2))
+    rows = x_eNK.view(-1, x_eNK.shape[2])
+    return _Unrounded(rows, x_eNK.shape, num_scales=x_eNK.shape[0]).amax((1, 16))
+
+
 def emulated_matrices(
     w_eNK: Tensor,
     recipe: Recipe,
@@ -192,7 +203,9 @@ def emulated_matrices(
             first = None if packed else operands[0]
             made = first if first is not None and height == width else None
             made = made or make(recipe, block, amax_e, packed=packed, transposed=bool(i))
-            if not packed:
+            if packed:
+                made, amax_e = replace(made, kind=(PACKED, PACKED_BACKWARD)[i]), made.amax
+            else:
                 values = made.values.transpose(1, 2) if i else made.values
                 made = Blocks(values, (first or made).scales, (FORWARD, BACKWARD)[i])
             operands[i] = made

@@ -112,7 +112,7 @@ def finite_amax_kernel(
 
 
 @triton.jit
-def _tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finite
+def nvfp4_tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finite
     """Return what `microscaling.tensor_scales` returns for "nvfp4"."""
     scale = tl.div_rn(amax, tl.full(amax.shape, 2688.0, tl.float32))  # 6 * 448
     if POWER_OF_TWO:
@@ -139,7 +139,23 @@ def _draw(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
 
 
 @triton.jit
-def _to_e2m1(x, step, draw):  # fp32, scales of block and tensor, None = to the nearest
+def nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
+    """Return what `microscaling.nvfp4_scales` returns, as E4M3 in int32 or uint8 and as fp32."""
+    wanted = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
+    wanted = tl.div_rn(wanted, tl.broadcast_to(scale, amax.shape))
+    code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(wanted, 448.0)), 0x7F)
+    return code, from_e4m3(code.to(tl.uint8))
+
+
+@triton.jit
+def e2m1_code(value, sign):  # as `to_e2m1` returns them
+    """Return the four bits, in int32."""
+    code = tl.where(value < 2.0, value * 2.0, value + 2.0)
+    return tl.where(value < 4.0, code, value * 0.5 + 4.0).to(tl.int32) | (sign >> 28) & 8
+
+
+@triton.jit
+def to_e2m1(x, step, draw):  # fp32, scales of block and tensor, None = to the nearest
     """Return what `microscaling.to_e2m1` returns, as a magnitude and as the sign's bit in int32."""
     x = tl.where(step > 0.0, tl.div_rn(x, step), 0.0)  # 0 where the scale is NaN, too
     size = tl.minimum(tl.abs(x), 6.0)
@@ -185,7 +201,7 @@ def microscale_kernel(
             scale = tl.full((128,), 1.0, tl.float32)
             if E2M1:
                 amax = tl.load(amax_ptr + i, mask=i < NUM_SCALES, other=0.0)
-                scale = _tensor_scale(amax, POWER_OF_TWO)
+                scale = nvfp4_tensor_scale(amax, POWER_OF_TWO)
             tl.store(scales_ptr + i, scale, mask=i < NUM_SCALES)
     first, blocks, columns, x = _load(
         x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B
@@ -199,11 +215,8 @@ def microscale_kernel(
     amax = tl.max(largest, 2)
     if E2M1:
         expert = _expert(experts_ptr, first, M, rows_of_expert)
-        scale = _tensor_scale(tl.load(amax_ptr + expert), POWER_OF_TWO)[:, None]
-        wanted = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
-        wanted = tl.div_rn(wanted, tl.broadcast_to(scale, amax.shape))
-        scale_code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(wanted, 448.0)), 0x7F)
-        block = from_e4m3(scale_code.to(tl.uint8))
+        scale = nvfp4_tensor_scale(tl.load(amax_ptr + expert), POWER_OF_TWO)[:, None]
+        scale_code, block = nvfp4_block_scale(amax, scale)
         step = tl.broadcast_to((block * scale)[:, :, None], (G, B, COLUMNS))
     else:
         block, inverse = block_scale(amax, True)
@@ -217,9 +230,8 @@ def microscale_kernel(
             draw = None
             if RANDOM:
                 draw = _draw(x[i], first + i, columns)
-            value, sign = _to_e2m1(x[i], step, draw)
-            code = tl.where(value < 2.0, value * 2.0, value + 2.0)
-            code = tl.where(value < 4.0, code, value * 0.5 + 4.0).to(tl.int32) | (sign >> 28) & 8
+            value, sign = to_e2m1(x[i], step, draw)
+            code = e2m1_code(value, sign)
             value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
         else:
             e4m3 = to_e4m3(x[i] * inverse[:, :, None])

@@ -51,8 +51,10 @@ TRANSFORMED = 16  # tokens of one Hadamard transform
 # Random once and fixed, one vector for all layers as in the paper: bit i is of token i.
 SIGNS = 0b1011_0010_0111_0001
 SEED = 0x5EED
-# Kinds of `Blocks`: values in bf16, of matrices maybe transposed; bytes.
-FORWARD, BACKWARD, PACKED = "emulated", "emulated transposed", "packed"
+# Kinds of `Blocks`: values in bf16, or bytes; of matrices maybe transposed.
+FORWARD, BACKWARD = "emulated", "emulated transposed"
+PACKED, PACKED_BACKWARD = "packed", "packed transposed"
+OF_BACKWARD = (BACKWARD, PACKED_BACKWARD)
 
 
 def _blocked(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -141,6 +143,15 @@ def unpacked_matrices(packed: Blocks, recipe: Recipe, *, transposed: bool) -> Bl
     return Blocks(wide.mT if transposed else wide, scales, (FORWARD, BACKWARD)[transposed])
 
 
+def transposed_matrices(packed: Blocks) -> Blocks:
+    """Return matrices [e, N, K] that were gathered packed, packed for sums over N."""
+    values = packed.values
+    codes = torch.stack((values & 15, values >> 4), -1).flatten(-2).mT
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    scales = packed.scales.view(torch.uint8).mT.contiguous().view(FP8)
+    return Blocks((low | high << 4).contiguous(), scales, PACKED_BACKWARD, packed.amax)
+
+
 def draws_of(x_MK: Tensor) -> Tensor:
     """Return fp32 in [0, 1), multiples of 2^-24, which depend on place and value alone."""
     rows, columns = (torch.arange(n, dtype=torch.int32, device=x_MK.device) for n in x_MK.shape)
@@ -207,7 +218,7 @@ def _packed(values: Tensor, scales: Tensor, amax: Tensor, *, transposed: bool) -
     if values.dtype == FP8:
         exponents = scales.contiguous().view(torch.int32) >> 23  # of infinity 255: E8M0's NaN
         return Blocks(values.contiguous(), exponents.to(torch.uint8), PACKED)
-    return Blocks(packed_e2m1(values), scales.contiguous(), PACKED, amax)
+    return Blocks(packed_e2m1(values).contiguous(), scales.contiguous(), PACKED, amax)
 
 
 def emulated_ref(

@@ -135,16 +135,17 @@ def quantise_blocks_ref_(
 
 
 @triton.jit
-def _block(
+def tile_of_part(
     part,  # PartOfMatrix
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Return the block's row and column, places in the part, and which of them are in it."""
-    blocks = tl.cdiv(part.columns, BLOCK)
-    i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    row = i.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """Return a tile's row and column, places in the part, and which of them are in it."""
+    tiles = tl.cdiv(part.columns, COLUMNS)
+    i, j = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    row = i.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     within = row % part.period - part.first_row
-    column = j * BLOCK + tl.arange(0, BLOCK) - part.first_column
+    column = j * COLUMNS + tl.arange(0, COLUMNS) - part.first_column
     row_inside = (row < part.rows) & (within >= 0) & (within < part.run)
     column_inside = (column >= 0) & (column < part.part_columns)
     at = (row // part.period * part.run + within)[:, None] * part.part_columns + column[None, :]
@@ -160,7 +161,7 @@ def block_amax_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write the largest magnitude of the part in one block; 0 where there is none of it."""
-    i, j, at, inside = _block(part, BLOCK)
+    i, j, at, inside = tile_of_part(part, BLOCK, BLOCK)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(amax_ptr + i * stride + j, tl.max(tl.max(magnitude(x), 1), 0))
 
@@ -177,7 +178,7 @@ def quantise_blocks_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write the values of the part in one block, and its scale."""
-    i, j, at, inside = _block(part, BLOCK)
+    i, j, at, inside = tile_of_part(part, BLOCK, BLOCK)
     scale, inverse = block_scale(tl.load(amax_ptr + i * stride + j), POWER_OF_TWO)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(values_ptr + at, to_e4m3(x * inverse), mask=inside)

@@ -33,14 +33,8 @@ from moecore.base.options.precision import Recipe, Scaling
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_
-from moecore.kernels.rows.shard_matrices import (
-    SQUARE,
-    amax_of_matrices_,
-    amax_of_squares_,
-    cast_part_,
-    num_matrices,
-    pack_part_,
-)
+from moecore.kernels.rows.shard_matrices import amax_of_matrices_, cast_part_, num_matrices
+from moecore.kernels.rows.shard_squares import SQUARE, amax_of_squares_, finite_amax_, pack_part_
 from moecore.moe.params import GATHERED
 from moecore.parallel.shard.params import UnitParam, copy_all
 from moecore.precision.linear import history_of
@@ -223,7 +217,7 @@ class PackedFormat(QuantisedFormat):
     @override
     def _measure(self, shard: Tensor, part: _ShardPart) -> None:
         amax_of_squares_(shard, part.place, part.of_blocks)
-        amax_of_matrices_(shard, part.first, part.of_matrices, finite=True)
+        finite_amax_(shard, part.first, part.of_matrices)
 
     @override
     def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:

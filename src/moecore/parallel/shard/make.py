@@ -79,8 +79,9 @@ def cut_model(model: nn.Module, layers: Layers, request: Request) -> None:
     if p.tp > 1 and not is_cut(model):
         request.family.tensor_parallel(model).apply_tensor_parallel(meshes.dense["tp"])
     if p.ep * p.etp > 1 or is_whole(meshes):
+        mesh = meshes.expert["ep", "etp"]
         for layer in layers.values():
-            layer.part("experts").shard(meshes.expert["ep", "etp"])
+            layer.part("experts").shard(mesh)
 
 
 def is_whole(meshes: Meshes) -> bool:

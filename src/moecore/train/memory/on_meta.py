@@ -2,11 +2,12 @@
 
 Attention saves queries, keys, values, its output and one fp32 sum per row and head, as flash and
 memory-efficient kernels do; a norm on a GPU its input and one fp32 number per row. moecore's own
-kernels are recorded without running (`kernels/common.py`).
+kernels are recorded without running (`kernels/common.py`). A mask selects all elements.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,6 +63,10 @@ class OnMeta(TorchFunctionMode):
             return _AttentionOnMeta.apply(*args[:3], mask)
         if func is F.rms_norm and self._is_gpu:
             return _Norm.apply(args[0], kwargs.get("weight", args[2] if len(args) > 2 else None))
+        if func in (torch.nonzero, Tensor.nonzero):
+            return _nonzero(*args, **kwargs)
+        if func is Tensor.__getitem__:
+            args = args[0], tuple(_indices(args[1]))
         if is_grouped_mm(func):
             return _grouped_mm(*args, **kwargs)
         if func is scaled_mm:  # whose checks on meta refuse columns that are no multiple of 128
@@ -98,6 +103,19 @@ def tensors_of(*values: Any) -> list[Tensor]:
         elif isinstance(value, dict):
             found += tensors_of(*value.values()) if value else ()
     return found
+
+
+def _nonzero(x: Tensor, *, as_tuple: bool = False) -> Any:
+    """Return the places of all elements: [N, dims], or as many [N]."""
+    found = torch.empty(x.numel(), x.ndim, dtype=torch.int64, device=META)
+    return found.unbind(1) if as_tuple else found
+
+
+def _indices(index: Any) -> Iterator[Any]:
+    """Yield the parts of an index, with places instead of masks."""
+    for part in index if isinstance(index, tuple) else (index,):
+        is_mask = isinstance(part, Tensor) and part.dtype == torch.bool
+        yield from _nonzero(part, as_tuple=True) if is_mask else (part,)
 
 
 class _AttentionOnMeta(torch.autograd.Function):
@@ -142,6 +160,8 @@ class _Norm(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
+    """[R, K] by [e, K, N] -> [R, N]."""
+
     @staticmethod
     def forward(ctx: Any, a_RK: Tensor, b_eKN: Tensor, offs: Tensor) -> Tensor:
         of_a, of_b, _ = ctx.needs_input_grad
@@ -165,5 +185,9 @@ class _GroupedProduct(torch.autograd.Function):
 
 def _grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
     """Return what torch's product does, which takes bf16 alone on meta."""
+    if b_eKN.ndim == 2:  # of weights' gradients, without their own: [M, R] by [R, N] -> [e, M, N]
+        found = a_RK.new_empty(len(offs), a_RK.shape[0], b_eKN.shape[1])
+        record_launch("grouped_mm", a_RK, b_eKN, found)
+        return found
     out: Tensor = _GroupedProduct.apply(a_RK, b_eKN, offs)
     return out

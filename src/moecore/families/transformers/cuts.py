@@ -1,0 +1,215 @@
+"""Which modules of a transformers model tensor parallel ranks can share, and how.
+
+`cut_attention` and `cut_mlp` read from names, sizes and code which modules run on a part of their
+weights. Others stay whole, which costs memory and time. Heads that ranks cannot share are refused.
+
+Legend: H heads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.families.transformers.linear_attention import rule_of
+from moecore.families.transformers.linear_cuts import cut_linear_attention
+from moecore.families.transformers.module_cut import ModuleCut, adapters, named_linears
+from moecore.families.transformers.stock import is_hf, own_methods
+from moecore.moe.layer import MoELayer
+from moecore.parallel.shard.units import find_blocks
+
+BY_HEAD = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "g_proj")  # columns of query heads
+BY_KV_HEAD = ("k_proj", "v_proj")
+OF_ALL_HEADS = ("q_a_proj", "kv_a_proj_with_mqa", "indexer")  # latents, and which tokens are seen
+OUTPUTS = ("o_proj", "out_proj")
+COUNTS = frozenset(("num_heads", "num_attention_heads", "num_key_value_heads"))
+# Linears of an MLP, the last of which reads what an activation has made of the others, by element.
+MLPS = (("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"), ("w1", "w3", "w2"))
+FUSED_MLPS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))  # gate above up
+
+
+# Attention with queries, keys and values in one linear, in rows of queries, of keys, of values.
+STACKED = ("Phi3Attention", "Phi4MultimodalAttention")
+# The same, head after head.
+FUSED_BY_HEAD = {
+    "MiniMaxLightningAttention": ModuleCut(
+        columns=("qkv_proj", "output_gate"),
+        row="out_proj",
+        norms=("norm",),
+        buffers={"slope_rate": 0, "query_decay": 0, "key_decay": 0, "diagonal_decay": 1},
+    )
+}
+
+
+def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], list[str]]:
+    """Return how modules of decoder layers are cut, and why others are not, one of each class."""
+    found, whole = dict[nn.Module, ModuleCut](), dict[type, str]()
+    names = {module: name for name, module in model.named_modules()}
+    layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+    skipped = {m for layer in layers for m in layer.modules()}
+    for block in find_blocks(model):
+        for module in block.modules():
+            if module in skipped or not is_hf(module):
+                continue
+            is_attention = not module._modules.keys().isdisjoint(OUTPUTS)
+            cut = cut_attention if is_attention else cut_mlp
+            cut = cut_linear_attention if rule_of(module) else cut
+            how = cut(names[module], module, tp)
+            if isinstance(how, ModuleCut):
+                found[module] = how
+            elif how is not None:
+                of = f"{names[module]} ({type(module).__name__})"
+                whole.setdefault(type(module), f"{of}, whose {how}")
+    return found, list(whole.values())
+
+
+def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
+    """Return how an attention module is cut by heads, or what of it is not known to have a part.
+
+    Raises:
+        ValueError: for heads that ranks cannot share.
+    """
+    if type(module).__name__ in FUSED_BY_HEAD:
+        return _cut_heads(name, module, tp)
+    if type(module).__name__ in STACKED:
+        return _cut_stack(name, module, tp)
+    linears = named_linears(module)
+    value_dim = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
+    key_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+    row = next((n for n in OUTPUTS if n in linears), None)
+    if row is None or not value_dim or not key_dim or linears[row].in_features % value_dim:
+        return "heads have no known size"
+    H = linears[row].in_features // value_dim
+    kv_heads = linears["k_proj"].out_features // key_dim if "k_proj" in linears else H
+    sizes: dict[str, tuple[int, ...]] = {
+        "q_proj": (H * key_dim, *_gated(module, H * key_dim)),
+        "q_b_proj": (H * key_dim,),
+        "kv_b_proj": (H * (getattr(module, "qk_nope_head_dim", 0) + value_dim),),
+        "gate_proj": (H, H * value_dim),
+        "g_proj": (H, H * value_dim),
+        "k_proj": (kv_heads * key_dim,),
+        "v_proj": (kv_heads * value_dim,),
+    }
+    for child, linear in linears.items():
+        if child in sizes and linear.out_features not in sizes[child]:
+            return f"{child} ({linear.out_features} outputs) is not {H} heads"
+    norms = tuple(n for n in ("q_norm", "k_norm") if _is_of_all(module, n, linears))
+    problem = _unknown(module, {*sizes, *OF_ALL_HEADS, row}, H)
+    if problem is None and linears[row].bias is not None and row in adapters(module):
+        problem = f"{row} has a bias and adapters"
+    if problem is None and not linears.keys() & {"q_proj", "q_b_proj"}:
+        problem = "queries are made in another module"
+    if problem is None and not linears.keys() & {"k_proj", "kv_b_proj"}:
+        problem = "keys are those of another layer"
+    if problem is None and "k_norm" in norms and kv_heads % tp:
+        problem = "norm compares all key heads, of which there are fewer than ranks"
+    if problem is not None:
+        return problem
+    _check_heads(name, H, kv_heads, tp)
+    shared = {} if kv_heads % tp == 0 else {"k_proj": key_dim, "v_proj": value_dim}
+    columns = tuple(n for n in (*BY_HEAD, *BY_KV_HEAD) if n in linears and n not in shared)
+    own = tuple(module._parameters)
+    shared = {n: d for n, d in shared.items() if n in linears}
+    num_shared = kv_heads if shared else 0
+    return ModuleCut(columns, row, own=own, norms=norms, shared=shared, num_shared=num_shared)
+
+
+def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        raise ValueError(
+            f"{name}: heads ({heads}) and key/value heads ({kv_heads}) must be multiples of "
+            f"ParallelConfig.tp ({tp}), or the latter a divisor of it: lower tp"
+        )
+
+
+def _cut_heads(name: str, module: Any, tp: int) -> ModuleCut | str:
+    cut = FUSED_BY_HEAD[type(module).__name__]
+    if not {*cut.columns, cut.row} <= named_linears(module).keys():
+        return "linears are not plain"
+    H = module.num_attention_heads
+    _check_heads(name, H, H, tp)
+    return replace(cut, counts={"num_attention_heads": H // tp})
+
+
+def _cut_stack(name: str, module: Any, tp: int) -> ModuleCut | str:
+    linears, d, kv_heads = named_linears(module), module.head_dim, module.num_key_value_heads
+    if linears.keys() != {"qkv_proj", "o_proj"}:
+        return "linears are not plain"
+    H = linears["o_proj"].in_features // d
+    _check_heads(name, H, kv_heads, tp)
+    stacks = {"qkv_proj": ((H, d), (kv_heads, d), (kv_heads, d))}
+    how: Any = dict(stacks=stacks, num_shared=kv_heads if kv_heads % tp else 0)
+    counts = {"num_key_value_heads": max(1, kv_heads // tp)}
+    return ModuleCut((), "o_proj", counts=counts, **how)
+
+
+def _gated(module: Any, size: int) -> tuple[int, ...]:
+    """Return the size of queries with gates, if transformers cuts them by heads too."""
+    # Gates may also be in another order, which no size tells.
+    plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
+    is_by_head = any(n.endswith(".q_proj") and how == "colwise" for n, how in plan.items())
+    return (2 * size,) if is_by_head else ()
+
+
+def _is_of_all(module: nn.Module, name: str, linears: Mapping[str, nn.Linear]) -> bool:
+    """Whether a norm of queries or keys has a weight for each element of all heads."""
+    norm, linear = getattr(module, name, None), linears.get(f"{name[0]}_proj")
+    weight = getattr(norm, "weight", None)
+    return linear is not None and weight is not None and weight.numel() == linear.out_features
+
+
+def _unknown(module: nn.Module, known: set[str], num_heads: int) -> str | None:
+    """Return what of an attention module may depend on all heads, or None."""
+    for child, part in module.named_children():
+        is_norm = "Norm" in type(part).__name__ and not list(part.children())
+        if not (child in known or is_norm) and next(part.parameters(), None) is not None:
+            return f"{child} ({type(part).__name__}) may read all heads"
+    for child, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if child in module._buffers or (tensor is not None and tensor.shape != (num_heads,)):
+            return f"{child} may not have an element per head"
+    for method in own_methods(type(module)):
+        code = getattr(inspect.unwrap(getattr(type(module), method)), "__code__", None)
+        counts = COUNTS.intersection(getattr(code, "co_names", ()))
+        if counts:
+            return f"{method} reads {min(counts)}"
+    return None
+
+
+def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
+    """Return how a dense MLP is cut by its hidden dim; None for any other module."""
+    parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
+    names = next((names for names in (*MLPS, *FUSED_MLPS) if set(names) == parts.keys()), None)
+    if names is None or any(p is not None for p in module._parameters.values()):
+        return None
+    *columns, row = names
+    halves = tuple(columns) if names in FUSED_MLPS else ()
+    linears = named_linears(module)
+    if linears.keys() != parts.keys() or not all(_has_halves(module, n) for n in halves):
+        return None
+    if linears[row].bias is not None and row in adapters(module):
+        return None
+    size = linears[row].in_features
+    if any(linears[n].out_features != size * (1 + (n in halves)) for n in columns):
+        return None
+    if size % tp:
+        raise ValueError(
+            f"{name}: the hidden dim ({size}) of {type(module).__name__} must be a multiple of "
+            f"ParallelConfig.tp ({tp}): lower tp"
+        )
+    return ModuleCut(tuple(columns), row, halves)
+
+
+def _has_halves(module: Any, name: str) -> bool:
+    """Whether an MLP takes the outputs of a linear as two halves, of which ranks can have parts."""
+    # Columns in turns (gate, up, gate, ..) are no halves. Data ranks cut dim 1 of such a weight,
+    # which a bias lacks, and of a factor of LoRA is small.
+    takes_halves = "chunk" in inspect.unwrap(type(module).forward).__code__.co_names
+    is_alone = (
+        type(module.get_submodule(name)) is nn.Linear and module.get_submodule(name).bias is None
+    )
+    return takes_halves and is_alone and HAS_SEPARATE_PIECES

@@ -1,0 +1,288 @@
+"""Grouped products of block-scaled operands, MXFP8 and NVFP4, on tensor cores that multiply scales.
+
+    block_scaled_gemm    out[r] = scale[i] * a[r] @ b[i]^T                    i = expert of row r
+    block_scaled_wgrad   out[i] = scale[i] * sum over rows r of i of x[r]^T y[r]
+
+Operands are bytes with a scale per block along the summed dim, as `rows/microscaled.py` packs them:
+E4M3 and E8M0 per 32, or two codes of E2M1 in a byte and E4M3 per 16. Then scale[i] is the product
+of the fp32 scales of both tensors. `tl.dot_scaled` is one instruction on Blackwell, tcgen05.mma or
+mma.sync with block_scale, and products in bf16 of widened operands on older GPUs. Sums are fp32.
+No Blackwell GPU has run these kernels: tests compile them for it, interpret them, and run them on
+older GPUs. What they replace there is `experts/emulated_products.py`: the same numbers.
+
+Letters: R expert rows (length), e experts, M and N rows of an output, K the summed dim, P elements
+of a byte, B elements of a scale, W rows with each expert's padded to whole blocks. Persistent grids
+as in `gemm.py`, whose order of tiles the first one has. Bytes moved at least, of the first one:
+(R + e * N) * K * (1 / P + 1 / B) + 2 * R * N; 2 * R * N * K floating-point operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.base.options.precision import Recipe
+from moecore.kernels.common import launch, next_power_of_2, num_sms, rows_of_experts, tl, triton
+from moecore.kernels.grouped.gemm import locate_tile, row_tiles_of
+from moecore.kernels.rows.e4m3 import FP8
+from moecore.kernels.rows.microscaled_kernel import nvfp4_tensor_scale
+from moecore.kernels.rows.microscaling import tensor_scales, unpacked_e2m1
+from moecore.kernels.rows.scaling import Blocks
+
+# 128 rows are one instruction's. With 128 columns registers spill on sm_120. Nothing is measured.
+PROGRAM = {"BLOCK_M": 128, "BLOCK_N": 64, "STAGES": 4, "num_warps": 8}
+GROUP_M = 8  # row tiles that share a matrix in L2
+BYTES_K = 128  # of one step along the summed dim
+
+
+def block_scaled_gemm_ref(
+    a: Blocks, b: Blocks, offsets_e: Tensor, recipe: Recipe, dtype: torch.dtype
+) -> Tensor:
+    """Return what `block_scaled_gemm` does, by expert, in fp32; 0 past the rows. Host sync."""
+    a_RK, b_eNK = _widened(a), _widened(b)
+    out_RN = a_RK.new_zeros(a_RK.shape[0], b_eNK.shape[1])
+    for i, rows in enumerate(rows_of_experts(offsets_e)):
+        out_RN[rows] = a_RK[rows] @ b_eNK[i].T * _scale_ref(a, b, i, recipe)
+    return out_RN.to(dtype)
+
+
+def block_scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, recipe: Recipe) -> Tensor:
+    """Return what `block_scaled_wgrad` does, by expert, in fp32. Host sync."""
+    x_MW, y_NW = _widened(x), _widened(y)
+    found = [
+        x_MW[:, rows] @ y_NW[:, rows].T * _scale_ref(x, y, i, recipe)
+        for i, rows in enumerate(rows_of_experts(offsets_e))
+    ]
+    return torch.stack(found)
+
+
+def _scale_ref(a: Blocks, b: Blocks, expert: int, recipe: Recipe) -> Tensor | float:
+    if a.amax is None or b.amax is None:
+        return 1.0
+    return tensor_scales(a.amax[expert], recipe) * tensor_scales(b.amax[expert], recipe)
+
+
+def _widened(packed: Blocks) -> Tensor:
+    """Return fp32 values times the scales of their blocks."""
+    if packed.values.dtype == FP8:
+        wide, scales = packed.values.float(), packed.scales.view(torch.float8_e8m0fnu).float()
+    else:
+        wide, scales = unpacked_e2m1(packed.values), packed.scales.float()
+    for dim in (-2, -1):
+        scales = scales.repeat_interleave(wide.shape[dim] // max(scales.shape[dim], 1), dim)
+    return wide * scales
+
+
+@triton.jit
+def _operand(
+    values_ptr,  # [rows, K / P] e4m3, or uint8 with two e2m1
+    scales_ptr,  # [rows / ROWS, K / B] uint8 with e8m0, or e4m3
+    rows,  # int64
+    in_rows,
+    start,  # of K, a multiple of B
+    end,
+    K,
+    P: tl.constexpr,
+    B: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return bytes [rows, BLOCK_K / P] and scales [rows, BLOCK_K / B]; 0 outside."""
+    k = start // P + tl.arange(0, BLOCK_K // P)
+    block = start // B + tl.arange(0, BLOCK_K // B)
+    inside = in_rows[:, None] & (k < end // P)[None, :]
+    values = tl.load(values_ptr + rows[:, None] * (K // P) + k[None, :], mask=inside, other=0.0)
+    # A scale of what is masked multiplies zeros; its byte 0 is no NaN of either format.
+    inside = in_rows[:, None] & (block < end // B)[None, :]
+    at = scales_ptr + (rows // ROWS)[:, None] * (K // B) + block[None, :]
+    return values, tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _tensors_scale(a_amax_ptr, b_amax_ptr, expert, POWER_OF_TWO: tl.constexpr):
+    """Return the product of the scales of both tensors; 1 where there is none."""
+    scale = 1.0
+    if a_amax_ptr is not None:
+        a_scale = nvfp4_tensor_scale(tl.load(a_amax_ptr + expert), POWER_OF_TWO)
+        scale = a_scale * nvfp4_tensor_scale(tl.load(b_amax_ptr + expert), POWER_OF_TWO)
+    return scale
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def block_scaled_grouped_gemm_kernel(
+    a_ptr,  # [R, K / P] e4m3, or uint8 with two e2m1
+    a_scales_ptr,  # [R, K / B] uint8 with e8m0, or e4m3
+    a_amax_ptr,  # fp32 [e] or more, largest magnitudes; None: no scales of tensors
+    b_ptr,  # [e, N, K / P]
+    b_scales_ptr,  # [e, N / B_ROWS, K / B]
+    b_amax_ptr,  # fp32 [e], or None
+    offsets_ptr,  # [e] int32
+    out_ptr,  # [R, N], out; rows past the last offset stay as they are
+    num_experts,
+    N,
+    K,
+    FORMAT: tl.constexpr,  # "e4m3" or "e2m1"
+    POWER_OF_TWO: tl.constexpr,
+    P: tl.constexpr,
+    B: tl.constexpr,
+    B_ROWS: tl.constexpr,
+    E_POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write rows times the matrices of their experts."""
+    starts, tiles, sums, total = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0)):
+        expert, row, n = locate_tile(
+            tile, num_n, starts, tiles, sums, total, E_POW2, BLOCK_M, GROUP
+        )
+        rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        in_rows = rows < tl.load(offsets_ptr + expert)
+        columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_columns = columns < N
+        b_rows = expert.to(tl.int64) * N + columns
+        out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
+            k = step * BLOCK_K
+            a, a_scales = _operand(a_ptr, a_scales_ptr, rows, in_rows, k, K, K, P, B, 1, BLOCK_K)
+            b, b_scales = _operand(
+                b_ptr, b_scales_ptr, b_rows, in_columns, k, K, K, P, B, B_ROWS, BLOCK_K
+            )
+            out = tl.dot_scaled(a, a_scales, FORMAT, b.T, b_scales, FORMAT, out)
+        out *= _tensors_scale(a_amax_ptr, b_amax_ptr, expert, POWER_OF_TWO)
+        at = out_ptr + rows[:, None] * N + columns[None, :]
+        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def block_scaled_grouped_wgrad_kernel(
+    x_ptr,  # [M, W / P] e4m3, or uint8 with two e2m1
+    x_scales_ptr,  # [M, W / B] uint8 with e8m0, or e4m3
+    x_amax_ptr,  # fp32 [e] or more, largest magnitudes; None: no scales of tensors
+    y_ptr,  # [N, W / P]
+    y_scales_ptr,  # [N, W / B]
+    y_amax_ptr,  # fp32 [e] or more, or None
+    offsets_ptr,  # [e] int32, multiples of B
+    out_ptr,  # [e, M, N], out; in and out with ADD
+    num_experts,
+    M,
+    N,
+    W,
+    scale,  # fp32, of every product
+    FORMAT: tl.constexpr,  # "e4m3" or "e2m1"
+    POWER_OF_TWO: tl.constexpr,
+    P: tl.constexpr,
+    B: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write (or add) every expert's sum of outer products; 0 for an expert without rows."""
+    num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    total = num_experts * num_m * num_n
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        expert = tile // (num_m * num_n)
+        start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(offsets_ptr + expert)
+        # Known multiples let a thread read more than a byte at a time.
+        start, end = tl.multiple_of(start, B), tl.multiple_of(end, B)
+        rows = (tile // num_n % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        columns = (tile % num_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+        in_rows, in_columns = rows < M, columns < N
+        out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in tl.range(0, tl.cdiv(end - start, BLOCK_K), num_stages=STAGES):
+            k = start + step * BLOCK_K
+            x, x_scales = _operand(x_ptr, x_scales_ptr, rows, in_rows, k, end, W, P, B, 1, BLOCK_K)
+            y, y_scales = _operand(
+                y_ptr, y_scales_ptr, columns, in_columns, k, end, W, P, B, 1, BLOCK_K
+            )
+            out = tl.dot_scaled(x, x_scales, FORMAT, y.T, y_scales, FORMAT, out)
+        out *= _tensors_scale(x_amax_ptr, y_amax_ptr, expert, POWER_OF_TWO) * scale
+        at = out_ptr + (expert.to(tl.int64) * M + rows[:, None]) * N + columns[None, :]
+        inside = in_rows[:, None] & in_columns[None, :]
+        if ADD:
+            out += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _constants(operand: Blocks, recipe: Recipe) -> dict[str, Any]:
+    P = 1 if operand.values.dtype == FP8 else 2
+    how = {"FORMAT": "e4m3" if P == 1 else "e2m1", "POWER_OF_TWO": recipe.power_of_two}
+    return {**how, "P": P, "B": recipe.multiple, "BLOCK_K": BYTES_K * P, **PROGRAM}
+
+
+def block_scaled_gemm(
+    a: Blocks, b: Blocks, offsets_e: Tensor, recipe: Recipe, dtype: torch.dtype
+) -> Tensor:
+    """Return each expert row times its expert's matrix, [R, N]. No autograd, no host sync.
+
+    Args:
+        a: rows [R, K] in expert order, as `emulated(packed=True)` packs them.
+        b: matrices [e, N, K], as `emulated_matrices(packed=True)` packs them for sums over K.
+        offsets_e: int32 on the device, running sum of the experts' rows, at most R. Rows past the
+            last one hold nothing of meaning.
+        recipe: of both operands.
+        dtype: of the result, to which the fp32 sums times scales of tensors are rounded.
+    """
+    (R, bytes_K), (e, N, _) = a.values.shape, b.values.shape
+    out_RN = a.values.new_empty(R, N, dtype=dtype)
+    if not R:
+        return out_RN
+    how = _constants(a, recipe)
+    launch(
+        block_scaled_grouped_gemm_kernel,
+        num_sms(a.values.device),
+        *(a.values, a.scales, a.amax, b.values, b.scales, b.amax, offsets_e, out_RN),
+        *(e, N, bytes_K * how["P"]),
+        B_ROWS=N // b.scales.shape[1],
+        E_POW2=next_power_of_2(e),
+        GROUP=GROUP_M,
+        **how,
+    )
+    return out_RN
+
+
+def block_scaled_wgrad(
+    x: Blocks,
+    y: Blocks,
+    offsets_e: Tensor,
+    recipe: Recipe,
+    *,
+    out: Tensor | None = None,
+    adds: bool = False,
+    dtype: torch.dtype | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Return each expert's sum of outer products, [e, M, N], or `out`. No autograd, no host sync.
+
+    Args:
+        x: columns [M, W] of rows in expert order, as `emulated(over_rows=True, packed=True)` packs
+            them, each expert's rows padded with zeros to whole blocks.
+        y: columns [N, W], likewise.
+        offsets_e: int32 on the device, running sum of the experts' padded rows, at most W.
+        recipe: of both operands.
+        out: contiguous, of the output's shape, which takes the result.
+        adds: whether the result is added to `out`, in fp32.
+        dtype: of a new result, None = fp32.
+        scale: of what is returned or added; multiplies the fp32 sum, which is rounded once.
+    """
+    (M, bytes_W), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
+    out = x.scales.new_empty(e, M, N, dtype=dtype or torch.float32) if out is None else out
+    how = _constants(x, recipe)
+    launch(
+        block_scaled_grouped_wgrad_kernel,
+        num_sms(x.values.device),
+        *(x.values, x.scales, x.amax, y.values, y.scales, y.amax, offsets_e, out),
+        *(e, M, N, bytes_W * how["P"], scale),
+        ADD=adds,
+        **how,
+    )
+    return out

@@ -1,0 +1,210 @@
+"""PlannedModel: what a plan asks of a model that is not there.
+
+It has the numbers that rules read, and makes the module on meta that a dry run trains.
+
+    DecoderConfig       -> NativeModel    moecore's own decoder
+    TransformersModel   -> StockModel     a class of transformers: `planning/transformers.py`
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.layer import MoEConfig
+from moecore.models import Decoder
+from moecore.models.config import DecoderConfig
+from moecore.models.presets import PRESETS
+from moecore.models.size import num_params
+from moecore.models.tensor_parallel import check_tensor_parallel
+
+
+class ModuleParts(NamedTuple):
+    """Modules of a model in the order of forward, between which a dry run is cut."""
+
+    embedding: nn.Module
+    layers: Sequence[nn.Module]
+    mtp: Sequence[nn.Module]
+    head: nn.Module
+    loss: nn.Module  # its output is the loss, or has it
+
+
+class ModelSizes(NamedTuple):
+    """Numbers of parameters: all, routed experts', and others of which tp ranks have parts."""
+
+    params: int
+    experts: int
+    cut: int
+
+
+class ModelSource(NamedTuple):
+    """Lines of Python around `parallelize_moe(model, ..)`."""
+
+    imports: Sequence[str]
+    build: Sequence[str]
+    fill: str
+    inputs: str  # keyword arguments of a forward, in words
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel(ABC):
+    """A model of any kind.
+
+    Attributes:
+        dim: of hidden states.
+        vocab_size: rows of the embedding.
+        max_seq_len: most tokens of a row; None = any number.
+        layers: what each layer is; layers with equal values are alike.
+        dense: indices of the layers without experts.
+        num_mtp_layers: modules of multi-token prediction.
+        moe: of its MoE layers; None = there are none.
+        has_latents: whether attention projects latents to keys.
+    """
+
+    dim: int
+    vocab_size: int
+    max_seq_len: int | None
+    layers: tuple[Hashable, ...]
+    dense: frozenset[int]
+    num_mtp_layers: int
+    moe: MoEConfig | None
+    has_latents: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, without modules of multi-token prediction."""
+        return len(self.layers)
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts, with modules of multi-token prediction."""
+        return 0 if self.moe is None else len(self.layers) - len(self.dense) + self.num_mtp_layers
+
+    @abstractmethod
+    def with_layers(self, layers: Sequence[int]) -> Any:
+        """Return what `TrainingRun.model` takes: the model with these of its layers alone."""
+
+    @abstractmethod
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        """Return the module on meta."""
+
+    @abstractmethod
+    def parts(self, model: nn.Module) -> ModuleParts:
+        """Return the parts of a module that `build` has made."""
+
+    @abstractmethod
+    def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
+        """Return the arguments of a forward that returns the loss of tokens."""
+
+    @abstractmethod
+    def sizes(self) -> ModelSizes:
+        """Return how many parameters there are."""
+
+    @abstractmethod
+    def check(self, *, pp: int, tp: int, cp: int) -> None:
+        """Raise ValueError or NotImplementedError for degrees that do not fit the model."""
+
+    @abstractmethod
+    def source(self, dtype: torch.dtype) -> ModelSource:
+        """Return the Python that makes the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeModel(PlannedModel):
+    """moecore's decoder."""
+
+    config: DecoderConfig
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> NativeModel:
+        """Return the model of a config."""
+        kinds = tuple(config.is_dense(i) for i in range(config.num_layers))
+        return cls(
+            dim=config.dim,
+            vocab_size=config.vocab_size,
+            max_seq_len=config.max_seq_len,
+            layers=kinds,
+            dense=frozenset(i for i, is_dense in enumerate(kinds) if is_dense),
+            num_mtp_layers=config.num_mtp_layers,
+            moe=config.moe,
+            has_latents=config.mla is not None,
+            config=config,
+        )
+
+    @override
+    def with_layers(self, layers: Sequence[int]) -> DecoderConfig:
+        kinds = [self.config.is_dense(i) for i in layers]
+        return of_kinds(self.config, kinds, self.config.num_mtp_layers)
+
+    @override
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        return Decoder(self.config, device="meta", dtype=dtype)
+
+    @override
+    def parts(self, model: Any) -> ModuleParts:
+        head = model.lm_head
+        return ModuleParts(model.model.embed_tokens, model.layers, model.mtp, head, head)
+
+    @override
+    def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
+        return {"tokens_BT": tokens_BT, "labels_BT": tokens_BT}
+
+    @override
+    def sizes(self) -> ModelSizes:
+        experts, moe = 0, self.moe
+        modules = self.build(torch.float32).modules()
+        cut = (m for m in modules if getattr(m, "tp_shard_dim", None) is not None)
+        if moe is not None:
+            experts = self.num_moe_layers * moe.num_experts * 3 * moe.expert_dim * moe.hidden_dim
+        of_cut = sum(p.numel() for module in cut for p in module.parameters(recurse=False))
+        return ModelSizes(num_params(self.config), experts, of_cut)
+
+    @override
+    def check(self, *, pp: int, tp: int, cp: int) -> None:
+        config = self.config
+        check_tensor_parallel(config, tp)
+        if cp > 1:
+            heads = config.num_heads // tp, config.num_kv_heads // tp
+            ContextOptions().resolve(cp, *heads, has_latents=self.has_latents)
+
+    @override
+    def source(self, dtype: torch.dtype) -> ModelSource:
+        config = _shown(self.config)
+        return ModelSource(
+            ["from moecore.models import *"],
+            [f"config = {config}", f'model = Decoder(config, device="meta", dtype={dtype})'],
+            "model.init_weights(0)",
+            "tokens_BT and labels_BT",
+        )
+
+
+def of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderConfig:
+    """Return the model with these layers, True = dense, and so many predictions."""
+    dense = () if model.moe is None else tuple(i for i, kind in enumerate(kinds) if kind)
+    return replace(
+        model,
+        num_layers=len(kinds),
+        dense_layers=dense,
+        windows=model.windows[: len(kinds)],
+        mlp_hidden_dim=model.mlp_hidden_dim if any(kinds) else 0,
+        num_mtp_layers=mtp,
+        mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
+        mtp_detached=model.mtp_detached and mtp > 0,
+    )
+
+
+def _shown(config: DecoderConfig) -> str:
+    for name, known in PRESETS.items():
+        if known == config:
+            return f"preset({name!r})"
+        others = (f.name for f in fields(known) if f.name != "max_seq_len")
+        if all(getattr(known, each) == getattr(config, each) for each in others):
+            return f"replace(preset({name!r}), max_seq_len={config.max_seq_len})"
+    return repr(config)

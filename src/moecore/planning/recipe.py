@@ -1,0 +1,113 @@
+"""recipe_of: a planned run as the TOML that `examples/pretrain.py --config` reads.
+
+Names are those of its flags and of the records of options: a field that has its default is left
+out. What a plan does not know is given beside the file: data, tokenizer, steps, learning rate.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from moecore.base.fields import check_arguments
+from moecore.models.config import DecoderConfig
+from moecore.models.presets import PRESETS
+from moecore.planning.run import TrainingRun, dispatcher_of, precision_name
+
+TAKEN = ("param_dtype", "stash")  # fields that another line stands for
+LEFT = ("dp_shard", "edp_shard")  # degrees that are what others leave
+VALUES = (bool, int, float, str)
+
+
+def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
+    """Return the TOML of a run.
+
+    Args:
+        run: of a native decoder.
+        config: the config.json of its model, or the directory; None = the model is a preset.
+
+    Raises:
+        ValueError: for a run that examples/pretrain.py cannot be given: a model of transformers, or
+            one that is neither a preset nor read from a config.json, and options without a name.
+    """
+    check_arguments(recipe_of, locals())
+    if not isinstance(run.model, DecoderConfig):
+        raise ValueError(
+            "model (a class of transformers) must be a native decoder for a recipe, because "
+            "examples/pretrain.py trains no other: print its --call"
+        )
+    precision = None if run.precision is None else precision_name(run.precision)
+    if run.precision is not None and precision is None:
+        raise ValueError("precision must be one that has a name for a recipe: print its --call")
+    if run.nvlink is not None and run.nvlink.row_factor is None:
+        raise ValueError(
+            "nvlink.row_factor (None) must be a number for a recipe, as TOML has no None: give "
+            "--row-factor"
+        )
+    if config is None:
+        model, others = _preset(run.model)
+    else:
+        model, others = {"hf_config": str(config)}, {}
+    degrees = {f.name: getattr(run.resolved, f.name) for f in fields(run.parallel)}
+    is_sent = run.resolved.ep * run.resolved.etp > 1
+    tables: dict[str, Mapping[str, Any]] = {
+        "": model
+        | {name: degree for name, degree in degrees.items() if name not in LEFT}
+        | {
+            "seq_len": run.seq_len,
+            "batch_size": run.batch_size,
+            "grad_accum": run.num_micro_batches,
+            "dtype": "bfloat16",
+            "precision": precision,
+            "moment_dtype": run.optimizer.moment_dtype,
+            "master_remainder": run.optimizer.master_remainder or None,
+            "state_offload": run.optimizer.offload_fraction or None,
+        },
+        "model": others,
+        "sharding": {
+            "dispatcher": dispatcher_of(run) if is_sent else None,
+            "fp8_dispatch": run.fp8_dispatch or None,
+            "stash": None if run.memory.stash is None else True,
+        },
+        "fsdp": _changed(run.fsdp),
+        "memory": _changed(run.memory),
+        "stash": _changed(run.memory.stash),
+        "nvlink": _changed(run.nvlink),
+        "pipeline": _changed(run.pipeline),
+    }
+    found = list[str]()
+    for table, values in tables.items():
+        lines = [f"{name} = {_shown(v)}" for name, v in values.items() if v is not None]
+        found += [*([f"[{table}]"] if table and lines else []), *lines]
+    return "\n".join(found) + "\n"
+
+
+def _preset(model: DecoderConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the preset that a model is, and what the model has more tokens in a row than it."""
+    for name, known in PRESETS.items():
+        if replace(known, max_seq_len=model.max_seq_len) == model:
+            longer = model.max_seq_len != known.max_seq_len
+            return {"preset": name}, {"max_seq_len": model.max_seq_len} if longer else {}
+    raise ValueError(
+        "model must be a preset, or be read from a config.json, for a recipe: write one and pass "
+        "config"
+    )
+
+
+def _changed(record: Any) -> dict[str, Any]:
+    """Return the fields of a record that have no default's value; {} of None."""
+    if record is None:
+        return {}
+    plain = type(record)()
+    values = {f.name: (getattr(record, f.name), getattr(plain, f.name)) for f in fields(record)}
+    return {n: v for n, (v, default) in values.items() if v != default and n not in TAKEN}
+
+
+def _shown(value: Any) -> str:
+    """Return a value as TOML."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return json.dumps(value if isinstance(value, VALUES) else str(value).removeprefix("torch."))

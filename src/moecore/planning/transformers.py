@@ -1,0 +1,266 @@
+"""TransformersModel: a plan's model that is a class of transformers, by its config.json.
+
+    config.json -> the class on meta, with MoE blocks swapped as `parallelize_moe` swaps them
+                -> StockModel
+
+No family has code here: layers, experts and attention are read from modules. A model of few layers
+is the whole one without its other layers, so each of them is what it is at its place.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from moecore.base.fields import check_arguments, check_fields
+from moecore.base.options.context import ContextOptions
+from moecore.families import use_causal_attention
+from moecore.families.family import family_of, swap_blocks
+from moecore.families.transformers.rows import why_whole
+from moecore.families.transformers.tensor_parallel import find_cuts
+from moecore.io.hf.config_fields import HFConfig, read_config
+from moecore.io.hf.stock import reader_of
+from moecore.moe.layer import RoutedLayer
+from moecore.parallel.shard.units import find_blocks
+from moecore.planning.model import ModelSizes, ModelSource, ModuleParts, PlannedModel
+from moecore.train.memory.parts import UP
+
+VALUES = (int, float, str, bool, type(None))
+PLACE = "layer_idx"  # attribute of modules
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformersModel:
+    """A class of transformers that `parallelize_moe` trains: `TransformersModel.of(config)`.
+
+    Attributes:
+        values: config.json, as JSON with sorted keys.
+        source: where it is from.
+        layers: which of its layers there are; None = all.
+    """
+
+    values: str
+    source: str
+    layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @classmethod
+    def of(cls, config: HFConfig) -> TransformersModel:
+        """Return the model of a directory, a config.json, or what it holds.
+
+        Raises:
+            ValueError: for a config of which transformers has no class.
+            NotImplementedError: as `parallelize_moe`, for a family that it does not train.
+        """
+        check_arguments(TransformersModel.of, locals())
+        values = read_config(config)
+        path = "DIR" if isinstance(config, Mapping) else os.fspath(config)
+        found = cls(values=json.dumps(values, sort_keys=True), source=path)
+        _structure(found)
+        return found
+
+
+class Structure(NamedTuple):
+    """A model on meta with moecore's layers, and its blocks."""
+
+    model: Any
+    blocks: list[nn.Module]
+    experts: list[RoutedLayer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockModel(PlannedModel):
+    """A `TransformersModel` whose structure was read."""
+
+    model: TransformersModel
+
+    @classmethod
+    def of(cls, model: TransformersModel) -> StockModel:
+        """Return what is read from a model's modules."""
+        hf, blocks, experts = _structure(model)
+        config = hf.config.get_text_config()
+        with_experts = [any(isinstance(m, RoutedLayer) for m in b.modules()) for b in blocks]
+        names = (n for block in blocks for m in block.modules() for n in m._modules)
+        return cls(
+            dim=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_seq_len=None,
+            layers=tuple(_kinds(hf, blocks)),
+            dense=frozenset(i for i, has in enumerate(with_experts) if not has),
+            num_mtp_layers=0,
+            moe=experts[0].config if experts else None,
+            has_latents=not UP.isdisjoint(names),
+            model=model,
+        )
+
+    @override
+    def with_layers(self, layers: Sequence[int]) -> TransformersModel:
+        own = self.model.layers or range(self.num_layers)
+        return replace(self.model, layers=tuple(own[i] for i in layers))
+
+    @override
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        model = _built(self.model, dtype)
+        if why_whole(model) is None:
+            use_causal_attention(model)
+        return model.train()
+
+    @override
+    def parts(self, model: Any) -> ModuleParts:
+        head = model.get_output_embeddings() or list(model.children())[-1]
+        return ModuleParts(model.get_input_embeddings(), find_blocks(model), (), head, model)
+
+    @override
+    def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
+        given = {"input_ids": tokens_BT, "labels": tokens_BT, "use_cache": False}
+        if why_whole(_structure(self.model).model) is not None:
+            # Real ones, in which transformers finds on the host that no row has two sequences.
+            given["position_ids"] = torch.arange(tokens_BT.shape[1])[None]
+        return given
+
+    @override
+    def sizes(self) -> ModelSizes:
+        hf, _, layers = _structure(self.model)
+        experts = {p for layer in layers for p in layer.part("experts").parameters()}
+        cuts = ((m, (*cut.columns, cut.row)) for m, cut in find_cuts(hf, 1)[0].items())
+        cut = {p for m, names in cuts for n in names for p in m.get_submodule(n).parameters()}
+        return ModelSizes(*(sum(p.numel() for p in of) for of in (hf.parameters(), experts, cut)))
+
+    @override
+    def check(self, *, pp: int, tp: int, cp: int) -> None:
+        hf, _, _ = _structure(self.model)
+        family = family_of(hf)
+        if tp > 1:
+            family.tensor_parallel(hf).cuts(tp)
+        if cp > 1:
+            family.context(hf).context_options(ContextOptions(), cp, tp)
+        if pp > 1:
+            family.staged(hf)
+
+    @override
+    def source(self, dtype: torch.dtype) -> ModelSource:
+        hf, path = _structure(self.model).model, self.model.source
+        packs = why_whole(hf) is None
+        imports = ["from transformers import AutoConfig, " + type(hf).__name__]
+        imports += ["from moecore.families import use_causal_attention"] if packs else []
+        return ModelSource(
+            [*imports, "from moecore.io import init_hf"],
+            [
+                f"config = AutoConfig.from_pretrained({path!r})",
+                'with torch.device("meta"):',
+                f"    model = {type(hf).__name__}._from_config(config, dtype={dtype})",
+                *(["use_causal_attention(model)"] if packs else []),
+                "model.train()",
+            ],
+            f"init_hf(model, 0)  # or load_hf({path!r}, model, cast=True)",
+            "input_ids and labels",
+        )
+
+
+@lru_cache(maxsize=8)
+def _structure(model: TransformersModel) -> Structure:
+    """Return the structure of a model, which nobody changes."""
+    hf = _built(model, torch.float32)
+    swap_blocks(hf, {})
+    layers = [m for m in hf.modules() if isinstance(m, RoutedLayer)]
+    return Structure(hf, find_blocks(hf), layers)
+
+
+def _built(model: TransformersModel, dtype: torch.dtype) -> Any:
+    """Return a model on meta."""
+    values = json.loads(model.values)
+    if find_spec("transformers") is None:
+        raise ValueError(
+            f"config.json model_type ({values.get('model_type')!r}) must have transformers "
+            "installed to be planned: pip install 'moecore[hf]'"
+        )
+    hf: Any = reader_of(values, dtype=dtype)
+    if hf is None:
+        raise ValueError(
+            f"config.json model_type ({values.get('model_type')!r}) must be of a causal language "
+            "model of transformers: name its class in architectures, or install a transformers "
+            "that has it"
+        )
+    if model.layers is not None:
+        whole = _structure(replace(model, layers=None))
+        names = {module: name for name, module in whole.model.named_modules()}
+        _keep(hf, [names[block] for block in whole.blocks], model.layers)
+    return hf
+
+
+def _keep(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
+    """Leave these of a model's layers, which have these names, in place."""
+    kept = [hf.get_submodule(names[i]) for i in layers]
+    holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in names)
+    for holder in holders:
+        own = [module for module in kept if module in holder.children()]
+        holder._modules.clear()
+        holder.extend(own)
+    _shorten(hf.config.get_text_config(), len(names), layers)
+
+
+def _shorten(config: Any, number: int, layers: Sequence[int]) -> None:
+    """Let a config have these of so many layers."""
+    lists = {name: [value[i] for i in layers] for name, value in _lists(config, number)}
+    config.num_hidden_layers = len(layers)
+    kind = type(config)  # which computes some of them from the number of a layer
+    computed = {name: value for name, value in lists.items() if name not in vars(config)}
+    vars(config).update({name: lists[name] for name in lists.keys() & vars(config).keys()})
+    if computed:
+        config.__class__ = type(kind.__name__, (kind,), computed)
+
+
+def _lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield fields of a config that have a value for each of so many layers, but its number."""
+    names = (n for n, x in inspect.getmembers(type(config)) if isinstance(x, property))
+    for name, value in {**{n: getattr(config, n, None) for n in names}, **vars(config)}.items():
+        is_listed = isinstance(value, list | tuple) and len(value) == number
+        if is_listed and list(value) != list(range(number)):
+            yield name, value
+
+
+def _kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable]:
+    """Yield what each block is: classes, numbers and shapes of its modules, its place in lists."""
+    config = hf.config.get_text_config()
+    lists = list(_lists(config, len(blocks)))
+    is_alone = not _is_of_layers(hf, blocks)
+    for i, block in enumerate(blocks):
+        listed = tuple((name, str(value[i])) for name, value in lists)
+        yield (
+            i
+            if is_alone
+            else (listed, tuple(_described(*named) for named in block.named_modules()))
+        )
+
+
+def _described(name: str, module: nn.Module) -> Hashable:
+    values = ((n, v) for n, v in sorted(vars(module).items()) if type(v) in VALUES and n != PLACE)
+    shapes = ((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
+    return name, type(module).__name__, tuple(values), tuple(shapes)
+
+
+def _is_of_layers(hf: Any, blocks: Sequence[nn.Module]) -> bool:
+    """Whether a model of fewer layers has the same parameters outside of them."""
+    config = copy.deepcopy(hf.config)
+    inner = {p for block in blocks for p in block.parameters()}
+    _shorten(config.get_text_config(), len(blocks), range(len(blocks) - 1))
+    try:
+        with torch.device("meta"):
+            fewer = type(hf)._from_config(config)
+    except Exception:  # of any kind: a config of so few layers that transformers refuses
+        return False
+    shapes = {name: param.shape for name, param in fewer.named_parameters()}
+    return all(shapes.get(n) == p.shape for n, p in hf.named_parameters() if p not in inner)

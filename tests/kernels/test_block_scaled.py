@@ -1,0 +1,235 @@
+"""Experts and linears in MXFP8 and NVFP4 on tensor cores that multiply scales of blocks.
+
+Interpreted on a CPU; a GPU without such tensor cores multiplies what they would, in bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.base.options.precision import Recipe
+from moecore.kernels import common
+from moecore.kernels.common import launches_on_meta
+from moecore.kernels.experts import contract, products
+from moecore.kernels.experts.block_scaled_products import BlockScaledProducts
+from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights
+from moecore.kernels.experts.emulated_products import EmulatedProducts
+from moecore.kernels.experts.expert_mlp import expert_mlp
+from moecore.kernels.experts.products import quantise_matrices, why_not
+from moecore.kernels.rows import microscaled
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.scaling import Both
+from moecore.precision import emulated
+from moecore.precision.apply import linear_products
+from tests.kernels.experts.test_emulated_products import BOUNDS, options_of, oracle
+from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
+from tests.kernels.experts.test_fp8_products import OUTPUTS, apply, check, gradient_of, run
+from tests.kernels.grouped.test_block_scaled import skip_old_triton
+from tests.kernels.rows.microscaling_oracle import linear
+
+RECIPES = {
+    "mxfp8": Recipe(scaling="mxfp8"),
+    "nvfp4": Recipe(scaling="nvfp4"),
+    "nvfp4, fp32 scales": Recipe(scaling="nvfp4", power_of_two=False),
+}
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+both = pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+SIZES: dict[str, Any] = {"S": 23, "D": 64, "F": 32}
+
+
+@pytest.fixture(autouse=True)
+def block_scaled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Tensor cores multiply scales, or what stands for them."""
+    for module in (products, contract, emulated):
+        monkeypatch.setattr(module, "has_block_scaled_kernels", lambda _: True)
+    skip_old_triton(request)
+
+
+@pytest.fixture
+def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands are quantised in plain PyTorch, with the same bits and in less time."""
+    monkeypatch.setattr(microscaled, "_has_kernel", lambda _: False)
+
+
+def moved(leaves: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+    return {n: t.detach().to(device).requires_grad_() for n, t in leaves.items()}
+
+
+@recipes
+def test_experts(
+    recipe: Recipe,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """An oracle in fp64; on a GPU the emulated products, which round to bf16 as these do."""
+    on_gpu = device == "cuda"
+    sizes: dict[str, Any] = dict(S=700, D=256, F=128, dtype=torch.bfloat16) if on_gpu else SIZES
+    leaves, ids = make("swiglu", **sizes)
+    if not on_gpu:  # where quantisers are interpreted for long
+        request.getfixturevalue("by_reference")
+    on_device, bound = moved(leaves, device), BOUNDS[recipe.scaling]
+    found = run(on_device, ids.to(device), options_of(recipe))
+    if not on_gpu:
+        check(found, oracle(leaves, ids, recipe, "swiglu"), bound)
+        return
+    again = run(on_device, ids.to(device), options_of(recipe))
+    monkeypatch.setattr(products, "has_block_scaled_kernels", lambda _: False)
+    expected = run(on_device, ids.to(device), options_of(recipe))
+    for name in OUTPUTS:
+        wrong = (found[name].float() - expected[name].float()).norm()
+        assert wrong <= 10 * bound * expected[name].float().norm(), name
+        assert torch.equal(found[name], again[name]), name
+
+
+def test_kernels_that_quantise_change_no_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = RECIPES["nvfp4"]
+    leaves, ids = make("swiglu", S=5, D=32, F=32)
+    if device == "cuda":
+        leaves, ids = make("swiglu", S=700, D=256, F=128, dtype=torch.bfloat16)
+    found = run(moved(leaves, device), ids.to(device), options_of(recipe))
+    monkeypatch.setattr(microscaled, "_has_kernel", lambda _: False)
+    expected = run(moved(leaves, device), ids.to(device), options_of(recipe))
+    assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
+
+
+@both
+def test_ways_of_keeping_and_gathered_matrices_give_the_same_bits(
+    name: str, device: str, by_reference: None
+) -> None:
+    recipe = RECIPES[name]
+    leaves, ids = make(
+        "swiglu", **SIZES, dtype=torch.bfloat16 if device == "cuda" else torch.float32
+    )
+    leaves, ids = moved(leaves, device), ids.to(device)
+    expected = run(leaves, ids, options_of(recipe))
+    found = run(leaves, ids, options_of(recipe, keep_h=False))
+    assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
+    pairs = [tuple(quantise_matrices(leaves[n], recipe) for n in ("w1", "w2"))]
+    if recipe.gathers:
+        pairs.append(tuple(Both(pair.rows, None) for pair in pairs[0]))
+    index = rows_of(ids, leaves["weights"], 5)
+    for pair in pairs:
+        given: Any = dict(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], quantised=pair)
+        y = expert_mlp(Rows(leaves["x"]), ExpertWeights(**given), index, options_of(recipe))
+        grads = torch.autograd.grad(
+            y, [leaves[n] for n in NAMES], gradient_of(y), retain_graph=True
+        )
+        assert torch.equal(y, expected["y"])
+        assert all(torch.equal(g, expected[n]) for g, n in zip(grads, NAMES, strict=True))
+
+
+@both
+@pytest.mark.parametrize("S", [0, 1])
+def test_few_rows(S: int, name: str, device: str, by_reference: None) -> None:
+    leaves, ids = make("swiglu", **SIZES | {"S": S})
+    if device == "cuda":
+        leaves = {n: t.bfloat16() if n != "weights" else t for n, t in leaves.items()}
+    found = run(moved(leaves, device), ids.to(device), options_of(RECIPES[name]))
+    if not S:
+        assert not any(found[n].any() for n in OUTPUTS)
+    elif device == "cpu":
+        check(found, oracle(leaves, ids, RECIPES[name], "swiglu"), BOUNDS[name])
+
+
+@both
+def test_linears(name: str, device: str, by_reference: None) -> None:
+    """Any number of rows, a bias, and a gradient that is added to sums in fp32."""
+    torch.manual_seed(0)
+    recipe, (T, K, N) = RECIPES[name], (70, 96, 160)
+    x, weight, bias, dy = (torch.randn(n, device=device) for n in ((T, K), (N, K), (N,), (T, N)))
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    y = linear_products(recipe)(*leaves)
+    found = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+    truth = linear(x.detach().cpu(), weight.detach().cpu(), dy.cpu(), recipe)
+    expected = [truth[0] + bias.detach().cpu().double(), *truth[1:], dy.cpu().double().sum(0)]
+    for i, (ours, wanted) in enumerate(zip(found, expected, strict=True)):
+        # Tensor cores of Hopper truncate sums. Transformed values of two ways to add may round to
+        # different numbers of E2M1 at a tie.
+        bound = 1e-5 if device == "cuda" else 1e-6
+        bound = 1e-2 if i == 2 and name == "nvfp4" else bound
+        assert (ours.cpu().double() - wanted).norm() <= bound * wanted.norm(), i
+    out = torch.randn(N, K, device=device)
+    target, before = contract.GradTarget(out, adds=True, scale=0.5), out.clone()
+    kind = emulated.EmulatedLinearProducts
+    assert kind.weight_grad(dy, x.detach(), recipe, torch.float32, target).shape == (N, K)
+    torch.testing.assert_close(out, before + 0.5 * found[2], rtol=1e-6, atol=1e-5)
+
+
+@both
+def test_gathered_linears_have_the_bits(name: str, device: str, by_reference: None) -> None:
+    recipe = RECIPES[name]
+    if not recipe.gathers:
+        return
+    torch.manual_seed(0)
+    weight = torch.randn(96, 64, device=device)
+    rows = microscaled.emulated_matrices(weight[None], recipe, columns=False, packed=True).rows
+    assert rows is not None
+    for transposed in (False, True):
+        packed = (rows.values[0], rows.scales[0])
+        found = emulated._weight(weight, rows.amax, packed, recipe, transposed=transposed)
+        whole = emulated._weight(weight, None, (None, None), recipe, transposed=transposed)
+        for ours, theirs in zip(found.tensors(), whole.tensors(), strict=True):
+            assert ours.shape == theirs.shape and torch.equal(ours.float(), theirs.float())
+
+
+@both
+def test_what_experts_launch(name: str) -> None:
+    """Four products of rows and two of columns, all of bytes; nothing reads the device."""
+    leaves, ids = make("swiglu", S=40, D=128, F=96, dtype=torch.bfloat16)
+    index = rows_of(ids, leaves["weights"].detach(), 5)
+    on_meta = {n: t.detach().to("meta").requires_grad_() for n, t in leaves.items()}
+    index = ExpertIndex(*(t.detach().to("meta") for t in index))
+    names: list[str] = []
+    with launches_on_meta(lambda name, _: names.append(name)):
+        y = apply(on_meta, index, options_of(RECIPES[name]))
+        y.backward(torch.empty_like(y))
+    multiplied = [name for name in names if "gemm" in name or "wgrad" in name]
+    assert sorted(set(multiplied)) == [
+        "block_scaled_grouped_gemm_kernel",
+        "block_scaled_grouped_wgrad_kernel",
+    ]
+    assert len(multiplied) == 4 + 2
+    assert on_meta["w1"].grad is not None and on_meta["w1"].grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "has_them"),
+    [
+        ((9, 0), "3.9.0", False),
+        ((10, 0), "3.9.0", True),
+        ((12, 0), "3.10.1", True),
+        ((10, 0), "3.6.0", False),
+    ],
+)
+def test_who_has_tensor_cores_for_blocks(
+    capability: tuple[int, int], version: str, has_them: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "HAS_TRITON", True)
+    monkeypatch.setattr(common, "INTERPRET", False)
+    monkeypatch.setattr(common.triton, "__version__", version, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    decide = common.has_block_scaled_kernels.__wrapped__
+    assert decide(torch.device("cuda")) == has_them
+    assert not decide(torch.device("cpu")) and not decide(torch.device("meta"))
+
+
+def test_one_place_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, recipe = torch.device("cuda"), RECIPES["mxfp8"]
+    monkeypatch.setattr(contract, "has_hopper_kernels", lambda _: False)
+    spec = ExpertSpec(gated=True, dim=64, hidden_dim=64, device=device, recipe=recipe)
+    assert products._products_of(recipe, device) is BlockScaledProducts
+    assert why_not("auto", spec) is None
+    blockwise = replace(spec, recipe=Recipe(), dim=128, hidden_dim=128)
+    assert "must be a Hopper GPU" in str(why_not("auto", blockwise))
+    for module in (products, contract):
+        monkeypatch.setattr(module, "has_block_scaled_kernels", lambda _: False)
+    assert products._products_of(recipe, device) is EmulatedProducts
+    refusal = why_not("auto", spec)
+    assert refusal is not None and "or a Blackwell GPU with Triton 3.9" in refusal

@@ -1,0 +1,250 @@
+"""Plans of classes of transformers: exact in what is stored, and by one code for all families."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5")
+
+from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
+from moecore.base.saved import packing
+from moecore.cli import main
+from moecore.families import use_causal_attention
+from moecore.families.family import swap_blocks
+from moecore.families.transformers.rows import why_whole
+from moecore.io import decoder_config_from_hf
+from moecore.models import flops_per_token
+from moecore.parallel.shard.units import find_blocks
+from moecore.planning import (
+    Folding,
+    SearchRequest,
+    TrainingRun,
+    TransformersModel,
+    call_of,
+    dry_run,
+    fake_world,
+    plan_memory,
+    plan_peak,
+)
+from moecore.planning import transformers as planned_transformers
+from moecore.planning.estimate import kept_of
+from moecore.planning.pieces import small_of
+from moecore.planning.search import refuse
+from moecore.planning.stored import held_kinds, sizes_of
+from moecore.train.memory.kept import kept_bytes
+from tests.families.transformers.family_models import (
+    SIZES,
+    config_values,
+    model_class,
+    tiny_model,
+)
+from tests.families.transformers.test_families import REFUSED, taken
+from tests.helpers.grids import beside
+from tests.train.memory.test_kept import Saved
+
+# Default sizes, and which structure each has.
+DEEP: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_hidden_layers": 12},  # grouped queries
+    "deepseek_v3": {"num_hidden_layers": 10},  # latents, three dense layers
+    "qwen3_next": {"num_hidden_layers": 12},  # linear attention in most layers
+    "llama4": {"num_hidden_layers": 12},  # chunks in most layers, masks
+    "jamba": {"num_hidden_layers": 10},  # layers listed by properties of the config
+}
+# Of two sizes of heads a CPU keeps the scores of all pairs of tokens: these have one.
+KEPT = ("qwen3_moe", "gpt_oss", "afmoe", "llama4", "ernie4_5_moe", "granitemoe", "phimoe", "aria")
+WIDE = SIZES | {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+}
+BOTH = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v2")
+
+
+@cache
+def model_of(family: str) -> TransformersModel:
+    return TransformersModel.of(config_values(family))
+
+
+def default(family: str, **changes: Any) -> TransformersModel:
+    """The model of a family's own default sizes."""
+    kind = model_class(family)
+    config = kind.config_class(**changes)
+    config.architectures = [kind.__name__]
+    return TransformersModel.of(json.loads(config.to_json_string(use_diff=False)))
+
+
+@pytest.mark.parametrize("family", taken())
+def test_parameters_gradients_and_state_are_those_of_the_class(family: str) -> None:
+    kind, run = model_class(family), TrainingRun(model=model_of(family), num_gpus=1, seq_len=64)
+    with torch.device("meta"):
+        stock = tiny_model(family)
+    number = sum(param.numel() for param in stock.parameters())
+    assert type(run.planned.build(torch.float32)) is kind
+    assert run.planned.sizes().params == number
+    (size,) = sizes_of(run)
+    assert size.parameters == 4 * number
+    trained = sum(param.numel() for param in stock.parameters() if param.requires_grad)
+    if trained == number:  # the tests' models freeze a tower
+        assert size.gradients == 4 * number
+    assert held_kinds(run, size)["optimizer state"] == 8 * number  # two moments in fp32
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_is_not_trained_says_why(family: str, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config_values(family)))
+    command = ["plan", "--config", str(file), "--gpus", "2", "--ep", "2"]
+    assert main(command) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(re.escape(REFUSED[family]), line)
+
+
+@pytest.mark.parametrize("family", beside(DEEP, ["qwen3_moe", "deepseek_v3", "llama4"]))
+def test_few_layers_stand_for_all(family: str) -> None:
+    model = default(family, **DEEP[family])
+    seq_len = 32 if family == "jamba" else 256  # whose scan is one of Python
+    run = TrainingRun(model=model, num_gpus=4, seq_len=seq_len, parallel=ParallelConfig(ep=2))
+    assert small_of(run).planned.num_layers < run.planned.num_layers
+    assert max(plan_peak(run)) == pytest.approx(dry_run(run).peak, rel=0.003)
+    params = sum(param.numel() for param in run.planned.build(torch.float32).parameters())
+    assert params == run.planned.sizes().params
+
+
+SMALL = ("gemma4", "glm5_next", "nemotron_h", "qwen4_exp", "zaya")
+
+
+@pytest.mark.parametrize("family", beside(taken(), [f for f in taken() if f not in SMALL]))
+def test_a_family_is_dry_run(family: str) -> None:
+    """Two layers: the pieces are the whole step."""
+    run = TrainingRun(model=model_of(family), num_gpus=2, seq_len=64, parallel=ParallelConfig(ep=2))
+    assert plan_peak(run) == (dry_run(run).peak,)
+
+
+@pytest.mark.parametrize(("family", "gate"), [("aria", 1), ("nemotron_h", 0)])
+def test_products_of_experts_that_torch_multiplies(family: str, gate: int) -> None:
+    """Forward, and in backward twice as much."""
+    run = TrainingRun(model=model_of(family), num_gpus=1, seq_len=64)
+    works = dry_run(run).forward_backward
+    moe, layers = run.planned.moe, run.planned.num_moe_layers
+    assert moe is not None
+    products = (2 + gate) * moe.expert_dim * moe.hidden_dim
+    forward = layers * 2 * 64 * SIZES["moe_topk"] * products
+    assert sum(w.flops for w in works if w.kind == "grouped product") == 3 * forward
+
+
+def test_stages_of_a_class_of_transformers() -> None:
+    model = default("qwen3_moe", num_hidden_layers=6)
+    run = TrainingRun(
+        model=model,
+        num_gpus=8,
+        parallel=ParallelConfig(pp=2, ep=4),
+        pipeline=PipelineConfig(),
+        num_micro_batches=4,
+        seq_len=256,
+    )
+    first, last = plan_peak(run)
+    # The first stage is planned with a root unit that has the head too.
+    head = 2 * run.planned.vocab_size * run.planned.dim
+    assert 0 <= first - dry_run(run).peak <= head
+    assert last == pytest.approx(dry_run(run, 4).peak, rel=0.002)
+
+
+def test_a_model_whose_layers_are_not_alike_is_run_whole() -> None:
+    run = TrainingRun(model=model_of("gemma4"), num_gpus=1, seq_len=64)
+    assert run.planned.layers == tuple(range(run.planned.num_layers))
+
+
+@pytest.mark.parametrize("family", KEPT)
+def test_activations_are_those_that_a_forward_keeps(family: str) -> None:
+    """A forward on a CPU, to the byte; and the plan has what such a count has of a GPU."""
+    model, positions = tiny_model(family), {"position_ids": torch.arange(48)[None]}
+    if why_whole(model) is None:
+        use_causal_attention(model)
+        positions = {}
+    swap_blocks(model, {})
+    tokens_BT = torch.randint(3, 60, (2, 48), generator=torch.Generator().manual_seed(0))
+
+    def forward(copy: Any) -> Any:
+        return copy(input_ids=tokens_BT, use_cache=False, **positions)
+
+    how: dict[str, Any] = dict(options=MemoryOptions(), device_type="cpu")
+    kept = kept_bytes(model, find_blocks(model), forward, **how)
+    saved = Saved(model)
+    with packing(saved):
+        out = forward(model)
+    del out
+    assert sum(one.num_bytes for one in (*kept.blocks, kept.outside)) == saved.num_bytes
+    wide = TransformersModel.of(config_values(family, WIDE))
+    run = TrainingRun(model=wide, num_gpus=1, seq_len=1024, batch_size=2)
+    (head,) = (start for start in dry_run(run).starts if start[:2] == ("F", "head"))
+    kinds = {kind: n for kind, n in head.kinds.items() if kind.startswith("activations")}
+    del kinds["activations: outside"]
+    blocks = sum(block.num_bytes for block in kept_of(run).blocks)
+    assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
+
+
+@pytest.mark.parametrize("family", beside(BOTH, ["qwen2_moe", "mixtral", "olmoe"]))
+def test_flops_are_those_of_the_native_decoder(family: str) -> None:
+    values = config_values(family, WIDE)
+    config = decoder_config_from_hf(values)
+    run = TrainingRun(model=TransformersModel.of(values), num_gpus=1, seq_len=2048)
+    flops = sum(work.flops for work in dry_run(run).forward_backward)
+    assert flops == pytest.approx(2048 * flops_per_token(config, 2048), rel=0.05)
+    native = dry_run(replace(run, model=replace(config, max_seq_len=2048)))
+    assert flops == sum(work.flops for work in native.forward_backward)
+
+
+def test_the_command_plans_a_directory(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_values("afmoe")))
+    command = ["plan", "--config", str(tmp_path), "--gpus", "4", "--seq-len", "256"]
+    assert main([*command, "--ep", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model = TransformersModel.of(tmp_path)
+    run = TrainingRun(model=model, num_gpus=4, seq_len=256, parallel=ParallelConfig(ep=2))
+    (rank,) = plan_memory(replace(run, nvlink=NVLinkOptions())).ranks
+    assert found["ranks"][0]["device"] == dict(rank.device)
+    assert main(command) == 0  # a search
+    assert "fits" not in capsys.readouterr().out
+
+
+def test_what_a_class_refuses_is_refused_before_it_is_planned() -> None:
+    model = default("qwen3_moe", num_hidden_layers=8)  # 32 heads of queries, 4 of keys
+    request = SearchRequest(model=model, num_gpus=64, seq_len=65536)
+    assert refuse(request, Folding(ep=8, batch_size=1)) is None
+    for folding, reason in ((Folding(tp=64), "tp"), (Folding(pp=16), "num_layers")):
+        assert reason in refuse(request, folding).reason
+    whole = SearchRequest(model=model_of("llama4"), num_gpus=2, seq_len=64)
+    assert "chunked_attention" in refuse(whole, Folding(cp=2)).reason
+    towers = SearchRequest(model=model_of("qwen3_vl_moe"), num_gpus=2, seq_len=64)
+    assert "beside its layers" in refuse(towers, Folding(pp=2)).reason
+
+
+def test_without_transformers_the_command_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(planned_transformers, "find_spec", lambda _: None)
+    (tmp_path / "config.json").write_text(json.dumps(config_values("beam")))
+    assert main(["plan", "--config", str(tmp_path), "--gpus", "1", "--ep", "1"]) == 1
+    assert "must have transformers installed" in capsys.readouterr().err
+
+
+def test_a_call_is_of_the_class(tmp_path: Path) -> None:
+    """The Python that a plan prints runs in a fake world up to its first step."""
+    (tmp_path / "config.json").write_text(json.dumps(config_values("qwen3_moe")))
+    run = TrainingRun(model=TransformersModel.of(tmp_path), num_gpus=2, seq_len=64)
+    found: dict[str, Any] = {}
+    with fake_world(1):
+        exec(call_of(replace(run, num_gpus=1)), found)
+    assert type(found["model"]) is model_class("qwen3_moe")
