@@ -19,6 +19,7 @@ from moecore.base.saved import packing
 from moecore.cli import main
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
+from moecore.families.transformers.experts import find_experts_adapter, used_tensors
 from moecore.families.transformers.rows import why_whole
 from moecore.io import decoder_config_from_hf
 from moecore.models import flops_per_token
@@ -90,6 +91,9 @@ def test_parameters_gradients_and_state_are_those_of_the_class(family: str) -> N
     kind, run = model_class(family), TrainingRun(model=model_of(family), num_gpus=1, seq_len=64)
     with torch.device("meta"):
         stock = tiny_model(family)
+        for experts in filter(find_experts_adapter, stock.modules()):
+            for name, tensor in used_tensors(experts).items():
+                experts.register_parameter(name, tensor)
     number = sum(param.numel() for param in stock.parameters())
     assert type(run.planned.build(torch.float32)) is kind
     assert run.planned.sizes().params == number
