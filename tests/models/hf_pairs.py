@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore import MoEConfig
-from moecore.models import DecoderConfig, MLAConfig, YarnConfig
+from moecore.models import DecoderConfig, GatedDeltaConfig, MLAConfig, YarnConfig
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=97, dim=64, num_layers=3, num_heads=4, head_dim=16, max_seq_len=64
@@ -191,6 +191,57 @@ def glm4_moe(*, norm: bool) -> Pair:
     return Glm4MoeForCausalLM(hf), ours
 
 
+def qwen3_next() -> Pair:
+    """Linear attention in two layers, with 2 value heads for each key.
+
+    Its norm divides by small numbers: with the weights of the others fp32 is not exact enough.
+    """
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    hf = Qwen3NextConfig(
+        **HF_SHAPE | dict(initializer_range=0.1),
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        mlp_only_layers=[0],
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        rms_norm_eps=1e-3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    )
+    linear = GatedDeltaConfig(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=12)
+    ours = DecoderConfig(
+        **SHAPE,
+        num_kv_heads=2,
+        attention_gate=True,
+        norm_eps=1e-3,
+        qk_norm="head",
+        rotary_dim=4,
+        zero_centered_norms=True,
+        linear_attention=linear,
+        linear_layers=(1, 2),
+        dense_layers=(0,),
+        mlp_hidden_dim=48,
+        moe=MoEConfig(
+            dim=64,
+            hidden_dim=32,
+            num_experts=8,
+            top_k=3,
+            normalize_weights=True,
+            shared_hidden_dim=24,
+            shared_gate=True,
+        ),
+    )
+    return Qwen3NextForCausalLM(hf), ours
+
+
 def gpt_oss() -> Pair:
     """Small limits and windows, so that both matter."""
     from transformers import GptOssConfig, GptOssForCausalLM
@@ -367,6 +418,7 @@ PAIRS = {
     "mixtral": mixtral,
     "olmoe": olmoe,
     "qwen2-moe": qwen2_moe,
+    "qwen3-next": qwen3_next,
     "gpt-oss": gpt_oss,
     "mistral, window": lambda: dense("Mistral", dict(sliding_window=5), dict(windows=(5,))),
     "glm-4.5": lambda: glm4_moe(norm=True),
@@ -408,6 +460,8 @@ def randomize(model: nn.Module) -> None:
             param.uniform_(0.5, 1.5)
         if name.endswith(("bias", "sinks")):
             param.normal_()
+        if name.endswith("A_log"):  # states outlive a token, whose own part may be next to 0
+            param.uniform_(-4.0, -1.0)
     for name, buffer in model.named_buffers():
         if "e_score_correction_bias" in name:
             buffer.uniform_(-0.1, 0.1)

@@ -14,7 +14,7 @@ from moecore.moe.layer import MoELayer
 from tests.io.hf.states import native_state
 from tests.models.hf_pairs import PAIRS, gradients, make_pair
 
-TINY = ("tiny", "tiny-qwen3", "tiny-shared", "tiny-deepseek-v3")
+TINY = ("tiny", "tiny-qwen3", "tiny-qwen3-next", "tiny-shared", "tiny-deepseek-v3")
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -92,7 +92,7 @@ def test_init_fills_everything_after_to_empty(name):
         assert torch.equal(state[key], want[key]), key
     model.init_weights(seed=1)
     for key, value in model.state_dict().items():
-        constant = "norm" in key or "expert_bias" in key
+        constant = "norm" in key or key.endswith(("expert_bias", "dt_bias"))
         assert torch.equal(value, want[key]) == constant, key
 
 
