@@ -212,11 +212,11 @@ def qwen3_next() -> Pair:
         layer_types=["full_attention", "linear_attention", "linear_attention"],
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=12,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     )
-    linear = GatedDeltaConfig(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=12)
+    linear = GatedDeltaConfig(num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=8)
     ours = DecoderConfig(
         **SHAPE,
         num_kv_heads=2,

@@ -48,7 +48,7 @@ from tests.models.test_mtp import CONFIGS, make
 pytestmark = pytest.mark.slow
 
 LATENT, GROUPED = CONFIGS["latent, 1"], CONFIGS["grouped, tied, dense, 1"]
-WINDOWED = CONFIGS["windows, sinks, biases, 1"]
+WINDOWED, LINEAR = CONFIGS["windows, sinks, biases, 1"], CONFIGS["linear, gates, 1"]
 LATENT = replace(LATENT, num_heads=8, num_kv_heads=8)
 DROPS = CapacityConfig(factor=1.1, drop="position")
 STEPS, WORLD = 2, 4
@@ -113,6 +113,8 @@ CASES = {
     "window, heads": Case(parallel=dict(cp=2, ep=4), config=WINDOWED, way="a2a"),
     "window, ring": Case(parallel=dict(cp=4, ep=4), config=WINDOWED, way="p2p", packed=False),
     "window, both": Case(parallel=dict(cp=4, ep=2), config=WINDOWED, way="a2a+p2p"),
+    "linear": Case(parallel=dict(cp=2, ep=2, etp=2), config=LINEAR, packed=False),
+    "linear over tp": Case(parallel=dict(cp=2, tp=2, ep=2), config=LINEAR, loss="sum"),
 }
 RING = Case(parallel=dict(cp=4, ep=4), config=GROUPED, way="p2p", loss="sum", packed=False)
 TAMPERED = {

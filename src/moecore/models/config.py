@@ -140,6 +140,9 @@ class GatedDeltaConfig:
     def _rules(self) -> Rules:
         if self.num_v_heads % self.num_k_heads:
             yield "num_k_heads", f"divide num_v_heads ({self.num_v_heads}): choose a divisor"
+        for name in ("head_k_dim", "head_v_dim"):
+            if getattr(self, name) % 8:
+                yield name, "be a multiple of 8, 16 bytes in bf16, for products of states: raise it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

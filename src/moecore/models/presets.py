@@ -334,7 +334,7 @@ _TINY_QWEN3_NEXT = _qwen3_next(
     (128, 64, 4),
     (4, 2, 16),
     _moe(64, 32, 8, 2, shared_hidden_dim=32, **_NEXT_SHARED),
-    linear_attention=GatedDeltaConfig(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=12),
+    linear_attention=GatedDeltaConfig(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=16),
     **_SHORT,
 )
 
