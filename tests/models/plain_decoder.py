@@ -1,7 +1,8 @@
 """The decoder and its losses once more, in plain PyTorch: shares no code with src but the config.
 
 Every sequence is cut to the positions that exist (no padding, no masks), attention is a loop over
-heads, and of linear attention over tokens, rotary pairs are complex numbers, experts come from `moe_reference`.
+heads, linear attention one over tokens, rotary pairs are complex numbers, experts come from
+`moe_reference`.
 
 Legend: B sequences, T tokens of a sequence, D model dim.
 """

@@ -8,7 +8,8 @@ from moecore.models.presets import PRESETS, preset, with_latent_experts
 from moecore.models.size import active_params, document_cost, flops_per_token, num_params
 
 __all__ = [
-    "PRESETS", "Decoder", "DecoderConfig", "GatedDeltaConfig", "LogProbLoss", "MLAConfig", "YarnConfig",
+    "PRESETS", "Decoder", "DecoderConfig", "GatedDeltaConfig", "LogProbLoss", "MLAConfig",
+    "YarnConfig",
     "active_params", "document_cost", "flops_per_token", "linear_cross_entropy",
     "linear_log_probs", "num_params", "preset", "with_latent_experts",
 ]  # fmt: skip

@@ -35,6 +35,8 @@ from moecore.precision.plain import Linear
 class GatedDeltaNet(nn.Module):
     """Linear attention with a delta rule, decays and an output gate, of a linear layer."""
 
+    reads_on_host = True  # borders of documents, where a package computes it: no CUDA graph
+
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         linear = config.linear_attention
@@ -55,29 +57,17 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the output of own tokens, normed; the sequence is of the whole rows."""
-        k, rv = self.head_k_dim, self.head_v_dim * self.num_v_heads // self.num_k_heads
+        k, v, r = self.head_k_dim, self.head_v_dim, self.num_v_heads // self.num_k_heads
         qkvz, ba = column_products(x_BTD, (self.in_proj_qkvz, self.in_proj_ba), self.tp)
-        parts = qkvz.unflatten(-1, (-1, 2 * (k + rv))).split((k, k, rv, rv), dim=-1)
+        parts = qkvz.unflatten(-1, (-1, 2 * (k + r * v))).split((k, k, r * v, r * v), dim=-1)
         *qkv, z = (part.flatten(2) for part in parts)
-        b_BTH, a_BTH = (
-            part.flatten(2)
-            for part in ba.unflatten(-1, (-1, 2 * self.num_v_heads // self.num_k_heads)).chunk(2, -1)
-        )
-        sizes = [part.shape[-1] for part in qkv]
+        b_BTH, a_BTH = (part.flatten(2) for part in ba.unflatten(-1, (-1, 2, r)).unbind(-2))
         mixed = convolve(torch.cat(qkv, -1), self._filters(), None, sequence, silu=True)
-        q, key, v = mixed.split(sizes, dim=-1)
-        v_BTHv = self._heads(v, self.head_v_dim)
-        o_BTHv = attend_linear(
-            self._heads(q, k),
-            self._heads(key, k),
-            v_BTHv,
-            self._decays(a_BTH),
-            b_BTH.sigmoid(),
-            sequence,
-            scale=k**-0.5,
-            norm_qk=True,
-        )
-        gate_BTHv = F.silu(_wide(self._heads(z, self.head_v_dim)))
+        qkv = mixed.split([part.shape[-1] for part in qkv], dim=-1)
+        of_heads = [x.unflatten(-1, (-1, d)) for x, d in zip(qkv, (k, k, v), strict=True)]
+        gates = self._decays(a_BTH), b_BTH.sigmoid()
+        o_BTHv = attend_linear(*of_heads, *gates, sequence, scale=k**-0.5, norm_qk=True)
+        gate_BTHv = F.silu(_wide(z.unflatten(-1, (-1, v))))
         y_BTHv = (self.norm(o_BTHv) * gate_BTHv).to(o_BTHv.dtype)
         return row_product(y_BTHv.flatten(2), self.out_proj, self.tp)
 
@@ -97,11 +87,8 @@ class GatedDeltaNet(nn.Module):
     def _own(self, x: Tensor) -> Tensor:
         return x if self.tp is None else x.chunk(self.tp.size)[self.tp.rank]
 
-    def _heads(self, x: Tensor, dim: int) -> Tensor:
-        return x.unflatten(-1, (-1, dim))
-
     def init_weights(self, *, key: str, seed: int) -> None:
-        """Fill what is neither a linear nor a norm: decays are exp(-softplus(a + 1) U(0.01, 16))."""
+        """Fill filters and decays, which are exp(-softplus(a + 1) * U(0.01, 16))."""
         bound = self.conv1d.weight.shape[-1] ** -0.5  # as of torch's convolutions
         init_uniform_(self.conv1d.weight, bound=bound, key=f"{key}.conv1d.weight", seed=seed)
         local_of(self.dt_bias).fill_(1.0)

@@ -10,8 +10,9 @@ none, so they have DeepSeek-V3's. gpt-oss has none: no training code that is pub
 0.9.
 
 Source: the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, Qwen/Qwen2-57B-A14B,
-Qwen/Qwen3-Next-80B-A3B-Instruct, mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924, deepseek-ai/DeepSeek-V3, DeepSeek-V2 and
-DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B and Kimi-K2-Base, zai-org/GLM-4.5 and GLM-4.5-Air,
+Qwen/Qwen3-Next-80B-A3B-Instruct, mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924,
+deepseek-ai/DeepSeek-V3, DeepSeek-V2 and DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B and
+Kimi-K2-Base, zai-org/GLM-4.5 and GLM-4.5-Air,
 openai/gpt-oss-20b and gpt-oss-120b on Hugging Face; DeepSeek-V3 (arXiv:2412.19437), section 4.2;
 GLM-4.5 (arXiv:2508.06471).
 """

@@ -79,6 +79,11 @@ class SearchRequest:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
+        if self.model.linear_layers:
+            yield (
+                "model.linear_layers",
+                "be (), as costs of linear attention are unknown: measure it",
+            )
         longest = self.model.max_seq_len
         if self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"

@@ -106,6 +106,11 @@ class TrainingRun:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
+        if self.model.linear_layers:
+            yield (
+                "model.linear_layers",
+                "be (), as costs of linear attention are unknown: measure it",
+            )
         if (self.parallel.pp > 1) != (self.pipeline is not None):
             yield "pipeline", f"be there when pp ({self.parallel.pp}) is > 1 alone: set both"
         group = self.parallel.ep * self.parallel.etp

@@ -1,8 +1,8 @@
 """decoder_config_from_hf: the native decoder that a Hugging Face config.json describes, exactly.
 
-Known are Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5, DeepSeek-V2 and -V3 and Kimi-K2,
-and of dense models Qwen3, Qwen2, Llama and Mistral, as published (with rope_theta, rope_scaling)
-and as transformers >= 5 writes them (rope_parameters). An option that changes what the model
+Known are Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5, DeepSeek-V2 and -V3
+and Kimi-K2, and of dense models Qwen3, Qwen2, Llama and Mistral, as published (with rope_theta,
+rope_scaling) and as transformers >= 5 writes them (rope_parameters). An option that changes what the model
 computes and that the decoder lacks is refused, never dropped. Dropout is not read: it is 0 in every
 published config of these families, and anything else is refused too.
 """
@@ -153,6 +153,8 @@ def _qwen3_next(fields: Fields) -> DecoderConfig:
     fields.refuse("layer_types", not is_known or len(kinds) != len(layers))
     linear_layers = tuple(i for i in layers if kinds[i] == "linear_attention")
     fields.refuse("layer_types", len(linear_layers) == len(layers))
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        fields.refuse(name, fields.get(name, 128) % 8 > 0)
     linear = GatedDeltaConfig(
         num_k_heads=fields.get("linear_num_key_heads", 16),
         num_v_heads=fields.get("linear_num_value_heads", 32),

@@ -222,6 +222,11 @@ class _Watched:
                 f"DecoderConfig.qk_norm ({module.config.qk_norm!r}) must be None for QK-clip, "
                 f"since norms bound the logits of {name}: leave QKClip out"
             )
+        if module.config.attention_gate:
+            raise ValueError(
+                f"DecoderConfig.attention_gate (True) must be False for QK-clip, which would scale "
+                f"gates of {name} too: leave QKClip out"
+            )
         if module.window is not None:
             raise ValueError(
                 f"DecoderConfig.windows ({module.config.windows}) must be () for QK-clip, whose "
