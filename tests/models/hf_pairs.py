@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore import MoEConfig
-from moecore.models import DecoderConfig, GatedDeltaConfig, MLAConfig, YarnConfig
+from moecore.models import DecoderConfig, GatedDeltaConfig, MLAConfig, SparseKeysConfig, YarnConfig
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=97, dim=64, num_layers=3, num_heads=4, head_dim=16, max_seq_len=64
@@ -352,6 +352,19 @@ def rope_of(yarn: YarnConfig | None) -> dict[str, Any]:
     }
 
 
+def deepseek_v32() -> Pair:
+    """A query reads 6 keys; of few heads many scores are 0, and which topk takes is open."""
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    hf, ours = deepseek(yarn=YARN)
+    values = {k: v for k, v in hf.config.to_dict().items() if k not in ("model_type", "head_dim")}
+    index = dict(index_n_heads=16, index_head_dim=12, index_topk=6)
+    mine = DeepseekV32Config(**values | index, attn_implementation="eager")
+    sparse = SparseKeysConfig(num_heads=16, head_dim=12, top_k=6)
+    assert ours.mla is not None
+    return DeepseekV32ForCausalLM(mine), replace(ours, mla=replace(ours.mla, sparse=sparse))
+
+
 def deepseek(
     *, q_lora_rank: int = 24, yarn: YarnConfig | None = None, num_mtp_layers: int = 0
 ) -> Pair:
@@ -434,6 +447,7 @@ PAIRS = {
     "llama": lambda: dense("Llama", dict(tie_word_embeddings=True), dict(tie_embeddings=True)),
     "mistral": lambda: dense("Mistral", dict(sliding_window=None), {}),
     "deepseek": deepseek,
+    "deepseek-v3.2": deepseek_v32,
     "deepseek, no query latent": lambda: deepseek(q_lora_rank=0),
     "deepseek, yarn": lambda: deepseek(yarn=YARN),
     "deepseek, yarn, one step": lambda: deepseek(
@@ -468,9 +482,7 @@ def randomize(model: nn.Module) -> None:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter's gradient, and zeros for buffers: a state dict of gradients."""
+    """Every parameter's gradient, and zeros where there is none: a state dict of gradients."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        name: params[name].grad if name in params else torch.zeros_like(value)
-        for name, value in model.state_dict().items()
-    }
+    grads = {name: param.grad for name, param in params.items() if param.grad is not None}
+    return {n: grads.get(n, torch.zeros_like(value)) for n, value in model.state_dict().items()}

@@ -40,6 +40,9 @@ def test_logits_loss_and_gradients_equal_hugging_face(name):
     expected = native_state(gradients(hf), config)
     for name, param in ours.named_parameters():
         scale = expected[name].abs().max()
+        if ".indexer." in name:  # a choice is a constant
+            assert param.grad is None and scale == 0
+            continue
         assert scale > 0, name
         assert (param.grad - expected[name]).abs().max() <= 1e-5 * scale, name
 

@@ -107,11 +107,12 @@ class Plain(Family):
 
     @override
     def indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        return ()
+        return [m for m in model.modules() if getattr(m, "indexer", None) is not None]
 
     @override
     def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
-        pass
+        for layer in self.indexers(model):
+            cast(Any, layer).train_indexer(config)
 
     @override
     def fuse_loss(self, model: nn.Module) -> None:

@@ -1,6 +1,12 @@
 """A native decoder: config, presets, the module, its loss and its tensor parallelism."""
 
-from moecore.models.config import DecoderConfig, GatedDeltaConfig, MLAConfig, YarnConfig
+from moecore.models.config import (
+    DecoderConfig,
+    GatedDeltaConfig,
+    MLAConfig,
+    SparseKeysConfig,
+    YarnConfig,
+)
 from moecore.models.decoder import Decoder
 from moecore.models.log_probs import LogProbLoss, linear_log_probs
 from moecore.models.loss import linear_cross_entropy
@@ -9,7 +15,7 @@ from moecore.models.size import active_params, document_cost, flops_per_token, n
 
 __all__ = [
     "PRESETS", "Decoder", "DecoderConfig", "GatedDeltaConfig", "LogProbLoss", "MLAConfig",
-    "YarnConfig",
+    "SparseKeysConfig", "YarnConfig",
     "active_params", "document_cost", "flops_per_token", "linear_cross_entropy",
     "linear_log_probs", "num_params", "preset", "with_latent_experts",
 ]  # fmt: skip

@@ -73,6 +73,26 @@ class YarnConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SparseKeysConfig:
+    """Sparse attention: a query reads the keys to which an indexer gives the largest scores.
+
+    Attributes:
+        num_heads: heads of the indexer.
+        head_dim: dim of one; rotary embedding turns the first `qk_rope_head_dim`, in halves.
+        top_k: keys that a query reads at most, its own included.
+
+    Source: DeepSeek-V3.2-Exp (arXiv:2512.02556).
+    """
+
+    num_heads: Count
+    head_dim: Count
+    top_k: Count
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MLAConfig:
     """Multi-head latent attention: keys and values of all heads come from one small latent.
 
@@ -84,6 +104,7 @@ class MLAConfig:
         q_lora_rank: dim of the latent of the queries; 0 = queries are projected directly.
         norm_eps: of the norms of the latents, whatever the decoder's own.
         yarn: longer sequences than in pretraining; None = off.
+        sparse: the keys that a query reads; None = all that it sees.
 
     Source: DeepSeek-V2 (arXiv:2405.04434).
     """
@@ -95,6 +116,7 @@ class MLAConfig:
     q_lora_rank: CountOrZero = 0
     norm_eps: Positive = 1e-6
     yarn: YarnConfig | None = None
+    sparse: SparseKeysConfig | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
@@ -102,6 +124,11 @@ class MLAConfig:
     def _rules(self) -> Rules:
         if self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", "be even, because rotary embedding turns pairs: use even dims"
+        if self.sparse is not None and not self.q_lora_rank:
+            yield "q_lora_rank", "be > 0 with sparse, whose indexer reads that latent: set it"
+        if self.sparse is not None and self.sparse.head_dim < self.qk_rope_head_dim:
+            least = f"qk_rope_head_dim ({self.qk_rope_head_dim})"
+            yield "sparse.head_dim", f"be >= {least}, whose angles it has: raise it"
 
     @property
     def qk_head_dim(self) -> int:

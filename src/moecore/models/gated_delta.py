@@ -35,7 +35,7 @@ from moecore.precision.plain import Linear
 class GatedDeltaNet(nn.Module):
     """Linear attention with a delta rule, decays and an output gate, of a linear layer."""
 
-    reads_on_host = True  # borders of documents, where a package computes it: no CUDA graph
+    is_eager = True  # in no CUDA graph: a package reads the borders of documents on the host
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()

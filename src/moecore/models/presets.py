@@ -11,7 +11,7 @@ none, so they have DeepSeek-V3's. gpt-oss has none: no training code that is pub
 
 Source: the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, Qwen/Qwen2-57B-A14B,
 Qwen/Qwen3-Next-80B-A3B-Instruct, mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924,
-deepseek-ai/DeepSeek-V3, DeepSeek-V2 and DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B and
+deepseek-ai/DeepSeek-V3, DeepSeek-V3.2, DeepSeek-V2 and DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B and
 Kimi-K2-Base, zai-org/GLM-4.5 and GLM-4.5-Air,
 openai/gpt-oss-20b and gpt-oss-120b on Hugging Face; DeepSeek-V3 (arXiv:2412.19437), section 4.2;
 GLM-4.5 (arXiv:2508.06471).
@@ -26,7 +26,13 @@ from typing import Annotated, Any, Literal
 
 from moecore.base.fields import Count, check_arguments
 from moecore.base.options.layer import BalanceConfig, MoEConfig
-from moecore.models.config import DecoderConfig, GatedDeltaConfig, MLAConfig, YarnConfig
+from moecore.models.config import (
+    DecoderConfig,
+    GatedDeltaConfig,
+    MLAConfig,
+    SparseKeysConfig,
+    YarnConfig,
+)
 
 LatentScaling = Literal["accuracy", "efficiency"]
 
@@ -143,6 +149,9 @@ _DEEPSEEK_V3 = _decoder(
     num_mtp_layers=1,
     mtp_loss_coef=0.3,
 )
+
+_V32_KEYS = SparseKeysConfig(num_heads=64, head_dim=128, top_k=2048)
+_DEEPSEEK_V32 = replace(_DEEPSEEK_V3, mla=replace(_DEEPSEEK_V3.mla, sparse=_V32_KEYS))
 
 _MOONLIGHT_CHOICE: Any = dict(normalize_weights=True, routed_scaling_factor=2.446)
 _MOONLIGHT_16B_A3B = _decoder(
@@ -377,6 +386,7 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "mixtral-8x7b": _MIXTRAL_8X7B,
         "olmoe-1b-7b": _OLMOE_1B_7B,
         "deepseek-v3": _DEEPSEEK_V3,
+        "deepseek-v3.2": _DEEPSEEK_V32,
         "moonlight-16b-a3b": _MOONLIGHT_16B_A3B,
         "kimi-k2": _KIMI_K2,
         "deepseek-v2": _DEEPSEEK_V2,

@@ -46,6 +46,7 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     forward; three times that with backward, and half of it because causal attention sees T / 2
     keys of `seq_len` T on average. A module of multi-token prediction has one layer. Linear
     attention reads its state of k * v numbers a value head twice and writes it once per token.
+    Sparse attention is that of windows of `top_k` keys, and its indexer scores all keys in forward.
     """
     check_arguments(flops_per_token, locals())
     table = config.vocab_size * config.dim
@@ -53,15 +54,18 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     value_dim = config.head_dim if config.mla is None else config.mla.v_head_dim
     last = config.num_layers - 1
     layers = [*range(config.num_layers), *[last] * config.num_mtp_layers]
+    sparse = None if config.mla is None else config.mla.sparse
     linear, states = config.linear_attention, 0
     if linear is not None:
         states = linear.num_v_heads * linear.head_k_dim * linear.head_v_dim
         states *= sum(config.is_linear(i) for i in layers)
         layers = [i for i in layers if not config.is_linear(i)]
-    windows = [min(config.window_of(i) or seq_len, seq_len) for i in layers]
+    most = seq_len if sparse is None else sparse.top_k
+    windows = [min(config.window_of(i) or most, seq_len) for i in layers]
     keys = sum(2 * w - w * w / seq_len for w in windows) if seq_len else 0
     attention = 3.0 * config.num_heads * (config.head_dim + value_dim) * keys
-    return 6.0 * matmul + attention + 18.0 * states
+    index = 0 if sparse is None else sparse.num_heads * sparse.head_dim * seq_len * len(layers)
+    return 6.0 * matmul + attention + 18.0 * states + index
 
 
 def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> DocumentCost:

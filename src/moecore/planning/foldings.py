@@ -80,10 +80,9 @@ class SearchRequest:
 
     def _rules(self) -> Rules:
         if self.model.linear_layers:
-            yield (
-                "model.linear_layers",
-                "be (), as costs of linear attention are unknown: measure it",
-            )
+            yield "model.linear_layers", "be (): there are no costs of linear attention, measure it"
+        if self.model.mla is not None and self.model.mla.sparse is not None:
+            yield "model.mla.sparse", "be None: there are no costs of sparse attention, measure it"
         longest = self.model.max_seq_len
         if self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"

@@ -107,10 +107,9 @@ class TrainingRun:
 
     def _rules(self) -> Rules:
         if self.model.linear_layers:
-            yield (
-                "model.linear_layers",
-                "be (), as costs of linear attention are unknown: measure it",
-            )
+            yield "model.linear_layers", "be (): there are no costs of linear attention, measure it"
+        if self.model.mla is not None and self.model.mla.sparse is not None:
+            yield "model.mla.sparse", "be None: there are no costs of sparse attention, measure it"
         if (self.parallel.pp > 1) != (self.pipeline is not None):
             yield "pipeline", f"be there when pp ({self.parallel.pp}) is > 1 alone: set both"
         group = self.parallel.ep * self.parallel.etp

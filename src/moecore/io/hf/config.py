@@ -1,15 +1,16 @@
 """decoder_config_from_hf: the native decoder that a Hugging Face config.json describes, exactly.
 
-Known are Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5, DeepSeek-V2 and -V3
-and Kimi-K2, and of dense models Qwen3, Qwen2, Llama and Mistral, as published (with rope_theta,
-rope_scaling) and as transformers >= 5 writes them (rope_parameters). An option that changes what the model
-computes and that the decoder lacks is refused, never dropped. Dropout is not read: it is 0 in every
+Known are Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5, DeepSeek-V2, -V3 and
+-V3.2 and Kimi-K2, and of dense models Qwen3, Qwen2, Llama and Mistral, as published (with
+rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters). An option that
+changes what the model computes and that the decoder lacks is refused, never dropped. Dropout is not read: it is 0 in every
 published config of these families, and anything else is refused too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from moecore.models.config import (
     DecoderConfig,
     GatedDeltaConfig,
     MLAConfig,
+    SparseKeysConfig,
     YarnConfig,
 )
 
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # published; transformers'
-MTP_TYPES = ("deepseek_v3", "kimi_k2", "glm4_moe", "qwen3_next")
+MTP_TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "qwen3_next")
 MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5 (arXiv:2508.06471), 2.4
 PLAIN = ("default", None)
 
@@ -270,6 +272,23 @@ def _deepseek_v3(fields: Fields) -> DecoderConfig:
     return _first_dense(fields, _latent(fields), _sigmoid_choice(fields))
 
 
+def _deepseek_v32(fields: Fields) -> DecoderConfig:
+    """Fields of the indexer that are missing have the values of its class."""
+    kinds = fields.get("layer_types", [])
+    fields.refuse("layer_types", any(kind != "indexed_attention" for kind in kinds))
+    fields.values["q_lora_rank"] = fields.get("q_lora_rank", 1536)
+    found, first = _deepseek_v3(fields), fields.need("first_k_dense_replace")
+    kinds = ["sparse" if i >= first else "dense" for i in range(found.num_layers)]
+    fields.refuse("mlp_layer_types", list(fields.get("mlp_layer_types", kinds)) != kinds)
+    sparse = SparseKeysConfig(
+        num_heads=fields.get("index_n_heads", 64),
+        head_dim=fields.get("index_head_dim", 128),
+        top_k=fields.get("index_topk", 2048),
+    )
+    assert found.mla is not None
+    return replace(found, mla=replace(found.mla, sparse=sparse))
+
+
 def _deepseek_v2(fields: Fields) -> DecoderConfig:
     _refuse_others(fields, scoring_func="softmax", norm_topk_prob=False)
     method = fields.get("topk_method", "greedy")
@@ -404,6 +423,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "olmoe": _olmoe,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
+    "deepseek_v32": _deepseek_v32,
     "deepseek_v2": _deepseek_v2,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,

@@ -116,6 +116,6 @@ def _is_free(router: Router) -> bool:
 
 
 def _can_replay(modules: Iterable[nn.Module]) -> bool:
-    """Return whether no module has an observer of attention scores, or reads documents on hosts."""
-    names = ("observe_scores", "reads_on_host")
+    """Return whether no module has an observer of attention scores, or is in no CUDA graph."""
+    names = ("observe_scores", "is_eager")
     return not any(getattr(module, name, None) for module in modules for name in names)
