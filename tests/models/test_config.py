@@ -13,6 +13,7 @@ from moecore.models import (
     DecoderConfig,
     GatedDeltaConfig,
     MLAConfig,
+    SparseKeysConfig,
     YarnConfig,
     active_params,
     document_cost,
@@ -28,6 +29,7 @@ VALID = dict(vocab_size=32, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, h
 VALID_YARN = dict(factor=4.0, original_max_seq_len=1024)
 VALID_MLA = dict(kv_lora_rank=8, qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=10)
 MLA = MLAConfig(**VALID_MLA)
+SPARSE = SparseKeysConfig(num_heads=2, head_dim=8, top_k=3)
 VALID_DELTA = dict(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=16)
 LINEAR = dict(linear_attention=GatedDeltaConfig(**VALID_DELTA))
 
@@ -139,6 +141,11 @@ def test_wrong_values_name_field_relation_and_fix(change, message):
         (dict(q_lora_rank=None), r"MLAConfig.q_lora_rank \(None\) must be a whole number >= 0"),
         (dict(qk_rope_head_dim=3), r"MLAConfig.qk_rope_head_dim \(3\) must be even"),
         (dict(norm_eps=0.0), r"MLAConfig.norm_eps \(0.0\) must be a finite number > 0"),
+        (dict(sparse=SPARSE), r"MLAConfig.q_lora_rank \(0\) must be > 0 with sparse"),
+        (
+            dict(sparse=replace(SPARSE, head_dim=2), q_lora_rank=8),
+            r"MLAConfig.sparse.head_dim \(2\) must be >= qk_rope_head_dim \(4\)",
+        ),
     ],
 )
 def test_wrong_latent_attention_is_refused(change, message):
@@ -238,6 +245,9 @@ def test_published_size_of_deepseek_v3():
     # The published figure leaves out the embedding lookup, unlike those of the models above.
     assert abs(active_params(main) - main.vocab_size * main.dim - 37e9) < 0.5e9
     assert abs(num_params(config) - num_params(main) - 11.6e9) < 0.05e9
+    # An indexer of V3.2: 64 heads of 128 out of 1536, a key of 128 and 64 weights out of 7168, a norm.
+    indexer = 64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128
+    assert num_params(preset("deepseek-v3.2")) - num_params(config) == 62 * indexer
 
 
 @pytest.mark.parametrize(
@@ -367,6 +377,12 @@ def test_flops_of_latent_attention_and_multi_token_prediction():
     # Queries and keys of 24, values of 12, 4 heads: 3 * 4 * 36 FLOPs per layer and token of T.
     assert flops_per_token(plain, 11) - flops_per_token(plain, 10) == 3 * 3 * 4 * 36
     assert flops_per_token(config, 11) - flops_per_token(config, 10) == 4 * 3 * 4 * 36
+    # Five tokens read 1, 2, 3, 3, 3 keys, and two heads of 8 dims score 1 to 5, 2 * 16 FLOPs each.
+    sparse = replace(plain, mla=replace(plain.mla, sparse=SPARSE))
+    fewer = flops_per_token(plain, 5) - flops_per_token(sparse, 5)
+    more = 6 * (num_params(sparse) - num_params(plain))
+    pairs = 3 * 3 * 4 * 36 * (5 - (6 - 9 / 5))
+    assert fewer == pytest.approx(pairs - more - 3 * 16 * 5)
     # A module more: its own parameters, and the head once more.
     matmul = active_params(config) - active_params(plain) + 128 * 64
     assert flops_per_token(config, 0) - flops_per_token(plain, 0) == 6 * matmul

@@ -245,7 +245,9 @@ def run(case: Case, wanted: dict[str, Tensor]) -> dict[str, float]:
         return made[0]
 
     with patch("moecore.train.memory.apply.Offload", offload):
-        parallelize_moe(model, meshes, loss=case.loss, context=context, memory=case.memory, indexer=case.indexer)
+        parallelize_moe(
+            model, meshes, loss=case.loss, context=context, memory=case.memory, indexer=case.indexer
+        )
     clip = None if case.tau is None else QKClip(model, case.tau)
     owner = TrainStep(model)
     for step in range(case.steps):

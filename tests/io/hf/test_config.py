@@ -130,6 +130,9 @@ DEEPSEEK_V3: dict[str, Any] = dict(
     v_head_dim=128,
     vocab_size=129280,
 )
+DEEPSEEK_V32: dict[str, Any] = DEEPSEEK_V3 | dict(
+    model_type="deepseek_v32", index_head_dim=128, index_n_heads=64, index_topk=2048
+)
 MOONLIGHT: dict[str, Any] = DEEPSEEK_V3 | dict(
     aux_loss_alpha=0.001,
     first_k_dense_replace=1,
@@ -370,6 +373,7 @@ PUBLISHED = {
     "mixtral-8x7b": MIXTRAL_8X7B,
     "olmoe-1b-7b": OLMOE_1B_7B,
     "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v3.2": DEEPSEEK_V32,
     "moonlight-16b-a3b": MOONLIGHT,
     "kimi-k2": KIMI_K2,
     "deepseek-v2": DEEPSEEK_V2,
@@ -509,6 +513,8 @@ def test_yarn_defaults_are_those_of_transformers():
         (DEEPSEEK_V3, dict(rope_scaling=ROPE | {"mscale": 0}), r"mscale_all_dim \(1.0\)"),
         (QWEN3_30B, dict(model_type="gpt2"), r"model_type \('gpt2'\) must be one of qwen3_"),
         (GPT_OSS_20B, dict(layer_types=["chunked_attention"] * 24), r"layer_types \(\['chunked_at"),
+        (DEEPSEEK_V32, dict(layer_types=["full_attention"] * 61), r"layer_types \(\['full_att"),
+        (DEEPSEEK_V32, dict(mlp_layer_types=["sparse"] * 61), r"mlp_layer_types \(\['sparse'"),
         (QWEN3_NEXT, dict(layer_types=["mamba"] * 48), r"layer_types \(\['mamba'"),
         (QWEN3_NEXT, dict(layer_types=["linear_attention"] * 48), r"layer_types \(\['linear"),
         (QWEN3_NEXT, dict(linear_key_head_dim=20), r"linear_key_head_dim \(20\)"),
@@ -554,7 +560,7 @@ def test_values_of_another_kind_are_named(change, message):
 
 
 BASES = [QWEN3_30B, QWEN2, MIXTRAL_8X7B, OLMOE_1B_7B, DEEPSEEK_V3, DEEPSEEK_V2, GLM_45, MISTRAL_7B]
-BASES += [QWEN3_NEXT, GPT_OSS_20B]
+BASES += [QWEN3_NEXT, GPT_OSS_20B, DEEPSEEK_V32]
 
 
 @pytest.mark.parametrize("base", BASES)

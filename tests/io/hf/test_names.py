@@ -58,7 +58,17 @@ def test_there_and_back_is_bit_exact(name, layout):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3", "qwen3-next", "mixtral", "olmoe", "deepseek", "mistral", "glm-4.5-air", "gpt-oss"],
+    [
+        "qwen3",
+        "qwen3-next",
+        "mixtral",
+        "olmoe",
+        "deepseek",
+        "deepseek-v3.2",
+        "mistral",
+        "glm-4.5-air",
+        "gpt-oss",
+    ],
 )
 def test_files_of_transformers_are_read_and_written(name, tmp_path):
     """save_pretrained and from_pretrained translate the published names on their own."""
