@@ -245,7 +245,7 @@ def test_published_size_of_deepseek_v3():
     # The published figure leaves out the embedding lookup, unlike those of the models above.
     assert abs(active_params(main) - main.vocab_size * main.dim - 37e9) < 0.5e9
     assert abs(num_params(config) - num_params(main) - 11.6e9) < 0.05e9
-    # An indexer of V3.2: 64 heads of 128 out of 1536, a key of 128 and 64 weights out of 7168, a norm.
+    # An indexer of V3.2: 64 heads of 128 out of 1536, a key and 64 weights out of 7168, a norm.
     indexer = 64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128
     assert num_params(preset("deepseek-v3.2")) - num_params(config) == 62 * indexer
 

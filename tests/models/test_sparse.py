@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import ContextOptions, IndexerConfig, ParallelConfig, TrainStep
-from moecore import build_meshes, parallelize_moe
+from moecore import (
+    ContextOptions,
+    IndexerConfig,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.models import Decoder
 from tests.io.hf.states import native_state
 from tests.models.hf_pairs import gradients, make_pair

@@ -18,7 +18,7 @@ from moecore.precision.plain import Linear
 
 
 class Block(nn.Module):
-    """One layer: attention, or linear attention, then a dense MLP or an MoE layer, each on a normed residual."""
+    """One layer: attention or linear attention, then a dense MLP or an MoE layer, with norms."""
 
     def __init__(
         self, config: DecoderConfig, layer_idx: int, *, dtype: torch.dtype | None = None

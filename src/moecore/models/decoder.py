@@ -203,8 +203,8 @@ class Decoder(nn.Module):
         found = options.resolve(cp, *heads, has_latents=mla is not None)
         if mla is not None and mla.sparse is not None and found.way != "allgather":
             raise ValueError(
-                f"ContextOptions.way ({found.way!r}) must be 'allgather' for sparse attention, whose "
-                "queries read keys of all ranks: leave it 'auto'"
+                f"ContextOptions.way ({found.way!r}) must be 'allgather' for sparse attention, "
+                "whose queries read keys of all ranks: leave it 'auto'"
             )
         return found
 

@@ -11,10 +11,10 @@ none, so they have DeepSeek-V3's. gpt-oss has none: no training code that is pub
 
 Source: the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, Qwen/Qwen2-57B-A14B,
 Qwen/Qwen3-Next-80B-A3B-Instruct, mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924,
-deepseek-ai/DeepSeek-V3, DeepSeek-V3.2, DeepSeek-V2 and DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B and
-Kimi-K2-Base, zai-org/GLM-4.5 and GLM-4.5-Air,
-openai/gpt-oss-20b and gpt-oss-120b on Hugging Face; DeepSeek-V3 (arXiv:2412.19437), section 4.2;
-GLM-4.5 (arXiv:2508.06471).
+deepseek-ai/DeepSeek-V3, DeepSeek-V3.2, DeepSeek-V2 and DeepSeek-V2-Lite,
+moonshotai/Moonlight-16B-A3B and Kimi-K2-Base, zai-org/GLM-4.5 and GLM-4.5-Air, openai/gpt-oss-20b
+and gpt-oss-120b on Hugging Face; DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5
+(arXiv:2508.06471).
 """
 
 from __future__ import annotations
@@ -131,18 +131,19 @@ _OLMOE_1B_7B = _decoder(
 )
 
 _V3_CHOICE: Any = dict(normalize_weights=True, num_groups=8, top_groups=4, **_V3_FACTOR)
+_V3_HEADS = MLAConfig(
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    yarn=YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
+)
 _DEEPSEEK_V3 = _decoder(
     (129_280, 7168, 61),
     (128, 128, 192),
     _moe(7168, 2048, 256, 8, shared_hidden_dim=2048, **_V3_CHOICE, **_SIGMOID),
-    mla=MLAConfig(
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        yarn=YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
-    ),
+    mla=_V3_HEADS,
     max_seq_len=163_840,
     dense_layers=(0, 1, 2),
     mlp_hidden_dim=18_432,
@@ -151,7 +152,7 @@ _DEEPSEEK_V3 = _decoder(
 )
 
 _V32_KEYS = SparseKeysConfig(num_heads=64, head_dim=128, top_k=2048)
-_DEEPSEEK_V32 = replace(_DEEPSEEK_V3, mla=replace(_DEEPSEEK_V3.mla, sparse=_V32_KEYS))
+_DEEPSEEK_V32 = replace(_DEEPSEEK_V3, mla=replace(_V3_HEADS, sparse=_V32_KEYS))
 
 _MOONLIGHT_CHOICE: Any = dict(normalize_weights=True, routed_scaling_factor=2.446)
 _MOONLIGHT_16B_A3B = _decoder(

@@ -3,8 +3,8 @@
 Known are Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5, DeepSeek-V2, -V3 and
 -V3.2 and Kimi-K2, and of dense models Qwen3, Qwen2, Llama and Mistral, as published (with
 rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters). An option that
-changes what the model computes and that the decoder lacks is refused, never dropped. Dropout is not read: it is 0 in every
-published config of these families, and anything else is refused too.
+changes what the model computes and that the decoder lacks is refused, never dropped. Dropout is not
+read: it is 0 in every published config of these families, and anything else is refused too.
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ class _Watched:
         if isinstance(module, LatentAttention):
             if module.indexer is not None:
                 raise ValueError(
-                    f"MLAConfig.sparse ({module.mla.sparse}) must be None for QK-clip, whose maxima "
-                    f"count all keys of {name}: leave QKClip out"
+                    f"MLAConfig.sparse ({module.mla.sparse}) must be None for QK-clip, whose "
+                    f"maxima count all keys of {name}: leave QKClip out"
                 )
             queries = "q_b_proj" if module.mla.q_lora_rank else "q_proj"
             num_heads = module.o_proj.weight.shape[1] // module.mla.v_head_dim
