@@ -229,6 +229,9 @@ def test_a_few_steps_learn_a_repeated_sequence():
 @pytest.mark.parametrize("name", [n for n in PRESETS if n.startswith("tiny")])
 def test_cuda_equals_cpu(name):
     cpu = Decoder(preset(name))
+    for key, param in cpu.named_parameters():
+        if key.endswith("A_log"):  # states outlive tokens, or gradients of decays are all rounding
+            torch.nn.init.constant_(param, -2.0)
     gpu = Decoder(preset(name), device="cuda")
     gpu.load_state_dict(cpu.state_dict())
     tokens = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -229,10 +229,10 @@ def test_linear_and_sparse_attention_are_refused() -> None:
     assert latent.mla is not None
     keys = SparseKeysConfig(num_heads=2, head_dim=8, top_k=4)
     sparse = replace(latent, mla=replace(latent.mla, sparse=keys))
-    for config, message in (
+    for refused, message in (
         (preset("tiny-qwen3-next"), r"linear_layers \(\(0, 1, 2\)\) must be \(\) for an Engine"),
         (sparse, r"mla.sparse \(.*\) must be None, because keys are scored"),
     ):
-        engine_of = engines_of(Decoder(config), torch.float32)
+        engine_of = engines_of(Decoder(refused), torch.float32)
         with pytest.raises(ValueError, match=message):
             engine_of(64, batch_invariant=True)

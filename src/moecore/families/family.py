@@ -107,7 +107,8 @@ class Plain(Family):
 
     @override
     def indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        return [m for m in model.modules() if getattr(m, "indexer", None) is not None]
+        layers = (m for m in model.modules() if hasattr(m, "train_indexer"))
+        return [layer for layer in layers if layer.indexer is not None]
 
     @override
     def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
