@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore import MoEConfig
-from moecore.models import DecoderConfig, MLAConfig, YarnConfig
+from moecore.models import DecoderConfig, GatedDeltaConfig, MLAConfig, SparseKeysConfig, YarnConfig
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=97, dim=64, num_layers=3, num_heads=4, head_dim=16, max_seq_len=64
@@ -191,6 +191,57 @@ def glm4_moe(*, norm: bool) -> Pair:
     return Glm4MoeForCausalLM(hf), ours
 
 
+def qwen3_next() -> Pair:
+    """Linear attention in two layers, with 2 value heads for each key.
+
+    Its norm divides by small numbers: with the weights of the others fp32 is not exact enough.
+    """
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    hf = Qwen3NextConfig(
+        **HF_SHAPE | dict(initializer_range=0.1),
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        mlp_only_layers=[0],
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        rms_norm_eps=1e-3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    )
+    linear = GatedDeltaConfig(num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=8)
+    ours = DecoderConfig(
+        **SHAPE,
+        num_kv_heads=2,
+        attention_gate=True,
+        norm_eps=1e-3,
+        qk_norm="head",
+        rotary_dim=4,
+        zero_centered_norms=True,
+        linear_attention=linear,
+        linear_layers=(1, 2),
+        dense_layers=(0,),
+        mlp_hidden_dim=48,
+        moe=MoEConfig(
+            dim=64,
+            hidden_dim=32,
+            num_experts=8,
+            top_k=3,
+            normalize_weights=True,
+            shared_hidden_dim=24,
+            shared_gate=True,
+        ),
+    )
+    return Qwen3NextForCausalLM(hf), ours
+
+
 def gpt_oss() -> Pair:
     """Small limits and windows, so that both matter."""
     from transformers import GptOssConfig, GptOssForCausalLM
@@ -301,6 +352,19 @@ def rope_of(yarn: YarnConfig | None) -> dict[str, Any]:
     }
 
 
+def deepseek_v32() -> Pair:
+    """A query reads 6 keys; of few heads many scores are 0, and which topk takes is open."""
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    hf, ours = deepseek(yarn=YARN)
+    values = {k: v for k, v in hf.config.to_dict().items() if k not in ("model_type", "head_dim")}
+    index = dict(index_n_heads=16, index_head_dim=12, index_topk=6)
+    mine = DeepseekV32Config(**values | index, attn_implementation="eager")
+    sparse = SparseKeysConfig(num_heads=16, head_dim=12, top_k=6)
+    assert ours.mla is not None
+    return DeepseekV32ForCausalLM(mine), replace(ours, mla=replace(ours.mla, sparse=sparse))
+
+
 def deepseek(
     *, q_lora_rank: int = 24, yarn: YarnConfig | None = None, num_mtp_layers: int = 0
 ) -> Pair:
@@ -367,6 +431,7 @@ PAIRS = {
     "mixtral": mixtral,
     "olmoe": olmoe,
     "qwen2-moe": qwen2_moe,
+    "qwen3-next": qwen3_next,
     "gpt-oss": gpt_oss,
     "mistral, window": lambda: dense("Mistral", dict(sliding_window=5), dict(windows=(5,))),
     "glm-4.5": lambda: glm4_moe(norm=True),
@@ -382,6 +447,7 @@ PAIRS = {
     "llama": lambda: dense("Llama", dict(tie_word_embeddings=True), dict(tie_embeddings=True)),
     "mistral": lambda: dense("Mistral", dict(sliding_window=None), {}),
     "deepseek": deepseek,
+    "deepseek-v3.2": deepseek_v32,
     "deepseek, no query latent": lambda: deepseek(q_lora_rank=0),
     "deepseek, yarn": lambda: deepseek(yarn=YARN),
     "deepseek, yarn, one step": lambda: deepseek(
@@ -408,15 +474,15 @@ def randomize(model: nn.Module) -> None:
             param.uniform_(0.5, 1.5)
         if name.endswith(("bias", "sinks")):
             param.normal_()
+        if name.endswith("A_log"):  # states outlive a token, whose own part may be next to 0
+            param.uniform_(-4.0, -1.0)
     for name, buffer in model.named_buffers():
         if "e_score_correction_bias" in name:
             buffer.uniform_(-0.1, 0.1)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter's gradient, and zeros for buffers: a state dict of gradients."""
+    """Every parameter's gradient, and zeros where there is none: a state dict of gradients."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        name: params[name].grad if name in params else torch.zeros_like(value)
-        for name, value in model.state_dict().items()
-    }
+    grads = {name: param.grad for name, param in params.items() if param.grad is not None}
+    return {n: grads.get(n, torch.zeros_like(value)) for n, value in model.state_dict().items()}

@@ -1,7 +1,8 @@
 """The decoder and its losses once more, in plain PyTorch: shares no code with src but the config.
 
 Every sequence is cut to the positions that exist (no padding, no masks), attention is a loop over
-heads, rotary pairs are complex numbers, experts come from `moe_reference`.
+heads, linear attention one over tokens, rotary pairs are complex numbers, experts come from
+`moe_reference`.
 
 Legend: B sequences, T tokens of a sequence, D model dim.
 """
@@ -62,18 +63,18 @@ def plain_losses(
     x_BTD = table_VD[tokens_BT]
     for i in range(config.num_layers):
         x_BTD = block(below(params, f"model.layers.{i}."), config, x_BTD, i, aux)
-    h_BTD = norm(x_BTD, params["model.norm.weight"], config.norm_eps)
+    h_BTD = normed(x_BTD, params["model.norm.weight"], config)
     losses = PlainLosses(loss_of(h_BTD, labels_BT), aux=aux)
     if config.mtp_detached:
         h_BTD, table_VD, head_VD = h_BTD.detach(), table_VD.detach(), head_VD.detach()
     for k in range(1, config.num_mtp_layers + 1):
         own = below(params, f"mtp.{k - 1}.")
         # Position i of T - k has the token i + k to read and the token i + k + 1 to predict.
-        e_BTD = norm(table_VD[tokens_BT[:, k:]], own["enorm.weight"], config.norm_eps)
-        h_BTD = norm(h_BTD[:, :-1], own["hnorm.weight"], config.norm_eps)
+        e_BTD = normed(table_VD[tokens_BT[:, k:]], own["enorm.weight"], config)
+        h_BTD = normed(h_BTD[:, :-1], own["hnorm.weight"], config)
         x_BTD = torch.cat([e_BTD, h_BTD], -1) @ own["eh_proj.weight"].T
         x_BTD = block(below(own, "block."), config, x_BTD, config.num_layers - 1, aux)
-        h_BTD = norm(x_BTD, own["norm.weight"], config.norm_eps)
+        h_BTD = normed(x_BTD, own["norm.weight"], config)
         losses.ahead.append(loss_of(h_BTD, labels_BT[:, k:]))
     return losses
 
@@ -86,17 +87,24 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
+def normed(x: Tensor, weight: Tensor, config: DecoderConfig) -> Tensor:
+    """A norm of the decoder, not of an attention that has its own."""
+    return norm(x, 1 + weight if config.zero_centered_norms else weight, config.norm_eps)
+
+
 def block(
     params: Params, config: DecoderConfig, x_BTD: Tensor, layer: int, aux: list[Tensor]
 ) -> Tensor:
-    y = norm(x_BTD, params["input_layernorm.weight"], config.norm_eps)
+    y = normed(x_BTD, params["input_layernorm.weight"], config)
     own = below(params, "self_attn.")
-    if config.mla is None:
+    if layer in config.linear_layers:
+        x_BTD = x_BTD + linear_attention(below(params, "linear_attn."), config, y)
+    elif config.mla is None:
         window = (config.windows or (0,))[layer % max(1, len(config.windows))]
         x_BTD = x_BTD + grouped_attention(own, config, y, window)
     else:
         x_BTD = x_BTD + latent_attention(own, config, y)
-    y = norm(x_BTD, params["post_attention_layernorm.weight"], config.norm_eps)
+    y = normed(x_BTD, params["post_attention_layernorm.weight"], config)
     own = below(params, "mlp.")
     if config.is_dense(layer):
         gate, up = y @ own["gate_proj.weight"].T, y @ own["up_proj.weight"].T
@@ -136,19 +144,55 @@ def grouped_attention(params: Params, config: DecoderConfig, x: Tensor, window: 
     frequencies, table_scale, _ = yarn(r, config.yarn, config.rope_theta)
     q, k, v = (x @ params[f"{n}_proj.weight"].T + params.get(f"{n}_proj.bias", 0) for n in "qkv")
     heads = []
+    gated = 1 + config.attention_gate
     for h in range(config.num_heads):
-        qh = q[..., h * d : (h + 1) * d]
+        qh, *gate = q[..., gated * h * d : gated * (h + 1) * d].split(d, -1)
         kh, vh = (t[..., h // group * d : (h // group + 1) * d] for t in (k, v))
         if config.qk_norm == "head":
-            qh = norm(qh, params["q_norm.weight"], config.norm_eps)
-            kh = norm(kh, params["k_norm.weight"], config.norm_eps)
+            qh = normed(qh, params["q_norm.weight"], config)
+            kh = normed(kh, params["k_norm.weight"], config)
         turned = (turn(t[..., :r], frequencies, table_scale, pairs=False) for t in (qh, kh))
         qh, kh = (
             torch.cat((t, whole[..., r:]), -1) for t, whole in zip(turned, (qh, kh), strict=True)
         )
         sink = params["sinks"][h] if "sinks" in params else None
-        heads.append(attention(qh, kh, vh, d**-0.5, window, sink))
+        o = attention(qh, kh, vh, d**-0.5, window, sink)
+        heads.append(o * torch.sigmoid(gate[0]) if gate else o)
     return torch.cat(heads, -1) @ params["o_proj.weight"].T + params.get("o_bias", 0)
+
+
+def linear_attention(params: Params, config: DecoderConfig, x: Tensor) -> Tensor:
+    """Value head by value head, token by token."""
+    linear = config.linear_attention
+    assert linear is not None
+    h, k, v = linear.num_k_heads, linear.head_k_dim, linear.head_v_dim
+    r = linear.num_v_heads // h
+    qkvz = (x @ params["in_proj_qkvz.weight"].T).unflatten(-1, (h, 2 * k + 2 * r * v))
+    ba = (x @ params["in_proj_ba.weight"].T).unflatten(-1, (h, 2, r))
+    parts = [part.flatten(2) for part in qkvz.split((k, k, r * v, r * v), -1)[:3]]
+    joined, taps = torch.cat(parts, -1), params["conv1d.weight"][:, 0]
+    W, T = taps.shape[1], x.shape[1]
+    padded = F.pad(joined, (0, 0, W - 1, 0))
+    mixed = F.silu(sum(padded[:, w : w + T] * taps[:, w] for w in range(W)))
+    queries, keys, values = mixed.split((h * k, h * k, h * r * v), -1)
+    outs = []
+    for H in range(linear.num_v_heads):
+        where = slice(H // r * k, (H // r + 1) * k)
+        q, key = (t[..., where] for t in (queries, keys))
+        q, key = (t / torch.sqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, key))
+        value = values[..., H * v : (H + 1) * v]
+        rate, step = ba[:, :, H // r, 0, H % r].sigmoid(), ba[:, :, H // r, 1, H % r]
+        step = F.softplus(step + params["dt_bias"][H]) * params["A_log"][H].exp()
+        state, heads = x.new_zeros(len(x), k, v), []
+        for t in range(T):
+            state = state * torch.exp(-step[:, t])[:, None, None]
+            known = torch.einsum("bk,bkv->bv", key[:, t], state)
+            new = (value[:, t] - known) * rate[:, t, None]
+            state = state + key[:, t, :, None] * new[:, None]
+            heads.append(torch.einsum("bk,bkv->bv", q[:, t], state) * k**-0.5)
+        z = qkvz[:, :, H // r, 2 * k + r * v :][..., H % r * v : (H % r + 1) * v]
+        outs.append(norm(torch.stack(heads, 1), params["norm.weight"], config.norm_eps) * F.silu(z))
+    return torch.cat(outs, -1) @ params["out_proj.weight"].T
 
 
 def latent_attention(params: Params, config: DecoderConfig, x: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ from moecore import MoEConfig
 from moecore.models import (
     PRESETS,
     DecoderConfig,
+    GatedDeltaConfig,
     MLAConfig,
+    SparseKeysConfig,
     YarnConfig,
     active_params,
     document_cost,
@@ -27,6 +29,9 @@ VALID = dict(vocab_size=32, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, h
 VALID_YARN = dict(factor=4.0, original_max_seq_len=1024)
 VALID_MLA = dict(kv_lora_rank=8, qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=10)
 MLA = MLAConfig(**VALID_MLA)
+SPARSE = SparseKeysConfig(num_heads=2, head_dim=8, top_k=3)
+VALID_DELTA = dict(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=16)
+LINEAR = dict(linear_attention=GatedDeltaConfig(**VALID_DELTA))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,16 @@ MLA = MLAConfig(**VALID_MLA)
             dict(mla=MLA, num_kv_heads=4, attention_sinks=True),
             r"attention_sinks \(True\) must be F",
         ),
+        (dict(mla=MLA, num_kv_heads=4, attention_gate=True), r"attention_gate \(True\) must be F"),
+        (
+            dict(mla=MLA, num_kv_heads=4, **LINEAR, linear_layers=(0,)),
+            r"linear_layers \(\(0,\)\) must be \(\) with mla",
+        ),
+        (dict(**LINEAR, linear_layers=(1, 0)), r"linear_layers \(\(1, 0\)\) must rise without"),
+        (dict(**LINEAR, linear_layers=(2,)), r"linear_layers \(\(2,\)\) must lie in \[0, num_"),
+        (dict(**LINEAR, linear_layers=(0, 1)), r"must leave a layer of num_layers \(2\) to atten"),
+        (dict(LINEAR), r"linear_layers \(\(\)\) must be \(\) without linear_attention and name"),
+        (dict(linear_layers=(0,)), r"linear_layers \(\(0,\)\) must be \(\) without linear_atten"),
         (dict(rotary_dim=7), r"rotary_dim \(7\) must be even and <= head_dim \(16\)"),
         (dict(rotary_dim=18), r"rotary_dim \(18\) must be even and <= head_dim \(16\)"),
         (
@@ -126,11 +141,31 @@ def test_wrong_values_name_field_relation_and_fix(change, message):
         (dict(q_lora_rank=None), r"MLAConfig.q_lora_rank \(None\) must be a whole number >= 0"),
         (dict(qk_rope_head_dim=3), r"MLAConfig.qk_rope_head_dim \(3\) must be even"),
         (dict(norm_eps=0.0), r"MLAConfig.norm_eps \(0.0\) must be a finite number > 0"),
+        (dict(sparse=SPARSE), r"MLAConfig.q_lora_rank \(0\) must be > 0 with sparse"),
+        (
+            dict(sparse=replace(SPARSE, head_dim=2), q_lora_rank=8),
+            r"MLAConfig.sparse.head_dim \(2\) must be >= qk_rope_head_dim \(4\)",
+        ),
     ],
 )
 def test_wrong_latent_attention_is_refused(change, message):
     with pytest.raises(ValueError, match=message) as info:
         MLAConfig(**{**VALID_MLA, **change})
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(num_k_heads=3), r"GatedDeltaConfig.num_k_heads \(3\) must divide num_v_heads \(4\)"),
+        (dict(head_k_dim=12), r"GatedDeltaConfig.head_k_dim \(12\) must be a multiple of 8"),
+        (dict(head_v_dim=4), r"GatedDeltaConfig.head_v_dim \(4\) must be a multiple of 8"),
+        (dict(conv_size=0), r"GatedDeltaConfig.conv_size \(0\) must be a whole number >= 1"),
+    ],
+)
+def test_wrong_linear_attention_is_refused(change, message):
+    with pytest.raises(ValueError, match=message) as info:
+        GatedDeltaConfig(**{**VALID_DELTA, **change})
     assert "\n" not in str(info.value)
 
 
@@ -183,6 +218,7 @@ def test_unknown_preset_lists_the_names():
     [
         ("qwen3-30b-a3b", 30.5e9, 3.3e9, 1e8),
         ("qwen3-235b-a22b", 235e9, 22e9, 1e9),
+        ("qwen3-next-80b-a3b", 79.67e9, 3.87e9, 1e8),  # 80B and 3B, without the embedding 3.6B
         ("mixtral-8x7b", 46.7e9, 12.9e9, 1e8),
         ("olmoe-1b-7b", 6.9e9, 1.3e9, 1e8),
         # 15.29e9 and 2.24e9 in the report (arXiv:2502.16982), which leaves out embedding and head.
@@ -209,6 +245,9 @@ def test_published_size_of_deepseek_v3():
     # The published figure leaves out the embedding lookup, unlike those of the models above.
     assert abs(active_params(main) - main.vocab_size * main.dim - 37e9) < 0.5e9
     assert abs(num_params(config) - num_params(main) - 11.6e9) < 0.05e9
+    # An indexer of V3.2: 64 heads of 128 out of 1536, a key and 64 weights out of 7168, a norm.
+    indexer = 64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128
+    assert num_params(preset("deepseek-v3.2")) - num_params(config) == 62 * indexer
 
 
 @pytest.mark.parametrize(
@@ -296,6 +335,13 @@ def test_flops_of_a_small_decoder_by_hand():
     all_keys = replace(config, num_layers=2)
     fewer = flops_per_token(all_keys, 5) - flops_per_token(windowed, 5)
     assert fewer == pytest.approx(3 * (5 - (6 - 9 / 5)) * config.num_heads * 2 * config.head_dim)
+    # A layer of linear attention: 2 * 8 + 2 * 16 + 2 weights per input, 4 taps of 32 channels, 16
+    # weights per output, 1 + 1 + 16 of vectors, and a state of 8 * 16 numbers, whatever T.
+    delta = GatedDeltaConfig(num_k_heads=1, num_v_heads=1, head_k_dim=8, head_v_dim=16)
+    linear = replace(all_keys, linear_attention=delta, linear_layers=(0,))
+    params = 4 * (2 * 8 + 2 * 16 + 2) + 4 * 32 + 16 * 4 + 1 + 1 + 16
+    fewer = flops_per_token(all_keys, 10) - flops_per_token(linear, 10)
+    assert fewer == 6 * (64 - params) + 6 * 4 * 10 - 18 * 8 * 16
     tied = replace(config, tie_embeddings=True)
     assert flops_per_token(tied, 10) == flops_per_token(config, 10)
     assert num_params(config) - num_params(tied) == 32
@@ -331,6 +377,12 @@ def test_flops_of_latent_attention_and_multi_token_prediction():
     # Queries and keys of 24, values of 12, 4 heads: 3 * 4 * 36 FLOPs per layer and token of T.
     assert flops_per_token(plain, 11) - flops_per_token(plain, 10) == 3 * 3 * 4 * 36
     assert flops_per_token(config, 11) - flops_per_token(config, 10) == 4 * 3 * 4 * 36
+    # Five tokens read 1, 2, 3, 3, 3 keys, and two heads of 8 dims score 1 to 5, 2 * 16 FLOPs each.
+    sparse = replace(plain, mla=replace(plain.mla, sparse=SPARSE))
+    fewer = flops_per_token(plain, 5) - flops_per_token(sparse, 5)
+    more = 6 * (num_params(sparse) - num_params(plain))
+    pairs = 3 * 3 * 4 * 36 * (5 - (6 - 9 / 5))
+    assert fewer == pytest.approx(pairs - more - 3 * 16 * 5)
     # A module more: its own parameters, and the head once more.
     matmul = active_params(config) - active_params(plain) + 128 * 64
     assert flops_per_token(config, 0) - flops_per_token(plain, 0) == 6 * matmul

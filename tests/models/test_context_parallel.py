@@ -23,6 +23,7 @@ from torch import Tensor
 from moecore import (
     CapacityConfig,
     ContextOptions,
+    IndexerConfig,
     MemoryOptions,
     ParallelConfig,
     TrainStep,
@@ -31,9 +32,11 @@ from moecore import (
 )
 from moecore.attention.context_parallel import ring
 from moecore.attention.sequence import Sequence
-from moecore.models import Decoder, DecoderConfig
+from moecore.families.family import Plain
+from moecore.models import Decoder, DecoderConfig, SparseKeysConfig
 from moecore.models.backbone import Backbone
 from moecore.models.layers import rotary_table
+from moecore.moe.aux_loss import aux_losses
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
 from moecore.train import QKClip
@@ -48,8 +51,10 @@ from tests.models.test_mtp import CONFIGS, make
 pytestmark = pytest.mark.slow
 
 LATENT, GROUPED = CONFIGS["latent, 1"], CONFIGS["grouped, tied, dense, 1"]
-WINDOWED = CONFIGS["windows, sinks, biases, 1"]
+WINDOWED, LINEAR = CONFIGS["windows, sinks, biases, 1"], CONFIGS["linear, gates, 1"]
 LATENT = replace(LATENT, num_heads=8, num_kv_heads=8)
+SPARSE_KEYS = SparseKeysConfig(num_heads=16, head_dim=12, top_k=6)
+SPARSE = replace(LATENT, mla=replace(LATENT.mla, sparse=SPARSE_KEYS))  # type: ignore[type-var]
 DROPS = CapacityConfig(factor=1.1, drop="position")
 STEPS, WORLD = 2, 4
 
@@ -66,6 +71,7 @@ class Case:
     loss: str = "mean"
     tau: float | None = None  # of a QKClip
     memory: MemoryOptions | None = None
+    indexer: IndexerConfig | None = None
     tamper: str = ""
 
     @property
@@ -113,6 +119,10 @@ CASES = {
     "window, heads": Case(parallel=dict(cp=2, ep=4), config=WINDOWED, way="a2a"),
     "window, ring": Case(parallel=dict(cp=4, ep=4), config=WINDOWED, way="p2p", packed=False),
     "window, both": Case(parallel=dict(cp=4, ep=2), config=WINDOWED, way="a2a+p2p"),
+    "sparse": Case(parallel=dict(cp=2, ep=2, etp=2), config=SPARSE, indexer=IndexerConfig()),
+    "sparse over tp": Case(parallel=dict(cp=2, tp=2, ep=2), config=SPARSE, loss="sum"),
+    "linear": Case(parallel=dict(cp=2, ep=2, etp=2), config=LINEAR, packed=False),
+    "linear over tp": Case(parallel=dict(cp=2, tp=2, ep=2), config=LINEAR, loss="sum"),
 }
 RING = Case(parallel=dict(cp=4, ep=4), config=GROUPED, way="p2p", loss="sum", packed=False)
 TAMPERED = {
@@ -157,6 +167,7 @@ def alone(case: Case) -> Case:
         packed=case.packed,
         loss=case.loss,
         tau=case.tau,
+        indexer=case.indexer,
     )
 
 
@@ -177,6 +188,8 @@ def expected(case: Case, num_steps: int) -> dict[str, Tensor]:
     """Return what one process gives, data rank after data rank."""
     model, found, data_ranks = make(case.config), {}, data_ranks_of(case)
     clip = None if case.tau is None else QKClip(model, case.tau)
+    if case.indexer is not None:
+        Plain().train_indexers(model, case.indexer)
     for step in range(num_steps):
         batches = [batch_of(case, r, step) for r in range(data_ranks)]
         counts: dict[str, Any] = defaultdict(int)
@@ -187,6 +200,8 @@ def expected(case: Case, num_steps: int) -> dict[str, Tensor]:
                 if isinstance(layer, MoELayer):
                     layer.tracker.reset()
                     layer.tracker.gradient_scale = scale
+            for aux_loss in aux_losses(model).values():
+                aux_loss.gradient_scale = scale
             (loss * (scale if case.loss == "mean" else 1.0)).backward()
             for name, count in counts_of(model).items():
                 counts[name] = counts[name] + count
@@ -204,7 +219,9 @@ def num_tokens(case: Case, batches: list[dict[str, Any]]) -> int | None:
 def update(model: Decoder, found: dict[str, Tensor], step: int, clip: QKClip | None = None) -> None:
     """Step by SGD and clip; note gradients before and weights after, on ranks each its part."""
     for name, param in model.named_parameters():
-        assert param.grad is not None
+        if param.grad is None:
+            assert ".indexer." in name
+            continue
         found[f"{step}: gradient of {name}"] = param.grad.detach().clone()
     on_parts(torch.optim.SGD)(model.parameters(), lr=0.05).step()
     model.zero_grad()
@@ -228,7 +245,9 @@ def run(case: Case, wanted: dict[str, Tensor]) -> dict[str, float]:
         return made[0]
 
     with patch("moecore.train.memory.apply.Offload", offload):
-        parallelize_moe(model, meshes, loss=case.loss, context=context, memory=case.memory)
+        parallelize_moe(
+            model, meshes, loss=case.loss, context=context, memory=case.memory, indexer=case.indexer
+        )
     clip = None if case.tau is None else QKClip(model, case.tau)
     owner = TrainStep(model)
     for step in range(case.steps):

@@ -14,7 +14,7 @@ from moecore.moe.layer import MoELayer
 from tests.io.hf.states import native_state
 from tests.models.hf_pairs import PAIRS, gradients, make_pair
 
-TINY = ("tiny", "tiny-qwen3", "tiny-shared", "tiny-deepseek-v3")
+TINY = ("tiny", "tiny-qwen3", "tiny-qwen3-next", "tiny-shared", "tiny-deepseek-v3")
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -40,6 +40,9 @@ def test_logits_loss_and_gradients_equal_hugging_face(name):
     expected = native_state(gradients(hf), config)
     for name, param in ours.named_parameters():
         scale = expected[name].abs().max()
+        if ".indexer." in name:  # a choice is a constant
+            assert param.grad is None and scale == 0
+            continue
         assert scale > 0, name
         assert (param.grad - expected[name]).abs().max() <= 1e-5 * scale, name
 
@@ -92,7 +95,7 @@ def test_init_fills_everything_after_to_empty(name):
         assert torch.equal(state[key], want[key]), key
     model.init_weights(seed=1)
     for key, value in model.state_dict().items():
-        constant = "norm" in key or "expert_bias" in key
+        constant = "norm" in key or key.endswith(("expert_bias", "dt_bias"))
         assert torch.equal(value, want[key]) == constant, key
 
 
@@ -226,6 +229,9 @@ def test_a_few_steps_learn_a_repeated_sequence():
 @pytest.mark.parametrize("name", [n for n in PRESETS if n.startswith("tiny")])
 def test_cuda_equals_cpu(name):
     cpu = Decoder(preset(name))
+    for key, param in cpu.named_parameters():
+        if key.endswith("A_log"):  # states outlive tokens, or gradients of decays are all rounding
+            torch.nn.init.constant_(param, -2.0)
     gpu = Decoder(preset(name), device="cuda")
     gpu.load_state_dict(cpu.state_dict())
     tokens = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(0))

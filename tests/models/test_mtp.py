@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig
 from moecore.attention.sequence import shift_left
-from moecore.models import Decoder, DecoderConfig, YarnConfig, preset
+from moecore.models import Decoder, DecoderConfig, GatedDeltaConfig, YarnConfig, preset
 from moecore.moe.layer import MoELayer
 from tests.io.hf.states import hf_state
 from tests.models.hf_pairs import YARN, deepseek, randomize
@@ -43,7 +43,16 @@ WINDOWED = replace(  # the second layer and the modules; alone it would hide wha
     max_seq_len=128,
     yarn=YarnConfig(factor=4.0, original_max_seq_len=32, beta_fast=2.0, truncate=False),
 )
+LINEAR = replace(
+    GROUPED,
+    attention_gate=True,
+    linear_attention=GatedDeltaConfig(num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=8),
+    linear_layers=(0,),
+    norm_eps=1e-3,
+    zero_centered_norms=True,
+)
 KINDS = {"latent": DEEPSEEK, "grouped, tied, dense": GROUPED, "windows, sinks, biases": WINDOWED}
+KINDS["linear, gates"] = LINEAR
 CONFIGS = {
     f"{name}, {depth}": replace(config, num_mtp_layers=depth, mtp_loss_coef=0.4)
     for name, config in KINDS.items()
@@ -62,9 +71,11 @@ def make(config: DecoderConfig) -> Decoder:
                 value.copy_(torch.rand(value.shape, generator=g) + 0.5)
             elif "expert_bias" in name:
                 value.copy_(torch.rand(value.shape, generator=g) * 0.1)
+            elif name.endswith("A_log"):  # states outlive tokens
+                value.uniform_(-4.0, -1.0, generator=g)
             elif name.endswith(("_bias", "_proj.bias", "sinks")):
                 value.copy_(torch.randn(value.shape, generator=g))
-            else:
+            elif "linear_attn" not in name:  # its norm divides by what these are
                 value.mul_(8.0)
     return model
 

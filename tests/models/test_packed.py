@@ -104,7 +104,8 @@ def errors(model: Decoder, batch: Packed) -> dict[str, float]:
 @pytest.mark.parametrize("padding", [None, [2, 0, 4, 1, 0, 0]])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
-    "name", ["latent, 2", "grouped, tied, dense, 1", "windows, sinks, biases, 1"]
+    "name",
+    ["latent, 2", "grouped, tied, dense, 1", "windows, sinks, biases, 1", "linear, gates, 1"],
 )
 def test_every_gradient_is_that_of_documents_one_by_one(
     name: str, rows: int, padding: list[int] | None

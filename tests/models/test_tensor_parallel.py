@@ -354,4 +354,7 @@ def test_check_names_each_field():
         check_tensor_parallel(replace(config, num_heads=2, num_kv_heads=1), 4)
     with pytest.raises(ValueError, match=r"mlp_hidden_dim \(42\) must be a multiple of tp \(4\)"):
         check_tensor_parallel(replace(config, mlp_hidden_dim=42), 4)
+    linear = preset("tiny-qwen3-next")
+    with pytest.raises(ValueError, match=r"linear_attention.num_k_heads \(2\) must be a multiple"):
+        check_tensor_parallel(replace(linear, num_kv_heads=4), 4)
     check_tensor_parallel(preset("qwen3-30b-a3b"), 4)

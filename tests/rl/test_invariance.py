@@ -27,7 +27,7 @@ from moecore.base.options.layer import CapacityConfig
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.torch_names import local_of
 from moecore.families import use_causal_attention
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder, DecoderConfig, SparseKeysConfig, preset
 from moecore.rl import PPO, Engine, OwnObjective, Rollouts
 from tests.families.transformers.hf_models import random_model
 from tests.rl.engine_cases import (
@@ -223,3 +223,17 @@ def test_what_compares_tokens_is_refused(moe: Any, options: Any, message: str) -
     with pytest.raises(ValueError, match=message):
         engine_of(64, batch_invariant=True)
     engine_of(64)
+
+
+def test_linear_and_sparse_attention_are_refused() -> None:
+    latent = preset("tiny-deepseek-v3")
+    assert latent.mla is not None
+    keys = SparseKeysConfig(num_heads=2, head_dim=8, top_k=4)
+    sparse = replace(latent, mla=replace(latent.mla, sparse=keys))
+    for refused, message in (
+        (preset("tiny-qwen3-next"), r"linear_layers \(\(0, 1, 2\)\) must be \(\) for an Engine"),
+        (sparse, r"mla.sparse \(.*\) must be None, because keys are scored"),
+    ):
+        engine_of = engines_of(Decoder(refused), torch.float32)
+        with pytest.raises(ValueError, match=message):
+            engine_of(64, batch_invariant=True)

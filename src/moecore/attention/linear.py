@@ -9,6 +9,8 @@ It is for layers that mix tokens by a short causal convolution and a delta rule 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -63,4 +65,11 @@ def convolve(
 def _documents(sequence: Sequence, x_BTX: Tensor) -> Tensor:
     if sequence.cu_seqlens is not None:
         return sequence.cu_seqlens
-    return row_borders(x_BTX.shape[0], x_BTX.shape[0] * x_BTX.shape[1], x_BTX.device)
+    return _row_documents(x_BTX.shape[0], x_BTX.shape[1], x_BTX.device)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _row_documents(B: int, T: int, device: torch.device) -> Tensor:
+    # The same tensor in every layer and step: a package reads it on the host once (`fla.py`).
+    return row_borders(B, B * T, device)

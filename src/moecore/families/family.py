@@ -107,11 +107,13 @@ class Plain(Family):
 
     @override
     def indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        return ()
+        layers = (m for m in model.modules() if hasattr(m, "train_indexer"))
+        return [layer for layer in layers if layer.indexer is not None]
 
     @override
     def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
-        pass
+        for layer in self.indexers(model):
+            cast(Any, layer).train_indexer(config)
 
     @override
     def fuse_loss(self, model: nn.Module) -> None:

@@ -1,6 +1,12 @@
 """A native decoder: config, presets, the module, its loss and its tensor parallelism."""
 
-from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
+from moecore.models.config import (
+    DecoderConfig,
+    GatedDeltaConfig,
+    MLAConfig,
+    SparseKeysConfig,
+    YarnConfig,
+)
 from moecore.models.decoder import Decoder
 from moecore.models.log_probs import LogProbLoss, linear_log_probs
 from moecore.models.loss import linear_cross_entropy
@@ -8,7 +14,8 @@ from moecore.models.presets import PRESETS, preset, with_latent_experts
 from moecore.models.size import active_params, document_cost, flops_per_token, num_params
 
 __all__ = [
-    "PRESETS", "Decoder", "DecoderConfig", "LogProbLoss", "MLAConfig", "YarnConfig",
+    "PRESETS", "Decoder", "DecoderConfig", "GatedDeltaConfig", "LogProbLoss", "MLAConfig",
+    "SparseKeysConfig", "YarnConfig",
     "active_params", "document_cost", "flops_per_token", "linear_cross_entropy",
     "linear_log_probs", "num_params", "preset", "with_latent_experts",
 ]  # fmt: skip

@@ -68,7 +68,7 @@ class Backbone(nn.Module):
         self.context_groups: Mapping[int, ContextParallel] = {}  # by the cp of a forward
         self.embed_tokens = Embedding(config, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, i, dtype=dtype) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
+        self.norm = RMSNorm.of(config, dtype=dtype)
         self.whole = Stage(
             index=0,
             embedding=True,

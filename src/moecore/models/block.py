@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moecore.attention.sequence import Sequence
 from moecore.models.config import DecoderConfig
+from moecore.models.gated_delta import GatedDeltaNet
 from moecore.models.layers import MLP, Attention, RMSNorm
 from moecore.models.mla import LatentAttention
 from moecore.moe.layer import MoELayer
@@ -17,19 +18,21 @@ from moecore.precision.plain import Linear
 
 
 class Block(nn.Module):
-    """One layer: attention, then a dense MLP or an MoE layer, each on a normed residual."""
+    """One layer: attention or linear attention, then a dense MLP or an MoE layer, with norms."""
 
     def __init__(
         self, config: DecoderConfig, layer_idx: int, *, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
-        self.self_attn: nn.Module = (
-            Attention(config, config.window_of(layer_idx), dtype=dtype)
-            if config.mla is None
-            else LatentAttention(config, dtype=dtype)
-        )
-        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
+        self.input_layernorm = RMSNorm.of(config, dtype=dtype)
+        self.is_linear = config.is_linear(layer_idx)
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(config, dtype=dtype)
+        elif config.mla is None:
+            self.self_attn: nn.Module = Attention(config, config.window_of(layer_idx), dtype=dtype)
+        else:
+            self.self_attn = LatentAttention(config, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm.of(config, dtype=dtype)
         self.is_dense = config.moe is None or config.is_dense(layer_idx)
         if self.is_dense:
             self.mlp: nn.Module = MLP(config, dtype=dtype)
@@ -52,7 +55,8 @@ class Block(nn.Module):
 
     def attend(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the residual stream after attention."""
-        attended: Tensor = x_BTD + self.self_attn(self.input_layernorm(x_BTD), sequence)
+        attention = self.linear_attn if self.is_linear else self.self_attn
+        attended: Tensor = x_BTD + attention(self.input_layernorm(x_BTD), sequence)
         return attended
 
     @property
@@ -93,12 +97,12 @@ class MTPLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        D, eps = config.dim, config.norm_eps
-        self.enorm = RMSNorm(D, eps, dtype=dtype)
-        self.hnorm = RMSNorm(D, eps, dtype=dtype)
+        D = config.dim
+        self.enorm = RMSNorm.of(config, dtype=dtype)
+        self.hnorm = RMSNorm.of(config, dtype=dtype)
         self.eh_proj = Linear(2 * D, D, dtype=dtype)
         self.block = Block(config, config.num_layers - 1, dtype=dtype)
-        self.norm = RMSNorm(D, eps, dtype=dtype)
+        self.norm = RMSNorm.of(config, dtype=dtype)
 
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the normed h_k of h_(k-1) and embeddings k positions later, of own tokens."""

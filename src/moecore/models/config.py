@@ -73,6 +73,26 @@ class YarnConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SparseKeysConfig:
+    """Sparse attention: a query reads the keys to which an indexer gives the largest scores.
+
+    Attributes:
+        num_heads: heads of the indexer.
+        head_dim: dim of one; rotary embedding turns the first `qk_rope_head_dim`, in halves.
+        top_k: keys that a query reads at most, its own included.
+
+    Source: DeepSeek-V3.2-Exp (arXiv:2512.02556).
+    """
+
+    num_heads: Count
+    head_dim: Count
+    top_k: Count
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MLAConfig:
     """Multi-head latent attention: keys and values of all heads come from one small latent.
 
@@ -84,6 +104,7 @@ class MLAConfig:
         q_lora_rank: dim of the latent of the queries; 0 = queries are projected directly.
         norm_eps: of the norms of the latents, whatever the decoder's own.
         yarn: longer sequences than in pretraining; None = off.
+        sparse: the keys that a query reads; None = all that it sees.
 
     Source: DeepSeek-V2 (arXiv:2405.04434).
     """
@@ -95,6 +116,7 @@ class MLAConfig:
     q_lora_rank: CountOrZero = 0
     norm_eps: Positive = 1e-6
     yarn: YarnConfig | None = None
+    sparse: SparseKeysConfig | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
@@ -102,6 +124,11 @@ class MLAConfig:
     def _rules(self) -> Rules:
         if self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", "be even, because rotary embedding turns pairs: use even dims"
+        if self.sparse is not None and not self.q_lora_rank:
+            yield "q_lora_rank", "be > 0 with sparse, whose indexer reads that latent: set it"
+        if self.sparse is not None and self.sparse.head_dim < self.qk_rope_head_dim:
+            least = f"qk_rope_head_dim ({self.qk_rope_head_dim})"
+            yield "sparse.head_dim", f"be >= {least}, whose angles it has: raise it"
 
     @property
     def qk_head_dim(self) -> int:
@@ -112,6 +139,37 @@ class MLAConfig:
     def score_scale(self) -> float:
         """Factor on q . k before softmax."""
         return self.qk_head_dim**-0.5 * (1.0 if self.yarn is None else self.yarn.score_scale)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaConfig:
+    """Linear attention by a gated delta net, whose state is one matrix a value head.
+
+    Attributes:
+        num_k_heads: query and key heads; each serves num_v_heads / num_k_heads value heads.
+        num_v_heads: value heads.
+        head_k_dim: dim of a query or key head.
+        head_v_dim: dim of a value head.
+        conv_size: tokens that the convolution before it weights, the token itself included.
+
+    Source: Gated Delta Networks (arXiv:2412.06464).
+    """
+
+    num_k_heads: Count
+    num_v_heads: Count
+    head_k_dim: Count
+    head_v_dim: Count
+    conv_size: Count = 4
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if self.num_v_heads % self.num_k_heads:
+            yield "num_k_heads", f"divide num_v_heads ({self.num_v_heads}): choose a divisor"
+        for name in ("head_k_dim", "head_v_dim"):
+            if getattr(self, name) % 8:
+                yield name, "be a multiple of 8, 16 bytes in bf16, for products of states: raise it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,11 +193,15 @@ class DecoderConfig:
         mtp_loss_coef: weight of the mean of their losses; 0 without them.
         mtp_detached: their losses train these modules alone: no gradient reaches the layers before
             them, the embedding or the head (Megatron-Core's mtp_detach_heads).
+        linear_attention: attention of `linear_layers` (Qwen3-Next); None without them.
+        linear_layers: indices of the layers with linear attention, in rising order.
         attention_bias: learned biases of attention: "qkv" of queries, keys and values (Qwen2,
             GLM-4.5), "all" of the output too (Llama's option), None = off.
         windows: keys that a token sees at most, its own included, 0 = all: of the first layers,
             and then again of those behind them. (128, 0) is gpt-oss's, (4096,) Mistral's.
         attention_sinks: each head has a learned score of one more key without a value (gpt-oss).
+        attention_gate: each head's output is multiplied by the sigmoid of a gate, which `q_proj`
+            returns behind its query (Qwen3-Next).
         qk_norm: RMSNorm on queries and keys: "head" over each head (Qwen3), "full" over the whole
             projection (OLMoE), None = off.
         rope_theta: base of the rotary frequencies.
@@ -147,6 +209,8 @@ class DecoderConfig:
             all. With mla see `MLAConfig`.
         yarn: longer sequences than in pretraining; None = off. With mla it is `mla.yarn`.
         norm_eps: added to the mean square in every RMSNorm.
+        zero_centered_norms: every RMSNorm but that of linear attention multiplies by 1 + its weight
+            (Qwen3-Next).
         tie_embeddings: the output head reads the embedding table.
         max_seq_len: longest sequence in tokens.
         ce_chunk_tokens: tokens whose logits exist at once in the loss.
@@ -165,14 +229,18 @@ class DecoderConfig:
     num_mtp_layers: CountOrZero = 0
     mtp_loss_coef: PositiveOrZero = 0.0
     mtp_detached: bool = False
+    linear_attention: GatedDeltaConfig | None = None
+    linear_layers: tuple[CountOrZero, ...] = ()
     attention_bias: AttentionBias | None = None
     windows: tuple[CountOrZero, ...] = ()
     attention_sinks: bool = False
+    attention_gate: bool = False
     qk_norm: QKNorm | None = None
     rope_theta: Positive = 10_000.0
     rotary_dim: CountOrZero = 0
     yarn: YarnConfig | None = None
     norm_eps: Positive = 1e-6
+    zero_centered_norms: bool = False
     tie_embeddings: bool = False
     max_seq_len: Count = 4096
     ce_chunk_tokens: Count = 2048
@@ -185,6 +253,7 @@ class DecoderConfig:
         if self.mla is not None:
             yield from self._mla_rules(self.mla)
         yield from self._layer_rules()
+        yield from self._linear_rules()
         yield from self._mtp_rules()
         if self.moe is not None and self.moe.dim != self.dim:
             yield "moe.dim", f"equal dim ({self.dim}): build MoEConfig with the decoder's dim"
@@ -233,8 +302,9 @@ class DecoderConfig:
             yield "attention_bias", "be None with mla, whose projections have none: drop it"
         if self.windows:
             yield "windows", "be () with mla, which sees all keys: drop it"
-        if self.attention_sinks:
-            yield "attention_sinks", "be False with mla, which has none: drop it"
+        for name in ("attention_sinks", "attention_gate", "zero_centered_norms", "linear_layers"):
+            if value := getattr(self, name):
+                yield name, f"be {type(value)()} with mla, which has none: drop it"
         if self.rotary_dim:
             yield "rotary_dim", "be 0 with mla, which turns mla.qk_rope_head_dim: drop it"
         if self.yarn is not None:
@@ -288,6 +358,23 @@ class DecoderConfig:
                 "layers",
             )
 
+    def _linear_rules(self) -> Rules:
+        linear = self.linear_layers
+        if list(linear) != sorted(set(linear)):
+            yield "linear_layers", "rise without repeats: sort it"
+        if linear and linear[-1] >= self.num_layers:
+            yield "linear_layers", f"lie in [0, num_layers ({self.num_layers})): drop the others"
+        if len(linear) == self.num_layers:
+            yield (
+                "linear_layers",
+                f"leave a layer of num_layers ({self.num_layers}) to attention: shorten it",
+            )
+        if bool(linear) != (self.linear_attention is not None):
+            yield (
+                "linear_layers",
+                "be () without linear_attention and name layers with it: give both or none",
+            )
+
     @property
     def num_dense_layers(self) -> int:
         """Number of layers with a plain MLP."""
@@ -301,6 +388,10 @@ class DecoderConfig:
     def window_of(self, layer_idx: int) -> int | None:
         """Return how many keys a token of a layer sees at most; None = all."""
         return self.windows[layer_idx % len(self.windows)] or None if self.windows else None
+
+    def is_linear(self, layer_idx: int) -> bool:
+        """Whether this layer has linear attention."""
+        return layer_idx in self.linear_layers
 
     def is_dense(self, layer_idx: int) -> bool:
         """Whether this layer has a plain MLP."""

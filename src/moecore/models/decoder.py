@@ -41,6 +41,8 @@ from moecore.base.torch_names import local_of
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
 from moecore.models.config import DecoderConfig
+from moecore.models.gated_delta import GatedDeltaNet
+from moecore.models.indexer import KeyNorm
 from moecore.models.layers import Attention, RMSNorm
 from moecore.models.log_probs import LogProbLoss
 from moecore.models.loss import IGNORE_INDEX, count_labels, linear_cross_entropy
@@ -151,7 +153,8 @@ class Decoder(nn.Module):
         """Fill every parameter and buffer, the same on every layout. No communication.
 
         Matrices are N(0, 0.02^2), those that write into the residual stream are divided by
-        sqrt(2 * num_layers) as in GPT-2, sinks are N(0, 0.02^2), norms are 1, biases are 0.
+        sqrt(2 * num_layers) as in GPT-2, sinks are N(0, 0.02^2), norms multiply by 1, biases are 0.
+        For linear attention see `GatedDeltaNet.init_weights`.
         """
         check_arguments(Decoder.init_weights, locals())
         scale = 1.0 / math.sqrt(2 * self.config.num_layers)
@@ -162,12 +165,17 @@ class Decoder(nn.Module):
                 for weight in _residual_weights(module):
                     local_of(weight).mul_(scale)
             elif isinstance(module, RMSNorm):
-                local_of(module.weight).fill_(1.0)
+                local_of(module.weight).fill_(0.0 if module.zero_centered else 1.0)
             elif isinstance(module, Linear | Embedding | Head) and module.weight is not None:
                 std = INIT_STD * (scale if getattr(module, "residual", False) else 1.0)
                 init_normal_(module.weight, std=std, key=f"{key}.weight", seed=seed)
                 if isinstance(module, Linear) and module.bias is not None:
                     local_of(module.bias).zero_()
+            elif isinstance(module, KeyNorm):
+                local_of(module.weight).fill_(1.0)
+                local_of(module.bias).zero_()
+            elif isinstance(module, GatedDeltaNet):
+                module.init_weights(key=key, seed=seed)
             elif isinstance(module, Attention):
                 if module.o_bias is not None:
                     local_of(module.o_bias).zero_()
@@ -191,7 +199,14 @@ class Decoder(nn.Module):
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """Return the way of attention over cp ranks; see `ContextOptions.resolve`."""
         heads = self.config.num_heads // tp, self.config.num_kv_heads // tp
-        return options.resolve(cp, *heads, has_latents=self.config.mla is not None)
+        mla = self.config.mla
+        found = options.resolve(cp, *heads, has_latents=mla is not None)
+        if mla is not None and mla.sparse is not None and found.way != "allgather":
+            raise ValueError(
+                f"ContextOptions.way ({found.way!r}) must be 'allgather' for sparse attention, "
+                "whose queries read keys of all ranks: leave it 'auto'"
+            )
+        return found
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
         """Work on own tokens of each row from now on; `parallelize_moe` calls it."""

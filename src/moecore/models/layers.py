@@ -33,24 +33,49 @@ class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim, in fp32 and rounded once.
 
     With `over_tp` the last dim, in all `dim`, is cut over tp: the mean square is over all tp ranks.
+    With `zero_centered` the factor is 1 + weight.
     """
 
     def __init__(
-        self, dim: int, eps: float, *, over_tp: bool = False, dtype: torch.dtype | None = None
+        self,
+        dim: int,
+        eps: float,
+        *,
+        over_tp: bool = False,
+        zero_centered: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
         self.over_tp = over_tp
+        self.zero_centered = zero_centered
         self.tp: TensorParallel | None = None
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
 
+    @classmethod
+    def of(
+        cls,
+        config: DecoderConfig,
+        dim: int | None = None,
+        *,
+        over_tp: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> RMSNorm:
+        """Return a norm of a decoder's kind, of its model dim unless another is given."""
+        how: Any = dict(over_tp=over_tp, zero_centered=config.zero_centered_norms, dtype=dtype)
+        return cls(dim or config.dim, config.norm_eps, **how)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed x in its dtype."""
-        weight_D = local_param(self.weight)
+        weight_D, wide = local_param(self.weight), torch.promote_types(x.dtype, torch.float32)
+        if self.zero_centered:
+            weight_D = 1.0 + weight_D.to(wide)
         if self.tp is None or not self.over_tp:
+            if self.zero_centered:  # 16 bits are too few for its factor
+                return F.rms_norm(x.to(wide), weight_D.shape, weight_D, self.eps).to(x.dtype)
             return F.rms_norm(x, weight_D.shape, weight_D.to(x.dtype), self.eps)
         weight_D = weight_D.chunk(self.tp.size)[self.tp.rank]
-        x_fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        x_fp32 = x.to(wide)
         squares = self.tp.sum_shared(x_fp32.square().sum(-1, keepdim=True))
         rms = torch.rsqrt(squares / self.weight.shape[0] + self.eps)
         return (x_fp32 * rms * weight_D).to(x.dtype)
@@ -61,6 +86,7 @@ class Attention(nn.Module):
 
     With a window a token sees so many keys at most, its own included. Sinks are whole on each tp
     rank, which reads its heads'; the output's bias is added to own tokens, after the sum over tp.
+    With gates `q_proj` returns the query of each head and then its gate, of the output's dims.
 
     `observe_scores`, or None, gets turned queries and keys, sequence and scale in every forward.
     """
@@ -81,7 +107,7 @@ class Attention(nn.Module):
         D, d = config.dim, config.head_dim
         q_dim, kv_dim = config.num_heads * d, config.num_kv_heads * d
         inputs: Any = dict(tp_shard_dim=0, bias=config.attention_bias is not None, dtype=dtype)
-        self.q_proj = Linear(D, q_dim, **inputs)
+        self.q_proj = Linear(D, q_dim * (1 + config.attention_gate), **inputs)
         self.k_proj = Linear(D, kv_dim, **inputs)
         self.v_proj = Linear(D, kv_dim, **inputs)
         self.o_proj = Linear(q_dim, D, tp_shard_dim=1, residual=True, dtype=dtype)
@@ -92,14 +118,14 @@ class Attention(nn.Module):
         if config.attention_sinks:
             self.sinks = nn.Parameter(torch.empty(config.num_heads, dtype=dtype))
         if config.qk_norm is not None:
-            full, eps = config.qk_norm == "full", config.norm_eps
-            self.q_norm = RMSNorm(q_dim if full else d, eps, over_tp=full, dtype=dtype)
-            self.k_norm = RMSNorm(kv_dim if full else d, eps, over_tp=full, dtype=dtype)
+            how: Any = dict(over_tp=config.qk_norm == "full", dtype=dtype)
+            self.q_norm = RMSNorm.of(config, q_dim if config.qk_norm == "full" else d, **how)
+            self.k_norm = RMSNorm.of(config, kv_dim if config.qk_norm == "full" else d, **how)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the output of own tokens, normed; the sequence is of the whole rows."""
         assert sequence.rotary is not None, "a decoder's sequence has a rotary table"
-        q_BTHd, k_BThd, v_BThd = self._project(x_BTD)
+        q_BTHd, k_BThd, v_BThd, gate_BTHd = self._project(x_BTD)
         q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)
         scale = self.config.head_dim**-0.5
         if self.observe_scores is not None:
@@ -109,18 +135,24 @@ class Attention(nn.Module):
             sinks_H = sinks_H.chunk(self.tp.size)[self.tp.rank]
         how: Any = dict(scale=scale, window=self.window, sinks_H=sinks_H)
         y_BTHd = attend(q_BTHd, k_BThd, v_BThd, sequence, **how)
+        if gate_BTHd is not None:
+            y_BTHd = y_BTHd * gate_BTHd.sigmoid()
         y_BTD = row_product(y_BTHd.flatten(2), self.o_proj, self.tp)
         return y_BTD if self.o_bias is None else y_BTD + local_param(self.o_bias).to(y_BTD.dtype)
 
-    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed, unturned queries and keys, and values, of all T."""
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Normed, unturned queries and keys, values, and gates or None, of all T."""
         q, k, v = column_products(x_BTD, (self.q_proj, self.k_proj, self.v_proj), self.tp)
+        gate_BTHd = None
+        if self.config.attention_gate:
+            q_BTHd, gate_BTHd = q.unflatten(-1, (-1, 2 * self.config.head_dim)).chunk(2, dim=-1)
+            q = q_BTHd.flatten(2)
         if self.config.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTHd, k_BThd = self._heads(q), self._heads(k)
         if self.config.qk_norm == "head":
             q_BTHd, k_BThd = self.q_norm(q_BTHd), self.k_norm(k_BThd)
-        return q_BTHd, k_BThd, self._heads(v)
+        return q_BTHd, k_BThd, self._heads(v), gate_BTHd
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.config.head_dim))

@@ -15,6 +15,9 @@ ranks exchange are latents (Q + C + r numbers per token) instead of hidden state
 Context parallel ranks that gather do so with key/value latents and turned shared keys (C + r
 numbers), and every rank makes the keys and values of whole rows out of them.
 
+With `sparse` a query reads the keys that an indexer selects: queries and latents go to
+`attention/sparse.py`, which applies `kv_b_proj` to queries and outputs.
+
 Source: DeepSeek-V2 (arXiv:2405.04434); parameter names are transformers'.
 """
 
@@ -25,10 +28,15 @@ from torch import Tensor, nn
 
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
+from moecore.attention.sparse import attend_sparse
+from moecore.base.options.indexer import IndexerConfig
+from moecore.kernels.sparse_attention import LatentHeads
 from moecore.models.config import DecoderConfig
+from moecore.models.indexer import Indexer, key_choice, mean_divergence
 from moecore.models.layers import RMSNorm, ScoreObserver
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.models.tp_products import row_product
+from moecore.moe.aux_loss import AuxLoss
 from moecore.precision.plain import Linear
 
 
@@ -36,6 +44,7 @@ class LatentAttention(nn.Module):
     """Causal multi-head latent attention, of a decoder with `mla`."""
 
     observe_scores: ScoreObserver | None = None  # as of `Attention`
+    learning: IndexerConfig | None = None  # how the indexer learns; None = it does not
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -55,15 +64,57 @@ class LatentAttention(nn.Module):
         kv_dim = H * (mla.qk_nope_head_dim + mla.v_head_dim)
         self.kv_b_proj = Linear(C, kv_dim, tp_shard_dim=0, dtype=dtype)
         self.o_proj = Linear(H * mla.v_head_dim, D, tp_shard_dim=1, residual=True, dtype=dtype)
+        self.indexer = None if mla.sparse is None else Indexer(config, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return what `Attention.forward` does; the rotary table is of `qk_rope_head_dim`."""
         q_BTQ, c_BTC, k_BTr = self._latents(x_BTD)
+        if self.indexer is not None:
+            y_BTHv = self._attend_sparsely(self.indexer, x_BTD, q_BTQ, c_BTC, k_BTr, sequence)
+            return row_product(y_BTHv.flatten(2), self.o_proj, self.tp)
         q_BTHq, k_BTHq, v_BTHv = self._heads(q_BTQ, c_BTC, k_BTr, sequence)
         if self.observe_scores is not None:
             self.observe_scores(q_BTHq, k_BTHq, sequence, self.mla.score_scale)
         y_BTHv = attend(q_BTHq, k_BTHq, v_BTHv, sequence, scale=self.mla.score_scale)
         return row_product(y_BTHv.flatten(2), self.o_proj, self.tp)
+
+    def train_indexer(self, config: IndexerConfig) -> None:
+        """Let the indexer learn from now on; attention reads keys as `config.stage` says."""
+        self.learning, self.aux_loss = config, AuxLoss()
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether a forward is in no CUDA graph: the indexer's loss is counted on the host."""
+        return self.indexer is not None
+
+    def _attend_sparsely(
+        self,
+        indexer: Indexer,
+        x_BTD: Tensor,
+        q_BTQ: Tensor,
+        c_BTC: Tensor,
+        k_BTr: Tensor,
+        sequence: Sequence,
+    ) -> Tensor:
+        """Return y_BTHv of the keys that are selected; the indexer's loss rides on it."""
+        rotary, mla = sequence.rotary, self.mla
+        assert rotary is not None and mla.sparse is not None
+        choice = key_choice(self.learning, self, mla.sparse.top_k)
+        with torch.set_grad_enabled(choice.diverges):  # a choice is a constant
+            index = indexer(x_BTD.detach(), q_BTQ.detach(), rotary)
+        n, v = mla.qk_nope_head_dim, mla.v_head_dim
+        # By a product with the identity: FP8 has its part in it.
+        ones_CC = torch.eye(c_BTC.shape[-1], dtype=c_BTC.dtype, device=c_BTC.device)
+        up_CHn, down_CHv = self.kv_b_proj(ones_CC).unflatten(-1, (-1, n + v)).split((n, v), dim=-1)
+        q_BTHq = rotary.rotate_pairs(self.q_b_proj(q_BTQ).unflatten(-1, (-1, mla.qk_head_dim)))
+        keys_BTl = torch.cat((c_BTC, rotary.rotate_pairs(k_BTr[:, :, None])[:, :, 0]), dim=-1)
+        heads = LatentHeads(q_BTHq, keys_BTl, up_CHn.permute(1, 2, 0), down_CHv.transpose(0, 1))
+        out = attend_sparse(heads, index, sequence, choice, scale=mla.score_scale)
+        if out.divergence_t is None:
+            return out.o_tHv
+        assert self.learning is not None
+        loss = self.learning.loss_coef * mean_divergence(out.divergence_t, sequence)
+        return self.aux_loss.ride(out.o_tHv, loss)
 
     def _latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query latent (x itself without one), key/value latent and unturned shared key; all T."""

@@ -10,10 +10,11 @@ none, so they have DeepSeek-V3's. gpt-oss has none: no training code that is pub
 0.9.
 
 Source: the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, Qwen/Qwen2-57B-A14B,
-mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924, deepseek-ai/DeepSeek-V3, DeepSeek-V2 and
-DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B and Kimi-K2-Base, zai-org/GLM-4.5 and GLM-4.5-Air,
-openai/gpt-oss-20b and gpt-oss-120b on Hugging Face; DeepSeek-V3 (arXiv:2412.19437), section 4.2;
-GLM-4.5 (arXiv:2508.06471).
+Qwen/Qwen3-Next-80B-A3B-Instruct, mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924,
+deepseek-ai/DeepSeek-V3, DeepSeek-V3.2, DeepSeek-V2 and DeepSeek-V2-Lite,
+moonshotai/Moonlight-16B-A3B and Kimi-K2-Base, zai-org/GLM-4.5 and GLM-4.5-Air, openai/gpt-oss-20b
+and gpt-oss-120b on Hugging Face; DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5
+(arXiv:2508.06471).
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from typing import Annotated, Any, Literal
 
 from moecore.base.fields import Count, check_arguments
 from moecore.base.options.layer import BalanceConfig, MoEConfig
-from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
+from moecore.models.config import (
+    DecoderConfig,
+    GatedDeltaConfig,
+    MLAConfig,
+    SparseKeysConfig,
+    YarnConfig,
+)
 
 LatentScaling = Literal["accuracy", "efficiency"]
 
@@ -124,24 +131,28 @@ _OLMOE_1B_7B = _decoder(
 )
 
 _V3_CHOICE: Any = dict(normalize_weights=True, num_groups=8, top_groups=4, **_V3_FACTOR)
+_V3_HEADS = MLAConfig(
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    yarn=YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
+)
 _DEEPSEEK_V3 = _decoder(
     (129_280, 7168, 61),
     (128, 128, 192),
     _moe(7168, 2048, 256, 8, shared_hidden_dim=2048, **_V3_CHOICE, **_SIGMOID),
-    mla=MLAConfig(
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        yarn=YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
-    ),
+    mla=_V3_HEADS,
     max_seq_len=163_840,
     dense_layers=(0, 1, 2),
     mlp_hidden_dim=18_432,
     num_mtp_layers=1,
     mtp_loss_coef=0.3,
 )
+
+_V32_KEYS = SparseKeysConfig(num_heads=64, head_dim=128, top_k=2048)
+_DEEPSEEK_V32 = replace(_DEEPSEEK_V3, mla=replace(_V3_HEADS, sparse=_V32_KEYS))
 
 _MOONLIGHT_CHOICE: Any = dict(normalize_weights=True, routed_scaling_factor=2.446)
 _MOONLIGHT_16B_A3B = _decoder(
@@ -265,6 +276,34 @@ _QWEN2_57B_A14B = _decoder(
 )
 
 
+def _qwen3_next(sizes: Triple, heads: Triple, moe: MoEConfig, **others: Any) -> DecoderConfig:
+    """Every fourth layer has attention."""
+    return _decoder(
+        sizes,
+        heads,
+        moe,
+        attention_gate=True,
+        qk_norm="head",
+        rotary_dim=heads[2] // 4,
+        zero_centered_norms=True,
+        linear_layers=tuple(i for i in range(sizes[2]) if (i + 1) % 4),
+        **others,
+    )
+
+
+_NEXT_SHARED: Any = dict(normalize_weights=True, shared_gate=True, **_softmax(0.001))
+_QWEN3_NEXT_80B_A3B = _qwen3_next(
+    (151_936, 2048, 48),
+    (16, 2, 256),
+    _moe(2048, 512, 512, 10, shared_hidden_dim=512, **_NEXT_SHARED),
+    linear_attention=GatedDeltaConfig(
+        num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128
+    ),
+    rope_theta=10_000_000.0,
+    max_seq_len=262_144,
+)
+
+
 def _gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
     experts: Any = dict(activation="clamped_swiglu", fc1_bias=True, fc2_bias=True)
     return _decoder(
@@ -302,6 +341,14 @@ _TINY_QWEN3 = _decoder(
     **_SHORT,
 )
 
+_TINY_QWEN3_NEXT = _qwen3_next(
+    (128, 64, 4),
+    (4, 2, 16),
+    _moe(64, 32, 8, 2, shared_hidden_dim=32, **_NEXT_SHARED),
+    linear_attention=GatedDeltaConfig(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=16),
+    **_SHORT,
+)
+
 _TINY_CHOICE: Any = dict(num_groups=4, top_groups=2, **_V3_FACTOR)
 _TINY_SHARED = _decoder(
     (128, 64, 3),
@@ -336,9 +383,11 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
     {
         "qwen3-30b-a3b": _qwen3(2048, 48, 32, 768),
         "qwen3-235b-a22b": _qwen3(4096, 94, 64, 1536),
+        "qwen3-next-80b-a3b": _QWEN3_NEXT_80B_A3B,
         "mixtral-8x7b": _MIXTRAL_8X7B,
         "olmoe-1b-7b": _OLMOE_1B_7B,
         "deepseek-v3": _DEEPSEEK_V3,
+        "deepseek-v3.2": _DEEPSEEK_V32,
         "moonlight-16b-a3b": _MOONLIGHT_16B_A3B,
         "kimi-k2": _KIMI_K2,
         "deepseek-v2": _DEEPSEEK_V2,
@@ -350,6 +399,7 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "gpt-oss-120b": _gpt_oss(36, 128),
         "tiny": _TINY,
         "tiny-qwen3": _TINY_QWEN3,
+        "tiny-qwen3-next": _TINY_QWEN3_NEXT,
         "tiny-shared": _TINY_SHARED,
         "tiny-deepseek-v3": _TINY_DEEPSEEK_V3,
     }

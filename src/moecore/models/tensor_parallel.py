@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -171,8 +172,11 @@ def _factors(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
 
 def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
     """Raise a ValueError that names the field of a decoder that tp does not divide."""
-    for name in ("num_heads", "num_kv_heads", "mlp_hidden_dim", "vocab_size"):
-        value = getattr(config, name)
+    names = ["num_heads", "num_kv_heads", "mlp_hidden_dim", "vocab_size"]
+    if config.linear_attention is not None:
+        names.append("linear_attention.num_k_heads")
+    for name in names:
+        value = attrgetter(name)(config)
         if value % tp:
             raise ValueError(
                 f"DecoderConfig.{name} ({value}) must be a multiple of tp ({tp}): lower tp"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from moecore.base.fields import Rules
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.layer import MoEConfig
 from moecore.models import Decoder
@@ -87,6 +88,10 @@ class PlannedModel(ABC):
         """Layers with experts, with modules of multi-token prediction."""
         return 0 if self.moe is None else len(self.layers) - len(self.dense) + self.num_mtp_layers
 
+    def rules(self) -> Rules:
+        """Yield the fields of a record with this `model` that no plan can have: see `Rules`."""
+        yield from ()
+
     @abstractmethod
     def with_layers(self, layers: Sequence[int]) -> Any:
         """Return what `TrainingRun.model` takes: the model with these of its layers alone."""
@@ -137,6 +142,13 @@ class NativeModel(PlannedModel):
             has_latents=config.mla is not None,
             config=config,
         )
+
+    @override
+    def rules(self) -> Rules:
+        if self.config.linear_layers:
+            yield "model.linear_layers", "be (): there are no costs of linear attention, measure it"
+        if self.config.mla is not None and self.config.mla.sparse is not None:
+            yield "model.mla.sparse", "be None: there are no costs of sparse attention, measure it"
 
     @override
     def with_layers(self, layers: Sequence[int]) -> DecoderConfig:

@@ -69,6 +69,10 @@ def _obstacles(model: nn.Module, found: Attached) -> Iterator[tuple[str, Any, st
     types = getattr(config, "layer_types", None) or ()
     if "linear_attention" in types:
         yield "layer_types", "'linear_attention'", "have attention alone"
+    if linear := getattr(config, "linear_layers", ()):
+        yield "linear_layers", linear, "be ()"
+    if sparse := getattr(getattr(config, "mla", None), "sparse", None):
+        yield "mla.sparse", sparse, "be None, because keys are scored in chunks of tokens,"
 
 
 def _obstacles_of(name: str, layer: RoutedLayer) -> Iterator[tuple[str, Any, str]]:

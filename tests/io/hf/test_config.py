@@ -130,6 +130,9 @@ DEEPSEEK_V3: dict[str, Any] = dict(
     v_head_dim=128,
     vocab_size=129280,
 )
+DEEPSEEK_V32: dict[str, Any] = DEEPSEEK_V3 | dict(
+    model_type="deepseek_v32", index_head_dim=128, index_n_heads=64, index_topk=2048
+)
 MOONLIGHT: dict[str, Any] = DEEPSEEK_V3 | dict(
     aux_loss_alpha=0.001,
     first_k_dense_replace=1,
@@ -269,6 +272,40 @@ QWEN2_57B: dict[str, Any] = dict(
     use_sliding_window=False,
     vocab_size=151936,
 )
+QWEN3_NEXT: dict[str, Any] = dict(
+    model_type="qwen3_next",
+    attention_bias=False,
+    attention_dropout=0.0,
+    decoder_sparse_step=1,
+    full_attention_interval=4,
+    head_dim=256,
+    hidden_act="silu",
+    hidden_size=2048,
+    intermediate_size=5120,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_value_head_dim=128,
+    max_position_embeddings=262144,
+    mlp_only_layers=[],
+    moe_intermediate_size=512,
+    norm_topk_prob=True,
+    num_attention_heads=16,
+    num_experts=512,
+    num_experts_per_tok=10,
+    num_hidden_layers=48,
+    num_key_value_heads=2,
+    partial_rotary_factor=0.25,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=10000000,
+    router_aux_loss_coef=0.001,
+    shared_expert_intermediate_size=512,
+    tie_word_embeddings=False,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
 GPT_OSS_20B: dict[str, Any] = dict(
     model_type="gpt_oss",
     attention_bias=True,
@@ -336,6 +373,7 @@ PUBLISHED = {
     "mixtral-8x7b": MIXTRAL_8X7B,
     "olmoe-1b-7b": OLMOE_1B_7B,
     "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v3.2": DEEPSEEK_V32,
     "moonlight-16b-a3b": MOONLIGHT,
     "kimi-k2": KIMI_K2,
     "deepseek-v2": DEEPSEEK_V2,
@@ -343,6 +381,7 @@ PUBLISHED = {
     "glm-4.5": GLM_45,
     "glm-4.5-air": GLM_45_AIR,
     "qwen2-57b-a14b": QWEN2_57B,
+    "qwen3-next-80b-a3b": QWEN3_NEXT,
     "gpt-oss-20b": GPT_OSS_20B,
     "gpt-oss-120b": GPT_OSS_120B,
 }
@@ -401,6 +440,18 @@ def test_defaults_of_dense_classes():
     found = decoder_config_from_hf(MISTRAL_7B | dict(model_type="qwen3", num_attention_heads=64))
     assert (found.head_dim, found.qk_norm, found.moe) == (128, "head", None)
     assert found.mlp_hidden_dim == 14336 and not found.tie_embeddings
+
+
+def test_defaults_of_qwen3_next():
+    """A class without most fields, and its pattern of layers as transformers writes it."""
+    own = ("head_dim", "partial_rotary_factor", "norm_topk_prob", "full_attention_interval")
+    few = {k: v for k, v in QWEN3_NEXT.items() if k not in own and not k.startswith("linear_")}
+    assert decoder_config_from_hf(few) == preset("qwen3-next-80b-a3b")
+    kinds = ["full_attention", "linear_attention"] * 24
+    found = decoder_config_from_hf(QWEN3_NEXT | dict(layer_types=kinds))
+    assert found.linear_layers == tuple(range(1, 48, 2))
+    found = decoder_config_from_hf(QWEN3_NEXT | dict(layer_types=["full_attention"] * 48))
+    assert found.linear_layers == () and found.linear_attention is None
 
 
 def test_sparse_steps_and_dense_layers():
@@ -462,6 +513,11 @@ def test_yarn_defaults_are_those_of_transformers():
         (DEEPSEEK_V3, dict(rope_scaling=ROPE | {"mscale": 0}), r"mscale_all_dim \(1.0\)"),
         (QWEN3_30B, dict(model_type="gpt2"), r"model_type \('gpt2'\) must be one of qwen3_"),
         (GPT_OSS_20B, dict(layer_types=["chunked_attention"] * 24), r"layer_types \(\['chunked_at"),
+        (DEEPSEEK_V32, dict(layer_types=["full_attention"] * 61), r"layer_types \(\['full_att"),
+        (DEEPSEEK_V32, dict(mlp_layer_types=["sparse"] * 61), r"mlp_layer_types \(\['sparse'"),
+        (QWEN3_NEXT, dict(layer_types=["mamba"] * 48), r"layer_types \(\['mamba'"),
+        (QWEN3_NEXT, dict(layer_types=["linear_attention"] * 48), r"layer_types \(\['linear"),
+        (QWEN3_NEXT, dict(linear_key_head_dim=20), r"linear_key_head_dim \(20\)"),
         (QWEN3_30B, dict(model_type=None), r"model_type \('None'\) must be one of"),
     ],
 )
@@ -504,7 +560,7 @@ def test_values_of_another_kind_are_named(change, message):
 
 
 BASES = [QWEN3_30B, QWEN2, MIXTRAL_8X7B, OLMOE_1B_7B, DEEPSEEK_V3, DEEPSEEK_V2, GLM_45, MISTRAL_7B]
-BASES.append(GPT_OSS_20B)
+BASES += [QWEN3_NEXT, GPT_OSS_20B, DEEPSEEK_V32]
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -72,6 +72,8 @@ def test_transformers_loads_it_and_gives_equal_logits(name, layout, tmp_path):
         "llama, biases",
         "gpt-oss",
         "qwen2-moe",
+        "qwen3-next",
+        "deepseek-v3.2",
     ],
 )
 def test_a_native_decoder_becomes_a_transformers_model(name, tmp_path):

@@ -24,6 +24,7 @@ from moecore import (
 )
 from moecore.io.hf import load as hf_load
 from moecore.io.hf.config import decoder_config_from_hf
+from moecore.io.hf.export import export_hf
 from moecore.io.hf.files import read_json
 from moecore.io.hf.load import load_hf
 from moecore.io.hf.names import find_layout
@@ -97,7 +98,7 @@ def test_casts_of_the_weights_before_are_dropped(tmp_path, no_group_left):
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["published", "stacked"])
 @pytest.mark.parametrize(
-    "name", ["qwen3", "mixtral", "olmoe", "deepseek", "deepseek, yarn", "gpt-oss"]
+    "name", ["qwen3", "qwen3-next", "mixtral", "olmoe", "deepseek", "deepseek, yarn", "gpt-oss"]
 )
 def test_native_decoders_load_them_too(name, stacked, tmp_path):
     model, config = make_pair(name)
@@ -170,6 +171,28 @@ def test_fp8_files_give_transformers_and_the_decoder_equal_logits(tmp_path):
     with torch.no_grad():
         want, found = model(IDS).logits, decoder(IDS)
     assert (found - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_multi_token_prediction_of_qwen3_next(tmp_path):
+    """The native decoder has what the files have, though config.json does not name it."""
+    model, config = make_pair("qwen3-next")
+    ahead = Decoder(replace(config, num_mtp_layers=1, mtp_loss_coef=0.3))
+    own = ahead.state_dict() | native_state(model.state_dict(), config)
+    stored = hf_state(own, ahead.config, layout="per_expert")
+    write_directory(tmp_path, stored, model.config.to_dict(), num_shards=2)
+    found = decoder_config_from_hf(tmp_path)
+    assert (found.num_mtp_layers, found.mtp_loss_coef) == (1, 0.3)
+    decoder = fill_nan(Decoder(found))
+    load_hf(tmp_path, decoder)
+    assert_state(decoder, own)
+    loaded = empty_like(model)
+    report = load_hf(tmp_path, loaded)
+    assert_state(loaded, model.state_dict())
+    assert {*report.left_over} == {n for n in stored if n.startswith("mtp.")}
+    export_hf(decoder, tmp_path / "out", config=model.config.to_dict())
+    again = fill_nan(Decoder(decoder_config_from_hf(tmp_path / "out")))
+    load_hf(tmp_path / "out", again)
+    assert_state(again, own)
 
 
 def test_transformers_deepseek_leaves_multi_token_prediction_out(tmp_path):

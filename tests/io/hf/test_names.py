@@ -57,7 +57,18 @@ def test_there_and_back_is_bit_exact(name, layout):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "mixtral", "olmoe", "deepseek", "mistral", "glm-4.5-air", "gpt-oss"]
+    "name",
+    [
+        "qwen3",
+        "qwen3-next",
+        "mixtral",
+        "olmoe",
+        "deepseek",
+        "deepseek-v3.2",
+        "mistral",
+        "glm-4.5-air",
+        "gpt-oss",
+    ],
 )
 def test_files_of_transformers_are_read_and_written(name, tmp_path):
     """save_pretrained and from_pretrained translate the published names on their own."""
@@ -109,6 +120,37 @@ def test_multi_token_prediction_comes_after_the_last_layer(layout, depth):
     }
     assert not any(n.startswith("mtp.") for n in theirs)
     assert_equal(native_state(theirs, config), state)
+
+
+def test_names_of_published_qwen3_next():
+    config = replace(preset("qwen3-next-80b-a3b"), num_mtp_layers=1, mtp_loss_coef=0.3)
+    plan = hf_plan(config, "per_expert")
+    shapes = {p.name: p.shape for recipe in plan.values() for p in recipe.pieces}
+    want = {
+        "model.layers.0.linear_attn.in_proj_qkvz.weight": (12288, 2048),
+        "model.layers.0.linear_attn.in_proj_ba.weight": (64, 2048),
+        "model.layers.0.linear_attn.conv1d.weight": (8192, 1, 4),
+        "model.layers.0.linear_attn.A_log": (32,),
+        "model.layers.0.linear_attn.dt_bias": (32,),
+        "model.layers.0.linear_attn.norm.weight": (128,),
+        "model.layers.0.linear_attn.out_proj.weight": (2048, 4096),
+        "model.layers.3.self_attn.q_proj.weight": (8192, 2048),
+        "model.layers.3.self_attn.k_proj.weight": (512, 2048),
+        "model.layers.3.self_attn.q_norm.weight": (256,),
+        "model.layers.47.mlp.gate.weight": (512, 2048),
+        "model.layers.47.mlp.experts.511.up_proj.weight": (512, 2048),
+        "model.layers.47.mlp.shared_expert.down_proj.weight": (2048, 512),
+        "model.layers.47.mlp.shared_expert_gate.weight": (1, 2048),
+        "mtp.fc.weight": (2048, 4096),
+        "mtp.pre_fc_norm_embedding.weight": (2048,),
+        "mtp.pre_fc_norm_hidden.weight": (2048,),
+        "mtp.norm.weight": (2048,),
+        "mtp.layers.0.self_attn.q_proj.weight": (8192, 2048),
+        "mtp.layers.0.mlp.experts.511.gate_proj.weight": (512, 2048),
+    }
+    assert want.items() <= shapes.items() and hf_copies(config) == {}
+    with pytest.raises(NotImplementedError, match=r"num_mtp_layers \(2\) must be 1 or 0 in files"):
+        hf_plan(replace(config, num_mtp_layers=2), "per_expert")
 
 
 def test_names_and_shapes_of_published_deepseek_v3():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -457,6 +458,14 @@ def test_a_model_without_names_there_is_refused(tmp_path):
     for name, tensor in (("gpt-oss", "o_proj.bias"), ("glm-4.5", "q_proj.bias")):
         with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
             megatron_blocks(make_pair(name)[1])
+    config = make_pair("qwen3-next")[1]
+    for change, tensor in (
+        (dict(zero_centered_norms=False, attention_gate=False), "1.linear_attn.conv1d.weight"),
+        (dict(zero_centered_norms=False), "0.self_attn.q_proj.weight"),
+        (dict(attention_gate=False), "0.input_layernorm.weight"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
+            megatron_blocks(replace(config, **change))
     assert not (tmp_path / "out").exists()
 
 

@@ -25,6 +25,7 @@ from moecore import (
 from moecore.base.saved import packing
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.train import compile_blocks
+from moecore.train.graphs.regions import _can_replay
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 
@@ -47,6 +48,12 @@ class OtherBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.moe(self.norm(x)))
+
+
+def test_linear_attention_is_in_no_cuda_graph() -> None:
+    """A package reads the borders of documents on the host."""
+    layers = Decoder(preset("tiny-qwen3-next"), device="meta").layers
+    assert [_can_replay(layer.modules()) for layer in layers] == [False, False, False, True]
 
 
 class Trained(NamedTuple):

@@ -32,7 +32,15 @@ from moecore.train.memory.offload import Offload
 RECORDS = Path(__file__).parents[3] / "benchmarks/results/memory/2026-11-22-nvidia-h200.jsonl"
 TOKENS = torch.randint(0, 60, (2, 48), generator=torch.Generator().manual_seed(0))
 # With heads of two sizes, as MLA has, attention on a CPU keeps the scores of all pairs of tokens.
-MODELS = ("tiny", "tiny-qwen3", "tiny-shared", "tiny-deepseek-v3", "qwen3-moe", "gpt-oss")
+MODELS = (
+    "tiny",
+    "tiny-qwen3",
+    "tiny-qwen3-next",
+    "tiny-shared",
+    "tiny-deepseek-v3",
+    "qwen3-moe",
+    "gpt-oss",
+)
 EVERY = {
     "nothing": (),
     "gemm_last": "gemm_last",

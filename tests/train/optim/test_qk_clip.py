@@ -181,6 +181,10 @@ def test_bad_models() -> None:
         QKClip(Decoder(preset("tiny")))
     with pytest.raises(ValueError, match=r"windows \(\(5, 0\)\) must be \(\) for QK-clip"):
         QKClip(Decoder(replace(PLAIN, windows=(5, 0))))
+    with pytest.raises(ValueError, match=r"MLAConfig.sparse \(.*\) must be None for QK-clip"):
+        QKClip(Decoder(preset("deepseek-v3.2"), device="meta"))
+    with pytest.raises(ValueError, match=r"attention_gate \(True\) must be False for QK-clip"):
+        QKClip(Decoder(replace(PLAIN, attention_gate=True)))
     with pytest.raises(ValueError, match="must have attention of"):
         QKClip(torch.nn.Linear(2, 2))
     model = Decoder(PLAIN)

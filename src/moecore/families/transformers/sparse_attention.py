@@ -23,7 +23,7 @@ from moecore.base.options.indexer import IndexerConfig
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.stock import is_hf
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
-from moecore.models.tensor_parallel import sum_value
+from moecore.models.indexer import key_choice, mean_divergence
 from moecore.moe.aux_loss import AuxLoss
 
 # Classes with the forward that is written here. Others with an indexer have gates, sinks, pools.
@@ -101,7 +101,7 @@ def _forward(
     )
     o_BTHv = out.o_tHv
     if out.divergence_t is not None:
-        loss = getattr(layer, CONFIG).loss_coef * _mean(out.divergence_t, sequence)
+        loss = getattr(layer, CONFIG).loss_coef * mean_divergence(out.divergence_t, sequence)
         o_BTHv = layer.aux_loss.ride(o_BTHv, loss)
     selected = prev_topk_indices if out.selected_tK is None else out.selected_tK
     y_BTD = layer.o_proj(o_BTHv.flatten(2))
@@ -111,29 +111,16 @@ def _forward(
 def _choice(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
     """Return which keys a layer reads: its indexer's, those of the layer before, or all."""
     config: IndexerConfig | None = getattr(layer, CONFIG, None)
-    learns = config is not None and layer.training and torch.is_grad_enabled()
-    diverges = learns and layer.indexer is not None
-    if config is not None and config.stage == "warm_up":
-        return KeyChoice(diverges=diverges)
     if layer.indexer is not None:
-        return KeyChoice(top_k=layer.indexer.index_topk, diverges=diverges)
+        return key_choice(config, layer, layer.indexer.index_topk)
+    if config is not None and config.stage == "warm_up":
+        return KeyChoice()
     if selected_BTK is None:
         raise ValueError(
             f"indexer_types[{layer.layer_idx}] ('shared') must stand behind a layer with an "
             "indexer: begin with 'full'"
         )
     return KeyChoice(selected_BTK=selected_BTK)
-
-
-def _mean(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
-    """Return this rank's part of the mean over tokens, of all ranks' and without padding."""
-    mask_BT, held = sequence.padding_mask_BT, sequence.held
-    if mask_BT is None:
-        return divergence_BT.sum() / (divergence_BT.numel() * (1 if held is None else held.cp.size))
-    number = (~mask_BT).sum()
-    if held is not None:
-        number = sum_value(number, held.cp.group)
-    return divergence_BT.masked_fill(mask_BT, 0).sum() / number.clamp(min=1)
 
 
 def _index(

@@ -1,15 +1,16 @@
 """decoder_config_from_hf: the native decoder that a Hugging Face config.json describes, exactly.
 
-Known are Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5, DeepSeek-V2 and -V3 and Kimi-K2,
-and of dense models Qwen3, Qwen2, Llama and Mistral, as published (with rope_theta, rope_scaling)
-and as transformers >= 5 writes them (rope_parameters). An option that changes what the model
-computes and that the decoder lacks is refused, never dropped. Dropout is not read: it is 0 in every
-published config of these families, and anything else is refused too.
+Known are Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5, DeepSeek-V2, -V3 and
+-V3.2 and Kimi-K2, and of dense models Qwen3, Qwen2, Llama and Mistral, as published (with
+rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters). An option that
+changes what the model computes and that the decoder lacks is refused, never dropped. Dropout is not
+read: it is 0 in every published config of these families, and anything else is refused too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,17 @@ from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.io.checkpoint.config_differences import TRAINING, differences, hf_differences
 from moecore.io.hf.config_fields import Fields, HFConfig, read_config
 from moecore.io.hf.files import INDEX, SINGLE, read_headers, read_index
-from moecore.models.config import AttentionBias, DecoderConfig, MLAConfig, YarnConfig
+from moecore.models.config import (
+    AttentionBias,
+    DecoderConfig,
+    GatedDeltaConfig,
+    MLAConfig,
+    SparseKeysConfig,
+    YarnConfig,
+)
 
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # published; transformers'
-MTP_TYPES = ("deepseek_v3", "kimi_k2", "glm4_moe")  # behind the last layer
+MTP_TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "qwen3_next")
 MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5 (arXiv:2508.06471), 2.4
 PLAIN = ("default", None)
 
@@ -56,7 +64,9 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 
 # The field of biases in attention, its default (None = there is none), and where they are.
 BIASES: dict[str, tuple[str, bool | None, AttentionBias]] = {
-    **dict.fromkeys(("qwen3_moe", "olmoe", "qwen3", "llama"), ("attention_bias", False, "all")),
+    **dict.fromkeys(
+        ("qwen3_moe", "qwen3_next", "olmoe", "qwen3", "llama"), ("attention_bias", False, "all")
+    ),
     "glm4_moe": ("attention_bias", False, "qkv"),
     "qwen2_moe": ("qkv_bias", True, "qkv"),
     "qwen2": ("", None, "qkv"),
@@ -94,8 +104,9 @@ def _attention_bias(fields: Fields) -> AttentionBias | None:
 
 
 def _rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
-    """Dims of a head that are turned, 0 = all; classes but GLM's turn all whatever the field."""
-    fields.refuse("partial_rotary_factor", part != 1 and fields.model_type != "glm4_moe", part)
+    """Dims of a head that are turned, 0 = all; other classes turn all whatever the field."""
+    turns_part = fields.model_type in ("glm4_moe", "qwen3_next")
+    fields.refuse("partial_rotary_factor", part != 1 and not turns_part, part)
     turned = int(head_dim * part)
     if not 0 < turned <= head_dim:
         raise ValueError(
@@ -123,21 +134,57 @@ def _softmax_moe(
 
 
 def _qwen3(fields: Fields) -> DecoderConfig:
+    _no_windows(fields)
     return _qwen(fields, qk_norm="head")
 
 
 def _qwen2(fields: Fields) -> DecoderConfig:
+    _no_windows(fields)
     return _qwen(fields, shared_hidden_dim=fields.need("shared_expert_intermediate_size"))
 
 
-def _qwen(fields: Fields, *, qk_norm: Any = None, shared_hidden_dim: int = 0) -> DecoderConfig:
-    _no_windows(fields)
+def _qwen3_next(fields: Fields) -> DecoderConfig:
+    """Fields that are missing have the values of their class."""
+    defaults = dict(head_dim=256, partial_rotary_factor=0.25, norm_topk_prob=True)
+    fields.values |= {name: fields.get(name, value) for name, value in defaults.items()}
+    layers = range(fields.need("num_hidden_layers"))
+    step = fields.get("full_attention_interval", 4)
+    kinds = [("linear_attention", "full_attention")[(i + 1) % step == 0] for i in layers]
+    kinds = fields.get("layer_types", kinds)
+    is_known = all(kind in ("linear_attention", "full_attention") for kind in kinds)
+    fields.refuse("layer_types", not is_known or len(kinds) != len(layers))
+    linear_layers = tuple(i for i in layers if kinds[i] == "linear_attention")
+    fields.refuse("layer_types", len(linear_layers) == len(layers))
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        fields.refuse(name, fields.get(name, 128) % 8 > 0)
+    linear = GatedDeltaConfig(
+        num_k_heads=fields.get("linear_num_key_heads", 16),
+        num_v_heads=fields.get("linear_num_value_heads", 32),
+        head_k_dim=fields.get("linear_key_head_dim", 128),
+        head_v_dim=fields.get("linear_value_head_dim", 128),
+        conv_size=fields.get("linear_conv_kernel_dim", 4),
+    )
+    num_mtp = _num_mtp(fields)
+    return _qwen(
+        fields,
+        shared_hidden_dim=fields.need("shared_expert_intermediate_size"),
+        qk_norm="head",
+        attention_gate=True,
+        zero_centered_norms=True,
+        linear_attention=linear if linear_layers else None,
+        linear_layers=linear_layers,
+        num_mtp_layers=num_mtp,
+        mtp_loss_coef=MTP_LOSS_COEF if num_mtp else 0.0,
+    )
+
+
+def _qwen(fields: Fields, *, shared_hidden_dim: int = 0, **others: Any) -> DecoderConfig:
     num_layers, step = fields.need("num_hidden_layers"), fields.get("decoder_sparse_step", 1)
     dense = set(fields.get("mlp_only_layers", []))
     dense |= {i for i in range(num_layers) if (i + 1) % step}
     if not fields.need("num_experts"):
         dense = set(range(num_layers))
-    common = _common(fields) | dict(qk_norm=qk_norm)
+    common = _common(fields) | others
     if len(dense) >= num_layers:
         return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
     dense_dim = fields.need("intermediate_size") if dense else 0
@@ -225,6 +272,23 @@ def _deepseek_v3(fields: Fields) -> DecoderConfig:
     return _first_dense(fields, _latent(fields), _sigmoid_choice(fields))
 
 
+def _deepseek_v32(fields: Fields) -> DecoderConfig:
+    """Fields of the indexer that are missing have the values of its class."""
+    kinds = fields.get("layer_types", [])
+    fields.refuse("layer_types", any(kind != "indexed_attention" for kind in kinds))
+    fields.values["q_lora_rank"] = fields.get("q_lora_rank", 1536)
+    found, first = _deepseek_v3(fields), fields.need("first_k_dense_replace")
+    kinds = ["sparse" if i >= first else "dense" for i in range(found.num_layers)]
+    fields.refuse("mlp_layer_types", list(fields.get("mlp_layer_types", kinds)) != kinds)
+    sparse = SparseKeysConfig(
+        num_heads=fields.get("index_n_heads", 64),
+        head_dim=fields.get("index_head_dim", 128),
+        top_k=fields.get("index_topk", 2048),
+    )
+    assert found.mla is not None
+    return replace(found, mla=replace(found.mla, sparse=sparse))
+
+
 def _deepseek_v2(fields: Fields) -> DecoderConfig:
     _refuse_others(fields, scoring_func="softmax", norm_topk_prob=False)
     method = fields.get("topk_method", "greedy")
@@ -286,7 +350,7 @@ def _first_dense(
 ) -> DecoderConfig:
     """A decoder with its first layers dense, shared experts, and multi-token prediction."""
     num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
-    num_mtp = next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
+    num_mtp = _num_mtp(fields)
     F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
     attention |= dict(num_mtp_layers=num_mtp, mtp_loss_coef=MTP_LOSS_COEF if num_mtp else 0.0)
     if first >= num_layers:
@@ -305,6 +369,10 @@ def _first_dense(
             **choice,
         ),
     )
+
+
+def _num_mtp(fields: Fields) -> int:
+    return next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
 
 
 def _yarn(fields: Fields) -> YarnConfig | None:
@@ -334,7 +402,7 @@ def _yarn(fields: Fields) -> YarnConfig | None:
 
 
 def _stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
-    """How many layers of the files lie behind the last one; {} without weights."""
+    """How many modules the files have, behind the last layer or below `mtp`; {} without weights."""
     path = path if path.is_dir() else path.parent
     if fields.model_type not in MTP_TYPES or not (
         (path / INDEX).is_file() or (path / SINGLE).is_file()
@@ -343,16 +411,19 @@ def _stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
     names = read_index(path) or read_headers(path)
     layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
     behind = sum(n.isdecimal() and int(n) >= fields.need("num_hidden_layers") for n in layers)
+    behind += any(name.startswith("mtp.") for name in names)
     return {MTP_KEYS[0]: behind}
 
 
 FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "qwen3_moe": _qwen3,
+    "qwen3_next": _qwen3_next,
     "qwen2_moe": _qwen2,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
+    "deepseek_v32": _deepseek_v32,
     "deepseek_v2": _deepseek_v2,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,

@@ -31,7 +31,7 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         f"a whole number from 1 to {MAX_LAYERS}",
         _count(1, MAX_LAYERS),
-        "num_hidden_layers decoder_sparse_step",
+        "num_hidden_layers decoder_sparse_step full_attention_interval",
     ),
     (
         f"a whole number from 0 to {MAX_LAYERS}",
@@ -46,7 +46,9 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings intermediate_size moe_intermediate_size num_experts_per_tok "
         "shared_expert_intermediate_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-        "v_head_dim n_group topk_group original_max_position_embeddings",
+        "v_head_dim n_group topk_group original_max_position_embeddings linear_num_key_heads "
+        "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
+        "index_n_heads index_head_dim index_topk",
     ),
     (
         "a number",
@@ -63,7 +65,7 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("an object", lambda value: isinstance(value, Mapping), "rope_scaling rope_parameters"),
     ("a list of whole numbers >= 0", _counts, "mlp_only_layers"),
-    ("a list", lambda value: isinstance(value, list | tuple), "layer_types"),
+    ("a list", lambda value: isinstance(value, list | tuple), "layer_types mlp_layer_types"),
 )
 KIND_OF = {name: (words, is_one) for words, is_one, names in KINDS for name in names.split()}
 

@@ -278,6 +278,7 @@ def _objected(left_over: list[str], first_ignored: int | None) -> list[str]:
     names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]  # follows from config
     if first_ignored is None:
         return names
+    names = [n for n in names if not n.startswith("mtp.")]
     return [n for n in names if not (m := LAYER.match(n)) or int(m[1]) < first_ignored]
 
 

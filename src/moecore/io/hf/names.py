@@ -25,7 +25,7 @@ gpt-oss has one layout: matrices with inputs first, gate and up in turn, and a b
 
 "fused" is what transformers >= 5 holds in memory; the other two are what is published: Mixtral's,
 and that of all other families. DeepSeek-V3 keeps multi-token prediction behind its last layer
-(mtp.0 is model.layers.61), with copies of embedding and head.
+(mtp.0 is model.layers.61), with copies of embedding and head. Qwen3-Next has one module, below mtp.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ ViewDim = tuple[int, int, int]  # dim of a file tensor, length, step
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 EXPERT_NAMES = {"per_expert": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
 DENSE_NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+QWEN3_NEXT_MTP = {
+    "enorm.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight",
+    "eh_proj.weight": "fc.weight",
+    "norm.weight": "norm.weight",
+}
 EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek-V3
 
 
@@ -111,7 +117,7 @@ def hf_copies(config: DecoderConfig) -> dict[str, str]:
     """Return names that checkpoints may hold besides the plan's -> the name of the same numbers."""
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
-    for k in range(config.num_mtp_layers):
+    for k in range(config.num_mtp_layers if not config.attention_gate else 0):
         prefix = f"model.layers.{config.num_layers + k}."
         copies[f"{prefix}embed_tokens.weight"] = EMBEDDING
         copies[f"{prefix}shared_head.head.weight"] = head
@@ -205,12 +211,19 @@ def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tupl
 
 
 def _outer_name(name: str, config: DecoderConfig) -> str:
-    """The name outside of an MoE layer: multi-token prediction comes after the last layer."""
+    """The name outside of an MoE layer, of multi-token prediction that of its family."""
     name = name.replace(".self_attn.o_bias", ".self_attn.o_proj.bias")
     found = re.match(r"mtp\.(\d+)\.(block\.)?(.*)", name)
     if found is None:
         return name
     k, in_block, rest = found.groups()
+    if config.attention_gate:
+        if k != "0":
+            raise NotImplementedError(
+                f"DecoderConfig.num_mtp_layers ({config.num_mtp_layers}) must be 1 or 0 in files "
+                "of Qwen3-Next, which name one module: keep the native names"
+            )
+        return f"mtp.layers.0.{rest}" if in_block else f"mtp.{QWEN3_NEXT_MTP[rest]}"
     if not in_block and rest == "norm.weight":
         rest = "shared_head.norm.weight"
     return f"model.layers.{config.num_layers + int(k)}.{rest}"

@@ -77,8 +77,11 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     """Return the blocks of a decoder, in model order, or refuse what Megatron-Core cannot name."""
     plan = hf_plan(config, "per_expert")
     shapes = {piece.name: piece.stored for recipe in plan.values() for piece in recipe.pieces}
+    unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
+    unnamed += ["q_proj.weight"] if config.attention_gate else []
+    unnamed += ["norm.weight"] if config.zero_centered_norms else []
     for name in shapes:
-        if name.endswith(("proj.bias", "proj_bias", "router.bias", "sinks")):
+        if name.endswith(tuple(unnamed)):
             _refuse(name, shapes)
     blocks = [_whole((WORDS,), EMBEDDING, shapes)]
     for i in range(config.num_layers):

@@ -78,7 +78,9 @@ def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
             own = ".".join(filter(None, (name, path)))
             for method in getattr(module, "compile_regions", ()):
                 inside = _inside(module)
-                _graph(f"{own}.{method}", module, method, inside, memory, partial(_unseen, inside))
+                _graph(
+                    f"{own}.{method}", module, method, inside, memory, partial(_can_replay, inside)
+                )
             if isinstance(module, RoutedLayer):
                 _graph_layer(own, module, memory)
 
@@ -113,6 +115,7 @@ def _is_free(router: Router) -> bool:
     return router.chooses_alone and router.tape is None and router.forced_ids is None
 
 
-def _unseen(modules: Iterable[nn.Module]) -> bool:
-    """Return whether no module has an observer of attention scores."""
-    return all(getattr(module, "observe_scores", None) is None for module in modules)
+def _can_replay(modules: Iterable[nn.Module]) -> bool:
+    """Return whether no module has an observer of attention scores, or is in no CUDA graph."""
+    names = ("observe_scores", "is_eager")
+    return not any(getattr(module, name, None) for module in modules for name in names)

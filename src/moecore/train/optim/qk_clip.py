@@ -214,6 +214,11 @@ class _Watched:
     def of(cls, name: str, module: Attention | LatentAttention) -> _Watched:
         """Return what watches a module."""
         if isinstance(module, LatentAttention):
+            if module.indexer is not None:
+                raise ValueError(
+                    f"MLAConfig.sparse ({module.mla.sparse}) must be None for QK-clip, whose "
+                    f"maxima count all keys of {name}: leave QKClip out"
+                )
             queries = "q_b_proj" if module.mla.q_lora_rank else "q_proj"
             num_heads = module.o_proj.weight.shape[1] // module.mla.v_head_dim
             return cls(name, module, num_heads, queries, "kv_b_proj")
@@ -221,6 +226,11 @@ class _Watched:
             raise ValueError(
                 f"DecoderConfig.qk_norm ({module.config.qk_norm!r}) must be None for QK-clip, "
                 f"since norms bound the logits of {name}: leave QKClip out"
+            )
+        if module.config.attention_gate:
+            raise ValueError(
+                f"DecoderConfig.attention_gate (True) must be False for QK-clip, which would scale "
+                f"gates of {name} too: leave QKClip out"
             )
         if module.window is not None:
             raise ValueError(
