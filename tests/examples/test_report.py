@@ -64,7 +64,7 @@ def test_loads_of_layers_and_mfu_reach_every_log(
 
 def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path: Path) -> None:
     """A dense one, or a pipeline stage whose layers are dense."""
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="it draws the curves")
     import report
     from metrics import Launched, Moment
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -212,11 +212,19 @@ def of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderCo
     )
 
 
-def _shown(config: DecoderConfig) -> str:
+def preset_of(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
+    """Return the preset that a config is, and its `max_seq_len` if another; None = no preset."""
     for name, known in PRESETS.items():
-        if known == config:
-            return f"preset({name!r})"
-        others = (f.name for f in fields(known) if f.name != "max_seq_len")
-        if all(getattr(known, each) == getattr(config, each) for each in others):
-            return f"replace(preset({name!r}), max_seq_len={config.max_seq_len})"
-    return repr(config)
+        if replace(known, max_seq_len=config.max_seq_len) == config:
+            is_same = known.max_seq_len == config.max_seq_len
+            return name, {} if is_same else {"max_seq_len": config.max_seq_len}
+    return None
+
+
+def _shown(config: DecoderConfig) -> str:
+    found = preset_of(config)
+    if found is None:
+        return repr(config)
+    name, others = found
+    changes = "".join(f", {field}={value}" for field, value in others.items())
+    return f"replace(preset({name!r}){changes})" if others else f"preset({name!r})"

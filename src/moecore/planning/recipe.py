@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from moecore.base.fields import check_arguments
 from moecore.models.config import DecoderConfig
-from moecore.models.presets import PRESETS
+from moecore.planning.model import preset_of
 from moecore.planning.run import TrainingRun, dispatcher_of, precision_name
 
 TAKEN = ("param_dtype", "stash")  # fields that another line stands for
@@ -47,10 +47,15 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
             "nvlink.row_factor (None) must be a number for a recipe, as TOML has no None: give "
             "--row-factor"
         )
+    model, others = {"hf_config": str(config)}, dict[str, int]()
     if config is None:
-        model, others = _preset(run.model)
-    else:
-        model, others = {"hf_config": str(config)}, {}
+        preset = preset_of(run.model)
+        if preset is None:
+            raise ValueError(
+                "model must be a preset, or be read from a config.json, for a recipe: write one "
+                "and pass config"
+            )
+        model, others = {"preset": preset[0]}, preset[1]
     degrees = {f.name: getattr(run.resolved, f.name) for f in fields(run.parallel)}
     is_sent = run.resolved.ep * run.resolved.etp > 1
     tables: dict[str, Mapping[str, Any]] = {
@@ -83,18 +88,6 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
         lines = [f"{name} = {_shown(v)}" for name, v in values.items() if v is not None]
         found += [*([f"[{table}]"] if table and lines else []), *lines]
     return "\n".join(found) + "\n"
-
-
-def _preset(model: DecoderConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the preset that a model is, and what the model has more tokens in a row than it."""
-    for name, known in PRESETS.items():
-        if replace(known, max_seq_len=model.max_seq_len) == model:
-            longer = model.max_seq_len != known.max_seq_len
-            return {"preset": name}, {"max_seq_len": model.max_seq_len} if longer else {}
-    raise ValueError(
-        "model must be a preset, or be read from a config.json, for a recipe: write one and pass "
-        "config"
-    )
 
 
 def _changed(record: Any) -> dict[str, Any]:
