@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -215,9 +215,10 @@ def of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderCo
 def preset_of(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
     """Return the preset that a config is, and its `max_seq_len` if another; None = no preset."""
     for name, known in PRESETS.items():
-        if replace(known, max_seq_len=config.max_seq_len) == config:
-            is_same = known.max_seq_len == config.max_seq_len
-            return name, {} if is_same else {"max_seq_len": config.max_seq_len}
+        pairs = ((f.name, getattr(known, f.name), getattr(config, f.name)) for f in fields(config))
+        changes = {field: value for field, preset, value in pairs if value != preset}
+        if changes.keys() <= {"max_seq_len"}:
+            return name, changes
     return None
 
 
