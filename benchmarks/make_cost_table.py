@@ -26,7 +26,7 @@ from benchmarks.records import RESULTS, latest, load
 from benchmarks.shapes import SHAPES
 from moecore.models import preset
 from moecore.planning import dry_run
-from moecore.planning.costs import CostTable, Point
+from moecore.planning.costs import CostTable, Exposed, Point
 from moecore.planning.record import Work
 
 TABLE = ROOT / "src" / "moecore" / "planning" / "tables" / "h200.json"
@@ -83,6 +83,8 @@ ASSUMED = (
     "collectives without records (all_reduce, broadcast) have all_gather's efficiency",
     "rows of operations without records, such as torch's own, have the efficiency of a copy",
     "copies to the device are as fast as copies to the host",
+    "exchanges beside products of tp ranks are exposed by one share, that of a layer of D 8192 on "
+    "two GPUs, which had 0.26 with two rows and 0.30 to 0.53 with one",
     "between nodes: the maker's 400 Gb/s of a ConnectX-7 per GPU, from the maker and not "
     "measured; the share of it that is reached (0.9; all-to-all in Megatron-Core's report reaches "
     "0.81 to 0.94), and the latency of a collective, are assumed",
@@ -163,6 +165,7 @@ def _of_benchmarks(results: Path) -> CostTable:
             "network": 0.9,
         },
         network_seconds=20e-6,
+        slices=_slices(max((results / "tp").glob("*-2-x-nvidia-h200.jsonl"))),
         assumed=ASSUMED,
     )
 
@@ -315,6 +318,19 @@ def _reductions(folder: Path) -> Iterator[Point]:
                 one = replace(one, work=replace(one.work, dtype="float32"))
                 found[ranks] = min(found.get(ranks, one), one, key=attrgetter("seconds"))
     yield from found.values()
+
+
+def _slices(path: Path) -> Exposed:
+    """Return what is exposed of exchanges of the sizes that a run slices, over that in turn."""
+    rows = map(json.loads, path.read_text().splitlines())
+    newest = {(r["layer"], r["batch_size"], r["seq_len"], r["provider"]): r for r in rows}
+    sliced = [case for case, r in newest.items() if r["chosen"] and r["provider"] == "sliced"]
+    ours, in_turn = (
+        sum(newest[*size, provider]["exposed_ms"] for *size, _ in sliced)
+        for provider in ("sliced", "in turn")
+    )
+    share = float(f"{ours / in_turn:.3g}")
+    return Exposed(share=share, gpu="h200-141", record=f"{path.parent.name}/{path.name}")
 
 
 def _collective(r: Record, name: str, ms: float, ranks: int, sent: int) -> Point:

@@ -71,6 +71,7 @@ class _Meta(threading.local):
 
     is_gpu = False
     launched: Launched | None = None
+    num_peers = 1
 
 
 _meta = _Meta()
@@ -92,16 +93,22 @@ def meta_is_gpu() -> bool:
 
 
 @contextmanager
-def launches_on_meta(launched: Launched) -> Iterator[None]:
+def launches_on_meta(launched: Launched, num_peers: int = 1) -> Iterator[None]:
     """Within, meta stands for a Hopper GPU: host code runs, and kernels' names are recorded."""
     # Modes see what operations allocate, as if each were its kernels. `launched` is called in place
-    # of each kernel of this package.
-    before, _meta.launched = _meta.launched, launched
+    # of each kernel of this package. So many neighbouring ranks reach each other's memory.
+    before = _meta.launched, _meta.num_peers
+    _meta.launched, _meta.num_peers = launched, num_peers
     with meta_as("cuda"), inside_operations(), _launches_recorded():
         try:
             yield
         finally:
-            _meta.launched = before
+            _meta.launched, _meta.num_peers = before
+
+
+def num_peers_on_meta() -> int:
+    """Return how many neighbouring ranks reach each other's memory, of those meta stands for."""
+    return _meta.num_peers
 
 
 def record_launch(name: str, *args: Any, **_: Any) -> None:

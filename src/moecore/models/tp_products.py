@@ -41,8 +41,10 @@ from moecore.base.torch_names import (
     is_plain_eager,
     produce_and_send,
 )
+from moecore.kernels.common import is_gpu, record_launch
 from moecore.kernels.experts.contract import GradSink, GradTarget, sink_of
 from moecore.models.tensor_parallel import TensorParallel
+from moecore.moe.dispatch.peer_memory import are_peers_on_meta
 from moecore.moe.linear import PlainProducts
 from moecore.moe.params import local_param
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear
@@ -85,7 +87,29 @@ def send_ref(
     dist.all_to_all_single(parts_TD, made_TD, group=group)
 
 
+# Exchanges of a dry run, by the names of their launches.
+GATHER_SLICES, SEND_SLICES = "all_gather of slices", "all_to_all of slices"
+
+
+def _gather_on_meta(
+    x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
+) -> None:
+    record_launch(GATHER_SLICES, group.size(), 2 * (x_TD.nbytes - x_tD.nbytes))
+    for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
+        consume(slice_tD, rank)
+
+
+def _send_on_meta(
+    produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
+) -> None:
+    slices = parts_TD.chunk(group.size())
+    for rank, slice_tD in enumerate(slices):
+        produce(rank, slice_tD)
+    record_launch(SEND_SLICES, group.size(), 2 * (parts_TD.nbytes - slices[0].nbytes))
+
+
 REFERENCE = SlicedExchange(gather_ref, send_ref)
+ON_META = SlicedExchange(_gather_on_meta, _send_on_meta)
 SYMMETRIC_MEMORY = SlicedExchange(gather_and_consume, produce_and_send)
 
 
@@ -125,11 +149,16 @@ def find_exchange(
     """
     if not is_plain_eager() or is_running_again():
         return None
-    if num_tokens * dim * x.element_size() < MIN_SLICE_BYTES:
+    if not is_long(num_tokens * dim * x.element_size()):
         return None
     if any(why_not(linear, x) is not None for linear in linears):
         return None
     return exchange_of(tp, x)
+
+
+def is_long(slice_bytes: int) -> bool:
+    """Return whether a slice of a sequence is large enough for a sliced exchange."""
+    return slice_bytes >= MIN_SLICE_BYTES
 
 
 def exchange_of(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
@@ -137,6 +166,8 @@ def exchange_of(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
 
     None = nothing. A CUDA graph keeps addresses of the workspace, which a longer sequence replaces.
     """
+    if x.is_meta:  # without `peer_problem`, which a group remembers
+        return ON_META if is_gpu(x) and are_peers_on_meta(tp.group) else None
     if not x.is_cuda or torch.cuda.is_current_stream_capturing() or tp.peer_problem is not None:
         return None
     return SYMMETRIC_MEMORY

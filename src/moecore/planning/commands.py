@@ -34,7 +34,7 @@ from moecore.planning.recipe import recipe_of
 from moecore.planning.report import report_trace
 from moecore.planning.run import TrainingRun, call_of, flags_of, new_garbage
 from moecore.planning.search import Fitting, explained, planned, search, shown_levers
-from moecore.planning.times import TimePlan, hidden_share, plan_time, time_step
+from moecore.planning.times import TimePlan, has_slices, hidden_share, plan_time, time_step
 
 
 class MeasuredStep(NamedTuple):
@@ -220,11 +220,25 @@ def _print_time(args: Any, time: TimePlan, limit: int | None = None) -> None:
             f"assumed, no run has shown it: pairs hide {hides:.0%} of the exchanges between nodes "
             "that their computation lasts for (--pairs-hide 0: none)"
         )
+    kind = shown_gpu(args)
+    if has_slices(time.run):
+        print(_slices(table, kind))
     if not gpu_of(kind_of(args)).measured:
-        kind = shown_gpu(args)
         print(f"rates of {kind} are a data sheet's: no run on one has been compared with a plan")
     change = next_change(time, table, limit)
     print(f"next: {'nothing of what is known gains' if change is None else change}")
+
+
+def _slices(table: CostTable, kind: str) -> str:
+    """Return what a plan counts of exchanges beside products, and who has measured it."""
+    found = table.slices
+    if found is None:
+        return "exchanges of tp beside products count whole: the table has no share of them"
+    unseen = f"; no run on {kind} has shown it" if table.gpu != found.gpu else ""
+    return (
+        f"exchanges of tp beside products count {found.share:.0%} of themselves, as measured on "
+        f"{found.gpu} ({found.record}){unseen}"
+    )
 
 
 def _table(args: Any) -> CostTable:

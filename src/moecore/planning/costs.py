@@ -2,6 +2,7 @@
 
     seconds(work) = launch + roofline(work) / efficiency(work)
 
+Of an exchange beside products of tp ranks these seconds count by the share that is exposed.
 The roofline is the longest of FLOP, bytes of memory and bytes of each link over the maker's rates.
 The efficiency is that of measured operations of the same name (else of those that stand for its
 kind), at sizes near by: weighted by the inverse square of the distance between logarithms of what
@@ -33,7 +34,7 @@ from typing import Annotated, Any, Literal, get_args
 from moecore.base.fields import Bound, CountOrZero, Positive, Rules, check_arguments, check_fields
 from moecore.base.options.names import GpuName
 from moecore.planning.gpus import Gpu, gpu_of
-from moecore.planning.record import ALL_TO_ALL, Kind, Work
+from moecore.planning.record import ALL_TO_ALL, SLICES, Kind, Work
 
 KINDS = get_args(Kind)
 Share = Annotated[float, Bound(">", 0), Bound("<=", 1)]
@@ -56,6 +57,24 @@ class Point:
         check_fields(self)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exposed:
+    """What products do not hide of exchanges that run beside them, as it was measured.
+
+    Attributes:
+        share: of the seconds of such exchanges in turn.
+        gpu: where it was measured.
+        record: the file under benchmarks/results.
+    """
+
+    share: ShareOrZero
+    gpu: GpuName
+    record: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
     """What operations take on a kind of GPU.
@@ -73,6 +92,8 @@ class CostTable:
         pairs_hide: the share of exchanges between nodes that the computation of a forward beside a
             backward hides, in stages that run "overlapped" or "dualpipe-v". Of exchanges within a
             node none is counted: dispatcher "nvlink" has them, which gives pairs no turn.
+        slices: what of exchanges beside products of tp ranks is exposed; None = not measured, and
+            they count whole.
         assumed: what of this was not measured, in sentences.
     """
 
@@ -86,6 +107,7 @@ class CostTable:
     efficiency: Mapping[str, Share]
     network_seconds: Positive
     pairs_hide: ShareOrZero = 0.93
+    slices: Exposed | None = None
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -193,7 +215,9 @@ class CostTable:
         if "network" in rates:
             launch += self.network_seconds
         shares = {"network": self.efficiency["network"]}
-        return launch, {wall: took / shares.get(wall, reached) for wall, took in rates.items()}
+        exposed = 1.0 if self.slices is None or work.name not in SLICES else self.slices.share
+        found = {wall: exposed * took / shares.get(wall, reached) for wall, took in rates.items()}
+        return exposed * launch, found
 
     def _roofline(self, work: Work, name: GpuName | Gpu, inside: int) -> dict[Wall, float]:
         """Return the seconds that each of the maker's rates alone would take."""
@@ -316,6 +340,8 @@ def _parsed(text: bytes, path: str) -> CostTable:
         fields: dict[str, Any] = json.loads(text)
         fields["points"] = tuple(_points(fields["points"]))
         fields["assumed"] = tuple(fields["assumed"])
+        if (slices := fields.get("slices")) is not None:
+            fields["slices"] = Exposed(**slices)
         return CostTable(**fields)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(

@@ -93,7 +93,7 @@ def of_rows(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
 def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
     """Return `dry_run`, but its work is that of all capacity: half the time, for memory alone."""
     recorder = WorkRecorder(run.ranks_per_domain)
-    dry = launches_on_meta(recorder.launched), dry_streams(recorder.queues)
+    dry = launches_on_meta(recorder.launched, run.num_peers), dry_streams(recorder.queues)
     with fake_world(run.num_gpus, rank), quiet(), new_garbage(), dry[0], dry[1]:
         model = model_of(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):

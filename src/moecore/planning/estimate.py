@@ -22,6 +22,8 @@ import torch
 
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.kernels.common import meta_as
+from moecore.models import DecoderConfig
+from moecore.models.tp_products import GATHER_SLICES, is_long
 from moecore.parallel.mesh import build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
@@ -240,7 +242,7 @@ class Estimate:
             seconds = self._share(work, rows, experts * (work.kind in BY_EXPERTS))
             if seconds is not None:
                 (sent if work.kind == "collective" else computed).append(seconds)
-        sent += self._messages(folding) if part.startswith(("layer", "predictions")) else ()
+        sent += self._messages(folding, rung) if part.startswith(("layer", "predictions")) else ()
         host = (len(computed) + len(sent)) * self._table.host_seconds
         return _Seconds(max(host - sum(sent), sum(computed)), sum(sent))
 
@@ -262,12 +264,16 @@ class Estimate:
         here = min(self._request.domain, *shape) if work.kind == "collective" else 0
         return self._table.seconds(share, here)
 
-    def _messages(self, folding: Folding) -> Iterator[float]:
+    def _messages(self, folding: Folding, rung: Levers) -> Iterator[float]:
         """Yield the seconds of messages among the ranks of tp, and among those of cp."""
-        tokens = folding.batch_size * self._request.seq_len // (folding.tp * folding.cp)
-        for ranks in (folding.tp, folding.cp):
-            num_bytes = 2 * 2 * self._request.planned.dim * tokens * (ranks - 1)
-            message = Work("all_gather", "collective", 0, num_bytes, (ranks,), "bfloat16")
+        request, tp = self._request, "all_gather"
+        slice_bytes = 2 * request.planned.dim * request.seq_len // (folding.tp * folding.cp)
+        is_plain = isinstance(request.model, DecoderConfig) and rung.precision is None
+        if is_plain and is_long(slice_bytes) and request.peers % folding.tp == 0:
+            tp = GATHER_SLICES
+        for name, ranks in ((tp, folding.tp), ("all_gather", folding.cp)):
+            num_bytes = 2 * folding.batch_size * slice_bytes * (ranks - 1)
+            message = Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
             if ranks > 1:
                 here = min(ranks, self._request.domain)
                 yield from MESSAGES * [self._table.seconds(message, here)]

@@ -20,7 +20,7 @@ from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
-from moecore.planning.gpus import Gpu, domain_of, gpu_of, read_gpu
+from moecore.planning.gpus import Gpu, domain_of, gpu_of, peers_of, read_gpu
 from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun
 from moecore.planning.stored import stages_of
 from moecore.planning.transformers import TransformersModel
@@ -176,7 +176,8 @@ def run_of_options(args: Any) -> TrainingRun:
         optimizer=_optimizer(args),
         nvlink=_nvlink(args, ParallelConfig(**degrees)),
         dispatcher=args.dispatcher or "auto",
-        ranks_per_domain=domain_of(kind_of(args), args.gpus),
+        ranks_per_domain=(domain := domain_of(kind_of(args), args.gpus)),
+        num_peers=peers_of(kind_of(args), domain),
         fp8_dispatch=args.fp8_dispatch,
     )
 

@@ -25,7 +25,7 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.costs import CostTable
-from moecore.planning.gpus import Gpu, domain_of, gpu_of
+from moecore.planning.gpus import Gpu, domain_of, gpu_of, peers_of
 from moecore.planning.levers import FIELDS, TWICE, Levers, Option, fewer, ladder, levers_with
 from moecore.planning.model import PlannedModel
 from moecore.planning.run import AnyModel, NumGpus, OptimizerOptions, TrainingRun, planned
@@ -96,6 +96,11 @@ class SearchRequest:
     def domain(self) -> int:
         """Neighbouring ranks among which NVLink runs."""
         return self.gpus_per_node or domain_of(self.gpu, self.num_gpus)
+
+    @property
+    def peers(self) -> int:
+        """Neighbouring ranks that reach each other's memory; 1 = none."""
+        return peers_of(self.gpu, self.domain)
 
     @property
     def costs(self) -> CostTable:
@@ -194,6 +199,7 @@ def run_of(request: SearchRequest, folding: Folding, levers: Levers) -> Training
         optimizer=levers.optimizer,
         nvlink=_room(request, folding),
         ranks_per_domain=request.domain,
+        num_peers=request.peers,
     )
 
 

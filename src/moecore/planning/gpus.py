@@ -206,3 +206,9 @@ def domain_of(gpu: GpuName | Gpu, num_gpus: int) -> int:
     # A job of 256 GPUs takes 64 of each rack of 72.
     domain = gpu_of(gpu).domain
     return next((n for n in range(domain, domain // 2, -1) if num_gpus % n == 0), domain)
+
+
+def peers_of(gpu: GpuName | Gpu, domain: int) -> int:
+    """Return how many neighbouring ranks reach each other's memory: those of a server; 1 = none."""
+    facts = gpu_of(gpu)
+    return min(facts.server, domain) if facts.has_peer_access else 1

@@ -40,6 +40,7 @@ from moecore.base.torch_names import (
     tree_map_only,
 )
 from moecore.kernels.ops import PLAIN_TYPES
+from moecore.models.tp_products import GATHER_SLICES, SEND_SLICES
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
 from moecore.train.memory.on_meta import META, PLAIN_VALUES, tensors_of
 
@@ -123,7 +124,8 @@ def placed(queued: Iterable[Queued]) -> list[Placed]:
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
 GROUPED_PRODUCT = "scaled_grouped_mm"  # torch's in FP8
 WITHOUT_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "set_", "alias")
-EXCHANGES = (COPY, REDUCE, SPREAD)
+SLICES = (GATHER_SLICES, SEND_SLICES)  # beside products of tp ranks
+EXCHANGES = (COPY, REDUCE, SPREAD, *SLICES)
 ALL_TO_ALL = re.compile("all.?to.?all|spread|reduce_kernel|dispatch|combine")
 HOST_COPIES = ("copy to host", "copy to device")
 SUMS = "_fp32"  # of a product that writes or adds gradients in fp32

@@ -84,6 +84,7 @@ class TrainingRun:
         dispatcher: "hierarchical" = the two levels of that dispatcher, with `nvlink` inside of a
             domain; "auto" = one level.
         ranks_per_domain: neighbouring ranks that NVLink connects.
+        num_peers: neighbouring ranks that reach each other's memory: those of a server; 1 = none.
         fp8_dispatch: whether tokens travel and are kept as FP8.
     """
 
@@ -101,6 +102,7 @@ class TrainingRun:
     nvlink: NVLinkOptions | None = None
     dispatcher: PlannedDispatcher = "auto"
     ranks_per_domain: Count = NODE
+    num_peers: Count = NODE
     fp8_dispatch: bool = False
 
     def __post_init__(self) -> None:

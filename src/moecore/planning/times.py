@@ -29,8 +29,16 @@ from moecore.parallel.pipeline.timeline import Timeline
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
 from moecore.planning.gpus import Gpu
-from moecore.planning.pieces import MIDDLE, Pieces, QueuePiece, like_of, pieces_of, timed_stages
-from moecore.planning.record import PASSES, Pass, Placed, Queued, Work, placed
+from moecore.planning.pieces import (
+    MIDDLE,
+    Pieces,
+    QueuePiece,
+    like_of,
+    passes_of,
+    pieces_of,
+    timed_stages,
+)
+from moecore.planning.record import PASSES, SLICES, Pass, Placed, Queued, Work, placed
 from moecore.planning.run import TrainingRun
 from moecore.planning.stored import WHOLE, ranks_of, stages_of, state_bytes, stored_bytes
 
@@ -347,6 +355,11 @@ def hidden_share(run: TrainingRun, table: CostTable) -> float:
     is_paired = run.pipeline is not None and run.pipeline.schedule in PAIRING
     is_across = run.resolved.ep * run.resolved.etp > run.ranks_per_domain
     return table.pairs_hide if is_paired and is_across else 0.0
+
+
+def has_slices(run: TrainingRun) -> bool:
+    """Return whether tp ranks of a run exchange slices beside their products."""
+    return any(one.work.name in SLICES for one in passes_of(run).queued)
 
 
 def _staged(

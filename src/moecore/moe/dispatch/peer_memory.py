@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.torch_names import symmetric_memory
-from moecore.kernels.common import HAS_TRITON, INTERPRET, meta_is_gpu
+from moecore.kernels.common import HAS_TRITON, INTERPRET, meta_is_gpu, num_peers_on_meta
 from moecore.kernels.exchange.buffer import MAX_RANKS, NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout
 
@@ -90,6 +90,11 @@ def find_peer_problem(group: dist.ProcessGroup) -> str | None:
     problems: list[Any] = [None] * group.size()
     dist.all_gather_object(problems, mine, group=group)
     return next((p for p in problems if p), None)
+
+
+def are_peers_on_meta(group: dist.ProcessGroup) -> bool:
+    """Return whether GPUs of a group that meta stands for reach each other's memory."""
+    return len({rank // num_peers_on_meta() for rank in dist.get_process_group_ranks(group)}) == 1
 
 
 def _peer_problem(group: dist.ProcessGroup) -> str | None:
