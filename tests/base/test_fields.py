@@ -37,7 +37,7 @@ from moecore.kernels.experts.contract import ExpertMLPOptions
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.models.config import (
     DecoderConfig,
-    GatedDeltaConfig,
+    LinearAttentionConfig,
     MLAConfig,
     SparseKeysConfig,
     YarnConfig,
@@ -180,7 +180,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (MatrixLayout, dict(batch=1, rows=6, columns=4, cut=Cut(sizes=(2, 4)))),
     (YarnConfig, dict(factor=2.0, original_max_seq_len=64)),
     (SparseKeysConfig, dict(num_heads=2, head_dim=4, top_k=3)),
-    (GatedDeltaConfig, dict(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=8)),
+    (LinearAttentionConfig, dict(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=8)),
     (MLAConfig, {f.name: getattr(MLA, f.name) for f in fields(MLA)}),
     (DecoderConfig, DECODER | dict(moe=MoEConfig(**LAYER))),
     (DecoderConfig, DECODER | dict(mlp_hidden_dim=8)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from moecore.base.fields import (
     Bound,
@@ -22,6 +22,8 @@ from moecore.base.fields import (
 from moecore.base.options.layer import MoEConfig
 
 QKNorm = Literal["head", "full"]
+Mixer = Literal["attention", "linear"]
+Feedforward = Literal["dense", "moe"]
 AttentionBias = Literal["qkv", "all"]
 
 
@@ -142,8 +144,8 @@ class MLAConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatedDeltaConfig:
-    """Linear attention by a gated delta net, whose state is one matrix a value head.
+class LinearAttentionConfig:
+    """Linear attention, whose state is one matrix a value head.
 
     Attributes:
         num_k_heads: query and key heads; each serves num_v_heads / num_k_heads value heads.
@@ -151,9 +153,9 @@ class GatedDeltaConfig:
         head_k_dim: dim of a query or key head.
         head_v_dim: dim of a value head.
         conv_size: tokens that the convolution before it weights, the token itself included.
-
-    Source: Gated Delta Networks (arXiv:2412.06464).
     """
+
+    state_passes: ClassVar[int]  # products of a token with a state
 
     num_k_heads: Count
     num_v_heads: Count
@@ -170,6 +172,21 @@ class GatedDeltaConfig:
         for name in ("head_k_dim", "head_v_dim"):
             if getattr(self, name) % 8:
                 yield name, "be a multiple of 8, 16 bytes in bf16, for products of states: raise it"
+
+    @property
+    def state_flops(self) -> int:
+        """FLOPs of a token's products with the states of all heads, in forward."""
+        return 2 * self.state_passes * self.num_v_heads * self.head_k_dim * self.head_v_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaConfig(LinearAttentionConfig):
+    """A gated delta net: a token corrects what the state returns for its key.
+
+    Source: Gated Delta Networks (arXiv:2412.06464).
+    """
+
+    state_passes = 3  # read for the key, written, read for the query
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,7 +246,7 @@ class DecoderConfig:
     num_mtp_layers: CountOrZero = 0
     mtp_loss_coef: PositiveOrZero = 0.0
     mtp_detached: bool = False
-    linear_attention: GatedDeltaConfig | None = None
+    linear_attention: LinearAttentionConfig | None = None
     linear_layers: tuple[CountOrZero, ...] = ()
     attention_bias: AttentionBias | None = None
     windows: tuple[CountOrZero, ...] = ()
@@ -378,21 +395,25 @@ class DecoderConfig:
     @property
     def num_dense_layers(self) -> int:
         """Number of layers with a plain MLP."""
-        return self.num_layers if self.moe is None else len(self.dense_layers)
+        return sum(self.is_dense(i) for i in range(self.num_layers))
 
     @property
     def num_moe_layers(self) -> int:
         """Number of layers with an MoE layer."""
-        return self.num_layers - self.num_dense_layers
+        return sum(self.feedforward_of(i) == "moe" for i in range(self.num_layers))
 
     def window_of(self, layer_idx: int) -> int | None:
         """Return how many keys a token of a layer sees at most; None = all."""
         return self.windows[layer_idx % len(self.windows)] or None if self.windows else None
 
-    def is_linear(self, layer_idx: int) -> bool:
-        """Whether this layer has linear attention."""
-        return layer_idx in self.linear_layers
+    def mixer_of(self, layer_idx: int) -> Mixer | None:
+        """Return what mixes tokens in a layer; None = nothing does."""
+        return "linear" if layer_idx in self.linear_layers else "attention"
+
+    def feedforward_of(self, layer_idx: int) -> Feedforward | None:
+        """Return what computes each token alone in a layer; None = nothing does."""
+        return "dense" if self.moe is None or layer_idx in self.dense_layers else "moe"
 
     def is_dense(self, layer_idx: int) -> bool:
         """Whether this layer has a plain MLP."""
-        return self.moe is None or layer_idx in self.dense_layers
+        return self.feedforward_of(layer_idx) == "dense"
