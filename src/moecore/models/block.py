@@ -9,15 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from moecore.attention.sequence import Sequence
-from moecore.models.config import DecoderConfig, GatedDeltaConfig
+from moecore.models.config import DecoderConfig, GatedDeltaConfig, Mamba2Config
 from moecore.models.gated_delta import GatedDeltaNet
 from moecore.models.layers import MLP, Attention, RMSNorm
 from moecore.models.linear_attention import LinearAttention
+from moecore.models.mamba2 import Mamba2
 from moecore.models.mla import LatentAttention
 from moecore.moe.layer import MoELayer
 from moecore.precision.plain import Linear
 
-LINEAR: dict[type, type[LinearAttention]] = {GatedDeltaConfig: GatedDeltaNet}
+LINEAR: dict[type, type[LinearAttention]] = {
+    GatedDeltaConfig: GatedDeltaNet,
+    Mamba2Config: Mamba2,
+}
 
 
 class Block(nn.Module):

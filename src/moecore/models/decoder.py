@@ -152,12 +152,14 @@ class Decoder(nn.Module):
     def init_weights(self, seed: Seed = 0) -> None:
         """Fill every parameter and buffer, the same on every layout. No communication.
 
-        Matrices are N(0, 0.02^2), those that write into the residual stream are divided by
-        sqrt(2 * num_layers) as in GPT-2, sinks are N(0, 0.02^2), norms multiply by 1, biases are 0.
+        Matrices are N(0, 0.02^2), those that write into the residual stream are divided by the root
+        of how many do, 2 * num_layers or the length of a pattern, as in GPT-2. Sinks are
+        N(0, 0.02^2), norms multiply by 1, biases are 0.
         For linear attention see `LinearAttention.init_weights`.
         """
         check_arguments(Decoder.init_weights, locals())
-        scale = 1.0 / math.sqrt(2 * self.config.num_layers)
+        halves = self.config.num_layers * (1 if self.config.pattern else 2)
+        scale = 1.0 / math.sqrt(halves)
         for path, module in self.named_modules():
             key = clean_name(path)
             if isinstance(module, MoELayer):

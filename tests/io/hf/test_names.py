@@ -61,6 +61,7 @@ def test_there_and_back_is_bit_exact(name, layout):
     [
         "qwen3",
         "qwen3-next",
+        "nemotron-h",
         "mixtral",
         "olmoe",
         "deepseek",

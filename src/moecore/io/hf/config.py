@@ -1,6 +1,6 @@
 """decoder_config_from_hf: the native decoder that a Hugging Face config.json describes, exactly.
 
-Known are Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5, DeepSeek-V2, -V3 and
+Known are Nemotron-H, Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5, DeepSeek-V2, -V3 and
 -V3.2 and Kimi-K2, and of dense models Qwen3, Qwen2, Llama and Mistral, as published (with
 rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters). An option that
 changes what the model computes and that the decoder lacks is refused, never dropped. Dropout is not
@@ -23,6 +23,7 @@ from moecore.models.config import (
     AttentionBias,
     DecoderConfig,
     GatedDeltaConfig,
+    Mamba2Config,
     MLAConfig,
     SparseKeysConfig,
     YarnConfig,
@@ -75,21 +76,27 @@ BIASES: dict[str, tuple[str, bool | None, AttentionBias]] = {
 
 
 def _common(fields: Fields) -> dict[str, Any]:
-    """Arguments of DecoderConfig that all families share, with grouped-query attention."""
-    heads, rope = fields.need("num_attention_heads"), fields.rope()
-    head_dim = fields.get("head_dim", fields.need("hidden_size") // heads)
+    """Arguments of DecoderConfig that families share, with grouped-query attention and rotary."""
+    heads, rope = _heads(fields), fields.rope()
+    return heads | dict(
+        rope_theta=float(rope["rope_theta"]),
+        rotary_dim=_rotary_dim(fields, heads["head_dim"], rope["partial_rotary_factor"]),
+        yarn=_yarn(fields),
+        norm_eps=fields.need("rms_norm_eps"),
+    )
+
+
+def _heads(fields: Fields) -> dict[str, Any]:
+    """Arguments of DecoderConfig that all families share."""
+    heads = fields.need("num_attention_heads")
     return dict(
         vocab_size=fields.need("vocab_size"),
         dim=fields.need("hidden_size"),
         num_layers=fields.need("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=fields.get("num_key_value_heads", heads),
-        head_dim=head_dim,
+        head_dim=fields.get("head_dim", fields.need("hidden_size") // heads),
         attention_bias=_attention_bias(fields),
-        rope_theta=float(rope["rope_theta"]),
-        rotary_dim=_rotary_dim(fields, head_dim, rope["partial_rotary_factor"]),
-        yarn=_yarn(fields),
-        norm_eps=fields.need("rms_norm_eps"),
         tie_embeddings=fields.get("tie_word_embeddings", False),
         max_seq_len=fields.need("max_position_embeddings"),
     )
@@ -311,6 +318,58 @@ def _glm4_moe(fields: Fields) -> DecoderConfig:
     return _first_dense(fields, attention, _sigmoid_choice(fields))
 
 
+LAYER_LETTERS = {  # transformers' names, and those of older files
+    **dict.fromkeys(("linear_attention", "mamba"), "M"),
+    **dict.fromkeys(("full_attention", "attention"), "*"),
+    "moe": "E",
+    "mlp": "-",
+}
+
+
+def _nemotron_h(fields: Fields) -> DecoderConfig:
+    """Fields that are missing have the values of their class, which turns no heads."""
+    kinds = fields.get("layers_block_type", fields.get("layer_types", []))
+    fields.refuse("layers_block_type", any(kind not in LAYER_LETTERS for kind in kinds))
+    pattern = "".join(LAYER_LETTERS[kind] for kind in kinds)
+    pattern = pattern or fields.need("hybrid_override_pattern")
+    fields.values |= dict(num_hidden_layers=len(pattern), head_dim=fields.get("head_dim", 128))
+    others = dict(mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True)
+    others |= dict(use_bias=False, residual_in_fp32=False, n_shared_experts=1)
+    _refuse_others(fields, **others, tie_word_embeddings=False, num_nextn_predict_layers=0)
+    for name in ("sliding_window", "moe_latent_size"):
+        fields.refuse(name, fields.get(name, None) is not None)
+    fields.refuse("hybrid_override_pattern", bool(set(pattern) - set(LAYER_LETTERS.values())))
+    fields.refuse("hybrid_override_pattern", "*" not in pattern)
+    mamba = Mamba2Config(
+        num_k_heads=fields.get("n_groups", 8),
+        num_v_heads=fields.get("mamba_num_heads", 128),
+        head_k_dim=fields.get("ssm_state_size", 128),
+        head_v_dim=fields.get("mamba_head_dim", 64),
+        conv_size=fields.get("conv_kernel", 4),
+        min_step=float(fields.get("time_step_min", 0.001)),
+    )
+    moe = MoEConfig(
+        dim=fields.need("hidden_size"),
+        hidden_dim=fields.get("moe_intermediate_size", 7688),
+        num_experts=fields.get("n_routed_experts", 8),
+        top_k=fields.get("num_experts_per_tok", 2),
+        activation="relu2",
+        routed_scaling_factor=float(fields.get("routed_scaling_factor", 1.0)),
+        shared_hidden_dim=fields.get("moe_shared_expert_intermediate_size", 7688),
+        **_sigmoid_choice(fields),
+    )
+    return DecoderConfig(
+        **_heads(fields),
+        pattern=pattern,
+        rope_theta=None,
+        norm_eps=fields.get("layer_norm_epsilon", 1e-5),
+        linear_attention=mamba if "M" in pattern else None,
+        moe=moe if "E" in pattern else None,
+        mlp_hidden_dim=fields.get("intermediate_size", 21504) if "-" in pattern else 0,
+        mlp_activation="relu2",
+    )
+
+
 def _refuse_others(fields: Fields, **known: Any) -> None:
     """Refuse other values of fields, where they are given, than the one that is known."""
     for name, only in {"moe_layer_freq": 1, **known}.items():
@@ -427,6 +486,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "deepseek_v2": _deepseek_v2,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
+    "nemotron_h": _nemotron_h,
     "qwen3": _dense_qwen3,
     "qwen2": _dense,
     "llama": _dense,
