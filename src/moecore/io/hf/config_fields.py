@@ -66,8 +66,11 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("an object", lambda value: isinstance(value, Mapping), "rope_scaling rope_parameters"),
     ("a list of whole numbers >= 0", _counts, "mlp_only_layers"),
-    ("a list", lambda value: isinstance(value, list | tuple), "layer_types mlp_layer_types "
-        "layers_block_type"),
+    (
+        "a list",
+        lambda value: isinstance(value, list | tuple),
+        "layer_types mlp_layer_types layers_block_type",
+    ),
     ("a string", lambda value: isinstance(value, str), "hybrid_override_pattern"),
 )
 KIND_OF = {name: (words, is_one) for words, is_one, names in KINDS for name in names.split()}
