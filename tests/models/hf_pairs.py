@@ -249,7 +249,7 @@ def qwen3_next() -> Pair:
     return Qwen3NextForCausalLM(hf), ours
 
 
-def nemotron_h(pattern: str = "ME*-MEE") -> Pair:
+def nemotron_h(pattern: str = "ME*-MEE", latent_dim: int = 0) -> Pair:
     """Every kind of layer, one behind another of its half too; 3 Mamba-2 heads for each group."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
@@ -269,6 +269,7 @@ def nemotron_h(pattern: str = "ME*-MEE") -> Pair:
         num_experts_per_tok=3,
         moe_intermediate_size=32,
         moe_shared_expert_intermediate_size=40,
+        moe_latent_size=latent_dim or None,
         routed_scaling_factor=2.5,
         pad_token_id=None,
     )
@@ -278,12 +279,13 @@ def nemotron_h(pattern: str = "ME*-MEE") -> Pair:
         pattern=pattern,
         rope_theta=None,
         norm_eps=1e-5,
-        mlp_hidden_dim=48,
+        mlp_hidden_dim=48 if "-" in pattern else 0,
         mlp_activation="relu2",
         linear_attention=Mamba2Config(
             num_k_heads=2, num_v_heads=6, head_k_dim=16, head_v_dim=8, min_step=0.3
         ),
         moe=MoEConfig(
+            latent_dim=latent_dim,
             dim=64,
             hidden_dim=32,
             num_experts=8,
@@ -490,6 +492,7 @@ PAIRS = {
     "qwen2-moe": qwen2_moe,
     "qwen3-next": qwen3_next,
     "nemotron-h": nemotron_h,
+    "nemotron-h, latent experts": lambda: nemotron_h("M*E", 24),
     "gpt-oss": gpt_oss,
     "mistral, window": lambda: dense("Mistral", dict(sliding_window=5), dict(windows=(5,))),
     "glm-4.5": lambda: glm4_moe(norm=True),

@@ -430,15 +430,14 @@ class DecoderConfig:
         if linear and linear[-1] >= self.num_layers:
             yield "linear_layers", f"lie in [0, num_layers ({self.num_layers})): drop the others"
         mixers = [self.mixer_of(i) for i in range(self.num_layers)]
+        name = "pattern" if self.pattern else "linear_layers"
         if "attention" not in mixers:
-            yield (
-                "pattern" if self.pattern else "linear_layers",
-                f"leave a layer of num_layers ({self.num_layers}) to attention: shorten it",
-            )
+            yield name, f"leave a layer of num_layers ({self.num_layers}) to attention: change it"
         if ("linear" in mixers) != (self.linear_attention is not None):
+            letters = " ('M')" if self.pattern else ""
             yield (
-                "pattern" if self.pattern else "linear_layers",
-                "be () without linear_attention and name layers with it: give both or none",
+                name,
+                f"name layers{letters} with linear_attention and none without: give both or none",
             )
 
     @property

@@ -336,8 +336,7 @@ def _nemotron_h(fields: Fields) -> DecoderConfig:
     others = dict(mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True)
     others |= dict(use_bias=False, residual_in_fp32=False, n_shared_experts=1)
     _refuse_others(fields, **others, tie_word_embeddings=False, num_nextn_predict_layers=0)
-    for name in ("sliding_window", "moe_latent_size"):
-        fields.refuse(name, fields.get(name, None) is not None)
+    fields.refuse("sliding_window", fields.get("sliding_window", None) is not None)
     fields.refuse("hybrid_override_pattern", bool(set(pattern) - set(LAYER_LETTERS.values())))
     fields.refuse("hybrid_override_pattern", "*" not in pattern)
     mamba = Mamba2Config(
@@ -353,6 +352,7 @@ def _nemotron_h(fields: Fields) -> DecoderConfig:
         hidden_dim=fields.get("moe_intermediate_size", 7688),
         num_experts=fields.get("n_routed_experts", 8),
         top_k=fields.get("num_experts_per_tok", 2),
+        latent_dim=fields.get("moe_latent_size", 0),
         activation="relu2",
         routed_scaling_factor=float(fields.get("routed_scaling_factor", 1.0)),
         shared_hidden_dim=fields.get("moe_shared_expert_intermediate_size", 7688),

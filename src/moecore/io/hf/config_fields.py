@@ -49,7 +49,8 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "v_head_dim n_group topk_group original_max_position_embeddings linear_num_key_heads "
         "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
         "index_n_heads index_head_dim index_topk n_groups mamba_num_heads mamba_head_dim "
-        "ssm_state_size conv_kernel moe_shared_expert_intermediate_size",
+        "ssm_state_size conv_kernel moe_shared_expert_intermediate_size "
+        "moe_latent_size",
     ),
     (
         "a number",

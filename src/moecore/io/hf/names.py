@@ -35,6 +35,7 @@ Nemotron-H has one mixer and one norm a layer, experts without a gate, and "back
 | self_attn, linear_attn, mlp | mixer |
 | input_layernorm, post_attention_layernorm | norm |
 | model.embed_tokens, model.norm | model.embeddings, model.norm_f |
+| mlp.latent.w_down, mlp.latent.w_up | mixer.fc1_latent_proj, mixer.fc2_latent_proj |
 | linear_attn.in_proj, rows by group: its z, x, B, C, dt | mixer.in_proj: all z, x, B, C, dt |
 """
 
@@ -63,7 +64,9 @@ QWEN3_NEXT_MTP = {
     "eh_proj.weight": "fc.weight",
     "norm.weight": "norm.weight",
 }
+LATENT_NAMES = {"latent.w_down": "fc1_latent_proj.weight", "latent.w_up": "fc2_latent_proj.weight"}
 NEMOTRON_H = (
+    *((rf"\.{native}$", f".{theirs}") for native, theirs in LATENT_NAMES.items()),
     (r"\.embed_tokens\.", ".embeddings."),
     (r"^(model|backbone)\.norm\.", r"\1.norm_f."),
     (r"\.(input|post_attention)_layernorm\.", ".norm."),
@@ -162,7 +165,7 @@ def _pieces(
     prefix, _, part = name.partition(".mlp.")
     if name.endswith(".linear_attn.in_proj.weight"):
         return _mamba2_pieces(name, shape, config)
-    if not part or part in DENSE_NAMES:
+    if not part or part in DENSE_NAMES or (config.pattern and part in LATENT_NAMES):
         return (TensorPiece(name, (), shape),)
     assert config.moe is not None, "the tensor is part of an MoE layer"
     is_gpt_oss = config.moe.activation == "clamped_swiglu" and layout != "mixtral"
