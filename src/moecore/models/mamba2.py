@@ -51,7 +51,7 @@ class Mamba2(LinearAttention):
         self.min_step = mamba.min_step
         self.in_proj = Linear(D, 2 * (values + keys) + H, tp_shard_dim=0, dtype=dtype)
         self.D = nn.Parameter(torch.empty(H, dtype=dtype))
-        self.norm = GroupNorm(h, values, config.norm_eps, dtype=dtype)
+        self.norm = GatedGroupNorm(h, values, config.norm_eps, dtype=dtype)
         self.out_proj = Linear(values, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
@@ -85,7 +85,7 @@ class Mamba2(LinearAttention):
         steps.add_(torch.log(-torch.expm1(-steps)))  # softplus gives the step
 
 
-class GroupNorm(RMSNorm):
+class GatedGroupNorm(RMSNorm):
     """The RMSNorm of each group of heads of x * silu(gate), and a weight an element."""
 
     def __init__(
