@@ -171,7 +171,9 @@ def grouped_attention(params: Params, config: DecoderConfig, x: Tensor, window: 
             kh = normed(kh, params["k_norm.weight"], config)
         if config.rope_theta is not None:
             turned = (turn(t[..., :r], frequencies, table_scale, pairs=False) for t in (qh, kh))
-            qh, kh = (torch.cat((t, all_[..., r:]), -1) for t, all_ in zip(turned, (qh, kh)))
+            qh, kh = (
+                torch.cat((t, all_[..., r:]), -1) for t, all_ in zip(turned, (qh, kh), strict=True)
+            )
         sink = params["sinks"][h] if "sinks" in params else None
         o = attention(qh, kh, vh, d**-0.5, window, sink)
         heads.append(o * torch.sigmoid(gate[0]) if gate else o)

@@ -5,6 +5,8 @@ Legend: B sequences, T tokens of a sequence, D model dim, t_i token i (counted f
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ from moecore.models.mla import LatentAttention
 from moecore.moe.layer import MoELayer
 from moecore.precision.plain import Linear
 
-LINEAR: dict[type, type[LinearAttention]] = {
+LINEAR: dict[type, Callable[..., LinearAttention]] = {
     GatedDeltaConfig: GatedDeltaNet,
     Mamba2Config: Mamba2,
 }

@@ -68,7 +68,7 @@ class LinearAttention(nn.Module):
         whole = local_param(param)
         return whole if self.tp is None else whole.chunk(self.tp.size)[self.tp.rank]
 
-    def _channels(self, param: nn.Parameter) -> Tensor:
+    def _channels(self, param: Tensor) -> Tensor:
         whole = local_param(param)
         if self.tp is None:
             return whole

@@ -5,16 +5,17 @@ code of these models sums the shares over the K choices and takes one mean over 
 sums over layers and its shares add up to 1: for the same gradient multiply by K / num_moe_layers.
 DeepSeek-V3's losses and rates are those of its paper at the start of pretraining.
 
-GLM-4.5's are those of its paper, which equal DeepSeek-V3's. Kimi-K2's and Moonlight's papers name
-none, so they have DeepSeek-V3's. gpt-oss has none: no training code that is published reads its
-0.9.
+GLM-4.5's are those of its paper, which equal DeepSeek-V3's, and so do the numbers of Nemotron 3
+Nano's; that its loss is by sequence is from its published training code. Kimi-K2's and Moonlight's
+papers name none, so they have DeepSeek-V3's. gpt-oss has none: no training code that is published
+reads its 0.9.
 
 Source: the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, Qwen/Qwen2-57B-A14B,
-Qwen/Qwen3-Next-80B-A3B-Instruct, nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16, mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924,
-deepseek-ai/DeepSeek-V3, DeepSeek-V3.2, DeepSeek-V2 and DeepSeek-V2-Lite,
-moonshotai/Moonlight-16B-A3B and Kimi-K2-Base, zai-org/GLM-4.5 and GLM-4.5-Air, openai/gpt-oss-20b
-and gpt-oss-120b on Hugging Face; DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5
-(arXiv:2508.06471).
+Qwen/Qwen3-Next-80B-A3B-Instruct, nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16,
+mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924, deepseek-ai/DeepSeek-V3, DeepSeek-V3.2,
+DeepSeek-V2 and DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B and Kimi-K2-Base, zai-org/GLM-4.5 and
+GLM-4.5-Air, openai/gpt-oss-20b and gpt-oss-120b on Hugging Face; DeepSeek-V3 (arXiv:2412.19437),
+section 4.2; GLM-4.5 (arXiv:2508.06471); Nemotron 3 Nano (arXiv:2512.20848).
 """
 
 from __future__ import annotations
