@@ -168,9 +168,6 @@ class LinearAttentionConfig:
     head_v_dim: Count
     conv_size: Count = 4
 
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
-
     def _rules(self) -> Rules:
         if self.num_v_heads % self.num_k_heads:
             yield "num_k_heads", f"divide num_v_heads ({self.num_v_heads}): choose a divisor"
@@ -193,6 +190,9 @@ class GatedDeltaConfig(LinearAttentionConfig):
 
     state_passes = 3  # read for the key, written, read for the query
 
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Config(LinearAttentionConfig):
@@ -207,6 +207,9 @@ class Mamba2Config(LinearAttentionConfig):
     state_passes = 2  # written, read for the query
 
     min_step: PositiveOrZero = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
