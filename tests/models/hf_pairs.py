@@ -273,6 +273,19 @@ def nemotron_h(pattern: str = "ME*-MEE", latent_dim: int = 0) -> Pair:
         routed_scaling_factor=2.5,
         pad_token_id=None,
     )
+    moe = MoEConfig(
+        latent_dim=latent_dim,
+        dim=64,
+        hidden_dim=32,
+        num_experts=8,
+        top_k=3,
+        normalize_weights=True,
+        score_function="sigmoid",
+        routed_scaling_factor=2.5,
+        expert_bias=True,
+        activation="relu2",
+        shared_hidden_dim=40,
+    )
     ours = DecoderConfig(
         **SHAPE | dict(num_layers=len(pattern)),
         num_kv_heads=2,
@@ -284,19 +297,7 @@ def nemotron_h(pattern: str = "ME*-MEE", latent_dim: int = 0) -> Pair:
         linear_attention=Mamba2Config(
             num_k_heads=2, num_v_heads=6, head_k_dim=16, head_v_dim=8, min_step=0.3
         ),
-        moe=MoEConfig(
-            latent_dim=latent_dim,
-            dim=64,
-            hidden_dim=32,
-            num_experts=8,
-            top_k=3,
-            normalize_weights=True,
-            score_function="sigmoid",
-            routed_scaling_factor=2.5,
-            expert_bias=True,
-            activation="relu2",
-            shared_hidden_dim=40,
-        ),
+        moe=moe if "E" in pattern else None,
     )
     return NemotronHForCausalLM(hf), ours
 
@@ -492,6 +493,7 @@ PAIRS = {
     "qwen2-moe": qwen2_moe,
     "qwen3-next": qwen3_next,
     "nemotron-h": nemotron_h,
+    "nemotron-h, dense": lambda: nemotron_h("M-*"),
     "nemotron-h, latent experts": lambda: nemotron_h("M*E", 24),
     "gpt-oss": gpt_oss,
     "mistral, window": lambda: dense("Mistral", dict(sliding_window=5), dict(windows=(5,))),

@@ -234,7 +234,8 @@ class DecoderConfig:
         mtp_loss_coef: weight of the mean of their losses; 0 without them.
         mtp_detached: their losses train these modules alone: no gradient reaches the layers before
             them, the embedding or the head (Megatron-Core's mtp_detach_heads).
-        linear_attention: attention of `linear_layers` (Qwen3-Next); None without them.
+        linear_attention: attention of `linear_layers` (Qwen3-Next), or of "M" in a pattern; None
+            without them.
         linear_layers: indices of the layers with linear attention, in rising order.
         pattern: a letter for each layer that has one half of a block with one norm: "M" linear
             attention, "*" attention, "E" an MoE layer, "-" a plain MLP (Nemotron-H). "" = layers
