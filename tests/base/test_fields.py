@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from moecore.kernels.rows.activation import ActivationOptions
 from moecore.models.config import (
     DecoderConfig,
     GatedDeltaConfig,
+    Mamba2Config,
     MLAConfig,
     SparseKeysConfig,
     YarnConfig,
@@ -181,6 +183,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (YarnConfig, dict(factor=2.0, original_max_seq_len=64)),
     (SparseKeysConfig, dict(num_heads=2, head_dim=4, top_k=3)),
     (GatedDeltaConfig, dict(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=8)),
+    (Mamba2Config, dict(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=8)),
     (MLAConfig, {f.name: getattr(MLA, f.name) for f in fields(MLA)}),
     (DecoderConfig, DECODER | dict(moe=MoEConfig(**LAYER))),
     (DecoderConfig, DECODER | dict(mlp_hidden_dim=8)),
@@ -298,12 +301,16 @@ def test_hostile_arguments_are_one_line_or_a_layer_that_trains() -> None:
     assert num_built > 500 and len(distinct) > 200, (num_built, len(distinct))
 
 
+def name_of(source: str) -> str:
+    return re.findall(r"class (\w+)", source)[0]
+
+
 def test_every_record_of_choices_is_checked() -> None:
     """A record that takes choices and no tensors calls the checker, so that it is in the fuzz."""
     found = set()
     for file in Path(moecore.__file__).parent.rglob("*.py"):
         classes = file.read_text().split("\n@dataclass")[1:]
-        found |= {c.split("class ")[1].split(":")[0] for c in classes if "check_fields(self" in c}
+        found |= {name_of(c) for c in classes if "check_fields(self" in c}
     assert found == {record.__name__ for record, _ in RECORDS}
 
 

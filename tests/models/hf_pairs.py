@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from moecore import MoEConfig
-from moecore.models import DecoderConfig, GatedDeltaConfig, MLAConfig, SparseKeysConfig, YarnConfig
+from moecore.models import (
+    DecoderConfig,
+    GatedDeltaConfig,
+    Mamba2Config,
+    MLAConfig,
+    SparseKeysConfig,
+    YarnConfig,
+)
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=97, dim=64, num_layers=3, num_heads=4, head_dim=16, max_seq_len=64
@@ -242,6 +249,59 @@ def qwen3_next() -> Pair:
     return Qwen3NextForCausalLM(hf), ours
 
 
+def nemotron_h(pattern: str = "ME*-MEE", latent_dim: int = 0) -> Pair:
+    """Every kind of layer, one behind another of its half too; 3 Mamba-2 heads for each group."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    shape = {k: v for k, v in HF_SHAPE.items() if k != "num_hidden_layers"}
+    hf = NemotronHConfig(
+        **shape,
+        hybrid_override_pattern=pattern,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        ssm_state_size=16,
+        mamba_num_heads=6,
+        mamba_head_dim=8,
+        n_groups=2,
+        time_step_min=0.3,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=40,
+        moe_latent_size=latent_dim or None,
+        routed_scaling_factor=2.5,
+        pad_token_id=None,
+    )
+    moe = MoEConfig(
+        latent_dim=latent_dim,
+        dim=64,
+        hidden_dim=32,
+        num_experts=8,
+        top_k=3,
+        normalize_weights=True,
+        score_function="sigmoid",
+        routed_scaling_factor=2.5,
+        expert_bias=True,
+        activation="relu2",
+        shared_hidden_dim=40,
+    )
+    ours = DecoderConfig(
+        **SHAPE | dict(num_layers=len(pattern)),
+        num_kv_heads=2,
+        pattern=pattern,
+        rope_theta=None,
+        norm_eps=1e-5,
+        mlp_hidden_dim=48 if "-" in pattern else 0,
+        mlp_activation="relu2",
+        linear_attention=Mamba2Config(
+            num_k_heads=2, num_v_heads=6, head_k_dim=16, head_v_dim=8, min_step=0.3
+        ),
+        moe=moe if "E" in pattern else None,
+    )
+    return NemotronHForCausalLM(hf), ours
+
+
 def gpt_oss() -> Pair:
     """Small limits and windows, so that both matter."""
     from transformers import GptOssConfig, GptOssForCausalLM
@@ -432,6 +492,9 @@ PAIRS = {
     "olmoe": olmoe,
     "qwen2-moe": qwen2_moe,
     "qwen3-next": qwen3_next,
+    "nemotron-h": nemotron_h,
+    "nemotron-h, dense": lambda: nemotron_h("M-*"),
+    "nemotron-h, latent experts": lambda: nemotron_h("M*E", 24),
     "gpt-oss": gpt_oss,
     "mistral, window": lambda: dense("Mistral", dict(sliding_window=5), dict(windows=(5,))),
     "glm-4.5": lambda: glm4_moe(norm=True),
@@ -472,7 +535,7 @@ def randomize(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if "norm" in name:
             param.uniform_(0.5, 1.5)
-        if name.endswith(("bias", "sinks")):
+        if name.endswith(("bias", "sinks", ".D")):
             param.normal_()
         if name.endswith("A_log"):  # states outlive a token, whose own part may be next to 0
             param.uniform_(-4.0, -1.0)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.models import DecoderConfig, YarnConfig
+from moecore.models import DecoderConfig, Mamba2Config, YarnConfig
 from tests.moe.reference import moe_reference
 
 Params = Mapping[str, Tensor]
@@ -95,23 +95,41 @@ def normed(x: Tensor, weight: Tensor, config: DecoderConfig) -> Tensor:
 def block(
     params: Params, config: DecoderConfig, x_BTD: Tensor, layer: int, aux: list[Tensor]
 ) -> Tensor:
-    y = normed(x_BTD, params["input_layernorm.weight"], config)
-    own = below(params, "self_attn.")
-    if layer in config.linear_layers:
-        x_BTD = x_BTD + linear_attention(below(params, "linear_attn."), config, y)
-    elif config.mla is None:
-        window = (config.windows or (0,))[layer % max(1, len(config.windows))]
-        x_BTD = x_BTD + grouped_attention(own, config, y, window)
-    else:
-        x_BTD = x_BTD + latent_attention(own, config, y)
+    letter = config.pattern[layer] if config.pattern else ""
+    if letter not in ("E", "-"):
+        x_BTD = x_BTD + mixed(params, config, x_BTD, layer)
+    if letter in ("M", "*"):
+        return x_BTD
     y = normed(x_BTD, params["post_attention_layernorm.weight"], config)
     own = below(params, "mlp.")
-    if config.is_dense(layer):
-        gate, up = y @ own["gate_proj.weight"].T, y @ own["up_proj.weight"].T
-        return x_BTD + (gate * torch.sigmoid(gate) * up) @ own["down_proj.weight"].T
+    if letter == "-" or (not letter and config.is_dense(layer)):
+        return x_BTD + mlp(own, config, y)
     out = moe_reference(y, own, config.moe)
     aux.extend(out.losses.values())
     return x_BTD + out.y_BTD
+
+
+def mixed(params: Params, config: DecoderConfig, x_BTD: Tensor, layer: int) -> Tensor:
+    """What attention of any kind adds to the residual stream."""
+    y = normed(x_BTD, params["input_layernorm.weight"], config)
+    own = below(params, "self_attn.")
+    if not own:
+        is_mamba = isinstance(config.linear_attention, Mamba2Config)
+        return (state_space if is_mamba else linear_attention)(
+            below(params, "linear_attn."), config, y
+        )
+    if config.mla is not None:
+        return latent_attention(own, config, y)
+    window = (config.windows or (0,))[layer % max(1, len(config.windows))]
+    return grouped_attention(own, config, y, window)
+
+
+def mlp(params: Params, config: DecoderConfig, y: Tensor) -> Tensor:
+    up, down = y @ params["up_proj.weight"].T, params["down_proj.weight"].T
+    if config.mlp_activation == "relu2":
+        return torch.where(up > 0, up * up, 0) @ down
+    gate = y @ params["gate_proj.weight"].T
+    return (gate * torch.sigmoid(gate) * up) @ down
 
 
 def attention(
@@ -141,7 +159,7 @@ def turn(x: Tensor, frequencies: Tensor, scale: float, pairs: bool) -> Tensor:
 def grouped_attention(params: Params, config: DecoderConfig, x: Tensor, window: int) -> Tensor:
     d, group = config.head_dim, config.num_heads // config.num_kv_heads
     r = config.rotary_dim or d
-    frequencies, table_scale, _ = yarn(r, config.yarn, config.rope_theta)
+    frequencies, table_scale, _ = yarn(r, config.yarn, config.rope_theta or 1.0)
     q, k, v = (x @ params[f"{n}_proj.weight"].T + params.get(f"{n}_proj.bias", 0) for n in "qkv")
     heads = []
     gated = 1 + config.attention_gate
@@ -151,14 +169,51 @@ def grouped_attention(params: Params, config: DecoderConfig, x: Tensor, window: 
         if config.qk_norm == "head":
             qh = normed(qh, params["q_norm.weight"], config)
             kh = normed(kh, params["k_norm.weight"], config)
-        turned = (turn(t[..., :r], frequencies, table_scale, pairs=False) for t in (qh, kh))
-        qh, kh = (
-            torch.cat((t, whole[..., r:]), -1) for t, whole in zip(turned, (qh, kh), strict=True)
-        )
+        if config.rope_theta is not None:
+            turned = (turn(t[..., :r], frequencies, table_scale, pairs=False) for t in (qh, kh))
+            qh, kh = (
+                torch.cat((t, all_[..., r:]), -1) for t, all_ in zip(turned, (qh, kh), strict=True)
+            )
         sink = params["sinks"][h] if "sinks" in params else None
         o = attention(qh, kh, vh, d**-0.5, window, sink)
         heads.append(o * torch.sigmoid(gate[0]) if gate else o)
     return torch.cat(heads, -1) @ params["o_proj.weight"].T + params.get("o_bias", 0)
+
+
+def short_convolution(params: Params, x: Tensor) -> Tensor:
+    """Each token and those before it, weighted by channel; then silu."""
+    taps = params["conv1d.weight"][:, 0]
+    W, T = taps.shape[1], x.shape[1]
+    padded = F.pad(x, (0, 0, W - 1, 0))
+    return F.silu(
+        sum(padded[:, w : w + T] * taps[:, w] for w in range(W)) + params.get("conv1d.bias", 0)
+    )
+
+
+def state_space(params: Params, config: DecoderConfig, x: Tensor) -> Tensor:
+    """Mamba-2: head by head, token by token."""
+    mamba = config.linear_attention
+    h, k, v = mamba.num_k_heads, mamba.head_k_dim, mamba.head_v_dim
+    r = mamba.num_v_heads // h
+    rows = (x @ params["in_proj.weight"].T).unflatten(-1, (h, 2 * r * v + 2 * k + r))
+    z, *parts, dt = (part.flatten(2) for part in rows.split((r * v, r * v, k, k, r), -1))
+    after = short_convolution(params, torch.cat(parts, -1))
+    values, keys, queries = after.split((h * r * v, h * k, h * k), -1)
+    outs = []
+    for H in range(mamba.num_v_heads):
+        where, own = slice(H // r * k, (H // r + 1) * k), slice(H * v, (H + 1) * v)
+        step = F.softplus(dt[..., H] + params["dt_bias"][H]).clamp(min=mamba.min_step)
+        decay = torch.exp(-step * params["A_log"][H].exp())
+        state, heads = x.new_zeros(len(x), k, v), []
+        for t in range(x.shape[1]):
+            new = keys[:, t, where, None] * values[:, t, None, own] * step[:, t, None, None]
+            state = state * decay[:, t, None, None] + new
+            heads.append(torch.einsum("bk,bkv->bv", queries[:, t, where], state))
+        outs.append(torch.stack(heads, 1) + params["D"][H] * values[..., own])
+    gated = torch.cat(outs, -1) * F.silu(z)
+    one = torch.ones(r * v)
+    groups = [norm(part, one, config.norm_eps) for part in gated.split(r * v, -1)]
+    return torch.cat(groups, -1) * params["norm.weight"] @ params["out_proj.weight"].T
 
 
 def linear_attention(params: Params, config: DecoderConfig, x: Tensor) -> Tensor:
@@ -170,12 +225,9 @@ def linear_attention(params: Params, config: DecoderConfig, x: Tensor) -> Tensor
     qkvz = (x @ params["in_proj_qkvz.weight"].T).unflatten(-1, (h, 2 * k + 2 * r * v))
     ba = (x @ params["in_proj_ba.weight"].T).unflatten(-1, (h, 2, r))
     parts = [part.flatten(2) for part in qkvz.split((k, k, r * v, r * v), -1)[:3]]
-    joined, taps = torch.cat(parts, -1), params["conv1d.weight"][:, 0]
-    W, T = taps.shape[1], x.shape[1]
-    padded = F.pad(joined, (0, 0, W - 1, 0))
-    mixed = F.silu(sum(padded[:, w : w + T] * taps[:, w] for w in range(W)))
-    queries, keys, values = mixed.split((h * k, h * k, h * r * v), -1)
-    outs = []
+    after = short_convolution(params, torch.cat(parts, -1))
+    queries, keys, values = after.split((h * k, h * k, h * r * v), -1)
+    outs, T = [], x.shape[1]
     for H in range(linear.num_v_heads):
         where = slice(H // r * k, (H // r + 1) * k)
         q, key = (t[..., where] for t in (queries, keys))

@@ -12,6 +12,7 @@ from moecore.models import (
     PRESETS,
     DecoderConfig,
     GatedDeltaConfig,
+    Mamba2Config,
     MLAConfig,
     SparseKeysConfig,
     YarnConfig,
@@ -31,6 +32,7 @@ VALID_MLA = dict(kv_lora_rank=8, qk_nope_head_dim=12, qk_rope_head_dim=4, v_head
 MLA = MLAConfig(**VALID_MLA)
 SPARSE = SparseKeysConfig(num_heads=2, head_dim=8, top_k=3)
 VALID_DELTA = dict(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=16)
+MAMBA = Mamba2Config(**VALID_DELTA)
 LINEAR = dict(linear_attention=GatedDeltaConfig(**VALID_DELTA))
 
 
@@ -63,8 +65,30 @@ LINEAR = dict(linear_attention=GatedDeltaConfig(**VALID_DELTA))
         (dict(**LINEAR, linear_layers=(1, 0)), r"linear_layers \(\(1, 0\)\) must rise without"),
         (dict(**LINEAR, linear_layers=(2,)), r"linear_layers \(\(2,\)\) must lie in \[0, num_"),
         (dict(**LINEAR, linear_layers=(0, 1)), r"must leave a layer of num_layers \(2\) to atten"),
-        (dict(LINEAR), r"linear_layers \(\(\)\) must be \(\) without linear_attention and name"),
-        (dict(linear_layers=(0,)), r"linear_layers \(\(0,\)\) must be \(\) without linear_atten"),
+        (dict(LINEAR), r"linear_layers \(\(\)\) must name layers with linear_attention and none"),
+        (
+            dict(pattern="MM", linear_attention=MAMBA, moe=None),
+            r"pattern \('MM'\) must leave a layer of num_layers \(2\) to attention",
+        ),
+        (dict(pattern="*"), r"pattern \('\*'\) must have one of 'M\*E-' for each of num_layers"),
+        (dict(pattern="*O"), r"pattern \('\*O'\) must have one of 'M\*E-' for each of num_l"),
+        (dict(pattern="*E", dense_layers=(0,)), r"dense_layers \(\(0,\)\) must be \(\) with pa"),
+        (dict(pattern="*-", mlp_hidden_dim=8), r"pattern \('\*-'\) must name MoE layers \('E'\)"),
+        (dict(pattern="*E", moe=None), r"pattern \('\*E'\) must name MoE layers \('E'\) with moe"),
+        (
+            dict(pattern="*M", moe=None),
+            r"pattern \('\*M'\) must name layers \('M'\) with linear_attention and none without",
+        ),
+        (
+            dict(pattern="*E", num_mtp_layers=1, mtp_loss_coef=0.1),
+            r"num_mtp_layers \(1\) must be 0 with pattern",
+        ),
+        (dict(rope_theta=None, rotary_dim=2), r"rotary_dim \(2\) must be 0 with rope_theta"),
+        (dict(rope_theta=None, mla=MLA, num_kv_heads=4), r"rope_theta \(None\) must be given"),
+        (
+            dict(linear_layers=(0,)),
+            r"linear_layers \(\(0,\)\) must name layers with linear_attention and",
+        ),
         (dict(rotary_dim=7), r"rotary_dim \(7\) must be even and <= head_dim \(16\)"),
         (dict(rotary_dim=18), r"rotary_dim \(18\) must be even and <= head_dim \(16\)"),
         (
@@ -219,6 +243,8 @@ def test_unknown_preset_lists_the_names():
         ("qwen3-30b-a3b", 30.5e9, 3.3e9, 1e8),
         ("qwen3-235b-a22b", 235e9, 22e9, 1e9),
         ("qwen3-next-80b-a3b", 79.67e9, 3.87e9, 1e8),  # 80B and 3B, without the embedding 3.6B
+        # 31.6B and 3.6B in the report, 3.2B without embedding and head.
+        ("nemotron-3-nano-30b-a3b", 31.58e9, 3.58e9, 1e7),
         ("mixtral-8x7b", 46.7e9, 12.9e9, 1e8),
         ("olmoe-1b-7b", 6.9e9, 1.3e9, 1e8),
         # 15.29e9 and 2.24e9 in the report (arXiv:2502.16982), which leaves out embedding and head.
@@ -342,6 +368,14 @@ def test_flops_of_a_small_decoder_by_hand():
     params = 4 * (2 * 8 + 2 * 16 + 2) + 4 * 32 + 16 * 4 + 1 + 1 + 16
     fewer = flops_per_token(all_keys, 10) - flops_per_token(linear, 10)
     assert fewer == 6 * (64 - params) + 6 * 4 * 10 - 18 * 8 * 16
+    # A Mamba-2 layer: 2 * 32 + 2 * 8 + 2 weights per input, 4 taps and a bias of 48 channels, 32
+    # weights per output, 2 + 2 + 2 + 32 of vectors, one norm, and a state of 2 * 8 * 16 numbers;
+    # behind it a layer of attention without MLP, and an MLP without a gate: 64 + 4 and 128 + 4.
+    mamba = Mamba2Config(num_k_heads=1, num_v_heads=2, head_k_dim=8, head_v_dim=16)
+    halves = dict(num_layers=3, pattern="M*-", mlp_activation="relu2", linear_attention=mamba)
+    params = 4 * (2 * 32 + 2 * 8 + 2) + 5 * 48 + 32 * 4 + 2 + 2 + 2 + 32 + 4
+    found = flops_per_token(replace(config, **halves), 10)
+    assert found == 6 * (params + 64 + 4 + 128 + 4 + 4 + 32) + 6 * 4 * 10 + 12 * 2 * 8 * 16
     tied = replace(config, tie_embeddings=True)
     assert flops_per_token(tied, 10) == flops_per_token(config, 10)
     assert num_params(config) - num_params(tied) == 32

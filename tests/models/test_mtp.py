@@ -11,7 +11,14 @@ from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig
 from moecore.attention.sequence import shift_left
-from moecore.models import Decoder, DecoderConfig, GatedDeltaConfig, YarnConfig, preset
+from moecore.models import (
+    Decoder,
+    DecoderConfig,
+    GatedDeltaConfig,
+    Mamba2Config,
+    YarnConfig,
+    preset,
+)
 from moecore.moe.layer import MoELayer
 from tests.io.hf.states import hf_state
 from tests.models.hf_pairs import YARN, deepseek, randomize
@@ -51,6 +58,20 @@ LINEAR = replace(
     norm_eps=1e-3,
     zero_centered_norms=True,
 )
+HYBRID = replace(  # every kind of layer, and one behind another of its half
+    GROUPED,
+    qk_norm=None,
+    num_layers=6,
+    pattern="M*-MEE",
+    dense_layers=(),
+    mlp_activation="relu2",
+    rope_theta=None,
+    linear_attention=Mamba2Config(
+        num_k_heads=2, num_v_heads=6, head_k_dim=16, head_v_dim=8, min_step=0.3
+    ),
+    norm_eps=1e-3,
+    moe=replace(GROUPED.moe, activation="relu2", shared_hidden_dim=40),  # type: ignore[type-var]
+)
 KINDS = {"latent": DEEPSEEK, "grouped, tied, dense": GROUPED, "windows, sinks, biases": WINDOWED}
 KINDS["linear, gates"] = LINEAR
 CONFIGS = {
@@ -73,7 +94,7 @@ def make(config: DecoderConfig) -> Decoder:
                 value.copy_(torch.rand(value.shape, generator=g) * 0.1)
             elif name.endswith("A_log"):  # states outlive tokens
                 value.uniform_(-4.0, -1.0, generator=g)
-            elif name.endswith(("_bias", "_proj.bias", "sinks")):
+            elif name.endswith(("_bias", "_proj.bias", "sinks", ".D")):
                 value.copy_(torch.randn(value.shape, generator=g))
             elif "linear_attn" not in name:  # its norm divides by what these are
                 value.mul_(8.0)

@@ -357,4 +357,7 @@ def test_check_names_each_field():
     linear = preset("tiny-qwen3-next")
     with pytest.raises(ValueError, match=r"linear_attention.num_k_heads \(2\) must be a multiple"):
         check_tensor_parallel(replace(linear, num_kv_heads=4), 4)
+    groups = replace(preset("tiny-nemotron-h"), num_kv_heads=4)
+    with pytest.raises(ValueError, match=r"linear_attention.num_k_heads \(2\) must be a multiple"):
+        check_tensor_parallel(groups, 4)
     check_tensor_parallel(preset("qwen3-30b-a3b"), 4)

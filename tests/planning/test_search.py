@@ -378,6 +378,9 @@ def test_a_config_is_planned_as_its_preset(
     assert main(["plan", "--preset", "tiny-qwen3-next", *options]) == 1
     err = capsys.readouterr().err
     assert "model.linear_layers ((0, 1, 2)) must be ()" in err and err.count("\n") == 1
+    assert main(["plan", "--preset", "tiny-nemotron-h", *options]) == 1
+    err = capsys.readouterr().err
+    assert "model.pattern ('ME*-ME') must be ''" in err and err.count("\n") == 1
     assert main(["plan", "--preset", "deepseek-v3.2", *options]) == 1
     err = capsys.readouterr().err
     assert "model.mla.sparse (" in err and "must be None" in err and err.count("\n") == 1

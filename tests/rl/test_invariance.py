@@ -231,7 +231,8 @@ def test_linear_and_sparse_attention_are_refused() -> None:
     keys = SparseKeysConfig(num_heads=2, head_dim=8, top_k=4)
     sparse = replace(latent, mla=replace(latent.mla, sparse=keys))
     for refused, message in (
-        (preset("tiny-qwen3-next"), r"linear_layers \(\(0, 1, 2\)\) must be \(\) for an Engine"),
+        (preset("tiny-qwen3-next"), r"linear_attention \(Gated.*\) must be None for an Engine"),
+        (preset("tiny-nemotron-h"), r"linear_attention \(Mamba2.*\) must be None for an Engine"),
         (sparse, r"mla.sparse \(.*\) must be None, because keys are scored"),
     ):
         engine_of = engines_of(Decoder(refused), torch.float32)

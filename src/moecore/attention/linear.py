@@ -47,6 +47,27 @@ def attend_linear(
     return o.view(v_BTHv.shape)  # type: ignore[no-any-return]
 
 
+def scan_states(
+    x_BTHv: Tensor,
+    steps_BTH: Tensor,
+    rates_H: Tensor,
+    B_BThk: Tensor,
+    C_BThk: Tensor,
+    D_H: Tensor | None,
+    sequence: Sequence,
+) -> Tensor:
+    """Return y_BTHv of a state space model: C S + D x of S = exp(step * rate) S + step * B x^T.
+
+    It is linear attention with queries C, keys B and nothing corrected (Mamba-2, arXiv:2405.21060).
+
+    Args: of this rank's tokens where ranks hold parts. Steps are in fp32 (fp64), rates negative.
+    """
+    values_BTHv = (x_BTHv * steps_BTH[..., None]).to(x_BTHv.dtype)
+    rule = C_BThk, B_BThk, values_BTHv, steps_BTH * rates_H, None, sequence
+    y_BTHv = attend_linear(*rule, scale=1.0, norm_qk=False)
+    return y_BTHv if D_H is None else y_BTHv + D_H[:, None] * x_BTHv
+
+
 @torch.compiler.disable
 def convolve(
     x_BTD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, sequence: Sequence, *, silu: bool

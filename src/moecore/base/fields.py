@@ -34,6 +34,7 @@ import math
 import os
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import fields
 from functools import cache, reduce
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -154,7 +155,7 @@ def _refuse(record: Any, name: str, relation: str) -> None:
 @cache
 def _kinds(record: Any) -> list[tuple[str, _Kind]]:
     hints = get_type_hints(record, include_extras=True)
-    return [(name, _kind(hints[name])) for name in record.__dataclass_fields__]
+    return [(field.name, _kind(hints[field.name])) for field in fields(record)]
 
 
 @cache

@@ -3,6 +3,7 @@
 from moecore.models.config import (
     DecoderConfig,
     GatedDeltaConfig,
+    Mamba2Config,
     MLAConfig,
     SparseKeysConfig,
     YarnConfig,
@@ -15,7 +16,7 @@ from moecore.models.size import active_params, document_cost, flops_per_token, n
 
 __all__ = [
     "PRESETS", "Decoder", "DecoderConfig", "GatedDeltaConfig", "LogProbLoss", "MLAConfig",
-    "SparseKeysConfig", "YarnConfig",
+    "Mamba2Config", "SparseKeysConfig", "YarnConfig",
     "active_params", "document_cost", "flops_per_token", "linear_cross_entropy",
     "linear_log_probs", "num_params", "preset", "with_latent_experts",
 ]  # fmt: skip

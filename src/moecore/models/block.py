@@ -5,46 +5,62 @@ Legend: B sequences, T tokens of a sequence, D model dim, t_i token i (counted f
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from moecore.attention.sequence import Sequence
-from moecore.models.config import DecoderConfig
+from moecore.models.config import DecoderConfig, GatedDeltaConfig, Mamba2Config
 from moecore.models.gated_delta import GatedDeltaNet
 from moecore.models.layers import MLP, Attention, RMSNorm
+from moecore.models.linear_attention import LinearAttention
+from moecore.models.mamba2 import Mamba2
 from moecore.models.mla import LatentAttention
 from moecore.moe.layer import MoELayer
 from moecore.precision.plain import Linear
 
+LINEAR: dict[type, Callable[..., LinearAttention]] = {
+    GatedDeltaConfig: GatedDeltaNet,
+    Mamba2Config: Mamba2,
+}
+
 
 class Block(nn.Module):
-    """One layer: attention or linear attention, then a dense MLP or an MoE layer, with norms."""
+    """One layer: attention or linear attention, then an MLP or MoE layer, each with a norm.
+
+    One of both may be absent.
+    """
 
     def __init__(
         self, config: DecoderConfig, layer_idx: int, *, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm.of(config, dtype=dtype)
-        self.is_linear = config.is_linear(layer_idx)
-        if self.is_linear:
-            self.linear_attn = GatedDeltaNet(config, dtype=dtype)
-        elif config.mla is None:
+        self.mixer, self.feedforward = config.mixer_of(layer_idx), config.feedforward_of(layer_idx)
+        if self.mixer is not None:
+            self.input_layernorm = RMSNorm.of(config, dtype=dtype)
+        if self.mixer == "linear":
+            self.linear_attn = LINEAR[type(config.linear_attention)](config, dtype=dtype)
+        elif self.mixer == "attention" and config.mla is None:
             self.self_attn: nn.Module = Attention(config, config.window_of(layer_idx), dtype=dtype)
-        else:
+        elif self.mixer == "attention":
             self.self_attn = LatentAttention(config, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm.of(config, dtype=dtype)
-        self.is_dense = config.moe is None or config.is_dense(layer_idx)
-        if self.is_dense:
+        if self.feedforward is not None:
+            self.post_attention_layernorm = RMSNorm.of(config, dtype=dtype)
+        if self.feedforward == "dense":
             self.mlp: nn.Module = MLP(config, dtype=dtype)
-        else:
+        elif self.feedforward == "moe":
             assert config.moe is not None
             self.mlp = MoELayer(config.moe, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the residual stream of own tokens after this layer; no expert sees padding."""
-        x_BTD = self.attend(x_BTD, sequence)
+        if self.mixer is not None:
+            x_BTD = self.attend(x_BTD, sequence)
+        if self.feedforward is None:
+            return x_BTD
         y_BTD = self.post_attention_layernorm(x_BTD)
-        if self.is_dense:
+        if self.feedforward == "dense":
             return x_BTD + self.mlp(y_BTD)
         return x_BTD + self.mlp(
             y_BTD,
@@ -55,7 +71,7 @@ class Block(nn.Module):
 
     def attend(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the residual stream after attention."""
-        attention = self.linear_attn if self.is_linear else self.self_attn
+        attention = self.linear_attn if self.mixer == "linear" else self.self_attn
         attended: Tensor = x_BTD + attention(self.input_layernorm(x_BTD), sequence)
         return attended
 
@@ -63,12 +79,14 @@ class Block(nn.Module):
     def compile_regions(self) -> tuple[str, ...]:
         """Methods without an MoE layer inside: see `train/graphs/regions.py`."""
         # The norm before an MoE layer stays outside: its output is what `MemoryOptions` drops.
-        return ("forward",) if self.is_dense else ("attend",)
+        if self.feedforward != "moe":
+            return ("forward",)
+        return () if self.mixer is None else ("attend",)
 
     @property
     def eager_parts(self) -> tuple[str, ...]:
         """Modules that no compile region calls."""
-        return () if self.is_dense else ("post_attention_layernorm", "mlp")
+        return ("post_attention_layernorm", "mlp") if self.feedforward == "moe" else ()
 
 
 class MTPLayer(nn.Module):

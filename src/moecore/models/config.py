@@ -7,8 +7,10 @@ are arguments elsewhere, never fields here.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal
 
 from moecore.base.fields import (
     Bound,
@@ -22,6 +24,11 @@ from moecore.base.fields import (
 from moecore.base.options.layer import MoEConfig
 
 QKNorm = Literal["head", "full"]
+MLPActivation = Literal["swiglu", "relu2"]
+Mixer = Literal["attention", "linear"]
+Feedforward = Literal["dense", "moe"]
+MIXERS: Mapping[str, Mixer] = MappingProxyType({"M": "linear", "*": "attention"})
+FEEDFORWARDS: Mapping[str, Feedforward] = MappingProxyType({"E": "moe", "-": "dense"})
 AttentionBias = Literal["qkv", "all"]
 
 
@@ -142,8 +149,8 @@ class MLAConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatedDeltaConfig:
-    """Linear attention by a gated delta net, whose state is one matrix a value head.
+class LinearAttentionConfig:
+    """Linear attention, whose state is one matrix a value head.
 
     Attributes:
         num_k_heads: query and key heads; each serves num_v_heads / num_k_heads value heads.
@@ -151,9 +158,9 @@ class GatedDeltaConfig:
         head_k_dim: dim of a query or key head.
         head_v_dim: dim of a value head.
         conv_size: tokens that the convolution before it weights, the token itself included.
-
-    Source: Gated Delta Networks (arXiv:2412.06464).
     """
+
+    state_passes: ClassVar[int]  # products of a token with a state
 
     num_k_heads: Count
     num_v_heads: Count
@@ -161,15 +168,48 @@ class GatedDeltaConfig:
     head_v_dim: Count
     conv_size: Count = 4
 
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
-
     def _rules(self) -> Rules:
         if self.num_v_heads % self.num_k_heads:
             yield "num_k_heads", f"divide num_v_heads ({self.num_v_heads}): choose a divisor"
         for name in ("head_k_dim", "head_v_dim"):
             if getattr(self, name) % 8:
                 yield name, "be a multiple of 8, 16 bytes in bf16, for products of states: raise it"
+
+    @property
+    def state_flops(self) -> int:
+        """FLOPs of a token's products with the states of all heads, in forward."""
+        return 2 * self.state_passes * self.num_v_heads * self.head_k_dim * self.head_v_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaConfig(LinearAttentionConfig):
+    """A gated delta net: a token corrects what the state returns for its key.
+
+    Source: Gated Delta Networks (arXiv:2412.06464).
+    """
+
+    state_passes = 3  # read for the key, written, read for the query
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2Config(LinearAttentionConfig):
+    """A Mamba-2 layer: value heads are its heads, keys and queries its B and C of each group.
+
+    Attributes:
+        min_step: time steps are raised to it.
+
+    Source: Mamba-2 (arXiv:2405.21060).
+    """
+
+    state_passes = 2  # written, read for the query
+
+    min_step: PositiveOrZero = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,8 +224,9 @@ class DecoderConfig:
         num_kv_heads: key and value heads per layer; each serves num_heads / num_kv_heads queries.
         head_dim: dim of one head.
         moe: the MoE layer of every layer that is not dense; None = all layers are dense.
-        dense_layers: indices of the layers with a plain gated MLP, in rising order.
+        dense_layers: indices of the layers with a plain MLP, in rising order.
         mlp_hidden_dim: hidden dim of that MLP; 0 when no layer is dense.
+        mlp_activation: of that MLP: "swiglu" with a gate, "relu2", relu squared, without.
         mla: multi-head latent attention; None = grouped-query attention. With it num_kv_heads is
             num_heads, and head_dim is that of queries and keys.
         num_mtp_layers: modules that predict further tokens in training (multi-token prediction,
@@ -193,8 +234,12 @@ class DecoderConfig:
         mtp_loss_coef: weight of the mean of their losses; 0 without them.
         mtp_detached: their losses train these modules alone: no gradient reaches the layers before
             them, the embedding or the head (Megatron-Core's mtp_detach_heads).
-        linear_attention: attention of `linear_layers` (Qwen3-Next); None without them.
+        linear_attention: attention of `linear_layers` (Qwen3-Next), or of "M" in a pattern; None
+            without them.
         linear_layers: indices of the layers with linear attention, in rising order.
+        pattern: a letter for each layer that has one half of a block with one norm: "M" linear
+            attention, "*" attention, "E" an MoE layer, "-" a plain MLP (Nemotron-H). "" = layers
+            have both, of the kinds that linear_layers and dense_layers name.
         attention_bias: learned biases of attention: "qkv" of queries, keys and values (Qwen2,
             GLM-4.5), "all" of the output too (Llama's option), None = off.
         windows: keys that a token sees at most, its own included, 0 = all: of the first layers,
@@ -204,7 +249,7 @@ class DecoderConfig:
             returns behind its query (Qwen3-Next).
         qk_norm: RMSNorm on queries and keys: "head" over each head (Qwen3), "full" over the whole
             projection (OLMoE), None = off.
-        rope_theta: base of the rotary frequencies.
+        rope_theta: base of the rotary frequencies; None = attention knows no positions.
         rotary_dim: dims of a head that rotary embedding turns, the first ones (GLM-4.5: half); 0 =
             all. With mla see `MLAConfig`.
         yarn: longer sequences than in pretraining; None = off. With mla it is `mla.yarn`.
@@ -225,18 +270,20 @@ class DecoderConfig:
     moe: MoEConfig | None = None
     dense_layers: tuple[CountOrZero, ...] = ()
     mlp_hidden_dim: CountOrZero = 0
+    mlp_activation: MLPActivation = "swiglu"
     mla: MLAConfig | None = None
     num_mtp_layers: CountOrZero = 0
     mtp_loss_coef: PositiveOrZero = 0.0
     mtp_detached: bool = False
-    linear_attention: GatedDeltaConfig | None = None
+    linear_attention: GatedDeltaConfig | Mamba2Config | None = None
     linear_layers: tuple[CountOrZero, ...] = ()
+    pattern: str = ""
     attention_bias: AttentionBias | None = None
     windows: tuple[CountOrZero, ...] = ()
     attention_sinks: bool = False
     attention_gate: bool = False
     qk_norm: QKNorm | None = None
-    rope_theta: Positive = 10_000.0
+    rope_theta: Positive | None = 10_000.0
     rotary_dim: CountOrZero = 0
     yarn: YarnConfig | None = None
     norm_eps: Positive = 1e-6
@@ -249,6 +296,8 @@ class DecoderConfig:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
+        if self.pattern:
+            yield from self._pattern_rules()
         yield from self._attention_rules()
         if self.mla is not None:
             yield from self._mla_rules(self.mla)
@@ -258,11 +307,28 @@ class DecoderConfig:
         if self.moe is not None and self.moe.dim != self.dim:
             yield "moe.dim", f"equal dim ({self.dim}): build MoEConfig with the decoder's dim"
 
+    def _pattern_rules(self) -> Rules:
+        letters = "".join((*MIXERS, *FEEDFORWARDS))
+        if set(self.pattern) - set(letters) or len(self.pattern) != self.num_layers:
+            yield (
+                "pattern",
+                f"have one of {letters!r} for each of num_layers ({self.num_layers}): correct it",
+            )
+        for name in ("linear_layers", "dense_layers"):
+            if value := getattr(self, name):
+                yield name, f"be {type(value)()} with pattern, which names them: drop it"
+        if ("E" in self.pattern) != (self.moe is not None):
+            yield "pattern", "name MoE layers ('E') with moe and none without: give both or none"
+        if self.num_mtp_layers:
+            yield "num_mtp_layers", "be 0 with pattern, whose last layer is half a block: drop it"
+
     def _attention_rules(self) -> Rules:
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"divide num_heads ({self.num_heads}): choose a divisor"
         if self.head_dim % 2:
             yield "head_dim", "be even, because rotary embedding turns pairs: use an even head_dim"
+        if self.rope_theta is None and self.rotary_dim:
+            yield "rotary_dim", "be 0 with rope_theta (None), where nothing is turned: drop it"
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             yield "rotary_dim", f"be even and <= head_dim ({self.head_dim}): lower it, or use 0"
         if len(self.windows) > self.num_layers:
@@ -271,7 +337,7 @@ class DecoderConfig:
             yield from self._yarn_rules("yarn", self.yarn)
 
     def _yarn_rules(self, name: str, yarn: YarnConfig) -> Rules:
-        if self.rope_theta <= 1:
+        if self.rope_theta is None or self.rope_theta <= 1:
             yield (
                 "rope_theta",
                 f"be > 1 with {name}, which tells fast frequencies from slow ones: keep 10000.0 "
@@ -302,7 +368,10 @@ class DecoderConfig:
             yield "attention_bias", "be None with mla, whose projections have none: drop it"
         if self.windows:
             yield "windows", "be () with mla, which sees all keys: drop it"
-        for name in ("attention_sinks", "attention_gate", "zero_centered_norms", "linear_layers"):
+        if self.rope_theta is None:
+            yield "rope_theta", "be given with mla, which turns mla.qk_rope_head_dim: set it"
+        names = ("attention_sinks", "attention_gate", "zero_centered_norms", "linear_layers")
+        for name in (*names, "pattern"):
             if value := getattr(self, name):
                 yield name, f"be {type(value)()} with mla, which has none: drop it"
         if self.rotary_dim:
@@ -339,7 +408,7 @@ class DecoderConfig:
             yield "dense_layers", "rise without repeats: sort it"
         if dense and dense[-1] >= self.num_layers:
             yield "dense_layers", f"lie in [0, num_layers ({self.num_layers})): drop the others"
-        if self.moe is not None and len(dense) == self.num_layers:
+        if self.moe is not None and not self.num_moe_layers:
             yield (
                 "dense_layers",
                 f"leave a layer of num_layers ({self.num_layers}) to moe: shorten it or set "
@@ -364,35 +433,43 @@ class DecoderConfig:
             yield "linear_layers", "rise without repeats: sort it"
         if linear and linear[-1] >= self.num_layers:
             yield "linear_layers", f"lie in [0, num_layers ({self.num_layers})): drop the others"
-        if len(linear) == self.num_layers:
+        mixers = [self.mixer_of(i) for i in range(self.num_layers)]
+        name = "pattern" if self.pattern else "linear_layers"
+        if "attention" not in mixers:
+            yield name, f"leave a layer of num_layers ({self.num_layers}) to attention: change it"
+        if ("linear" in mixers) != (self.linear_attention is not None):
+            letters = " ('M')" if self.pattern else ""
             yield (
-                "linear_layers",
-                f"leave a layer of num_layers ({self.num_layers}) to attention: shorten it",
-            )
-        if bool(linear) != (self.linear_attention is not None):
-            yield (
-                "linear_layers",
-                "be () without linear_attention and name layers with it: give both or none",
+                name,
+                f"name layers{letters} with linear_attention and none without: give both or none",
             )
 
     @property
     def num_dense_layers(self) -> int:
         """Number of layers with a plain MLP."""
-        return self.num_layers if self.moe is None else len(self.dense_layers)
+        return sum(self.is_dense(i) for i in range(self.num_layers))
 
     @property
     def num_moe_layers(self) -> int:
         """Number of layers with an MoE layer."""
-        return self.num_layers - self.num_dense_layers
+        return sum(self.feedforward_of(i) == "moe" for i in range(self.num_layers))
 
     def window_of(self, layer_idx: int) -> int | None:
         """Return how many keys a token of a layer sees at most; None = all."""
         return self.windows[layer_idx % len(self.windows)] or None if self.windows else None
 
-    def is_linear(self, layer_idx: int) -> bool:
-        """Whether this layer has linear attention."""
-        return layer_idx in self.linear_layers
+    def mixer_of(self, layer_idx: int) -> Mixer | None:
+        """Return what mixes tokens in a layer; None = nothing does."""
+        if self.pattern:
+            return MIXERS.get(self.pattern[layer_idx])
+        return "linear" if layer_idx in self.linear_layers else "attention"
+
+    def feedforward_of(self, layer_idx: int) -> Feedforward | None:
+        """Return what computes each token alone in a layer; None = nothing does."""
+        if self.pattern:
+            return FEEDFORWARDS.get(self.pattern[layer_idx])
+        return "dense" if self.moe is None or layer_idx in self.dense_layers else "moe"
 
     def is_dense(self, layer_idx: int) -> bool:
         """Whether this layer has a plain MLP."""
-        return self.moe is None or layer_idx in self.dense_layers
+        return self.feedforward_of(layer_idx) == "dense"

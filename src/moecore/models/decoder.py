@@ -41,9 +41,9 @@ from moecore.base.torch_names import local_of
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
 from moecore.models.config import DecoderConfig
-from moecore.models.gated_delta import GatedDeltaNet
 from moecore.models.indexer import KeyNorm
 from moecore.models.layers import Attention, RMSNorm
+from moecore.models.linear_attention import LinearAttention
 from moecore.models.log_probs import LogProbLoss
 from moecore.models.loss import IGNORE_INDEX, count_labels, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel, sum_value
@@ -152,12 +152,14 @@ class Decoder(nn.Module):
     def init_weights(self, seed: Seed = 0) -> None:
         """Fill every parameter and buffer, the same on every layout. No communication.
 
-        Matrices are N(0, 0.02^2), those that write into the residual stream are divided by
-        sqrt(2 * num_layers) as in GPT-2, sinks are N(0, 0.02^2), norms multiply by 1, biases are 0.
-        For linear attention see `GatedDeltaNet.init_weights`.
+        Matrices are N(0, 0.02^2), those that write into the residual stream are divided by the root
+        of how many do, 2 * num_layers or the length of a pattern, as in GPT-2. Sinks are
+        N(0, 0.02^2), norms multiply by 1, biases are 0.
+        For linear attention see `LinearAttention.init_weights`.
         """
         check_arguments(Decoder.init_weights, locals())
-        scale = 1.0 / math.sqrt(2 * self.config.num_layers)
+        halves = self.config.num_layers * (1 if self.config.pattern else 2)
+        scale = 1.0 / math.sqrt(halves)
         for path, module in self.named_modules():
             key = clean_name(path)
             if isinstance(module, MoELayer):
@@ -174,7 +176,7 @@ class Decoder(nn.Module):
             elif isinstance(module, KeyNorm):
                 local_of(module.weight).fill_(1.0)
                 local_of(module.bias).zero_()
-            elif isinstance(module, GatedDeltaNet):
+            elif isinstance(module, LinearAttention):
                 module.init_weights(key=key, seed=seed)
             elif isinstance(module, Attention):
                 if module.o_bias is not None:

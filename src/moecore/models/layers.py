@@ -124,9 +124,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the output of own tokens, normed; the sequence is of the whole rows."""
-        assert sequence.rotary is not None, "a decoder's sequence has a rotary table"
         q_BTHd, k_BThd, v_BThd, gate_BTHd = self._project(x_BTD)
-        q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)
+        if sequence.rotary is not None:
+            q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)
         scale = self.config.head_dim**-0.5
         if self.observe_scores is not None:
             self.observe_scores(q_BTHd, k_BThd, sequence, scale)
@@ -159,13 +159,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), the feed-forward part of a dense layer."""
+    """The feed-forward part of a dense layer.
+
+    down(silu(gate(x)) * up(x)), or down(relu(up(x)) ** 2) without a gate.
+    """
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.tp: TensorParallel | None = None
         D, F_ = config.dim, config.mlp_hidden_dim
-        self.gate_proj = Linear(D, F_, tp_shard_dim=0, dtype=dtype)
+        self.is_gated = config.mlp_activation == "swiglu"
+        if self.is_gated:
+            self.gate_proj = Linear(D, F_, tp_shard_dim=0, dtype=dtype)
         self.up_proj = Linear(D, F_, tp_shard_dim=0, dtype=dtype)
         self.down_proj = Linear(F_, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
@@ -174,12 +179,17 @@ class MLP(nn.Module):
         return row_product(self._hidden(x_BTD), self.down_proj, self.tp)
 
     def _hidden(self, x_BTD: Tensor) -> Tensor:
+        if not self.is_gated:
+            (up_BTF,) = column_products(x_BTD, (self.up_proj,), self.tp)
+            return F.relu(up_BTF).square()
         gate_BTF, up_BTF = column_products(x_BTD, (self.gate_proj, self.up_proj), self.tp)
         return F.silu(gate_BTF) * up_BTF
 
 
-def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable:
+def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable | None:
     """Return the table of positions that a decoder's attention reads: RoPE (2104.09864), YaRN."""
+    if config.rope_theta is None:
+        return None
     mla = config.mla
     head_dim = config.rotary_dim or config.head_dim if mla is None else mla.qk_rope_head_dim
     yarn = config.yarn if mla is None else mla.yarn

@@ -5,16 +5,17 @@ code of these models sums the shares over the K choices and takes one mean over 
 sums over layers and its shares add up to 1: for the same gradient multiply by K / num_moe_layers.
 DeepSeek-V3's losses and rates are those of its paper at the start of pretraining.
 
-GLM-4.5's are those of its paper, which equal DeepSeek-V3's. Kimi-K2's and Moonlight's papers name
-none, so they have DeepSeek-V3's. gpt-oss has none: no training code that is published reads its
-0.9.
+GLM-4.5's are those of its paper, which equal DeepSeek-V3's, and so do the numbers of Nemotron 3
+Nano's; that its loss is by sequence is from its published training code. Kimi-K2's and Moonlight's
+papers name none, so they have DeepSeek-V3's. gpt-oss has none: no training code that is published
+reads its 0.9.
 
 Source: the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, Qwen/Qwen2-57B-A14B,
-Qwen/Qwen3-Next-80B-A3B-Instruct, mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924,
-deepseek-ai/DeepSeek-V3, DeepSeek-V3.2, DeepSeek-V2 and DeepSeek-V2-Lite,
-moonshotai/Moonlight-16B-A3B and Kimi-K2-Base, zai-org/GLM-4.5 and GLM-4.5-Air, openai/gpt-oss-20b
-and gpt-oss-120b on Hugging Face; DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5
-(arXiv:2508.06471).
+Qwen/Qwen3-Next-80B-A3B-Instruct, nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16,
+mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924, deepseek-ai/DeepSeek-V3, DeepSeek-V3.2,
+DeepSeek-V2 and DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B and Kimi-K2-Base, zai-org/GLM-4.5 and
+GLM-4.5-Air, openai/gpt-oss-20b and gpt-oss-120b on Hugging Face; DeepSeek-V3 (arXiv:2412.19437),
+section 4.2; GLM-4.5 (arXiv:2508.06471); Nemotron 3 Nano (arXiv:2512.20848).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.models.config import (
     DecoderConfig,
     GatedDeltaConfig,
+    Mamba2Config,
     MLAConfig,
     SparseKeysConfig,
     YarnConfig,
@@ -304,6 +306,34 @@ _QWEN3_NEXT_80B_A3B = _qwen3_next(
 )
 
 
+def _nemotron_h(
+    pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **others: Any
+) -> DecoderConfig:
+    return _decoder(
+        (*sizes, len(pattern)),
+        heads,
+        moe,
+        pattern=pattern,
+        mlp_activation="relu2",
+        rope_theta=None,
+        norm_eps=1e-5,
+        **others,
+    )
+
+
+_NEMOTRON_CHOICE: Any = dict(activation="relu2", normalize_weights=True, **_V3_FACTOR, **_SIGMOID)
+_NEMOTRON_3_NANO = _nemotron_h(
+    "MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME",
+    (131_072, 2688),
+    (32, 2, 128),
+    _moe(2688, 1856, 128, 6, shared_hidden_dim=3712, **_NEMOTRON_CHOICE),
+    linear_attention=Mamba2Config(
+        num_k_heads=8, num_v_heads=64, head_k_dim=128, head_v_dim=64, min_step=1e-3
+    ),
+    max_seq_len=262_144,
+)
+
+
 def _gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
     experts: Any = dict(activation="clamped_swiglu", fc1_bias=True, fc2_bias=True)
     return _decoder(
@@ -349,6 +379,18 @@ _TINY_QWEN3_NEXT = _qwen3_next(
     **_SHORT,
 )
 
+_TINY_NEMOTRON_H = _nemotron_h(
+    "ME*-ME",
+    (128, 64),
+    (4, 2, 16),
+    _moe(64, 32, 8, 2, shared_hidden_dim=48, **_NEMOTRON_CHOICE),
+    mlp_hidden_dim=96,
+    linear_attention=Mamba2Config(
+        num_k_heads=2, num_v_heads=8, head_k_dim=16, head_v_dim=8, min_step=1e-3
+    ),
+    **_SHORT,
+)
+
 _TINY_CHOICE: Any = dict(num_groups=4, top_groups=2, **_V3_FACTOR)
 _TINY_SHARED = _decoder(
     (128, 64, 3),
@@ -384,6 +426,7 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "qwen3-30b-a3b": _qwen3(2048, 48, 32, 768),
         "qwen3-235b-a22b": _qwen3(4096, 94, 64, 1536),
         "qwen3-next-80b-a3b": _QWEN3_NEXT_80B_A3B,
+        "nemotron-3-nano-30b-a3b": _NEMOTRON_3_NANO,
         "mixtral-8x7b": _MIXTRAL_8X7B,
         "olmoe-1b-7b": _OLMOE_1B_7B,
         "deepseek-v3": _DEEPSEEK_V3,
@@ -400,6 +443,7 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "tiny": _TINY,
         "tiny-qwen3": _TINY_QWEN3,
         "tiny-qwen3-next": _TINY_QWEN3_NEXT,
+        "tiny-nemotron-h": _TINY_NEMOTRON_H,
         "tiny-shared": _TINY_SHARED,
         "tiny-deepseek-v3": _TINY_DEEPSEEK_V3,
     }

@@ -38,14 +38,14 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     """Return the FLOPs of forward and backward per token, recompute not counted.
 
         6 * N + 3 * L * H * (d + v) * T, with w * (2 - w / T) for T in a layer of window w < T,
-        and 18 * H * k * v for a layer of linear attention
+        and 3 * `LinearAttentionConfig.state_flops` for a layer of linear attention
 
     N is `active_params` without the embedding lookup (the head's matrix is in, tied or not, once
     for every module of multi-token prediction more): 2 FLOPs per parameter in forward, 4 in
     backward. Attention's two products are 2 * H * d and 2 * H * v FLOPs per query and key in
     forward; three times that with backward, and half of it because causal attention sees T / 2
     keys of `seq_len` T on average. A module of multi-token prediction has one layer. Linear
-    attention reads its state of k * v numbers a value head twice and writes it once per token.
+    attention reads and writes its state of k * v numbers a value head once or twice per token.
     Sparse attention is that of windows of `top_k` keys, and its indexer scores all keys in forward.
     """
     check_arguments(flops_per_token, locals())
@@ -55,17 +55,16 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     last = config.num_layers - 1
     layers = [*range(config.num_layers), *[last] * config.num_mtp_layers]
     sparse = None if config.mla is None else config.mla.sparse
-    linear, states = config.linear_attention, 0
-    if linear is not None:
-        states = linear.num_v_heads * linear.head_k_dim * linear.head_v_dim
-        states *= sum(config.is_linear(i) for i in layers)
-        layers = [i for i in layers if not config.is_linear(i)]
+    mixers = [config.mixer_of(i) for i in layers]
+    linear = config.linear_attention
+    states = 0 if linear is None else linear.state_flops * mixers.count("linear")
+    layers = [i for i, mixer in zip(layers, mixers, strict=True) if mixer == "attention"]
     most = seq_len if sparse is None else sparse.top_k
     windows = [min(config.window_of(i) or most, seq_len) for i in layers]
     keys = sum(2 * w - w * w / seq_len for w in windows) if seq_len else 0
     attention = 3.0 * config.num_heads * (config.head_dim + value_dim) * keys
     index = 0 if sparse is None else sparse.num_heads * sparse.head_dim * seq_len * len(layers)
-    return 6.0 * matmul + attention + 18.0 * states + index
+    return 6.0 * matmul + attention + 3.0 * states + index
 
 
 def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> DocumentCost:

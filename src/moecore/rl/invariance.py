@@ -69,8 +69,8 @@ def _obstacles(model: nn.Module, found: Attached) -> Iterator[tuple[str, Any, st
     types = getattr(config, "layer_types", None) or ()
     if "linear_attention" in types:
         yield "layer_types", "'linear_attention'", "have attention alone"
-    if linear := getattr(config, "linear_layers", ()):
-        yield "linear_layers", linear, "be ()"
+    if linear := getattr(config, "linear_attention", None):
+        yield "linear_attention", linear, "be None"
     if sparse := getattr(getattr(config, "mla", None), "sparse", None):
         yield "mla.sparse", sparse, "be None, because keys are scored in chunks of tokens,"
 

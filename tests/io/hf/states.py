@@ -32,10 +32,11 @@ def hf_state(
     theirs = {}
     for name, piece in pieces:
         part = state[name][piece.region].reshape(piece.shape)
-        theirs[piece.name] = part
-        if piece.view is not None:
-            theirs[piece.name] = part.new_empty(piece.stored)
-            view = piece.view.of(theirs[piece.name])
+        if piece.view is None:
+            theirs[piece.name] = part
+        else:
+            whole = theirs.setdefault(piece.name, part.new_empty(piece.stored))
+            view = piece.view.of(whole)
             view.copy_(part.reshape(view.shape))
     copies = {copy: theirs[n] for copy, n in hf_copies(config).items() if copy != HEAD}
     return theirs | copies

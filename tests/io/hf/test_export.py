@@ -73,6 +73,7 @@ def test_transformers_loads_it_and_gives_equal_logits(name, layout, tmp_path):
         "gpt-oss",
         "qwen2-moe",
         "qwen3-next",
+        "nemotron-h",
         "deepseek-v3.2",
     ],
 )

@@ -98,7 +98,18 @@ def test_casts_of_the_weights_before_are_dropped(tmp_path, no_group_left):
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["published", "stacked"])
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3-next", "mixtral", "olmoe", "deepseek", "deepseek, yarn", "gpt-oss"]
+    "name",
+    [
+        "qwen3",
+        "qwen3-next",
+        "nemotron-h",
+        "nemotron-h, latent experts",
+        "mixtral",
+        "olmoe",
+        "deepseek",
+        "deepseek, yarn",
+        "gpt-oss",
+    ],
 )
 def test_native_decoders_load_them_too(name, stacked, tmp_path):
     model, config = make_pair(name)

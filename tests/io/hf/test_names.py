@@ -61,6 +61,7 @@ def test_there_and_back_is_bit_exact(name, layout):
     [
         "qwen3",
         "qwen3-next",
+        "nemotron-h",
         "mixtral",
         "olmoe",
         "deepseek",
@@ -120,6 +121,37 @@ def test_multi_token_prediction_comes_after_the_last_layer(layout, depth):
     }
     assert not any(n.startswith("mtp.") for n in theirs)
     assert_equal(native_state(theirs, config), state)
+
+
+def test_names_of_published_nemotron_3_nano():
+    plan = hf_plan(preset("nemotron-3-nano-30b-a3b"), "per_expert")
+    shapes = {p.name: p.stored for recipe in plan.values() for p in recipe.pieces}
+    mixer = "backbone.layers.{}.mixer."
+    want = {
+        "backbone.embeddings.weight": (131072, 2688),
+        "backbone.layers.0.norm.weight": (2688,),
+        mixer.format(0) + "in_proj.weight": (10304, 2688),
+        mixer.format(0) + "conv1d.weight": (6144, 1, 4),
+        mixer.format(0) + "conv1d.bias": (6144,),
+        mixer.format(0) + "A_log": (64,),
+        mixer.format(0) + "D": (64,),
+        mixer.format(0) + "dt_bias": (64,),
+        mixer.format(0) + "norm.weight": (4096,),
+        mixer.format(0) + "out_proj.weight": (2688, 4096),
+        mixer.format(1) + "gate.weight": (128, 2688),
+        mixer.format(1) + "gate.e_score_correction_bias": (128,),
+        mixer.format(51) + "experts.127.up_proj.weight": (1856, 2688),
+        mixer.format(51) + "experts.127.down_proj.weight": (2688, 1856),
+        mixer.format(1) + "shared_experts.up_proj.weight": (3712, 2688),
+        mixer.format(1) + "shared_experts.down_proj.weight": (2688, 3712),
+        mixer.format(5) + "q_proj.weight": (4096, 2688),
+        mixer.format(5) + "k_proj.weight": (256, 2688),
+        mixer.format(5) + "o_proj.weight": (2688, 4096),
+        "backbone.norm_f.weight": (2688,),
+        "lm_head.weight": (131072, 2688),
+    }
+    assert {name: shapes[name] for name in want} == want
+    assert len(shapes) == 3 + 52 + 23 * 8 + 23 * (4 + 2 * 128) + 6 * 4
 
 
 def test_names_of_published_qwen3_next():

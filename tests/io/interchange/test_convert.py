@@ -466,6 +466,14 @@ def test_a_model_without_names_there_is_refused(tmp_path):
     ):
         with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
             megatron_blocks(replace(config, **change))
+    hybrid = make_pair("nemotron-h")[1]
+    halves = dict(num_layers=2, pattern="*E", linear_attention=None, mlp_hidden_dim=0)
+    for config, tensor in (
+        (replace(hybrid, **halves), "0.norm.weight"),
+        (replace(hybrid, pattern="", linear_attention=None, moe=None), "mlp.up_proj.weight"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
+            megatron_blocks(config)
     assert not (tmp_path / "out").exists()
 
 

@@ -54,6 +54,10 @@ def test_linear_attention_is_in_no_cuda_graph() -> None:
     """A package reads the borders of documents on the host."""
     layers = Decoder(preset("tiny-qwen3-next"), device="meta").layers
     assert [_can_replay(layer.modules()) for layer in layers] == [False, False, False, True]
+    layers = Decoder(preset("tiny-nemotron-h"), device="meta").layers
+    assert [_can_replay(layer.modules()) for layer in layers] == [False, *[True] * 3, False, True]
+    regions = [layer.compile_regions for layer in layers]
+    assert regions == [("forward",), (), *[("forward",)] * 3, ()]
 
 
 class Trained(NamedTuple):

@@ -36,6 +36,7 @@ MODELS = (
     "tiny",
     "tiny-qwen3",
     "tiny-qwen3-next",
+    "tiny-nemotron-h",
     "tiny-shared",
     "tiny-deepseek-v3",
     "qwen3-moe",

@@ -25,13 +25,15 @@ from moecore.train.memory.apply import apply_memory
 from moecore.train.memory.recompute import recompute, sharing_outputs
 
 CPU = torch.device("cpu")
-PRESETS = ("tiny", "tiny-qwen3", "tiny-qwen3-next", "tiny-shared", "tiny-deepseek-v3")
+PRESETS = ("tiny", "tiny-qwen3", "tiny-qwen3-next", "tiny-nemotron-h", "tiny-shared")
+PRESETS += ("tiny-deepseek-v3",)
 PRODUCTS = (F.linear, F.scaled_dot_product_attention)
 # What a preset has: warnings of other parts are errors here.
 PARTS = {
     "tiny": ("norm", "rope", "qkv_proj", "expert_fc1"),
     "tiny-qwen3": ("norm", "rope", "qkv_proj", "moe"),
     "tiny-qwen3-next": ("norm", "rope", "qkv_proj", "shared_experts"),
+    "tiny-nemotron-h": ("norm", "qkv_proj", "mlp", "shared_experts"),
     "tiny-shared": ("norm", "activation", "qkv_proj", "mlp", "shared_experts", "expert_fc1"),
     "tiny-deepseek-v3": ("norm", "activation", "rope", "mla_up_proj", "mlp", "shared_experts"),
 }

@@ -14,9 +14,9 @@ GpuName = Literal[
 ]  # fmt: skip
 PlannedDispatcher = Literal["auto", "hierarchical"]
 PresetName = Literal[
-    "qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-next-80b-a3b", "mixtral-8x7b", "olmoe-1b-7b",
-    "deepseek-v3", "deepseek-v3.2",
+    "qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-next-80b-a3b", "nemotron-3-nano-30b-a3b",
+    "mixtral-8x7b", "olmoe-1b-7b", "deepseek-v3", "deepseek-v3.2",
     "moonlight-16b-a3b", "kimi-k2", "deepseek-v2", "deepseek-v2-lite", "glm-4.5", "glm-4.5-air",
     "qwen2-57b-a14b", "gpt-oss-20b", "gpt-oss-120b", "tiny", "tiny-qwen3",
-    "tiny-qwen3-next", "tiny-shared", "tiny-deepseek-v3",
+    "tiny-qwen3-next", "tiny-nemotron-h", "tiny-shared", "tiny-deepseek-v3",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.attention.linear import attend_linear, convolve
+from moecore.attention.linear import attend_linear, convolve, scan_states
 from moecore.attention.sequence import Sequence
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
@@ -136,11 +136,7 @@ def _state_space_scan(
     _refuse_cache(initial_states is not None or return_final_states)
     step_BTH = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step_BTH = (F.softplus(step_BTH) if dt_softplus else step_BTH).clamp(*dt_limit)
-    values = (hidden_states * step_BTH[..., None]).to(hidden_states.dtype)
-    y_BTHv = attend_linear(
-        C, B, values, step_BTH * A.float(), None, sequence, scale=1.0, norm_qk=False
-    )
-    return y_BTHv if D is None else y_BTHv + D[:, None] * hidden_states
+    return scan_states(hidden_states, step_BTH, A.float(), B, C, D, sequence)
 
 
 def _no_shortcut(*_args: Any, **_: Any) -> None:

@@ -1,15 +1,16 @@
 """decoder_config_from_hf: the native decoder that a Hugging Face config.json describes, exactly.
 
-Known are Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5, DeepSeek-V2, -V3 and
--V3.2 and Kimi-K2, and of dense models Qwen3, Qwen2, Llama and Mistral, as published (with
-rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters). An option that
-changes what the model computes and that the decoder lacks is refused, never dropped. Dropout is not
-read: it is 0 in every published config of these families, and anything else is refused too.
+Known are Nemotron-H, Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5,
+DeepSeek-V2, -V3 and -V3.2 and Kimi-K2, and of dense models Qwen3, Qwen2, Llama and Mistral, as
+published (with rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters). An
+option that changes what the model computes and that the decoder lacks is refused, never dropped.
+Dropout is not read: it is 0 in every published config of these families, and anything else is
+refused too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,24 @@ from typing import Any
 from moecore.base.fields import check_arguments
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.io.checkpoint.config_differences import TRAINING, differences, hf_differences
+from moecore.io.hf.config_attention import (
+    grouped_attention,
+    latent_attention,
+    sizes_and_heads,
+    windows_of,
+)
 from moecore.io.hf.config_fields import Fields, HFConfig, read_config
 from moecore.io.hf.files import INDEX, SINGLE, read_headers, read_index
 from moecore.models.config import (
-    AttentionBias,
     DecoderConfig,
     GatedDeltaConfig,
-    MLAConfig,
+    Mamba2Config,
     SparseKeysConfig,
-    YarnConfig,
 )
 
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # published; transformers'
 MTP_TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "qwen3_next")
 MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5 (arXiv:2508.06471), 2.4
-PLAIN = ("default", None)
 
 
 def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
@@ -60,60 +64,6 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
         fields.refuse(name, bool(fields.get(name, None)))
     fields.refuse("hidden_act", fields.get("hidden_act", "silu") != "silu")
     return build(fields)
-
-
-# The field of biases in attention, its default (None = there is none), and where they are.
-BIASES: dict[str, tuple[str, bool | None, AttentionBias]] = {
-    **dict.fromkeys(
-        ("qwen3_moe", "qwen3_next", "olmoe", "qwen3", "llama"), ("attention_bias", False, "all")
-    ),
-    "glm4_moe": ("attention_bias", False, "qkv"),
-    "qwen2_moe": ("qkv_bias", True, "qkv"),
-    "qwen2": ("", None, "qkv"),
-    "gpt_oss": ("attention_bias", True, "all"),
-}
-
-
-def _common(fields: Fields) -> dict[str, Any]:
-    """Arguments of DecoderConfig that all families share, with grouped-query attention."""
-    heads, rope = fields.need("num_attention_heads"), fields.rope()
-    head_dim = fields.get("head_dim", fields.need("hidden_size") // heads)
-    return dict(
-        vocab_size=fields.need("vocab_size"),
-        dim=fields.need("hidden_size"),
-        num_layers=fields.need("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=fields.get("num_key_value_heads", heads),
-        head_dim=head_dim,
-        attention_bias=_attention_bias(fields),
-        rope_theta=float(rope["rope_theta"]),
-        rotary_dim=_rotary_dim(fields, head_dim, rope["partial_rotary_factor"]),
-        yarn=_yarn(fields),
-        norm_eps=fields.need("rms_norm_eps"),
-        tie_embeddings=fields.get("tie_word_embeddings", False),
-        max_seq_len=fields.need("max_position_embeddings"),
-    )
-
-
-def _attention_bias(fields: Fields) -> AttentionBias | None:
-    name, default, kind = BIASES.get(fields.model_type, ("", False, "all"))
-    if name != "attention_bias":
-        fields.refuse("attention_bias", fields.get("attention_bias", False))
-    is_on = default is None or (bool(name) and fields.get(name, default))
-    return kind if is_on else None
-
-
-def _rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
-    """Dims of a head that are turned, 0 = all; other classes turn all whatever the field."""
-    turns_part = fields.model_type in ("glm4_moe", "qwen3_next")
-    fields.refuse("partial_rotary_factor", part != 1 and not turns_part, part)
-    turned = int(head_dim * part)
-    if not 0 < turned <= head_dim:
-        raise ValueError(
-            f"config.json partial_rotary_factor ({part}) must leave 1 to head_dim ({head_dim}) "
-            "dims to turn: correct it"
-        )
-    return 0 if turned == head_dim else turned
 
 
 def _softmax_moe(
@@ -184,7 +134,7 @@ def _qwen(fields: Fields, *, shared_hidden_dim: int = 0, **others: Any) -> Decod
     dense |= {i for i in range(num_layers) if (i + 1) % step}
     if not fields.need("num_experts"):
         dense = set(range(num_layers))
-    common = _common(fields) | others
+    common = grouped_attention(fields) | others
     if len(dense) >= num_layers:
         return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
     dense_dim = fields.need("intermediate_size") if dense else 0
@@ -204,7 +154,7 @@ def _no_windows(fields: Fields) -> None:
 
 def _dense(fields: Fields, *, qk_norm: Any = None) -> DecoderConfig:
     _no_windows(fields)
-    common = _common(fields) | dict(qk_norm=qk_norm)
+    common = grouped_attention(fields) | dict(qk_norm=qk_norm)
     return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
 
 
@@ -215,30 +165,18 @@ def _dense_qwen3(fields: Fields) -> DecoderConfig:
 
 def _mistral(fields: Fields) -> DecoderConfig:
     fields.values.setdefault("sliding_window", 4096)
-    common = _common(fields) | dict(windows=_windows(fields, [True]))
+    common = grouped_attention(fields) | dict(windows=windows_of(fields, [True]))
     return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
-
-
-def _windows(fields: Fields, has_one: Sequence[bool]) -> tuple[int, ...]:
-    """The windows of layers, as short as they repeat; () where none hides a token of a row."""
-    window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
-    if window is None or window >= length or not any(has_one):
-        return ()
-    if not window:
-        raise ValueError("config.json sliding_window (0) must be >= 1 or null: correct it")
-    n, layers = len(has_one), range(len(has_one))
-    period = next(p for p in range(1, n + 1) if all(has_one[i] == has_one[i % p] for i in layers))
-    return tuple(window if one else 0 for one in has_one[:period])
 
 
 def _mixtral(fields: Fields) -> DecoderConfig:
     fields.refuse("router_jitter_noise", fields.get("router_jitter_noise", 0) > 0)
-    common = _common(fields) | dict(windows=_windows(fields, [True]))
+    common = grouped_attention(fields) | dict(windows=windows_of(fields, [True]))
     return DecoderConfig(**common, moe=_softmax_moe(fields, "intermediate_size", True, 0.001))
 
 
 def _olmoe(fields: Fields) -> DecoderConfig:
-    common, normalizes = _common(fields), fields.get("norm_topk_prob", False)
+    common, normalizes = grouped_attention(fields), fields.get("norm_topk_prob", False)
     moe = _softmax_moe(fields, "intermediate_size", normalizes, 0.01)
     return DecoderConfig(**common, qk_norm="full", moe=moe)
 
@@ -250,7 +188,7 @@ def _gpt_oss(fields: Fields) -> DecoderConfig:
     kinds = kinds or [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)]
     is_known = all(kind in ("sliding_attention", "full_attention") for kind in kinds)
     fields.refuse("layer_types", not is_known or len(kinds) != num_layers)
-    windows = _windows(fields, [kind == "sliding_attention" for kind in kinds])
+    windows = windows_of(fields, [kind == "sliding_attention" for kind in kinds])
     moe = MoEConfig(
         dim=fields.need("hidden_size"),
         hidden_dim=fields.need("intermediate_size"),
@@ -264,12 +202,14 @@ def _gpt_oss(fields: Fields) -> DecoderConfig:
         fc1_bias=True,
         fc2_bias=True,
     )
-    return DecoderConfig(**_common(fields), windows=windows, attention_sinks=True, moe=moe)
+    return DecoderConfig(
+        **grouped_attention(fields), windows=windows, attention_sinks=True, moe=moe
+    )
 
 
 def _deepseek_v3(fields: Fields) -> DecoderConfig:
     _refuse_others(fields, scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
-    return _first_dense(fields, _latent(fields), _sigmoid_choice(fields))
+    return _first_dense(fields, latent_attention(fields), _sigmoid_choice(fields))
 
 
 def _deepseek_v32(fields: Fields) -> DecoderConfig:
@@ -302,34 +242,73 @@ def _deepseek_v2(fields: Fields) -> DecoderConfig:
     coef = float(fields.get("aux_loss_alpha", 0.001))
     balance: Any = {scope: coef}
     choice = dict(normalize_weights=False, balance=BalanceConfig(**balance), **groups)
-    return _first_dense(fields, _latent(fields), choice)
+    return _first_dense(fields, latent_attention(fields), choice)
 
 
 def _glm4_moe(fields: Fields) -> DecoderConfig:
     fields.values["partial_rotary_factor"] = fields.get("partial_rotary_factor", 0.5)
-    attention = _common(fields) | dict(qk_norm="head" if fields.get("use_qk_norm", False) else None)
+    attention = grouped_attention(fields) | dict(
+        qk_norm="head" if fields.get("use_qk_norm", False) else None
+    )
     return _first_dense(fields, attention, _sigmoid_choice(fields))
+
+
+LAYER_LETTERS = {  # transformers' names, and those of older files
+    **dict.fromkeys(("linear_attention", "mamba"), "M"),
+    **dict.fromkeys(("full_attention", "attention"), "*"),
+    "moe": "E",
+    "mlp": "-",
+}
+
+
+def _nemotron_h(fields: Fields) -> DecoderConfig:
+    """Fields that are missing have the values of their class, which turns no heads."""
+    kinds = fields.get("layers_block_type", fields.get("layer_types", []))
+    fields.refuse("layers_block_type", any(kind not in LAYER_LETTERS for kind in kinds))
+    pattern = "".join(LAYER_LETTERS[kind] for kind in kinds)
+    pattern = pattern or fields.need("hybrid_override_pattern")
+    fields.values |= dict(num_hidden_layers=len(pattern), head_dim=fields.get("head_dim", 128))
+    others = dict(mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True)
+    others |= dict(use_bias=False, residual_in_fp32=False, n_shared_experts=1)
+    _refuse_others(fields, **others, tie_word_embeddings=False, num_nextn_predict_layers=0)
+    fields.refuse("sliding_window", fields.get("sliding_window", None) is not None)
+    fields.refuse("hybrid_override_pattern", bool(set(pattern) - set(LAYER_LETTERS.values())))
+    fields.refuse("hybrid_override_pattern", "*" not in pattern)
+    mamba = Mamba2Config(
+        num_k_heads=fields.get("n_groups", 8),
+        num_v_heads=fields.get("mamba_num_heads", 128),
+        head_k_dim=fields.get("ssm_state_size", 128),
+        head_v_dim=fields.get("mamba_head_dim", 64),
+        conv_size=fields.get("conv_kernel", 4),
+        min_step=float(fields.get("time_step_min", 0.001)),
+    )
+    moe = MoEConfig(
+        dim=fields.need("hidden_size"),
+        hidden_dim=fields.get("moe_intermediate_size", 7688),
+        num_experts=fields.get("n_routed_experts", 8),
+        top_k=fields.get("num_experts_per_tok", 2),
+        latent_dim=fields.get("moe_latent_size", 0),
+        activation="relu2",
+        routed_scaling_factor=float(fields.get("routed_scaling_factor", 1.0)),
+        shared_hidden_dim=fields.get("moe_shared_expert_intermediate_size", 7688),
+        **_sigmoid_choice(fields),
+    )
+    return DecoderConfig(
+        **sizes_and_heads(fields),
+        pattern=pattern,
+        rope_theta=None,
+        norm_eps=fields.get("layer_norm_epsilon", 1e-5),
+        linear_attention=mamba if "M" in pattern else None,
+        moe=moe if "E" in pattern else None,
+        mlp_hidden_dim=fields.get("intermediate_size", 21504) if "-" in pattern else 0,
+        mlp_activation="relu2",
+    )
 
 
 def _refuse_others(fields: Fields, **known: Any) -> None:
     """Refuse other values of fields, where they are given, than the one that is known."""
     for name, only in {"moe_layer_freq": 1, **known}.items():
         fields.refuse(name, fields.get(name, only) != only)
-
-
-def _latent(fields: Fields) -> dict[str, Any]:
-    """What `_common` returns, of latent attention."""
-    mla = MLAConfig(
-        q_lora_rank=fields.get("q_lora_rank", 0),
-        kv_lora_rank=fields.need("kv_lora_rank"),
-        qk_nope_head_dim=fields.need("qk_nope_head_dim"),
-        qk_rope_head_dim=fields.need("qk_rope_head_dim"),
-        v_head_dim=fields.need("v_head_dim"),
-        yarn=_yarn(fields),
-    )
-    common = _common(fields)
-    heads = dict(head_dim=mla.qk_head_dim, num_kv_heads=common["num_heads"])
-    return common | heads | dict(mla=mla, yarn=None)
 
 
 def _sigmoid_choice(fields: Fields) -> dict[str, Any]:
@@ -375,32 +354,6 @@ def _num_mtp(fields: Fields) -> int:
     return next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
 
 
-def _yarn(fields: Fields) -> YarnConfig | None:
-    """YaRN; without both scales transformers takes 1 and 0."""
-    rope = fields.rope()
-    kind = rope["rope_type"]
-    fields.refuse("rope_type", kind not in (*PLAIN, "yarn"), kind)
-    if kind in PLAIN:
-        return None
-    factor = rope.get("attention_factor")
-    fields.refuse("attention_factor", factor is not None, factor)
-    if rope.get("original_max_position_embeddings") is None:
-        fields.need("rope_scaling.original_max_position_embeddings")
-    original = rope["original_max_position_embeddings"]
-    mscale, all_dim = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
-    # transformers then scales the attention scores, but not cos and sin by the same
-    fields.refuse("mscale_all_dim", bool(all_dim and not mscale), all_dim)
-    return YarnConfig(
-        factor=float(rope.get("factor") or fields.need("max_position_embeddings") / original),
-        original_max_seq_len=original,
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        mscale=float(mscale) if all_dim else 1.0,
-        mscale_all_dim=float(all_dim),
-        truncate=rope.get("truncate") is not False,
-    )
-
-
 def _stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
     """How many modules the files have, behind the last layer or below `mtp`; {} without weights."""
     path = path if path.is_dir() else path.parent
@@ -427,6 +380,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "deepseek_v2": _deepseek_v2,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
+    "nemotron_h": _nemotron_h,
     "qwen3": _dense_qwen3,
     "qwen2": _dense,
     "llama": _dense,

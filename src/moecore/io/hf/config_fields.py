@@ -48,14 +48,16 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "shared_expert_intermediate_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
         "v_head_dim n_group topk_group original_max_position_embeddings linear_num_key_heads "
         "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
-        "index_n_heads index_head_dim index_topk",
+        "index_n_heads index_head_dim index_topk n_groups mamba_num_heads mamba_head_dim "
+        "ssm_state_size conv_kernel moe_shared_expert_intermediate_size "
+        "moe_latent_size",
     ),
     (
         "a number",
         _number,
         "rms_norm_eps rope_theta router_aux_loss_coef router_jitter_noise routed_scaling_factor "
         "factor beta_fast beta_slow mscale mscale_all_dim partial_rotary_factor aux_loss_alpha "
-        "swiglu_limit swiglu_alpha",
+        "swiglu_limit swiglu_alpha layer_norm_epsilon time_step_min",
     ),
     (
         "true or false",
@@ -65,7 +67,12 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("an object", lambda value: isinstance(value, Mapping), "rope_scaling rope_parameters"),
     ("a list of whole numbers >= 0", _counts, "mlp_only_layers"),
-    ("a list", lambda value: isinstance(value, list | tuple), "layer_types mlp_layer_types"),
+    (
+        "a list",
+        lambda value: isinstance(value, list | tuple),
+        "layer_types mlp_layer_types layers_block_type",
+    ),
+    ("a string", lambda value: isinstance(value, str), "hybrid_override_pattern"),
 )
 KIND_OF = {name: (words, is_one) for words, is_one, names in KINDS for name in names.split()}
 

@@ -26,13 +26,24 @@ gpt-oss has one layout: matrices with inputs first, gate and up in turn, and a b
 "fused" is what transformers >= 5 holds in memory; the other two are what is published: Mixtral's,
 and that of all other families. DeepSeek-V3 keeps multi-token prediction behind its last layer
 (mtp.0 is model.layers.61), with copies of embedding and head. Qwen3-Next has one module, below mtp.
+
+Nemotron-H has one mixer and one norm a layer, experts without a gate, and "backbone" for "model" in
+"per_expert":
+
+| native | Nemotron-H |
+| --- | --- |
+| self_attn, linear_attn, mlp | mixer |
+| input_layernorm, post_attention_layernorm | norm |
+| model.embed_tokens, model.norm | model.embeddings, model.norm_f |
+| mlp.latent.w_down, mlp.latent.w_up | mixer.fc1_latent_proj, mixer.fc2_latent_proj |
+| linear_attn.in_proj, rows by group: its z, x, B, C, dt | mixer.in_proj: all z, x, B, C, dt |
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -53,6 +64,14 @@ QWEN3_NEXT_MTP = {
     "eh_proj.weight": "fc.weight",
     "norm.weight": "norm.weight",
 }
+LATENT_NAMES = {"latent.w_down": "fc1_latent_proj.weight", "latent.w_up": "fc2_latent_proj.weight"}
+NEMOTRON_H = (
+    *((rf"\.{native}$", f".{theirs}") for native, theirs in LATENT_NAMES.items()),
+    (r"\.embed_tokens\.", ".embeddings."),
+    (r"^(model|backbone)\.norm\.", r"\1.norm_f."),
+    (r"\.(input|post_attention)_layernorm\.", ".norm."),
+    (r"(\.\d+)\.(self_attn|linear_attn|mlp)\.", r"\1.mixer."),
+)
 EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek-V3
 
 
@@ -110,7 +129,12 @@ def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, FileRecipe]:
         choices = ", ".join(repr(c) for c in get_args(HFLayout))
         raise ValueError(f"layout ({layout!r}) must be one of {choices}: choose one")
     shapes = {n: tuple(t.shape) for n, t in Decoder(config, device="meta").state_dict().items()}
-    return {n: FileRecipe(shape, _pieces(n, shape, config, layout)) for n, shape in shapes.items()}
+    plan = dict[str, FileRecipe]()
+    for name, shape in shapes.items():
+        found = _pieces(name, shape, config, layout)
+        pieces = (replace(p, name=_outer_name(p.name, config, layout)) for p in found)
+        plan[name] = FileRecipe(shape, tuple(pieces))
+    return plan
 
 
 def hf_copies(config: DecoderConfig) -> dict[str, str]:
@@ -128,7 +152,8 @@ def find_layout(names: Collection[str]) -> HFLayout:
     """Return the layout of a Hugging Face state dict with these names; "fused" without experts."""
     if any(".block_sparse_moe." in name for name in names):
         return "mixtral"
-    if any(re.search(r"\.mlp\.experts\.\d+\.", name) for name in names):
+    published = re.compile(r"\.(mlp|mixer)\.experts\.\d+\.|^backbone\.")
+    if any(published.search(name) for name in names):
         return "per_expert"
     return "fused"
 
@@ -137,19 +162,21 @@ def _pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
     """The sources of one native tensor."""
-    path = _outer_name(name, config)
-    prefix, _, part = path.partition(".mlp.")
-    if not part or part in DENSE_NAMES:
-        return (TensorPiece(path, (), shape),)
+    prefix, _, part = name.partition(".mlp.")
+    if name.endswith(".linear_attn.in_proj.weight"):
+        return _mamba2_pieces(name, shape, config)
+    if not part or part in DENSE_NAMES or (config.pattern and part in LATENT_NAMES):
+        return (TensorPiece(name, (), shape),)
     assert config.moe is not None, "the tensor is part of an MoE layer"
     is_gpt_oss = config.moe.activation == "clamped_swiglu" and layout != "mixtral"
-    routed = (_gpt_oss_pieces if is_gpt_oss else routed_pieces)(path, shape, layout)
-    if routed:
+    routed = (_gpt_oss_pieces if is_gpt_oss else routed_pieces)(name, shape, layout)
+    is_known = config.moe.gated or bool(config.pattern) or not part.endswith(".w1")
+    if routed and is_known:
         return routed
     where = f"{prefix}.mlp"
     if layout != "mixtral" and part == EXPERT_BIAS[0]:
         return (TensorPiece(f"{where}.{EXPERT_BIAS[1]}", (), shape),)
-    if layout != "mixtral" and part.startswith("shared."):
+    if layout != "mixtral" and part.startswith("shared.") and is_known:
         pieces = _shared_pieces(where, part, shape, config)
         if pieces:
             return pieces
@@ -161,20 +188,23 @@ def _pieces(
 
 
 def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
-    """Return the pieces of a router's, w1 [E, 2, F, D] or w2 [E, D, F]; () for other names."""
+    """Return the pieces of a router's, w1 [E, (2,) F, D] or w2 [E, D, F]; () for other names."""
     prefix, _, part = name.rpartition(".mlp.")
     where = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":
         return (TensorPiece(f"{where}.gate.weight", (), shape),)
-    if (part, len(shape)) not in (("experts.w1", 4), ("experts.w2", 3)):
+    if part not in ("experts.w1", "experts.w2"):
         return ()
+    is_gated = len(shape) == 4
     if layout == "fused":
-        if part == "experts.w2":
-            return (TensorPiece(f"{where}.experts.down_proj", (), shape),)
+        if part == "experts.w2" or not is_gated:
+            role = "down_proj" if part == "experts.w2" else "up_proj"
+            return (TensorPiece(f"{where}.experts.{role}", (), shape),)
         E, _, F, D = shape
         return (TensorPiece(f"{where}.experts.gate_up_proj", (), (E, 2 * F, D)),)
     gate, up, down = EXPERT_NAMES[layout]
-    roles = [(down, ())] if part == "experts.w2" else [(gate, (0,)), (up, (1,))]
+    roles: list[tuple[str, Region]] = [(gate, (0,)), (up, (1,))] if is_gated else [(up, ())]
+    roles = [(down, ())] if part == "experts.w2" else roles
     return tuple(
         TensorPiece(f"{where}.experts.{e}.{role}.weight", (e, *region), shape[-2:])
         for e in range(shape[0])
@@ -210,8 +240,32 @@ def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tupl
     return (TensorPiece(f"{where}.mlp.experts.{their}", (), shape, view),)
 
 
-def _outer_name(name: str, config: DecoderConfig) -> str:
-    """The name outside of an MoE layer, of multi-token prediction that of its family."""
+def _mamba2_pieces(
+    name: str, shape: tuple[int, ...], config: DecoderConfig
+) -> tuple[TensorPiece, ...]:
+    """The rows of each group, of each kind; files have all groups of z, x, B, C and time steps."""
+    mamba = config.linear_attention
+    assert mamba is not None, "the tensor is part of a linear layer"
+    h, r = mamba.num_k_heads, mamba.num_v_heads // mamba.num_k_heads
+    values, keys, D = r * mamba.head_v_dim, mamba.head_k_dim, shape[1]
+    pieces, ours = list[TensorPiece](), 0
+    for group in range(h):
+        theirs = 0
+        for rows in (values, values, keys, keys, r):
+            start = theirs + group * rows
+            view = FileView(shape, (start, 0), ((0, rows, 1), (1, D, 1)))
+            pieces.append(TensorPiece(name, (slice(ours, ours + rows),), (rows, D), view))
+            ours, theirs = ours + rows, theirs + h * rows
+    return tuple(pieces)
+
+
+def _outer_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
+    """The name in files of a family, whose MoE layers have its names already."""
+    if config.pattern:
+        name = name if layout == "fused" else re.sub(r"^model\.", "backbone.", name)
+        for native, theirs in NEMOTRON_H:
+            name = re.sub(native, theirs, name)
+        return name
     name = name.replace(".self_attn.o_bias", ".self_attn.o_proj.bias")
     found = re.match(r"mtp\.(\d+)\.(block\.)?(.*)", name)
     if found is None:
@@ -235,13 +289,15 @@ def _shared_pieces(
     """The sources of a shared expert: with a gate those of Qwen2-MoE, without DeepSeek-V3's."""
     moe = config.moe
     assert moe is not None, "as above"
-    if not moe.gated or (moe.shared_gate and moe.num_shared_experts > 1):
+    if moe.shared_gate and moe.num_shared_experts > 1:
         return ()  # one gate per expert has no name
     name = f"{where}.{'shared_expert' if moe.shared_gate else 'shared_experts'}"
     if part == "shared.gate":
         return (TensorPiece(f"{name}_gate.weight", (), shape),)
     if part == "shared.w2":
         return (TensorPiece(f"{name}.down_proj.weight", (), shape),)
+    if not moe.gated:
+        return (TensorPiece(f"{name}.up_proj.weight", (), shape),)
     F_, D = shape[0] // 2, shape[1]
     return (
         TensorPiece(f"{name}.gate_proj.weight", (slice(0, F_),), (F_, D)),

@@ -53,6 +53,11 @@ def upcycle_config(
             "DecoderConfig.moe must be None for upcycling, which starts from a dense decoder: "
             "upcycle the dense checkpoint"
         )
+    if config.mlp_activation != "swiglu":
+        raise ValueError(
+            f'DecoderConfig.mlp_activation ("{config.mlp_activation}") must be "swiglu" for '
+            "upcycling, whose experts have gates: start from another model"
+        )
     chosen = set(range(config.num_layers) if layers is None else layers)
     if not chosen or not chosen <= set(range(config.num_layers)):
         raise ValueError(
