@@ -1,4 +1,4 @@
-"""Muon and NorMuon on six ranks equal one process; copies are equal to the bit; a nan is skipped."""
+"""Muon and NorMuon on six ranks equal one process, copies to the bit; a nan changes nothing."""
 
 from __future__ import annotations
 
