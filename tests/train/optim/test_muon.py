@@ -50,6 +50,7 @@ def test_steps_of_torch(adjust: Any, nesterov: bool) -> None:
     train(ours, first, range(STEPS))
     other = torch.optim.Muon(torchs.parameters(), **options)
     train(torchs, other, range(STEPS))
+    assert first.param_groups[0].keys() - {"fused"} == other.param_groups[0].keys()
     second = Muon(assign_matrices(ours), **options)  # goes on from torch's state
     second.load_state_dict(other.state_dict())
     train(ours, second, range(STEPS, 2 * STEPS))

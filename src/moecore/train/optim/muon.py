@@ -94,7 +94,9 @@ class Muon(torch.optim.Optimizer):
         self._forget()
         options: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
         options |= dict(nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps)
-        options |= dict(ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, beta2=beta2, fused=True)
+        options |= dict(ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, fused=True)
+        if beta2 is not None:  # else options are torch's, and so are those of checkpoints
+            options["beta2"] = beta2
         super().__init__(list(self.layouts), options)
         self._step_supports_amp_scaling = True
 
@@ -110,7 +112,8 @@ class Muon(torch.optim.Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group["fused"] = True
-            group.setdefault("beta2", self.defaults["beta2"])  # torch's Muon has none
+            if "beta2" in self.defaults:  # a state dict of torch's Muon has none
+                group.setdefault("beta2", self.defaults["beta2"])
         self._forget()
         self._step_supports_amp_scaling = True
 
@@ -130,7 +133,7 @@ class Muon(torch.optim.Optimizer):
                     f"param_group ({tuple(param.shape)}) must hold matrices of the assignment: "
                     "give what it leaves out to AdamW"
                 )
-            if group["beta2"] is not None:
+            if "beta2" in group:
                 self.layouts[param].of_outputs()
 
     def own_options(self) -> dict[str, Any]:
@@ -167,7 +170,7 @@ class Muon(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if params:
                 step = _Step(self, group, params)
-                step.run(self._plan(params, has_means=group["beta2"] is not None))
+                step.run(self._plan(params, has_means="beta2" in group))
         return loss
 
     def _plan(self, params: list[nn.Parameter], *, has_means: bool) -> MatrixPlan:
@@ -210,7 +213,7 @@ class _Step:
     def __init__(self, optimizer: Muon, group: dict[str, Any], params: list[nn.Parameter]) -> None:
         self.group, self.dtype = group, optimizer.ns_dtype
         self.layouts = [optimizer.layouts[param] for param in params]
-        slots = ["momentum_buffer"] + [MEANS] * (group["beta2"] is not None)
+        slots = ["momentum_buffer"] + [MEANS] * ("beta2" in group)
         self.views = [
             _views(param, layout, [_state_of(optimizer, param, slot) for slot in slots])
             for param, layout in zip(params, self.layouts, strict=True)

@@ -46,14 +46,14 @@ def divide_by_means_(
 
     Where the scalar `found_inf` is above 0 means stay as they are.
     """
-    dim = 2 if means.shape[2] == 1 else 1
+    inputs = x_nRC.numel() / means.numel()
     new = torch.full((), 1 - beta2, dtype=means.dtype, device=means.device)
     if found_inf is not None:
         new = new.masked_fill(found_inf > 0, 0.0)
-    most = max(1, PART_NUMEL // max(1, x_nRC[0].numel()))
+    most = max(1, PART_NUMEL // x_nRC[0].numel())
     for x, mean in zip(x_nRC.split(most), means.split(most), strict=True):
         wide = x.to(mean.dtype)
-        mean.lerp_(wide.square().mean(dim, keepdim=True), new)
+        mean.lerp_(wide.square().sum_to_size(mean.shape) / inputs, new)
         divided = wide / (mean.sqrt() + EPS)
         norm, after = (
             torch.linalg.vector_norm(t, dim=(1, 2), keepdim=True) for t in (wide, divided)
