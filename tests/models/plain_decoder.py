@@ -67,8 +67,8 @@ def plain_losses(
     losses = PlainLosses(loss_of(h_BTD, labels_BT), aux=aux)
     if config.mtp_detached:
         h_BTD, table_VD, head_VD = h_BTD.detach(), table_VD.detach(), head_VD.detach()
-    for k in range(1, config.num_mtp_layers + 1):
-        own = below(params, f"mtp.{k - 1}.")
+    for k in range(1, config.num_mtp_layers * config.mtp_repeats + 1):
+        own = below(params, f"mtp.{(k - 1) // config.mtp_repeats}.")
         # Position i of T - k has the token i + k to read and the token i + k + 1 to predict.
         e_BTD = normed(table_VD[tokens_BT[:, k:]], own["enorm.weight"], config)
         h_BTD = normed(h_BTD[:, :-1], own["hnorm.weight"], config)

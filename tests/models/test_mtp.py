@@ -17,6 +17,8 @@ from moecore.models import (
     GatedDeltaConfig,
     Mamba2Config,
     YarnConfig,
+    flops_per_token,
+    num_params,
     preset,
 )
 from moecore.moe.layer import MoELayer
@@ -78,6 +80,10 @@ CONFIGS = {
     f"{name}, {depth}": replace(config, num_mtp_layers=depth, mtp_loss_coef=0.4)
     for name, config in KINDS.items()
     for depth in (1, 2)
+}
+CONFIGS |= {
+    f"{name}, repeated": replace(KINDS[name], num_mtp_layers=1, mtp_repeats=3, mtp_loss_coef=0.4)
+    for name in ("latent", "grouped, tied, dense", "linear, gates")
 }
 CONFIGS |= {f"{n}, detached": replace(CONFIGS[n], mtp_detached=True) for n in list(CONFIGS)[1:4:2]}
 
@@ -269,6 +275,45 @@ def test_it_runs_in_training_with_labels_only(mode):
         out = model.generate(tokens, 2, temperature=0)
         assert torch.equal(out, plain.generate(tokens, 2, temperature=0))
     assert model.mtp_losses is None
+
+
+def test_a_repeated_module_is_modules_whose_weights_are_tied_by_hand():
+    """Gradients are the sum over the copies', and so are FLOPs; parameters are those of one."""
+    config = CONFIGS["latent, repeated"]
+    model = make(config)
+    apart = Decoder(replace(config, num_mtp_layers=3, mtp_repeats=1))
+    state = model.state_dict()
+    copies = {n.replace("mtp.0", f"mtp.{k}"): t for k in range(3) for n, t in state.items()}
+    apart.load_state_dict(copies)
+    tokens, labels = batch(config)
+    for one in (model, apart):
+        one(tokens, labels).backward()
+    torch.testing.assert_close(model.mtp_losses, apart.mtp_losses, rtol=1e-6, atol=0)
+    others = dict(apart.named_parameters())
+    for name, param in model.named_parameters():
+        grads = [others[n].grad for n in {name.replace("mtp.0", f"mtp.{k}") for k in range(3)}]
+        want = torch.stack(grads).sum(0)
+        assert (param.grad - want).abs().max() <= 1e-5 * want.abs().max(), name
+    found = [m.get_submodule("mtp.0.block.mlp").tracker.counts for m in (model, apart)]
+    layers = [apart.get_submodule(f"mtp.{k}.block.mlp").tracker.counts for k in range(3)]
+    assert torch.equal(found[0].chosen_E, sum(layer.chosen_E for layer in layers))
+    losses = torch.stack([layer.losses for layer in layers]).sum(0)
+    torch.testing.assert_close(found[0].losses, losses, rtol=1e-5, atol=0)
+    assert flops_per_token(config, 64) == flops_per_token(apart.config, 64)
+    assert (
+        num_params(config) == sum(p.numel() for p in model.parameters()) < num_params(apart.config)
+    )
+
+
+def test_a_repeated_module_needs_losses_that_do_not_see_its_other_runs():
+    config = CONFIGS["latent, repeated"]
+    seeing = replace(config.moe, balance=BalanceConfig(global_batch_coef=0.1))
+    with pytest.raises(ValueError, match=r"global_batch_coef \(0\.1\) must be 0 .* runs 3 times"):
+        Decoder(replace(config, moe=seeing))
+    with pytest.raises(ValueError, match=r"mtp_repeats \(3\) must be 1 with num_mtp_layers \(2\)"):
+        replace(config, num_mtp_layers=2)
+    with pytest.raises(ValueError, match=r"mtp_repeats \(3\) must be < max_seq_len \(3\)"):
+        replace(config, max_seq_len=3)
 
 
 def test_the_coefficient_may_follow_a_schedule():

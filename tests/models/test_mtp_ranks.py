@@ -37,6 +37,12 @@ CASES: dict[str, dict[str, Any]] = {
     "hsdp, etp2": dict(parallel=dict(dp_replicate=2, ep=2, etp=2)),
     "dense last layer": dict(parallel=dict(ep=2), config=DENSE_LAST),
     "detached": dict(parallel=dict(tp=2, ep=2), recompute=True, config="latent, 2, detached"),
+    "repeated, ep4 over tp2": dict(
+        parallel=dict(tp=2, ep=4), recompute=True, config="latent, repeated"
+    ),
+    "repeated, hsdp, etp2": dict(
+        parallel=dict(dp_replicate=2, ep=2, etp=2), loss="sum", config="latent, repeated"
+    ),
 }
 
 
@@ -187,13 +193,15 @@ def test_equals_plain_code(results, name):
 def test_every_layer_counts_the_positions_that_exist(results, name):
     end = T - 4 if CASES[name].get("padded") else T
     choices = 2 * results[name]["data_ranks"] * 2  # sequences, and experts per token
+    counts = {"mtp.0.block.mlp": choices * (end - 1), "mtp.1.block.mlp": choices * (end - 2)}
+    if "repeated" in name:
+        counts = {"mtp.0.block.mlp": choices * (end - 1 + end - 2 + end - 3)}
     assert results[name]["counts"] == {
         "model.layers.1.mlp": choices * end,
         "model.layers.2.mlp": choices * end,
-        "mtp.0.block.mlp": choices * (end - 1),
-        "mtp.1.block.mlp": choices * (end - 2),
+        **counts,
     }
-    assert results[name]["units"] == [True, True]
+    assert results[name]["units"] == [True] * len(counts)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -278,6 +278,31 @@ def test_a_forgotten_number_of_micro_batches_is_an_error_once() -> None:
     state.finish_step()
 
 
+def test_a_layer_that_runs_twice_in_a_forward_says_so() -> None:
+    """Its losses, their gradients and its counts are those of two layers with tied weights."""
+    config = replace(BASE, balance=only("z", 0.5))
+    layer, first, second = (MoELayer(config, runs=n) for n in (2, 1, 1))
+    for other in (first, second):
+        other.load_state_dict(layer.state_dict())
+    x_TD = torch.randn(3, 32)
+    found = []
+    for layers in ((layer,), (first, second)):
+        state = make_state(*layers)
+        layers[-1](layers[0](x_TD)).sum().backward()
+        metrics = state.finish_step()
+        counts = torch.stack(list(metrics.tokens_per_expert.values())).sum(0)
+        found.append((metrics.total_aux_loss(), counts))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert torch.equal(found[0][1], found[1][1])
+    for name, param in layer.named_parameters():
+        grads = [dict(other.named_parameters())[name].grad for other in (first, second)]
+        torch.testing.assert_close(param.grad, sum(grads), rtol=1e-5, atol=1e-6, msg=name)
+    state = make_state(layer)
+    layer(x_TD).sum().backward()
+    with pytest.raises(ValueError, match=r"num_micro_batches \(1\) must equal.*saw 1"):
+        state.finish_step()
+
+
 def test_a_skipped_step_moves_no_bias() -> None:
     config = replace(BASE, expert_bias=True, balance=BalanceConfig(bias_update_rate=0.1))
     layer = make_layer(config)

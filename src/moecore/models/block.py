@@ -33,7 +33,12 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, layer_idx: int, *, dtype: torch.dtype | None = None
+        self,
+        config: DecoderConfig,
+        layer_idx: int,
+        *,
+        dtype: torch.dtype | None = None,
+        runs: int = 1,
     ) -> None:
         super().__init__()
         self.mixer, self.feedforward = config.mixer_of(layer_idx), config.feedforward_of(layer_idx)
@@ -51,7 +56,7 @@ class Block(nn.Module):
             self.mlp: nn.Module = MLP(config, dtype=dtype)
         elif self.feedforward == "moe":
             assert config.moe is not None
-            self.mlp = MoELayer(config.moe, dtype=dtype)
+            self.mlp = MoELayer(config.moe, dtype=dtype, runs=runs)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the residual stream of own tokens after this layer; no expert sees padding."""
@@ -99,6 +104,8 @@ class MTPLayer(nn.Module):
                           +-> eh_proj -> one block -> norm -> h_k -> decoder's head -> t_(i+k+1)
         t_(i+k) -> enorm -+   (the decoder's embedding)
 
+    With `mtp_repeats` one module is all of them: its output enters it once more.
+
     Modules exist to shape the decoder's hidden states; they run when labels are given in training
     mode and never else. h_k is normed: h_0 is what the decoder's final norm returns, h_k what
     module k's norm returns, as in transformers and Megatron-Core. eh_proj reads [embedding, hidden
@@ -115,11 +122,12 @@ class MTPLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        self.runs = config.mtp_repeats  # in one forward of the decoder
         D = config.dim
         self.enorm = RMSNorm.of(config, dtype=dtype)
         self.hnorm = RMSNorm.of(config, dtype=dtype)
         self.eh_proj = Linear(2 * D, D, dtype=dtype)
-        self.block = Block(config, config.num_layers - 1, dtype=dtype)
+        self.block = Block(config, config.num_layers - 1, dtype=dtype, runs=self.runs)
         self.norm = RMSNorm.of(config, dtype=dtype)
 
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:

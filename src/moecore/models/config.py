@@ -232,6 +232,9 @@ class DecoderConfig:
         num_mtp_layers: modules that predict further tokens in training (multi-token prediction,
             `MTPLayer`); 0 = none. Their MLP or MoE is that of the last layer.
         mtp_loss_coef: weight of the mean of their losses; 0 without them.
+        mtp_repeats: how often the one module is applied, each time to its own output and with the
+            same weights; it predicts so many further tokens (Megatron-Core's
+            mtp_use_repeated_layer).
         mtp_detached: their losses train these modules alone: no gradient reaches the layers before
             them, the embedding or the head (Megatron-Core's mtp_detach_heads).
         linear_attention: attention of `linear_layers` (Qwen3-Next), or of "M" in a pattern; None
@@ -273,6 +276,7 @@ class DecoderConfig:
     mlp_activation: MLPActivation = "swiglu"
     mla: MLAConfig | None = None
     num_mtp_layers: CountOrZero = 0
+    mtp_repeats: Count = 1
     mtp_loss_coef: PositiveOrZero = 0.0
     mtp_detached: bool = False
     linear_attention: GatedDeltaConfig | Mamba2Config | None = None
@@ -390,9 +394,15 @@ class DecoderConfig:
             )
         if self.mtp_detached and not self.num_mtp_layers:
             yield "mtp_detached", "be False with num_mtp_layers (0), which has no losses: drop it"
-        if self.num_mtp_layers >= self.max_seq_len:
+        if self.mtp_repeats > 1 and self.num_mtp_layers != 1:
+            modules = f"num_mtp_layers ({self.num_mtp_layers})"
             yield (
-                "num_mtp_layers",
+                "mtp_repeats",
+                f"be 1 with {modules}, because it repeats one module: set that to 1",
+            )
+        if self.num_predictions >= self.max_seq_len:
+            yield (
+                "num_mtp_layers" if self.mtp_repeats == 1 else "mtp_repeats",
                 f"be < max_seq_len ({self.max_seq_len}), or no token so far ahead is a target: "
                 "lower it",
             )
@@ -443,6 +453,11 @@ class DecoderConfig:
                 name,
                 f"name layers{letters} with linear_attention and none without: give both or none",
             )
+
+    @property
+    def num_predictions(self) -> int:
+        """Further tokens that multi-token prediction modules predict: runs of such modules."""
+        return self.num_mtp_layers * self.mtp_repeats
 
     @property
     def num_dense_layers(self) -> int:

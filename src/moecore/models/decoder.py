@@ -116,8 +116,8 @@ class Decoder(nn.Module):
         dtype: dtype of the parameters.
 
     Attributes:
-        mtp_losses: fp32 [num_mtp_layers] on the device, detached: the cross-entropy of each
-            multi-token prediction module in the last training forward, before `mtp_loss_coef`, of
+        mtp_losses: fp32 [num_predictions] on the device, detached: the cross-entropy of each run of
+            a multi-token prediction module in the last training forward, before `mtp_loss_coef`, of
             this data rank's tokens. None before it. Reading it (`.tolist()`) is the only sync.
     """
 
@@ -331,14 +331,15 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor | None,
         sequence: Sequence,
     ) -> list[Tensor]:
-        """Return the loss of each multi-token prediction module, fp32, in a stage with the head."""
+        """Return the loss of each prediction of further tokens, fp32, in a stage with the head."""
         # The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
         # and mask are of the whole rows.
         if padding_mask_BT is None:
             padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
         losses, is_detached = [], self.config.mtp_detached
-        for ahead, layer in enumerate(self.mtp, start=1):
-            if ahead - 1 in stage.mtp:
+        for ahead in range(1, self.config.num_predictions + 1):
+            index = (ahead - 1) // self.config.mtp_repeats
+            if index in stage.mtp:
                 e_BTD = self.model.embed(sequence.shift_left(tokens_BT, ahead, 0), sequence)
                 mask_BT = sequence.shift_left(padding_mask_BT, ahead, True)
                 mask_BT = self.model.own(mask_BT, sequence)
@@ -347,7 +348,8 @@ class Decoder(nn.Module):
                 h_BTD = states[-1].view_as(states[-1])
                 if is_detached:
                     e_BTD, h_BTD = e_BTD.detach(), h_BTD.detach() if ahead == 1 else h_BTD
-                states.append(layer(h_BTD, e_BTD, replace(sequence, padding_mask_BT=mask_BT)))
+                own = replace(sequence, padding_mask_BT=mask_BT)
+                states.append(self.mtp[index](h_BTD, e_BTD, own))
             if stage.loss:
                 targets_BT = sequence.shift_left(labels_BT, ahead, IGNORE_INDEX)
                 args = (states[ahead], targets_BT, num_tokens, self._tied_weight, sequence)
@@ -368,8 +370,8 @@ class Decoder(nn.Module):
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of what enters a stage on this rank. No communication.
 
-        It is [B, t, D] before the final norm, else [1 + k, B, t, D] after k multi-token prediction
-        modules (0 where none runs); t = T / (cp * tp).
+        It is [B, t, D] before the final norm, else [1 + k, B, t, D] after k predictions of further
+        tokens (0 where none runs); t = T / (cp * tp).
         """
         num_states = self._num_states(stage, predicts=self._predicts(inputs.get("labels_BT")))
         return self._hidden_shape(num_states, inputs["tokens_BT"], inputs.get("cp"))
@@ -393,7 +395,7 @@ class Decoder(nn.Module):
             modules_before = stage.mtp[0]
         if modules_before == 0:
             return 0
-        return 1 + modules_before if predicts else 1
+        return 1 + modules_before * self.config.mtp_repeats if predicts else 1
 
     @property
     def _tied_weight(self) -> Tensor | None:

@@ -9,6 +9,7 @@ Multi-token prediction counts, because training runs it; published sizes leave i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from moecore.base.fields import CountOrZero, Positive, check_arguments
@@ -44,11 +45,13 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     for every module of multi-token prediction more): 2 FLOPs per parameter in forward, 4 in
     backward. Attention's two products are 2 * H * d and 2 * H * v FLOPs per query and key in
     forward; three times that with backward, and half of it because causal attention sees T / 2
-    keys of `seq_len` T on average. A module of multi-token prediction has one layer. Linear
-    attention reads and writes its state of k * v numbers a value head once or twice per token.
+    keys of `seq_len` T on average. A module of multi-token prediction has one layer, and counts as
+    often as it is applied. Linear attention reads and writes its state of k * v numbers a value
+    head once or twice per token.
     Sparse attention is that of windows of `top_k` keys, and its indexer scores all keys in forward.
     """
     check_arguments(flops_per_token, locals())
+    config = replace(config, num_mtp_layers=config.num_predictions, mtp_repeats=1)
     table = config.vocab_size * config.dim
     matmul = active_params(config) + table * (config.num_mtp_layers + config.tie_embeddings - 1)
     value_dim = config.head_dim if config.mla is None else config.mla.v_head_dim

@@ -115,10 +115,15 @@ class LoadTracker(LossFactors):
     - Add `num_captured` to `num_micro_batches` at every replay, or nothing checks their number.
     - `set_num_micro_batches` must come before capture, which keeps its factor on the gradient. The
       loss scale is a tensor, which replays read.
+
+    A layer may run several times (`runs`) in each forward of its model: their losses and counts
+    add up.
     """
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, config: MoEConfig, *, runs: int = 1) -> None:
         super().__init__()
+        self.runs = runs
+        self._check(config)
         self.config = config
         self.groups = BalanceGroups()
         self.counts: LoadCounts | None = None
@@ -139,9 +144,18 @@ class LoadTracker(LossFactors):
 
     def set_config(self, config: MoEConfig) -> None:
         """Follow another balance config from the next step on; drops the counts."""
+        self._check(config)
         self.config = config
         self.counts = None
         self.reset()
+
+    def _check(self, config: MoEConfig) -> None:
+        # Which of its runs came before depends on the order of backwards.
+        if self.runs > 1 and (coef := config.balance.global_batch_coef):
+            raise ValueError(
+                f"BalanceConfig.global_batch_coef ({coef}) must be 0 for a layer that runs "
+                f"{self.runs} times in a forward: use micro_batch_coef"
+            )
 
     def start_in_flight(self) -> None:
         """Announce several forwards before their backwards, until `reset`."""
@@ -275,7 +289,7 @@ class LoadTracker(LossFactors):
             self.num_captured += 1
         else:
             self.num_micro_batches += 1
-            if self.num_micro_batches == 2 and not self.has_steps:
+            if self.num_micro_batches == self.runs + 1 and not self.has_steps:
                 self._warn_of_no_step()
         if self.counts is None:
             self.counts = LoadCounts.zeros(self.config, chosen_TK.device)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import (
+    Count,
     Device,
     FloatDtype,
     PositiveOrZero,
@@ -74,6 +75,11 @@ class RoutedLayer(nn.Module):
     dispatcher: Dispatcher  # `parallelize_moe` replaces the local one
     cloner: Cloner | None = None  # clones hot experts on other ranks
     tracker: LoadTracker  # counts loads and computes the auxiliary losses
+
+    @property
+    def runs(self) -> int:
+        """How often the layer runs in one forward of its model."""
+        return self.tracker.runs
 
     def name_of(self, role: str) -> str:
         """Return the name, below this layer, of the part with a role; "" = the layer itself."""
@@ -165,6 +171,12 @@ class MoELayer(RoutedLayer):
         layout: names of the layer's parts.
         device: device of the parameters; "meta" allocates nothing.
         dtype: dtype of the parameters.
+        runs: how often the layer runs in one forward of its model. The auxiliary losses and counts
+            of its runs add up; another number of them is an error at the end of a step.
+
+    Raises:
+        ValueError: when an argument has another type or range, or a layer with several runs has a
+            global-batch loss.
 
     Source: the routing weight applied before FC2 is Megatron-Core's memory-efficient permutation
     (arXiv:2603.07685).
@@ -177,6 +189,7 @@ class MoELayer(RoutedLayer):
         layout: LayerLayout | None = None,
         device: Device | None = None,
         dtype: FloatDtype | None = None,
+        runs: Count = 1,
     ) -> None:
         check_arguments(MoELayer.__init__, locals())
         super().__init__()
@@ -194,7 +207,7 @@ class MoELayer(RoutedLayer):
             add_part(self, names.shared, SharedExpert(config, **where))
         self.shared_stream: torch.cuda.Stream | None = None  # its owner sets it: see SharedRun
         self.dispatcher = LocalDispatcher(config.num_experts)
-        self.tracker = LoadTracker(config)
+        self.tracker = LoadTracker(config, runs=runs)
         if not router.weight.is_meta:
             self.init_weights(key="", seed=int(torch.randint(1 << 62, ())))  # torch.manual_seed's
 

@@ -125,15 +125,16 @@ class MoEState:
         if self._check_parameters is not None:
             self._check_parameters()
         trackers = {name: layer.tracker for name, layer in self.layers.items()}
-        seen = {n: t.num_micro_batches for n, t in trackers.items() if t.config.balance.needs_loss}
-        for name, count in seen.items():
-            if count not in (0, self.num_micro_batches):
+        seen = {n: t for n, t in trackers.items() if t.config.balance.needs_loss}
+        for name, tracker in seen.items():
+            count = tracker.num_micro_batches
+            if count not in (0, tracker.runs * self.num_micro_batches):
                 self._reset()
                 raise ValueError(
                     f"num_micro_batches ({self.num_micro_batches}) must equal the backwards of a "
                     f"step, but {name} saw {count}: set TrainStep.num_micro_batches, and run one "
-                    "forward and backward in each; a layer that runs twice in one forward can have "
-                    "no auxiliary loss"
+                    "forward and backward in each; a layer that runs twice in one forward is an "
+                    "MoELayer(runs=2)"
                 )
 
     @torch.no_grad()

@@ -196,7 +196,7 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
                 "False, which computes weight gradients at once: use '1f1b' or 'interleaved'"
             )
     if request.graph_dense:
-        _check_graphs(request)
+        _check_graphs(model, request)
     owner = request.family.tensor_parallel(model)
     if p.tp > 1 and not is_cut(model) and not isinstance(owner, TensorParallelModel):
         raise NotImplementedError(
@@ -205,8 +205,14 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
         )
 
 
-def _check_graphs(request: Request) -> None:
+def _check_graphs(model: nn.Module, request: Request) -> None:
     """Raise where parts of blocks can be no CUDA graphs."""
+    repeated = next((n for n, m in model.named_modules() if getattr(m, "runs", 1) != 1), None)
+    if repeated is not None:  # the memory of graphs is that of one run of each block
+        raise ValueError(
+            f"graph_dense (True) must go with modules that run once in a forward, and {repeated} "
+            "runs several times (DecoderConfig.mtp_repeats): leave it out"
+        )
     p, precision = request.meshes.parallel, request.precision
     for name, size in (("tp", p.tp), ("cp", p.cp)):
         if size > 1:

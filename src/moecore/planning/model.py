@@ -149,6 +149,8 @@ class NativeModel(PlannedModel):
             yield "model.linear_layers", "be (): there are no costs of linear attention, measure it"
         if self.config.pattern:
             yield "model.pattern", "be '': there are no costs of half a block, measure it"
+        if self.config.mtp_repeats > 1:
+            yield "model.mtp_repeats", "be 1: plans count a module's run once, measure it"
         if self.config.mla is not None and self.config.mla.sparse is not None:
             yield "model.mla.sparse", "be None: there are no costs of sparse attention, measure it"
 

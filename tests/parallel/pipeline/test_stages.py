@@ -25,6 +25,7 @@ CONFIGS = {
     "tied, shared experts": preset("tiny-shared"),
     "tied, mtp": replace(preset("tiny-shared"), num_mtp_layers=2, mtp_loss_coef=0.4),
     "latent, mtp": replace(preset("tiny-deepseek-v3"), num_mtp_layers=2),
+    "latent, repeated": replace(preset("tiny-deepseek-v3"), mtp_repeats=2),
 }
 LAYOUTS = [  # with two MTP modules
     ("EtttmmL", 1),
@@ -64,7 +65,9 @@ def batch(kind: str = "labels") -> dict[str, Any]:
 
 
 def layout_of(layout: str, config: DecoderConfig) -> str:
-    return layout if config.num_mtp_layers else layout.replace("m", "")
+    head, *others = layout.split("m")
+    own, more = others[: config.num_mtp_layers], others[config.num_mtp_layers :]
+    return "m".join((head, *own)) + "".join(more)
 
 
 @pytest.mark.parametrize("kind", ["labels", "documents", "padding"])

@@ -196,6 +196,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dynamic cp": (dict(context=ContextOptions(dynamic=True)), r"dynamic \(True\) = False"),
     "zero bubbles": (dict(pp=2, pipeline=PipelineConfig(schedule="zbv")), "graph_dense"),
+    "repeated": (
+        dict(config=dict(num_mtp_layers=1, mtp_repeats=2, mtp_loss_coef=0.1)),
+        "mtp.0 runs",
+    ),
 }
 
 
@@ -204,11 +208,10 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     for name, (options, _) in REFUSED.items():
         degrees = {k: options[k] for k in ("tp", "cp", "pp") if k in options}
         more = {k: v for k, v in options.items() if k not in degrees}
+        config = replace(preset("tiny"), **more.pop("config", {}))
         meshes = build_meshes(ParallelConfig(**degrees), "cpu")
         try:
-            parallelize_moe(
-                Decoder(preset("tiny"), device="meta"), meshes, graph_dense=True, **more
-            )
+            parallelize_moe(Decoder(config, device="meta"), meshes, graph_dense=True, **more)
         except ValueError as error:
             said[name] = str(error)
     return said

@@ -50,6 +50,7 @@ def test_steps_of_torch(adjust: Any, nesterov: bool) -> None:
     train(ours, first, range(STEPS))
     other = torch.optim.Muon(torchs.parameters(), **options)
     train(torchs, other, range(STEPS))
+    assert first.param_groups[0].keys() - {"fused"} == other.param_groups[0].keys()
     second = Muon(assign_matrices(ours), **options)  # goes on from torch's state
     second.load_state_dict(other.state_dict())
     train(ours, second, range(STEPS, 2 * STEPS))
@@ -132,21 +133,69 @@ def test_experts_are_stepped_one_by_one(layout: ExpertLayout, adjust: Any) -> No
     assert not torch.allclose(together[:6], polar(halves(gradients)[0][0]), atol=1e-2)
 
 
-def test_signals_clip_and_skip() -> None:
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_normuon_by_definition(layout: ExpertLayout, nesterov: bool) -> None:
+    """Algorithm 1 of arXiv:2510.05491 on each matrix alone, [outputs, inputs], norms kept."""
+    torch.manual_seed(0)
+    experts = Experts(CONFIG, layout=layout)
+    for param in experts.parameters():
+        nn.init.normal_(param)
+    wanted = [m.clone().unbind() for m in halves(experts)]
+    momenta, means = ([[torch.zeros(())] * 3 for _ in wanted] for _ in range(2))
+    options: dict[str, Any] = dict(ns_dtype=torch.float32, nesterov=nesterov, weight_decay=0.5)
+    optimizer = Muon(assign_matrices(experts), lr=0.1, beta2=0.6, **options)
+    for _ in range(STEPS):
+        gradients = Experts(CONFIG, layout=layout)
+        for param, grad in zip(experts.parameters(), gradients.parameters(), strict=True):
+            param.grad = nn.init.normal_(grad).detach()
+        optimizer.step()
+        for i, matrices in enumerate(halves(gradients)):
+            for e, g in enumerate(matrices):
+                momenta[i][e] = m = 0.95 * momenta[i][e] + 0.05 * g
+                o = orthogonalize((0.05 * g + 0.95 * m if nesterov else m)[None])[0]
+                means[i][e] = v = 0.6 * means[i][e] + 0.4 * (o * o).mean(1)
+                divided = o / v.sqrt()[:, None]
+                divided *= o.norm() / divided.norm()
+                factor = 0.2 * max(o.shape) ** 0.5
+                wanted[i][e].mul_(1 - 0.1 * 0.5).sub_(0.1 * factor * divided)
+    for found, own in zip(halves(experts), wanted, strict=True):
+        torch.testing.assert_close(found, torch.stack(own), rtol=1e-5, atol=1e-5)
+    numels = [s["second_momentum_buffer"].numel() for s in optimizer.state.values()]
+    assert sum(numels) == CONFIG.num_experts * (2 * CONFIG.hidden_dim + CONFIG.dim)
+
+
+def test_normuon_takes_what_torch_has() -> None:
+    """A state dict without means starts them at zero, and does not turn them off."""
+    model, other = linears(), linears()
+    torchs = torch.optim.Muon(other.parameters(), lr=1e-2)
+    train(other, torchs, range(1))
+    ours = Muon(assign_matrices(model), lr=1e-2, beta2=0.9)
+    ours.load_state_dict(torchs.state_dict())
+    train(model, ours, range(1, 2))
+    assert all(s["second_momentum_buffer"].all() for s in ours.state.values())
+    by_inputs = assign_matrices(model, (("0.weight", Cut(dim=1, sizes=(8, 8))),))
+    with pytest.raises(ValueError, match=r"Cut\.dim \(1\) must be 0, that of outputs"):
+        Muon(by_inputs, beta2=0.9)
+
+
+@pytest.mark.parametrize("beta2", [None, 0.9])
+def test_signals_clip_and_skip(beta2: float | None) -> None:
     """A skipped step leaves bits; a scaled one equals a step with smaller gradients."""
     signalled, plain = linears(), linears()
-    options: dict[str, Any] = dict(lr=1e-2, ns_dtype=torch.float32)
+    options: dict[str, Any] = dict(lr=1e-2, ns_dtype=torch.float32, beta2=beta2)
     ours, others = (Muon(assign_matrices(m), **options) for m in (signalled, plain))
     train(signalled, ours, range(1))
     train(plain, others, range(1))
     for param in signalled.parameters():
         param.grad = torch.full_like(param, torch.nan)
     before = [p.detach().clone() for p in signalled.parameters()]
-    momenta = [s["momentum_buffer"].clone() for s in ours.state.values()]
+    states = [value.clone() for s in ours.state.values() for value in s.values()]
+    assert len(states) == (3 if beta2 is None else 6)
     norm = step_clipped(signalled, 1.0, [ours])
     assert norm.skipped
     assert all(map(torch.equal, before, signalled.parameters()))
-    assert all(map(torch.equal, momenta, (s["momentum_buffer"] for s in ours.state.values())))
+    assert all(map(torch.equal, states, (v for s in ours.state.values() for v in s.values())))
     for a, b in zip(signalled.parameters(), plain.parameters(), strict=True):
         generator = torch.Generator().manual_seed(5)
         a.grad = torch.randn(a.shape, generator=generator)
@@ -173,7 +222,7 @@ def test_a_tensor_as_lr_and_weights_in_bf16() -> None:
 
 def test_copies_go_on() -> None:
     model = linears()
-    optimizer = Muon(assign_matrices(model), lr=1e-2)
+    optimizer = Muon(assign_matrices(model), lr=1e-2, beta2=0.9)
     train(model, optimizer, range(1))
     other, copied = copy.deepcopy((model, optimizer))
     train(model, optimizer, range(1, STEPS))

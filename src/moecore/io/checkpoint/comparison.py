@@ -28,6 +28,7 @@ from moecore.io.checkpoint.state import (
     listed_optimizers,
     optimizer_state_to_fill,
     rng_tensors,
+    state_like,
 )
 
 SHOWN = 10  # differences in one error
@@ -180,6 +181,9 @@ def _compare_optimizers(
     fit.groups = not problems
     kinds = set(group_classes(now, len(named)))
     weights = below("model.", manifest)
+    steps = {
+        view.name_of(p): o for o in fit.optimizers for g in o.param_groups for p in g["params"]
+    }
     slots: dict[str, dict[str, StoredTensor]] = {}
     for key, tensor in below("optimizer.", manifest).items():
         slots.setdefault(key.partition(".")[2], {})[key] = tensor
@@ -196,11 +200,22 @@ def _compare_optimizers(
             fit.left_out.append(f"optimizer state of {name} belongs to a tensor that differs")
         elif options.get(name) or kind not in (None, mine[name][0]):
             pass  # likewise
-        elif wrong := [k for k, t in stored.items() if t.shape not in ((), weights[name].shape)]:
-            found, shape = stored[wrong[0]].shape, weights[name].shape
-            fit.left_out.append(f"optimizer state {wrong[0]} {found} must be {shape} or a scalar")
+        elif wrong := _wrong_shape(steps[name], view, name, stored):
+            fit.left_out.append(f"optimizer state {wrong} or a scalar")
         else:
             _take_slots(fit, stored, weights[name], view.stored[name].dtype, cast=cast)
+
+
+def _wrong_shape(
+    optimizer: Optimizer, view: ModelView, name: str, stored: dict[str, StoredTensor]
+) -> str | None:
+    """Return which stored state of a parameter is no scalar and has a shape that does not fit."""
+    for key, found in stored.items():
+        like = state_like(optimizer, view.tensors[name], key.partition(".")[0])
+        shape = tuple(view.view(name, like).shape)
+        if found.shape not in ((), shape):
+            return f"{key} {found.shape} must be {shape}"
+    return None
 
 
 def _owners(classes: str, groups: list[dict[str, Any]]) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -21,7 +21,8 @@ from moecore.models.decoder import Decoder
 # num_mtp_layers is here because names differ with it.
 TRAINING = frozenset(
     {
-        *("num_mtp_layers", "mtp_loss_coef", "mtp_detached", "ce_chunk_tokens", "max_seq_len"),
+        *("num_mtp_layers", "mtp_repeats", "mtp_loss_coef", "mtp_detached", "ce_chunk_tokens"),
+        "max_seq_len",
         *("moe.balance", "moe.router_jitter", "moe.router_dtype", "moe.capacity"),
     }
 )

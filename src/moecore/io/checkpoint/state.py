@@ -110,10 +110,11 @@ def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict
             )
         seen.add(name)
         for slot, value in state.items():
-            if not isinstance(value, Tensor) or not _storable(value, param):
+            like = state_like(owner, param, slot)
+            if not isinstance(value, Tensor) or not _storable(value, like):
                 raise NotImplementedError(
                     f"optimizer state {slot} of {name} must be a scalar tensor or have the shape "
-                    f"and placements of the parameter, {tuple(param.shape)}"
+                    f"and placements of the parameter, {tuple(like.shape)}"
                 )
             found[f"{slot}.{name}"] = value if value.ndim == 0 else model.view(name, value)
     return found
@@ -140,7 +141,8 @@ def optimizer_state_to_fill(
                 if key in matrices:
                     dtype = _moment_dtype(optimizer, param, matrices[key])
                     place = _state_device(optimizer, param)
-                    value = _moment(current.get(slot), param, dtype, place)
+                    like = state_like(optimizer, param, slot)
+                    value = _moment(current.get(slot), like, dtype, place)
                 else:
                     # Moments of a parameter that is a scalar itself lie beside it.
                     is_moment = param.ndim == 0 and slot != "step"
@@ -159,6 +161,12 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
             restore(param, slots)
         else:
             optimizer.state[param] = slots
+
+
+def state_like(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
+    """Return a tensor that lies as a state of an optimizer does, unless that is a scalar."""
+    own: Callable[[Tensor, str], Tensor] | None = getattr(optimizer, "state_like", None)
+    return param if own is None else own(param, slot)  # as moecore.train.Muon declares
 
 
 def _stored_state(optimizer: Optimizer, param: Tensor) -> Mapping[str, Any]:
@@ -186,15 +194,15 @@ def _state_device(optimizer: Optimizer, param: Tensor) -> torch.device:
     return param.device if own is None else own(param)  # moecore.train.HostAdamW declares it
 
 
-def _moment(current: object, param: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _moment(current: object, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if (
         isinstance(current, Tensor)
-        and _storable(current, param)
+        and _storable(current, like)
         and (current.dtype, current.device) == (dtype, device)
-        and _layout(current) == _layout(param)
+        and _layout(current) == _layout(like)
     ):
         return current
-    return torch.empty_like(param, dtype=dtype, device=device, requires_grad=False)
+    return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
 
 
 def _scalar(current: object, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -227,10 +235,10 @@ def restore_rng(states: Mapping[str, Tensor]) -> None:
         set_state(state)
 
 
-def _storable(value: Tensor, param: Tensor) -> bool:
+def _storable(value: Tensor, like: Tensor) -> bool:
     if value.ndim == 0:
         return not isinstance(value, DTensor)
-    return value.shape == param.shape and isinstance(value, DTensor) == isinstance(param, DTensor)
+    return value.shape == like.shape and isinstance(value, DTensor) == isinstance(like, DTensor)
 
 
 def _scalar_device(group: Mapping[str, Any], param: Tensor) -> torch.device:

@@ -65,7 +65,7 @@ def apply_stash(
     """Save rows of routed experts in pages, in place; None where no layer has spare rows."""
     if options.stash is None:
         return None
-    found = [
+    found: list[Any] = [
         m for block in blocks for m in block.modules() if _has_spare_rows(m) and m not in compiled
     ]
     if not found:
@@ -76,7 +76,7 @@ def apply_stash(
             stacklevel=5,
         )
         return None
-    stash = Stash(device, options.stash, len(found))
+    stash = Stash(device, options.stash, sum(layer.runs for layer in found))
     stash.attach(blocks, dict.fromkeys(found, "moe").get)
     return stash
 

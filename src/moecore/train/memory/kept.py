@@ -182,7 +182,7 @@ def _copies(
             state["reader"] = ParamReader()
         if isinstance(module, RoutedLayer):
             cp = module.tracker.groups.cp
-            state["tracker"] = LoadTracker(module.config)
+            state["tracker"] = LoadTracker(module.config, runs=module.runs)
             state["tracker"].groups = BalanceGroups(cp=cp)  # alone
     return copies
 

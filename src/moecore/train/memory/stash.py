@@ -307,7 +307,7 @@ def _over(pieces: Sequence[PagePlace]) -> list[Dispatched]:
 
 
 class Stash(Offload, Holder):
-    """Stores used rows of a model's experts in pages; `num_layers` counts MoE layers."""
+    """Stores used rows of a model's experts in pages; `num_layers` counts runs of MoE layers."""
 
     option = "StashOptions.factor"
     _rows_alone = True

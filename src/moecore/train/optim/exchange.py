@@ -13,7 +13,7 @@ the bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -103,36 +103,54 @@ class MatrixPlan:
 
     alone: dict[int, list[MatrixBlock]]  # place -> own blocks, of matrices on one rank each
     rounds: list[tuple[dist.ProcessGroup, Round]]  # of the others
+    outputs: MatrixPlan | None = None  # the same blocks and rounds of one number per output
 
 
 def make_plan(
     params: Sequence[Tensor],
     layouts: Sequence[MatrixLayout],
     group_of: Callable[[tuple[int, ...]], dist.ProcessGroup],
+    outputs: Sequence[Tensor] | None = None,
 ) -> MatrixPlan:
-    """Return the plan of a step; `group_of` gives the process group of ranks, in their order."""
-    holdings: dict[object, _Holding] = {}  # parameters of one layout share theirs
-    alone: dict[int, list[MatrixBlock]] = {}
+    """Return the plan of a step; `group_of` gives the process group of ranks, in their order.
+
+    `outputs` are what parameters have per output (`MatrixLayout.of_outputs`); it goes where the
+    matrices go.
+    """
+    members = _members(params, layouts)
     shared: dict[tuple[int, ...], list[_Member]] = {}
-    for place, (param, layout) in enumerate(zip(params, layouts, strict=True)):
-        key: object = (param.shape, layout)
-        if isinstance(param, DTensor):
-            key = (key, param.device_mesh, param.placements)
-        if key not in holdings:
-            holdings[key] = _Holding(param, layout)
-        holding = holdings[key]
-        member = _Member(place, holding, param.device)
-        if holding.is_alone:
-            alone[place] = member.blocks_alone()
-        else:
-            shared.setdefault(holding.ranks, []).append(member)
+    for member in members:
+        if not member.holding.is_alone:
+            shared.setdefault(member.holding.ranks, []).append(member)
     rounds = []
-    for ranks, members in shared.items():
-        group = group_of(ranks)
-        owners = _assign(members, len(ranks))
-        for some in _rounds(members, len(ranks)):
-            rounds.append((group, _round(some, owners, ranks.index(dist.get_rank()))))
-    return MatrixPlan(alone=alone, rounds=rounds)
+    for ranks, group_members in shared.items():
+        group, rank = group_of(ranks), ranks.index(dist.get_rank())
+        owners = _assign(group_members, len(ranks))
+        for some in _rounds(group_members, len(ranks)):
+            rounds.append((group, [member.place for member in some], (owners, rank)))
+
+    def plan_of(found: list[_Member]) -> MatrixPlan:
+        alone = {m.place: found[m.place].blocks_alone() for m in members if m.holding.is_alone}
+        travel = [(g, _round([found[i] for i in some], *own)) for g, some, own in rounds]
+        return MatrixPlan(alone=alone, rounds=travel)
+
+    if outputs is None:
+        return plan_of(members)
+    beside = _members(outputs, [layout.of_outputs() for layout in layouts])
+    return replace(plan_of(members), outputs=plan_of(beside))
+
+
+def _members(tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[_Member]:
+    holdings: dict[object, _Holding] = {}  # tensors of one layout share theirs
+    found = []
+    for place, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
+        key: object = (tensor.shape, layout)
+        if isinstance(tensor, DTensor):
+            key = (key, tensor.device_mesh, tensor.placements)
+        if key not in holdings:
+            holdings[key] = _Holding(tensor, layout)
+        found.append(_Member(place, holdings[key], tensor.device))
+    return found
 
 
 class _Holding:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -84,6 +84,15 @@ class MatrixLayout:
         if self.cut.dim == 0:
             return [(size, self.columns) for size in sizes]
         return [(self.rows, size) for size in sizes]
+
+    def of_outputs(self) -> MatrixLayout:
+        """Return the layout of one number per output: [batch, rows, 1], or [batch, 1, columns]."""
+        if self.cut is not None and self.cut.dim != int(self.transposed):
+            raise ValueError(
+                f"Cut.dim ({self.cut.dim}) must be {int(self.transposed)}, that of outputs, with "
+                "beta2, so that an output is of one matrix: drop beta2 or the Cut"
+            )
+        return replace(self, rows=1) if self.transposed else replace(self, columns=1)
 
     def view(self, local: Tensor) -> Tensor:
         """Return a rank's part of the parameter as [batch, rows, columns]; shares memory."""

@@ -8,6 +8,8 @@ Legend: b matrices of a parameter on this rank, R rows, C columns.
 Budget per step: weight and momentum are read and written, the gradient is read. Pieces of a sharded
 matrix take 2 bytes per element to its owner and 2 back, in bf16.
 
+With `beta2` owners also divide by means of each output (`output_means.py`).
+
 Source: https://kellerjordan.github.io/posts/muon; scale and weight decay, arXiv:2502.16982.
 """
 
@@ -27,11 +29,13 @@ from moecore.kernels.momentum import momentum_
 from moecore.train.optim.adamw import grad_of, loss_of_closure, signals_of
 from moecore.train.optim.exchange import MatrixBlock, MatrixPlan, Round, make_plan
 from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, scale_of
+from moecore.train.optim.output_means import divide_by_means_, output_means_of
 
 Momentum = Annotated[float, Bound(">=", 0), Bound("<", 1)]
 NSDtype = Annotated[torch.dtype, OneOf((torch.bfloat16, torch.float32))]
 AdjustLR = Literal["match_rms_adamw", "original"]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz
+MEANS = "second_momentum_buffer"
 BATCH_NUMEL = 1 << 26  # elements of the matrices that are multiplied at once
 CHUNK_NUMEL = 1 << 26  # elements that are stepped at once, of matrices that are whole on a rank
 
@@ -54,9 +58,13 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: the factor on lr per matrix. "match_rms_adamw" is 0.2 * sqrt(longer side), for
             lr and weight decay of AdamW; "original" is sqrt(outputs / inputs), at least 1.
         ns_dtype: the dtype in which matrices are sent and multiplied. fp32 is for tests.
+        beta2: NorMuon: what is orthogonalised is divided, output by output, by the root of its
+            running mean square, whose decay this is, in [0, 1), and scaled to the norm that it had.
+            The means are `second_momentum_buffer`, one number per output. None = off.
 
     Raises:
-        ValueError: when a value has another type or range, or the assignment has no matrices.
+        ValueError: when a value has another type or range, the assignment has no matrices, or, with
+            `beta2`, a `Cut` of inputs.
     """
 
     def __init__(
@@ -72,6 +80,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: Count = 5,
         adjust_lr_fn: AdjustLR = "match_rms_adamw",
         ns_dtype: NSDtype = torch.bfloat16,
+        beta2: Momentum | None = None,
     ) -> None:
         check_arguments(Muon.__init__, locals())
         if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -86,6 +95,8 @@ class Muon(torch.optim.Optimizer):
         options: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
         options |= dict(nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps)
         options |= dict(ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, fused=True)
+        if beta2 is not None:  # else options are torch's, and so are those of checkpoints
+            options["beta2"] = beta2
         super().__init__(list(self.layouts), options)
         self._step_supports_amp_scaling = True
 
@@ -101,27 +112,43 @@ class Muon(torch.optim.Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group["fused"] = True
+            if "beta2" in self.defaults:  # a state dict of torch's Muon has none
+                group.setdefault("beta2", self.defaults["beta2"])
         self._forget()
         self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in torch; a ValueError for parameters without matrices."""
         super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
+        try:
+            self._check(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check(self, group: dict[str, Any]) -> None:
+        for param in group["params"]:
             if param not in self.layouts:
-                self.param_groups.pop()
                 raise ValueError(
                     f"param_group ({tuple(param.shape)}) must hold matrices of the assignment: "
                     "give what it leaves out to AdamW"
                 )
+            if "beta2" in group:
+                self.layouts[param].of_outputs()
 
     def own_options(self) -> dict[str, Any]:
         """Return the options that are not in `param_groups`; ranks must agree on them."""
         return {"ns_dtype": self.ns_dtype, "layouts": list(self.layouts.values())}
 
     def moment_dtype_of(self, param: Tensor) -> torch.dtype:
-        """Return the dtype of a parameter's momentum."""
+        """Return the dtype of a parameter's state."""
         return torch.promote_types(param.dtype, torch.float32)
+
+    def state_like(self, param: nn.Parameter, slot: str) -> Tensor:
+        """Return a tensor that lies as the state of a parameter does in this slot."""
+        if slot == MEANS:
+            return output_means_of(param, self.layouts[param], self.moment_dtype_of(param))
+        return param
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -142,15 +169,17 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params:
-                _Step(self, group, params).run(self._plan(params))
+                step = _Step(self, group, params)
+                step.run(self._plan(params, has_means="beta2" in group))
         return loss
 
-    def _plan(self, params: list[nn.Parameter]) -> MatrixPlan:
+    def _plan(self, params: list[nn.Parameter], *, has_means: bool) -> MatrixPlan:
         """Return the plan of the parameters with gradients, made once for each set of them."""
-        key = tuple(map(id, params))
+        key = (has_means, *map(id, params))
         if key not in self._plans:
             layouts = [self.layouts[param] for param in params]
-            self._plans[key] = make_plan(params, layouts, self._group_of)
+            means = [self.state[param][MEANS] for param in params] if has_means else None
+            self._plans[key] = make_plan(params, layouts, self._group_of, means)
         return self._plans[key]
 
     def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -169,6 +198,13 @@ class _MatrixViews(NamedTuple):
     weight: Tensor
     grad: Tensor
     momentum: Tensor
+    means: Tensor | None = None  # [b, R, 1], or [b, 1, C] of transposed matrices
+
+    def of(self, batch: slice) -> _MatrixViews:
+        """Return the same of some of the matrices."""
+        weight, grad, momentum, means = self
+        means = None if means is None else means[batch]
+        return _MatrixViews(weight[batch], grad[batch], momentum[batch], means)
 
 
 class _Step:
@@ -177,8 +213,9 @@ class _Step:
     def __init__(self, optimizer: Muon, group: dict[str, Any], params: list[nn.Parameter]) -> None:
         self.group, self.dtype = group, optimizer.ns_dtype
         self.layouts = [optimizer.layouts[param] for param in params]
+        slots = ["momentum_buffer"] + [MEANS] * ("beta2" in group)
         self.views = [
-            _views(param, layout, _momentum(optimizer, param))
+            _views(param, layout, [_state_of(optimizer, param, slot) for slot in slots])
             for param, layout in zip(params, self.layouts, strict=True)
         ]
         device = self.views[0].weight.device
@@ -195,9 +232,10 @@ class _Step:
     def run(self, plan: MatrixPlan) -> None:
         """Step all parameters of the plan."""
         for chunk in self._chunks(plan):
-            self._step_alone(chunk)
-        for process_group, one in plan.rounds:
-            self._step_together(one, process_group)
+            self._step_alone(chunk, plan.outputs)
+        beside = plan.outputs.rounds if plan.outputs else [(None, None)] * len(plan.rounds)
+        for (process_group, one), (_, of_means) in zip(plan.rounds, beside, strict=True):
+            self._step_together(one, of_means, process_group)
 
     def _chunks(self, plan: MatrixPlan) -> Iterator[list[tuple[int, slice, list[MatrixBlock]]]]:
         """Yield whole matrices of this rank that are stepped at once, of one parameter or more."""
@@ -216,20 +254,27 @@ class _Step:
         if chunk:
             yield chunk
 
-    def _step_alone(self, chunk: list[tuple[int, slice, list[MatrixBlock]]]) -> None:
+    def _step_alone(
+        self, chunk: list[tuple[int, slice, list[MatrixBlock]]], outputs: MatrixPlan | None
+    ) -> None:
         targets, matrices = [], []
         for place, batch, blocks in chunk:
-            weight, grad, momentum = (t[batch] for t in self.views[place])
-            update = self._update_momentum(grad, momentum)
-            for block in blocks:
-                here = block._replace(place=0, batch=slice(None))
+            views = self.views[place].of(batch)
+            update = self._update_momentum(views.grad, views.momentum)
+            beside = outputs.alone[place] if outputs else blocks
+            for block, of_means in zip(blocks, beside, strict=True):
+                here, there = (b._replace(place=0, batch=slice(None)) for b in (block, of_means))
                 matrices.append(here.read([update]))
-                targets.append((place, here, weight))
+                targets.append((place, here, there, views))
         done = orthogonalize_all(matrices, **self.options)
-        for (place, block, weight), values in zip(targets, done, strict=True):
-            self._apply(weight, block, values, self.layouts[place])
+        for (place, here, there, views), values in zip(targets, done, strict=True):
+            if views.means is not None:
+                means = there.read([views.means])
+                self._divide(values, means)
+                there.write([views.means], means)
+            self._apply(views.weight, here, values, self.layouts[place])
 
-    def _step_together(self, one: Round, group: dist.ProcessGroup) -> None:
+    def _step_together(self, one: Round, of_means: Round | None, group: dist.ProcessGroup) -> None:
         views = self.views
         updates: list[Any] = [None] * len(views)
         for place in one.params:
@@ -241,9 +286,30 @@ class _Step:
             block.write(owned, values)
         del updates, received
         done = orthogonalize_all(owned, **self.options)
+        if of_means is not None:
+            self._divide_together(done, of_means, group)
         received = one.exchange(some, done, back=True, group=group)
         for block, values in one.unpack(received, back=True):
             self._apply(views[block.place].weight, block, values, self.layouts[block.place])
+
+    def _divide_together(
+        self, done: list[Tensor], of_means: Round, group: dist.ProcessGroup
+    ) -> None:
+        """Bring the means of owned matrices, divide these by them, and return the means."""
+        means: list[Any] = [view.means for view in self.views]
+        some = means[of_means.params[0]]
+        received = of_means.exchange(some, means, back=False, group=group)
+        owned = [some.new_empty(shape) for shape in of_means.owned]
+        for block, values in of_means.unpack(received, back=False):
+            block.write(owned, values)
+        for values, own in zip(done, owned, strict=True):
+            self._divide(values, own)
+        received = of_means.exchange(some, owned, back=True, group=group)
+        for block, values in of_means.unpack(received, back=True):
+            block.write(means, values)
+
+    def _divide(self, values: Tensor, means: Tensor) -> None:
+        divide_by_means_(values, means, beta2=self.group["beta2"], found_inf=self.found_inf)
 
     def _update_momentum(self, grad: Tensor, momentum: Tensor) -> Tensor:
         """Move momentum towards a gradient, in place; return the update to orthogonalise."""
@@ -273,19 +339,20 @@ class _Step:
             here.write([weight], new)
 
 
-def _views(param: nn.Parameter, layout: MatrixLayout, momentum: Tensor) -> _MatrixViews:
-    found = (local_of(param.detach()), local_of(grad_of(param)).contiguous(), local_of(momentum))
+def _views(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) -> _MatrixViews:
+    found = [local_of(param.detach()), local_of(grad_of(param)).contiguous(), *map(local_of, state)]
     return _MatrixViews(*map(layout.view, found))
 
 
-def _momentum(optimizer: Muon, param: nn.Parameter) -> Tensor:
-    """Return the momentum of a parameter: new, or converted to this optimizer's dtype."""
+def _state_of(optimizer: Muon, param: nn.Parameter, slot: str) -> Tensor:
+    """Return a state of a parameter: zeros, or converted to this optimizer's dtype."""
     state: dict[str, Tensor] = optimizer.state[param]
     dtype = optimizer.moment_dtype_of(param)
-    found = state.get("momentum_buffer")
-    found = zeros_like(param, dtype) if found is None else found.to(param.device, dtype)
-    state["momentum_buffer"] = found
-    return found
+    found = state.get(slot)
+    if found is None:
+        found = zeros_like(optimizer.state_like(param, slot), dtype)
+    state[slot] = found.to(param.device, dtype)
+    return state[slot]
 
 
 def orthogonalize(

@@ -1,0 +1,65 @@
+"""NorMuon: each output's part of an orthogonal update is divided by the root of its mean square.
+
+Legend: n matrices, R rows, C columns; an output is a row, or a column of a transposed matrix.
+
+    O -> v <- beta2 v + (1 - beta2) mean(O^2) over inputs -> O / sqrt(v) -> scaled to the norm of O
+
+Muon's updates have singular values near 1, but their outputs differ in size; here they have about
+the same, and the matrix the same norm as before. v has one number per output.
+
+Source: arXiv:2510.05491, whose code keeps the norm.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from moecore.base.torch_names import local_of
+from moecore.train.optim.matrices import MatrixLayout
+
+EPS = 1e-10  # the least root, and the least norm, by which is divided
+PART_NUMEL = 1 << 26  # elements that are fp32 at once
+
+
+def output_means_of(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
+    """Return zeros with one number per output: the parameter's shape, with 1 for inputs."""
+    dim = param.ndim - 2 if layout.transposed else param.ndim - 1
+    local = local_of(param.detach())
+    found = torch.zeros(_reduced(local.shape, dim), dtype=dtype, device=local.device)
+    if not isinstance(param, DTensor):
+        return found
+    # Ranks that hold other inputs of the same outputs hold copies.
+    placements = [Replicate() if p.is_shard(dim) else p for p in param.placements]
+    shape = _reduced(param.shape, dim)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        found, param.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def divide_by_means_(
+    x_nRC: Tensor, means: Tensor, *, beta2: float, found_inf: Tensor | None = None
+) -> None:
+    """Move means, [n, R, 1] or [n, 1, C], towards an update's squares; divide it. In place.
+
+    Where the scalar `found_inf` is above 0 means stay as they are.
+    """
+    inputs = x_nRC.numel() / means.numel()
+    new = torch.full((), 1 - beta2, dtype=means.dtype, device=means.device)
+    if found_inf is not None:
+        new = new.masked_fill(found_inf > 0, 0.0)
+    most = max(1, PART_NUMEL // x_nRC[0].numel())
+    for x, mean in zip(x_nRC.split(most), means.split(most), strict=True):
+        wide = x.to(mean.dtype)
+        mean.lerp_(wide.square().sum_to_size(mean.shape) / inputs, new)
+        divided = wide / (mean.sqrt() + EPS)
+        norm, after = (
+            torch.linalg.vector_norm(t, dim=(1, 2), keepdim=True) for t in (wide, divided)
+        )
+        x.copy_(divided * (norm / after.clamp(min=EPS)))
+
+
+def _reduced(shape: torch.Size, dim: int) -> torch.Size:
+    return torch.Size((*shape[:dim], 1, *shape[dim + 1 :]))
