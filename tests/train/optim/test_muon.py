@@ -276,6 +276,10 @@ def test_overrides() -> None:
         None,
     ]
     train(model, Muon(assignment), range(1))
+    columns = Experts(CONFIG, layout=ExpertLayout(gate_up="concatenated", transposed=True))
+    halved = Cut(dim=1, sizes=(columns.w1.shape[-1] // 2,), repeats=2)
+    layout = assign_matrices(columns, (("w1", halved),)).decisions["w1"].layout
+    assert layout is not None and layout.cut == halved and layout.transposed
     with pytest.raises(ValueError, match=r"param_group \(\(16, 16\)\) must hold matrices"):
         Muon(assignment).add_param_group({"params": [model[2].weight]})
     with pytest.raises(ValueError, match=r"overrides \('3\.\*'\) must match"):

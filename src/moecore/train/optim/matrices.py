@@ -244,8 +244,7 @@ def _overridden(name: str, decision: Decision, asked: Choice | Cut | None) -> De
             "matrix: correct the pattern"
         )
     cut = asked if isinstance(asked, Cut) else whole.cut
-    layout = MatrixLayout(batch=whole.batch, rows=whole.rows, columns=whole.columns, cut=cut)
-    return Decision(param, layout, "overridden")
+    return Decision(param, replace(whole, cut=cut), "overridden")
 
 
 def _decide(
