@@ -1,23 +1,25 @@
 """Products of a rank's experts in FP8 with a scale per row, or per tensor, of either operand.
 
 Everything is quantised from the dtype of the rows, once along each dim that is summed; X and H are
-kept in that dtype. The products are torch's, the quantisation is plain PyTorch: these recipes are
-for comparison and for what needs their formats, "blockwise" is what is fast.
+kept in that dtype. dY and dH have the recipe's `grad_format`. The products are torch's, or with
+E5M2 those of `scaled_kernel.py`, the quantisation is plain PyTorch: these recipes are for
+comparison and for what needs their formats, "blockwise" is what is fast.
 
 Letters: as in `contract.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.contract import ExpertSpec, GradTarget, ProductSource
+from moecore.kernels.experts.contract import LEAVE_OUT, ExpertSpec, GradTarget, ProductSource
 from moecore.kernels.experts.fp8_products import QuantisedProducts
-from moecore.kernels.experts.torch_products import TorchProducts
+from moecore.kernels.experts.torch_products import Role, TorchProducts
 from moecore.kernels.grouped.scaled import (
     ALIGNED,
     pad_rows,
@@ -32,6 +34,16 @@ from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.scaling import Blocks, Both
 from moecore.kernels.rows.shard_blocks import transpose_values
 
+Operand = Literal["x", "a", "dy", "dh"]
+GRADIENTS: tuple[Operand, ...] = ("dy", "dh")
+# By matrix, and whether it is transposed.
+MULTIPLIED: dict[tuple[Role, bool], Operand] = {
+    ("w1", False): "x",
+    ("w2", False): "a",
+    ("w2", True): "dy",
+    ("w1", True): "dh",
+}
+
 
 class ScaledProducts(QuantisedProducts, TorchProducts):
     """Recipes "rowwise" and "tensorwise": torch's products of FP8 operands; references on a CPU."""
@@ -44,16 +56,11 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
         assert spec.recipe is not None
-        for field, value, wanted in (
-            ("grad_format", spec.recipe.grad_format, "e4m3"),
-            ("amax_history", spec.recipe.amax_history, 0),
-        ):
-            if value != wanted:
-                return (
-                    f"Recipe.{field} ({value!r}) must be {wanted!r} for experts, whose products "
-                    "take e4m3 with scales of its own values: use it, or give this recipe to dense "
-                    "linears alone (Precision.roles)"
-                )
+        if spec.recipe.amax_history:
+            return (
+                f"Recipe.amax_history ({spec.recipe.amax_history}) must be 0 for experts, which "
+                f"keep no history: {LEAVE_OUT}"
+            )
         return spec.refused_in_fp8(ALIGNED)
 
     @staticmethod
@@ -76,15 +83,30 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
         used_R = torch.arange(dy.shape[0], device=dy.device) < self.where[2]
         return ProductSource(torch.where(used_R[:, None], dy, 0), None)
 
+    @override
+    def _matrix(self, role: Role, *, backward: bool = False) -> tuple[Blocks, Operand]:
+        """Return a matrix, and what is multiplied by it."""
+        matrix: Blocks = super()._matrix(role, backward=backward)
+        return matrix, MULTIPLIED[role, backward]
+
+    def _how(self, operand: Operand) -> dict[str, Any]:
+        """Return how an operand is quantised."""
+        fmt = self.recipe.grad_format if operand in GRADIENTS else "e4m3"
+        return {**self.how, "fmt": fmt}
+
     def _rows(self, a_RK: Tensor, b: Any, addend: Addend | None) -> Tensor:
-        out = scaled_gemm(scaled_rows(a_RK, **self.how), b, self.offsets_e, a_RK.dtype)
-        return self.low1.add(out, addend)
+        matrix, operand = b
+        a = scaled_rows(a_RK, **self._how(operand))
+        return self.low1.add(scaled_gemm(a, matrix, self.offsets_e, a_RK.dtype), addend)
 
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
         padded = pad_rows(self.offsets_e, y_RN.shape[0])
-        x, y = (scaled_columns(rows, padded, **self.how) for rows in (source.rows, y_RN))
-        grad = scaled_wgrad(*((y, x) if transposed else (x, y)), padded.offsets_e, y_RN.dtype)
+        sides: list[tuple[Tensor, Operand]] = [(source.rows, "dy"), (y_RN, "a")]
+        if transposed:
+            sides = [(y_RN, "dh"), (source.rows, "x")]
+        dy, x = (scaled_columns(rows, padded, **self._how(name)) for rows, name in sides)
+        grad = scaled_wgrad(dy, x, padded.offsets_e, y_RN.dtype)
         dtype = target.dtype or self.dtypes[not transposed]
         return put_grad(grad, target.out, target.adds, dtype, target.scale)
