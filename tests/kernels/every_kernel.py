@@ -211,7 +211,7 @@ def run_block_scaled(x_TD: Tensor) -> None:
 
 def run_mixed(x_TD: Tensor) -> None:
     """Products of one group, of E5M2 by E4M3."""
-    (T, D), ones = x_TD.shape, torch.ones(1, x_TD.shape[1], device=x_TD.device)
+    T, ones = len(x_TD), torch.ones(1, x_TD.shape[1], device=x_TD.device)
     end = torch.full((1,), T, dtype=torch.int32, device=x_TD.device)
     a, b = Blocks(x_TD.to(torch.float8_e5m2), ones[0, :T], "row"), x_TD.to(FP8)
     mixed_gemm(a, Blocks(b[None], ones[:, :T], "row"), end, torch.bfloat16)

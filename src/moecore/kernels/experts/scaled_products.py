@@ -1,8 +1,9 @@
 """Products of a rank's experts in FP8 with a scale per row, or per tensor, of either operand.
 
 Everything is quantised from the dtype of the rows, once along each dim that is summed; X and H are
-kept in that dtype. dY and dH have the recipe's `grad_format`. The products are torch's, or with
-E5M2 those of `scaled_kernel.py`, the quantisation is plain PyTorch: these recipes are for
+kept in that dtype. dY and dH have the recipe's `grad_format`. With an `amax_history` rows have the
+scales of earlier steps (`Magnitudes`); matrices always have their own. The products are torch's, or
+with E5M2 those of `scaled_kernel.py`, the quantisation is plain PyTorch: these recipes are for
 comparison and for what needs their formats, "blockwise" is what is fast.
 
 Letters: as in `contract.py`.
@@ -10,18 +11,26 @@ Letters: as in `contract.py`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.contract import LEAVE_OUT, ExpertSpec, GradTarget, ProductSource
+from moecore.kernels.experts.contract import (
+    ExpertSpec,
+    ExpertWeights,
+    GradTarget,
+    Operand,
+    ProductSource,
+)
 from moecore.kernels.experts.fp8_products import QuantisedProducts
 from moecore.kernels.experts.torch_products import Role, TorchProducts
 from moecore.kernels.grouped.scaled import (
     ALIGNED,
+    PaddedRows,
     pad_rows,
     scaled_columns,
     scaled_gemm,
@@ -31,10 +40,11 @@ from moecore.kernels.grouped.scaled import (
 )
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.rows.scaling import Blocks, Both
+from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.scaling import Blocks, Both, add_seen_ref_
 from moecore.kernels.rows.shard_blocks import transpose_values
 
-Operand = Literal["x", "a", "dy", "dh"]
 GRADIENTS: tuple[Operand, ...] = ("dy", "dh")
 # By matrix, and whether it is transposed.
 MULTIPLIED: dict[tuple[Role, bool], Operand] = {
@@ -48,19 +58,20 @@ MULTIPLIED: dict[tuple[Role, bool], Operand] = {
 class ScaledProducts(QuantisedProducts, TorchProducts):
     """Recipes "rowwise" and "tensorwise": torch's products of FP8 operands; references on a CPU."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        recipe = self.recipe
+    def __init__(
+        self,
+        index: ExpertIndex,
+        activation: ActivationOptions,
+        weights: ExpertWeights,
+        recipe: Recipe,
+    ) -> None:
+        super().__init__(index, activation, weights, recipe)
         self.how = {"per_row": recipe.scaling == "rowwise", "power_of_two": recipe.power_of_two}
+        self.magnitudes = weights.magnitudes
+        self._collected: set[Operand] = set()
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
-        assert spec.recipe is not None
-        if spec.recipe.amax_history:
-            return (
-                f"Recipe.amax_history ({spec.recipe.amax_history}) must be 0 for experts, which "
-                f"keep no history: {LEAVE_OUT}"
-            )
         return spec.refused_in_fp8(ALIGNED)
 
     @staticmethod
@@ -89,14 +100,23 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
         matrix: Blocks = super()._matrix(role, backward=backward)
         return matrix, MULTIPLIED[role, backward]
 
-    def _how(self, operand: Operand) -> dict[str, Any]:
-        """Return how an operand is quantised."""
+    def _operand(
+        self, make: Callable[..., Blocks], operand: Operand, rows: Tensor, *where: PaddedRows
+    ) -> Blocks:
+        """Return rows in FP8, and collect their largest magnitude once."""
         fmt = self.recipe.grad_format if operand in GRADIENTS else "e4m3"
-        return {**self.how, "fmt": fmt}
+        how: dict[str, Any] = {**self.how, "fmt": fmt}
+        if self.magnitudes is not None:
+            seen = self.magnitudes.seen.get(operand)
+            if seen is not None and operand not in self._collected:
+                add_seen_ref_(rows, seen)
+                self._collected.add(operand)
+            how["amax"] = self.magnitudes.past[operand]
+        return make(rows, *where, **how)
 
     def _rows(self, a_RK: Tensor, b: Any, addend: Addend | None) -> Tensor:
         matrix, operand = b
-        a = scaled_rows(a_RK, **self._how(operand))
+        a = self._operand(scaled_rows, operand, a_RK)
         return self.low1.add(scaled_gemm(a, matrix, self.offsets_e, a_RK.dtype), addend)
 
     def _weight_grad(
@@ -106,7 +126,7 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
         sides: list[tuple[Tensor, Operand]] = [(source.rows, "dy"), (y_RN, "a")]
         if transposed:
             sides = [(y_RN, "dh"), (source.rows, "x")]
-        dy, x = (scaled_columns(rows, padded, **self._how(name)) for rows, name in sides)
+        dy, x = (self._operand(scaled_columns, name, rows, padded) for rows, name in sides)
         grad = scaled_wgrad(dy, x, padded.offsets_e, y_RN.dtype)
         dtype = target.dtype or self.dtypes[not transposed]
         return put_grad(grad, target.out, target.adds, dtype, target.scale)
