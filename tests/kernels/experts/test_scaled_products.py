@@ -143,7 +143,7 @@ def test_an_infinity_is_no_magnitude_and_stays_no_number() -> None:
 
 def test_delayed_experts_refuse_what_takes_no_history() -> None:
     leaves, ids = make("swiglu", **SIZES)
-    refused = pytest.raises(ValueError, match=r"Recipe\.amax_history must be 0 for experts under")
+    refused = pytest.raises(ValueError, match=r"Recipe.amax_history \(2\) must be 0 for experts")
     with FlopCounterMode(display=False), refused:
         run_delayed(leaves, ids, PAST)
     own: Any = Magnitudes(dict.fromkeys(OPERANDS), {})

@@ -178,12 +178,12 @@ _fwd = Op(
 ).custom
 
 
-def _refuse(weights: ExpertWeights) -> None:
+def _refuse_history(weights: ExpertWeights, recipe: Recipe | None) -> None:
     """Raise for what an operator does not take."""
-    if weights.magnitudes is not None:
+    if weights.magnitudes is not None and recipe is not None:
         raise ValueError(
-            "Recipe.amax_history must be 0 for experts under torch.compile, dispatch modes and "
-            f"second derivatives: {LEAVE_OUT}"
+            f"Recipe.amax_history ({recipe.amax_history}) must be 0 for experts under "
+            f"torch.compile, dispatch modes and second derivatives: {LEAVE_OUT}"
         )
 
 
@@ -192,7 +192,7 @@ def traced_backward(
 ) -> Grads:
     """Return the gradients by the custom op; None where not wanted."""
     weights, index = saved.weights, saved.index
-    _refuse(weights)
+    _refuse_history(weights, options.recipe)
     rows = Rows(dy.new_empty(0)) if saved.rows is None else saved.rows
     h = Rows(dy.new_empty(0)) if saved.h is None else saved.h
     h_scales = dy.new_empty(0) if h.scales is None else h.scales
@@ -214,7 +214,7 @@ def traced_expert_mlp(
     options: ExpertMLPOptions,
 ) -> Tensor:
     """Return what `expert_mlp` returns, by the custom op."""
-    _refuse(weights)
+    _refuse_history(weights, options.recipe)
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.updates())
     handle = rows.handle_SD if handle_RD is None else handle_RD
     leaves = (rows.values, *matrices, index.weights_R, handle, handle_RD is not None)
