@@ -319,8 +319,8 @@ def test_delayed_experts_have_scales_of_the_step_before() -> None:
     step.drop()
     assert not any(history.seen.values())
     delayed_step(model, step, 0.5, 0.5)
+    past = {operand: float(largest) for operand, largest in history.seen.items()}
     step.finish()
-    past = {operand: float(steps) for operand, steps in history.steps.items()}
     y, _ = delayed_step(model, step, 1.0, 1.0)
     weights = {n: p.full_tensor().detach() for n, p in model[0].named_parameters()}
     routing = MoELayer(CONFIG).part("router")

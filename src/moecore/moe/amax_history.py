@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor
 from moecore.base.streams import wait_on_host
 
 OperandName = Literal["input", "weight", "gradient"]
-OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
+LINEAR_OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
 
 
 class AmaxHistory:
     """The history of operands, by default the three of a linear; it is in no state dict."""
 
-    def __init__(self, num_steps: int, operands: Sequence[str] = OPERANDS) -> None:
+    def __init__(self, num_steps: int, operands: Sequence[str] = LINEAR_OPERANDS) -> None:
         self.num_steps, self.operands = num_steps, operands
         self.seen: dict[str, Tensor] = {}  # fp32 [1], the largest of this step so far
         # fp32 [num_steps], the newest step first; 0 where there was none.
