@@ -11,7 +11,8 @@ to a result make it u * sqrt(n):
     dW1        the same with X as the last                                              n = 8
     dW2        dY; X and W1 twice; A                                                    n = 6
 
-A kept H that is quantised is two more, through gate and up, for all but the output.
+A kept H that is quantised is two more, through gate and up, for all but the output. In E5M2 a value
+has a bit less, so it rounds by 2 u and counts as 4: dx and dW1 have dY and dH, dW2 has dY.
 
 Blocks of 128 leave few values so small that they have fewer bits. `ROOM` is for that, and for what
 an activation makes of an error. What is off by less than u did not multiply in FP8. A row in a
@@ -25,15 +26,21 @@ import math
 
 from torch import Tensor
 
+from moecore.base.options.precision import Recipe
+
 ROUNDING = 2**-4 / math.sqrt(7)
 ROUNDINGS = {"y": 6, "x": 8, "w1": 8, "w2": 6}  # of the output and of gradients
+GRADIENTS = {"y": 0, "x": 2, "w1": 2, "w2": 1}  # of these, operands that are gradients
 ROOM, ROW_ROOM = 1.5, 2.0
 
 
-def roundings_of(*, kept_in_fp8: bool) -> dict[str, int]:
+def roundings_of(recipe: Recipe) -> dict[str, int]:
     """Return the operands on the way to the output "y" and to each gradient."""
-    more = 2 * kept_in_fp8
-    return {name: n + (more if name != "y" else 0) for name, n in ROUNDINGS.items()}
+    kept, in_e5m2 = 2 * (recipe.keep_hidden == "fp8"), 3 * (recipe.grad_format == "e5m2")
+    return {
+        name: n + (kept if name != "y" else 0) + in_e5m2 * GRADIENTS[name]
+        for name, n in ROUNDINGS.items()
+    }
 
 
 def disagreement(found: Tensor, right: Tensor, roundings: int) -> str | None:

@@ -58,7 +58,7 @@ How to read the rows:
 """
 
 FP8_BACKENDS = ("blockwise", "blockwise+weights", "blockwise-h8", "rowwise", "tensorwise")
-FP8_BACKENDS += ("te-blockwise", "te-tensorwise")
+FP8_BACKENDS += ("tensorwise-e5m2", "te-blockwise", "te-tensorwise")
 BACKENDS = ("triton", "torch", "te", "transformers", *FP8_BACKENDS)
 MOVES = ("dispatch", "combine")
 REMOVED = ("nvlink-experts",)  # lost: "tokens that arrive" in docs/findings/dispatch.md

@@ -13,6 +13,12 @@ from moecore import MoEConfig, MoELayer
 from moecore.base.options.precision import Recipe
 
 FP8 = torch.float8_e4m3fn
+RECIPES = {
+    "bf16": None,
+    "blockwise": Recipe(),
+    "h8": Recipe(keep_hidden="fp8"),
+    "hybrid": Recipe(scaling="rowwise", grad_format="e5m2"),
+}
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -43,11 +49,7 @@ def results() -> dict[str, dict[str, Tensor]]:
     x_TD = torch.randn(192, 256, dtype=torch.bfloat16, requires_grad=True)
     dy_TD = torch.randn_like(x_TD)
     found = {}
-    for name, recipe in (
-        ("bf16", None),
-        ("blockwise", Recipe()),
-        ("h8", Recipe(keep_hidden="fp8")),
-    ):
+    for name, recipe in RECIPES.items():
         experts = layer.part("experts")
         experts.set_backend("auto", recipe=recipe)
         leaves = {"x": x_TD, "w1": experts.w1, "w2": experts.w2}
@@ -57,9 +59,11 @@ def results() -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["blockwise", "h8"])
+@pytest.mark.parametrize("name", ["blockwise", "h8", "hybrid"])
 def test_a_layer_in_fp8_is_let_through(results: dict[str, dict[str, Tensor]], name: str) -> None:
-    for tensor, roundings in roundings_of(kept_in_fp8=name == "h8").items():
+    recipe = RECIPES[name]
+    assert recipe is not None
+    for tensor, roundings in roundings_of(recipe).items():
         found, right = results[name][tensor], results["bf16"][tensor]
         assert disagreement(found, right, roundings) is None, tensor
         error = float((found.float() - right.float()).norm() / right.float().norm())

@@ -24,6 +24,7 @@ from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
+from moecore.kernels.grouped.scaled_kernel import mixed_gemm, mixed_wgrad
 from moecore.kernels.invariant.product import invariant_product
 from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.clones import physical_ids, plan_clones
@@ -50,7 +51,7 @@ from moecore.kernels.rows.record import Rows, widen_rows
 from moecore.kernels.rows.rotary import rotary
 from moecore.kernels.rows.row_tiles import map_row_tiles
 from moecore.kernels.rows.scaled_cast import scaled_cast
-from moecore.kernels.rows.scaling import KINDS
+from moecore.kernels.rows.scaling import KINDS, Blocks
 from moecore.kernels.rows.shard_blocks import (
     PartOfMatrix,
     block_amax_,
@@ -155,6 +156,7 @@ def run_pieces(device: str) -> None:
         run_experts(kind, keep_h, x_TD, index)
     x_TD = torch.randn(T, 128, device=device, dtype=torch.bfloat16)
     run_experts("swiglu", True, x_TD, index, hidden_dim=128, recipe=Recipe(keep_hidden="fp8"))
+    run_mixed(x_TD[:32])
 
 
 def run_quantised(device: str, index: Any) -> None:
@@ -205,6 +207,16 @@ def run_block_scaled(x_TD: Tensor) -> None:
     T, W = (torch.full((1,), n, device=x_TD.device).int() for n in (len(x_TD), 64))
     block_scaled_gemm(rows, matrix, T, recipe, torch.bfloat16)
     block_scaled_wgrad(columns, columns, W, recipe)
+
+
+def run_mixed(x_TD: Tensor) -> None:
+    """Products of one group, of E5M2 by E4M3."""
+    T, ones = len(x_TD), torch.ones(1, x_TD.shape[1], device=x_TD.device)
+    end = torch.full((1,), T, dtype=torch.int32, device=x_TD.device)
+    a, b = Blocks(x_TD.to(torch.float8_e5m2), ones[0, :T], "row"), x_TD.to(FP8)
+    mixed_gemm(a, Blocks(b[None], ones[:, :T], "row"), end, torch.bfloat16)
+    x, y = (Blocks(t.T.contiguous(), ones, "row") for t in (a.values, b))
+    mixed_wgrad(x, y, end, torch.bfloat16)
 
 
 def run_pages(device: str, index: Any) -> None:

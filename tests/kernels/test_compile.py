@@ -23,7 +23,7 @@ from moecore.base.options.precision import Recipe
 from moecore.kernels import adamw, cross_entropy, momentum
 from moecore.kernels.common import BLOCK_SCALED_TRITON
 from moecore.kernels.experts import contract, expert_mlp
-from moecore.kernels.grouped import block_scaled, fp8, wgrad
+from moecore.kernels.grouped import block_scaled, fp8, scaled_kernel, wgrad
 from moecore.kernels.invariant import product
 from moecore.kernels.routing import (
     balance,
@@ -306,6 +306,20 @@ def run_block_scaled(recipe: Recipe) -> None:
             block_scaled.block_scaled_wgrad(*sides, ints(E), recipe, adds=adds, **how)
 
 
+def run_mixed() -> None:
+    """Products of E5M2 gradients with E4M3 matrices and rows."""
+
+    def operand(fmt: str, *shape: int, scales: tuple[int, ...]) -> Any:
+        values = torch.zeros(shape, dtype=torch.uint8).view(scaling.DTYPES[fmt])
+        return scaling.Blocks(values, torch.zeros(scales), "row")
+
+    dy = operand("e5m2", T * K, D, scales=(T * K,))
+    matrices = operand("e4m3", E, F, D, scales=(E, F))
+    scaled_kernel.mixed_gemm(dy, matrices, ints(E), torch.bfloat16)
+    sides = operand("e5m2", D, T * K, scales=(E, D)), operand("e4m3", F, T * K, scales=(E, F))
+    scaled_kernel.mixed_wgrad(*sides, ints(E), torch.bfloat16)
+
+
 def run_shard_blocks() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         part = torch.zeros(2, F, D // 8, dtype=dtype)
@@ -505,6 +519,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 8),
     "weights of FP8 products": (run_quantised_weights, 12),
     "parts of such weights": (run_shard_blocks, 7),
+    "products of two FP8 formats": (run_mixed, 2),
     "products of MXFP8": (lambda: run_block_scaled(Recipe(scaling="mxfp8")), 6),
     "parts of NVFP4 weights": (run_shard_squares, 8),
     **{
@@ -604,6 +619,16 @@ def test_products_of_blocks(
         assert "cp.async.c" in kernel.asm["ptx"], f"{name} reads byte by byte"
         assert kernel.metadata.shared <= shared_bytes, name
         assert spilled_bytes(kernel, tmp_path) == 0, name
+
+
+def test_two_fp8_formats_are_multiplied_by_tensor_cores(compiled: dict[str, Any]) -> None:
+    """One instruction takes E5M2 and E4M3; sums of 128 are added in fp32."""
+    run_mixed()
+    for name, kernel in compiled.items():
+        ptx = kernel.asm["ptx"]
+        assert re.search(r"wgmma\.\S+\.f32\.e5m2\.e4m3", ptx), name
+        assert "cp.async.c" in ptx, f"{name} reads byte by byte"
+        assert "add.f32" in ptx or "add.rn.f32" in ptx, name
 
 
 def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]) -> None:

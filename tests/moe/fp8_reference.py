@@ -18,28 +18,41 @@ from torch import Tensor
 BLOCK = 128
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Return fp64 values rounded to e4m3: three bits of mantissa, ties to even, 448 at most."""
+# Bits of mantissa, least exponent of a normal number, largest value.
+FORMATS = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
+
+
+def rounded(x: Tensor, fmt: str = "e4m3") -> Tensor:
+    """Return fp64 values rounded to a format: ties to even, saturated."""
+    bits, least, largest = FORMATS[fmt]
     _, exponent = torch.frexp(x.abs())
-    step = torch.ldexp(torch.ones_like(x), (exponent - 1).clamp(min=-6) - 3)
-    return (torch.round(x / step) * step).clamp(-448, 448)
+    step = torch.ldexp(torch.ones_like(x), (exponent - 1).clamp(min=least) - bits)
+    return (torch.round(x / step) * step).clamp(-largest, largest)
 
 
-def scale_of(amax: float, power_of_two: bool) -> float:
+def scale_of(amax: float, power_of_two: bool, fmt: str = "e4m3") -> float:
     """Return the scale of a block, representable in fp32."""
-    scale = max(float(torch.tensor(amax).float() / 448), 2.0**-126)
+    scale = max(float(torch.tensor(amax).float() / FORMATS[fmt][2]), 2.0**-126)
     return 2.0 ** math.ceil(math.log2(scale)) if power_of_two else scale
 
 
-def fp8(x: Tensor, rows: int, columns: int, power_of_two: bool = True) -> Tensor:
-    """Return a matrix with every block of rows x columns quantised, in fp64."""
+def fp8(
+    x: Tensor,
+    rows: int,
+    columns: int,
+    power_of_two: bool = True,
+    fmt: str = "e4m3",
+    amax: float | None = None,
+) -> Tensor:
+    """Return a matrix with every block of rows x columns quantised, in fp64; amax None = its."""
     out = torch.empty_like(x, dtype=torch.float64)
     for i in range(0, x.shape[0], rows):
         for j in range(0, x.shape[1], columns):
             block = x[i : i + rows, j : j + columns].float()
-            scale = scale_of(float(block.abs().max()), power_of_two)
+            largest = float(block.abs().max()) if amax is None else amax
+            scale = scale_of(largest, power_of_two, fmt)
             inverse = 1 / torch.tensor(scale, dtype=torch.float32)  # fp32 decides about ties
-            values = rounded((block * inverse).double()) * scale
+            values = rounded((block * inverse).double(), fmt) * scale
             out[i : i + rows, j : j + columns] = values
     return out
 
@@ -173,24 +186,29 @@ def experts_scaled(
     scaling: str,
     kind: str = "swiglu",
     power_of_two: bool = True,
+    grad_format: str = "e4m3",
+    amax: dict[str, float] | None = None,
 ) -> Result:
     """Return the same for a scale per row of either operand ("rowwise") or per tensor.
 
     A tensor is all expert rows, or one expert's matrix. A, dA and dH are rounded to the dtype of
-    the rows before they are quantised.
+    the rows before they are quantised. `amax` has the largest magnitudes that scale the rows "x",
+    "a", "dy" and "dh"; None = their own.
     """
     dtype, two = x.dtype, power_of_two
 
-    def over_columns(rows: Tensor) -> Tensor:
-        return fp8(rows, 1 if scaling == "rowwise" else len(rows), rows.shape[1], two)
+    def over_columns(rows: Tensor, name: str = "w") -> Tensor:
+        of_others = None if amax is None else amax.get(name)
+        how = (two, grad_format if name in ("dy", "dh") else "e4m3", of_others)
+        return fp8(rows, 1 if scaling == "rowwise" else len(rows), rows.shape[1], *how)
 
-    def over_rows(rows: Tensor) -> Tensor:
-        return over_columns(rows.T).T
+    def over_rows(rows: Tensor, name: str = "w") -> Tensor:
+        return over_columns(rows.T, name).T
 
     pairs = [(i, s, k) for i in range(len(w1)) for s, k in (ids == i).nonzero().tolist()]
     expert, source, choice = (torch.tensor(found) for found in zip(*pairs, strict=True))
     weight = weights[source, choice].double()[:, None]
-    x_R, dy_R = over_columns(x[source]), over_columns(dy[source])
+    x_R, dy_R = over_columns(x[source], "x"), over_columns(dy[source], "dy")
     h = torch.cat([x_R[expert == i] @ over_columns(w).T for i, w in enumerate(w1)]).to(dtype)
     leaf = h.double().requires_grad_()
     act = _activation(leaf, kind)
@@ -198,7 +216,7 @@ def experts_scaled(
     da = torch.cat([dy_R[expert == i] @ over_rows(w) for i, w in enumerate(w2)]).to(dtype)
     (dh,) = torch.autograd.grad(act, leaf, da.double() * weight)
     dh = dh.to(dtype)
-    a_R, dh_R = over_columns(a), over_columns(dh)
+    a_R, dh_R = over_columns(a, "a"), over_columns(dh, "dh")
     y_R = torch.cat([a_R[expert == i] @ over_columns(w).T for i, w in enumerate(w2)]).to(dtype)
     dx_R = torch.cat([dh_R[expert == i] @ over_rows(w) for i, w in enumerate(w1)]).to(dtype)
     out = Result(*(torch.zeros(t.shape, dtype=torch.float64) for t in (x, x, w1, w2, weights)))
@@ -209,7 +227,8 @@ def experts_scaled(
         mine = expert == i
         columns = [t[mine] if scaling == "rowwise" else t for t in (dh, x[source], dy[source], a)]
         dh_T, x_T, dy_T, a_T = (
-            over_rows(t) if len(t) else t.double() for t in columns
+            over_rows(t, name) if len(t) else t.double()
+            for t, name in zip(columns, ("dh", "x", "dy", "a"), strict=True)
         )  # of one expert, or of all rows
         if scaling == "tensorwise":
             dh_T, x_T, dy_T, a_T = (t[mine] for t in (dh_T, x_T, dy_T, a_T))

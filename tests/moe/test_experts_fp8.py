@@ -37,6 +37,7 @@ from moecore.moe import experts as experts_file
 from moecore.moe.records import ExpertInput
 from moecore.precision.plain import ProductLinear
 from moecore.train import AdamW
+from tests.moe.fp8_reference import experts_scaled
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 CONFIG = MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2)
@@ -281,6 +282,97 @@ def test_a_step_advances_delayed_scaling() -> None:
         assert all(int((steps > 0).sum()) == done for steps in history.steps.values())
 
 
+def delayed_model(**options: Any) -> tuple[nn.Module, TrainStep]:
+    """A layer whose scales are those of one step before, and which no step changes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MoELayer(CONFIG))
+    recipe = Recipe(scaling="tensorwise", amax_history=1, grad_format="e5m2", power_of_two=False)
+    precision = Precision(recipe=recipe, roles=("experts",))
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=precision, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return model, TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=2)
+
+
+def delayed_step(model: nn.Module, step: TrainStep, *factors: float) -> list[Tensor]:
+    """Return outputs of the micro-batches, tokens times each factor."""
+    found = []
+    for factor in factors:
+        with step.micro_batch():
+            found.append(model(tokens() * factor))
+            found[-1].square().sum().backward()
+    return found
+
+
+def test_delayed_experts_have_scales_of_the_step_before() -> None:
+    model, step = delayed_model()
+    history = model[0].experts.history
+    first = delayed_step(model, step, 1.0, 4.0)
+    seen = {operand: float(largest) for operand, largest in history.seen.items()}
+    assert seen["x"] == 4 * float(tokens().abs().max()) and all(seen.values())
+    step.finish()
+    assert {operand: float(steps) for operand, steps in history.steps.items()} == seen
+    assert not any(history.seen.values())
+
+    # The scale of 4 x the tokens: in the next step that of the tokens themselves, which clips.
+    fine, coarse = delayed_step(model, step, 1.0, 4.0)
+    assert torch.equal(coarse, first[1]) and not torch.equal(fine, first[0])
+    step.drop()
+    assert not any(history.seen.values())
+    delayed_step(model, step, 0.5, 0.5)
+    past = {operand: float(largest) for operand, largest in history.seen.items()}
+    step.finish()
+    y, _ = delayed_step(model, step, 1.0, 1.0)
+    weights = {n: p.full_tensor().detach() for n, p in model[0].named_parameters()}
+    routing = MoELayer(CONFIG).part("router")
+    routing.load_state_dict({"weight": weights["router.weight"]})
+    found = routing(tokens())
+    w1, w2 = weights["experts.w1"].flatten(1, 2), weights["experts.w2"]
+    where = found.expert_ids_TK, found.weights_TK.detach(), 2 * y.detach()
+    how: Any = dict(scaling="tensorwise", grad_format="e5m2", power_of_two=False)
+    truth = experts_scaled(tokens(), w1, w2, *where, **how, amax=past)
+    assert (y - truth.y).norm() < 1e-3 * truth.y.norm()
+    for name in ("w1", "w2"):
+        expected = 2 * getattr(truth, name)
+        grad = model[0].experts.get_parameter(name).grad.full_tensor()
+        assert (grad.view_as(expected) - expected).norm() < 1e-3 * expected.norm(), name
+    others = experts_scaled(tokens(), w1, w2, *where, **how)  # by scales of their own
+    assert (y - others.y).norm() > 0.1 * others.y.norm()
+
+
+def test_a_skipped_step_and_what_is_not_trained_change_no_scale() -> None:
+    model, step = delayed_model()
+    history = model[0].experts.history
+    delayed_step(model, step, 1.0, 1.0)
+    step.finish()
+    before = {operand: steps.clone() for operand, steps in history.steps.items()}
+    with torch.no_grad():
+        model(100 * tokens())
+    assert not any(history.seen.values())
+    with step.micro_batch():
+        model(tokens()).sum().backward()
+    with step.micro_batch():
+        (model(tokens()).sum() * torch.inf).backward()
+    assert step.finish().skipped
+    assert torch.equal(history.steps["x"], before["x"])
+    assert all(steps.isfinite().all() and steps.any() for steps in history.steps.values())
+
+
+@pytest.mark.parametrize(
+    "memory", [FC1_AGAIN, MemoryOptions(recompute=("moe",))], ids=["expert_fc1", "moe"]
+)
+def test_recomputation_has_the_scales_of_its_step(memory: MemoryOptions) -> None:
+    results = []
+    for options in ({}, {"memory": memory}):
+        model, step = delayed_model(**options)
+        delayed_step(model, step, 1.0, 2.0)
+        step.finish()
+        found = delayed_step(model, step, 1.0, 3.0)
+        history = model[0].experts.history
+        grads = [p.grad.full_tensor() for p in model.parameters()]
+        results.append([*found, *grads, *history.seen.values()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], str]] = [
     ({"precision": "fp4"}, {}, {}, r"precision \('fp4'\) must be .* one of 'auto', 'blockwise'"),
     ({"expert_backend": "torch"}, {}, {}, r"expert_backend \('torch'\) must be 'auto' or 'triton'"),
@@ -302,12 +394,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], str]] = [
         {},
         {},
         r"Precision.overrides \('none.such'\) must match",
-    ),
-    (
-        {"precision": DELAYED},
-        {},
-        {},
-        r"Recipe.amax_history \(4\) must be 0 for experts",
     ),
     (
         {"precision": Precision(recipe=DELAYED, roles=("shared_experts",))},

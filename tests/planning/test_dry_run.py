@@ -23,7 +23,7 @@ from moecore import (
     PipelineConfig,
     StashOptions,
 )
-from moecore.base.options.precision import Precision
+from moecore.base.options.precision import Precision, Recipe
 from moecore.base.tables import shown_bytes
 from moecore.cli import main
 from moecore.models import flops_per_token, preset
@@ -91,13 +91,16 @@ def found(run: TrainingRun, rank: int = 0) -> DryRun:
     return known(run, rank)  # always of two arguments, which are the cache's key
 
 
-@pytest.mark.parametrize("precision", [None, "blockwise", "rowwise", "mxfp8", "nvfp4"])
+DELAYED = Recipe(scaling="tensorwise", grad_format="e5m2", amax_history=2)
+
+
+@pytest.mark.parametrize("precision", [None, "blockwise", "rowwise", DELAYED, "mxfp8", "nvfp4"])
 def test_products_are_those_of_the_model(precision: Any) -> None:
     config = replace(preset("qwen3-30b-a3b"), num_layers=3)
     own = Precision.of(precision)
     run = TrainingRun(model=config, num_gpus=1, seq_len=8192, precision=own)
     in_fp8 = [w for w in found(run).forward_backward if w.dtype.startswith("float8") and w.flops]
-    assert bool(in_fp8) == (precision in ("blockwise", "rowwise"))  # others are emulated
+    assert bool(in_fp8) == (precision in ("blockwise", "rowwise", DELAYED))  # others are emulated
     flops = sum(work.flops for work in found(run).forward_backward)
     # Routers' products are of three parts, and FP8 has room for rows that are padded by expert.
     assert flops == pytest.approx(8192 * flops_per_token(config, 8192), rel=0.05)

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Recipe
-from moecore.precision.history import AmaxHistory
+from moecore.moe.amax_history import AmaxHistory
 from moecore.precision.linear import Fp8Products, InputCast
 from tests.precision.plain import (
     RECIPES,

@@ -40,14 +40,14 @@ CONFIG = DecoderConfig(
     moe=MOE,
 )
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
-DELAYED = Recipe(scaling="tensorwise", amax_history=4)
+DELAYED = Recipe(scaling="tensorwise", amax_history=4, grad_format="e5m2")
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "two micro-batches": {"micro_batches": 2},
     "experts resharded": {"fsdp": replace(BF16, experts_strategy="optim_grads_params")},
     "capacity": {"moe": replace(MOE, capacity=CapacityConfig(factor=1.25))},
     "blockwise": {"precision": "blockwise"},
-    "delayed scaling": {"precision": Precision(recipe=DELAYED, roles=("attention",))},
+    "delayed scaling": {"precision": Precision(recipe=DELAYED, roles=("attention", "experts"))},
     "fp16": {
         "fsdp": FSDPOptions(param_dtype=torch.float16),
         "loss_scale": DynamicLossScale(initial=2.0**8),

@@ -25,11 +25,13 @@ from moecore.base.options.precision import Recipe
 from moecore.base.saved import UsedRows, counting_rows
 from moecore.base.torch_names import NOTHING, StridedShard, is_plain_eager, storage_key
 from moecore.kernels.experts.contract import (
+    OPERANDS,
     ExpertMLPOptions,
     ExpertSpec,
     ExpertWeights,
     GradSink,
     LowRankUpdate,
+    Magnitudes,
     sink_of,
 )
 from moecore.kernels.experts.expert_mlp import compute_experts
@@ -38,6 +40,7 @@ from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Both
 from moecore.kernels.rows.shard_blocks import as_matrices
+from moecore.moe.amax_history import AmaxHistory
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
 from moecore.moe.clone_weights import with_clones
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
@@ -99,6 +102,8 @@ class Experts(nn.Module):
         self.backend = backend
         self.recompute_fc1 = recompute_fc1
         self.recipe = recipe
+        steps = 0 if recipe is None else recipe.amax_history
+        self.history = AmaxHistory(steps, OPERANDS) if steps else None
         self.reader.drop_copies()
 
     def check_backend(
@@ -296,7 +301,17 @@ class Experts(nn.Module):
             update2=self._update(self.layout.w2, dtype, inputs=self._own_hidden),
             sinks=(sink1, self._sink("w2", w2_eDF)),
             quantised=self._quantised(w1_eCD, w2_eDF),
+            magnitudes=self._magnitudes(w1_eCD.device),
         )
+
+    def _magnitudes(self, device: torch.device) -> Magnitudes | None:
+        """Return what delayed scaling knows of expert rows, and where it collects."""
+        history = self.history
+        if history is None:
+            return None
+        seen = history.record(device) if torch.is_grad_enabled() else {}
+        past = {operand: history.amax(operand) for operand in OPERANDS}
+        return Magnitudes(past, {operand: seen[operand] for operand in OPERANDS if seen})
 
     def _quantised(self, w1_eCD: Tensor, w2_eDF: Tensor) -> tuple[Both, Both] | None:
         """Return the matrices by the recipe, for this forward and backward and maybe others."""

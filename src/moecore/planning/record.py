@@ -236,6 +236,12 @@ def _grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | None:
         case "sm90_fp8_grouped_wgrad_kernel":
             x, (e, M, N) = args[0], args[7:10]
             return e, prod(x.shape) // M, N, M
+        case "mixed_grouped_gemm_kernel":
+            out_RN, (e, N, K) = args[5], args[6:9]
+            return e, out_RN.shape[0], N, K
+        case "mixed_grouped_wgrad_kernel":
+            e, M, N, P = args[6:10]
+            return e, P, N, M
         case "_grouped_gemm_fwd_kernel":
             out_RN, (e, N, K) = args[5], args[6:9]
             return e, out_RN.shape[0], N, K

@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 
 from moecore.base.options.precision import Precision, Recipe, Role, never_quantised
+from moecore.moe.amax_history import AmaxHistory, advance_together
 from moecore.moe.experts import Experts
 from moecore.moe.linear import PlainProducts
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
 from moecore.precision.emulated import EmulatedLinearProducts
-from moecore.precision.history import AmaxHistory
 from moecore.precision.linear import Fp8Products, InputCast, why_not
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear, set_products
 from moecore.precision.te import TELinearProducts
@@ -114,28 +115,38 @@ def fp8_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, Fp8Products]]:
             yield module, module.products
 
 
-def _histories(model: nn.Module) -> Iterator[tuple[nn.Linear, AmaxHistory]]:
-    for module, products in fp8_linears(model):
-        if products.history is not None:
-            yield module, products.history
+def _of_linears(model: nn.Module) -> list[tuple[nn.Linear, AmaxHistory]]:
+    found = ((module, products.history) for module, products in fp8_linears(model))
+    return [(module, history) for module, history in found if history is not None]
 
 
-def advance_amax(model: nn.Module) -> None:
-    """Start the next step of delayed scaling, once after each optimizer step. No host sync."""
-    # A collective where a recipe has an `amax_history` and weights are cut over ranks.
-    for module, history in _histories(model):
+def _of_experts(model: nn.Module) -> list[tuple[Experts, AmaxHistory]]:
+    found = ((m, m.history) for m in model.modules() if isinstance(m, Experts))
+    return [(module, history) for module, history in found if history is not None]
+
+
+def advance_amax(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Start the next step of delayed scaling, once after each optimizer step."""
+    # `group` has the ranks among which a layer's experts, their parts and tokens are spread; None =
+    # there is one. A collective where routed experts have an `amax_history`, and where a linear's
+    # weight is cut over ranks. No host sync from the second step of experts on.
+    for module, history in _of_linears(model):
         history.advance(module.weight)
+    experts = _of_experts(model)
+    if experts:
+        device = next(experts[0][0].parameters()).device
+        advance_together([history for _, history in experts], device, group)
 
 
 def drop_amax(model: nn.Module) -> None:
     """Drop what delayed scaling has seen since the last step."""
-    for _, history in _histories(model):
+    for _, history in (*_of_linears(model), *_of_experts(model)):
         history.drop()
 
 
 def has_history(model: nn.Module) -> bool:
     """Return whether `advance_amax` has something to do."""
-    return any(True for _ in _histories(model))
+    return bool(_of_linears(model) or _of_experts(model))
 
 
 def _decide(name: str, module: nn.Linear, precision: Precision) -> LinearPrecision:

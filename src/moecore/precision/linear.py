@@ -28,9 +28,9 @@ from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import amax, cast, operand
 from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, product_ref
 from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
+from moecore.moe.amax_history import AmaxHistory, OperandName, max_over_cut
 from moecore.moe.linear import Gradients, LinearProducts, backward, linear
 from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
-from moecore.precision.history import AmaxHistory, OperandName, max_over_cut
 
 Parts = tuple[Tensor, Tensor]  # values as bytes, scales
 

@@ -446,7 +446,7 @@ class TrainStep:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             if self._is_delayed:
-                advance_amax(self.model)
+                advance_amax(self.model, self._request.meshes.stage_group)
             norm, self._norm = self._norm, None
             skipped = False if norm is None else norm.skipped
             self._reruns.end_step(skipped)

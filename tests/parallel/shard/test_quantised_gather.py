@@ -53,11 +53,11 @@ CONFIG = DecoderConfig(
     max_seq_len=32,
     moe=MoEConfig(dim=96, hidden_dim=32, num_experts=2, top_k=2, shared_hidden_dim=16),
 )
-DENSE = ("attention", "mlp")
 PRECISIONS: dict[str, Any] = {
     "tensorwise": Recipe(scaling="tensorwise", power_of_two=False),
     "delayed": Precision(
-        recipe=Recipe(scaling="tensorwise", power_of_two=False, amax_history=2), roles=DENSE
+        recipe=Recipe(scaling="tensorwise", power_of_two=False, grad_format="e5m2", amax_history=2),
+        roles=("attention", "mlp", "experts"),
     ),
     "nvfp4": Recipe(scaling="nvfp4"),
     "nvfp4, exact": Recipe(scaling="nvfp4", power_of_two=False),
@@ -76,7 +76,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "tensorwise, cut": ("tensorwise", "tp, ep", {}, CLONES),
     "tensorwise, whole": ("tensorwise", "hybrid", dict(dense_strategy="no_shard"), {}),
     "delayed": ("delayed", "model dim", {}, {}),
-    "delayed, cut": ("delayed", "tp, ep", dict(dense_strategy="optim"), {}),
+    "delayed, cut": ("delayed", "tp, ep", dict(dense_strategy="optim"), CLONES),
     "nvfp4": ("nvfp4", "model dim", {}, {}),
     "nvfp4, cut": ("nvfp4", "tp, ep", {}, CLONES),
     "nvfp4, adapted": ("nvfp4", "hybrid", {}, {}),
@@ -169,8 +169,8 @@ def test_bits_are_those_of_wide_gathers(case: str, results: list[dict[str, Any]]
     for rank in results:
         different, wide_bytes, num_bytes = rank[case]
         assert different == []
-        if not any(word in case for word in ("whole", "delayed", "adapted")):  # others are wide
-            assert num_bytes * (4 if "tensorwise" in case else 8) == wide_bytes > 0
+        if not any(word in case for word in ("whole", "adapted")):  # others are wide
+            assert num_bytes * (8 if "nvfp4" in case or case == "exact" else 4) == wide_bytes > 0
 
 
 @pytest.mark.parametrize(("name", "size"), [("tensorwise", 1.0), ("nvfp4", 0.5), ("blockwise", 1)])

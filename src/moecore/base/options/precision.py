@@ -63,8 +63,10 @@ class Recipe:
             range, so "blockwise" refuses it.
         amax_history: 0: a tensor's scale comes from its own largest value. n ("tensorwise"):
             delayed scaling, from the largest value of the last n optimizer steps, so that no pass
-            over the tensor comes before its quantisation; what exceeds it saturates. 0 is
-            recommended: delayed scaling clips an outlier that no earlier step had.
+            over the tensor comes before its quantisation; what exceeds it saturates. Rows of all
+            routed experts of a layer are one tensor of all ranks then; an expert's matrix keeps
+            the scale of its own values. 0 is recommended: delayed scaling clips an outlier that no
+            earlier step had.
         keep_hidden: how the experts keep FC1's output for backward: "wide", in the dtype of the
             products, or "fp8", in blocks of 1 x 128 ("blockwise").
         hadamard: of "nvfp4": whether both inputs of a weight gradient pass a random Hadamard

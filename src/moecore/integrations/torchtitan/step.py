@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.logging import logger
 
 from moecore.integrations.torchtitan.layer import TitanLayer
 from moecore.moe.metrics import MoEMetrics
-from moecore.parallel.attached import capacity_of, moe_state
+from moecore.parallel.attached import capacity_of, moe_state, request_of
 from moecore.precision.apply import advance_amax, has_history
 from moecore.train.step import TrainStep
 
@@ -33,10 +34,15 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
             if step is not None:
                 getattr(optimizers, METRICS).append(step.finish().metrics)
             elif part in delayed:  # reads the new weights
-                advance_amax(part)
+                advance_amax(part, _ranks_of(part))
 
     optimizers.register_step_pre_hook(before_step)
     optimizers.register_step_post_hook(after_step)
+
+
+def _ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
+    request = request_of(model)
+    return None if request is None else request.meshes.stage_group
 
 
 @torch.no_grad()

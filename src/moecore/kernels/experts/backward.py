@@ -24,7 +24,6 @@ from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.record import Rows
-from moecore.kernels.rows.scaling import Both
 
 
 class Wants(NamedTuple):
@@ -68,13 +67,11 @@ class Saved:
         return [*found, weights.w1_eCD, weights.w2_eDF, *weights.updates(), *self.index]
 
     @classmethod
-    def of(
-        cls, tensors: Sequence[Any], dtype: torch.dtype, quantised: tuple[Both, Both] | None = None
-    ) -> Saved:
-        """Return the record of its `tensors()`; rows count in `dtype`."""
+    def of(cls, tensors: Sequence[Any], dtype: torch.dtype, **more: Any) -> Saved:
+        """Return the record of its `tensors()`; rows count in `dtype`, `more` is of the weights."""
         x, x_scales, h, h_scales, *of_weights = tensors
         w1_eCD, w2_eDF, *updates = of_weights[:6]
-        weights = ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF, quantised=quantised)
+        weights = ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF, **more)
         weights, index = weights.updated(updates), of_weights[6:]
         rows, hidden = _rows(x, x_scales, dtype), _rows(h, h_scales, dtype)
         return cls(rows, hidden, weights, ExpertIndex(*index))

@@ -6,9 +6,9 @@ F hidden dim, C columns of FC1 (2F for gated activations, else F), K choices per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import Both
 
 ProductsName = Literal["auto", "triton", "torch", "te"]
+# Expert rows that products multiply: X and the activation by w1 and w2, dY and dH by their
+# transposes; and X by dH, the activation by dY.
+Operand = Literal["x", "a", "dy", "dh"]
+OPERANDS: tuple[Operand, ...] = get_args(Operand)
 ComputeGrad = Callable[..., Tensor]  # (*operands, GradTarget) -> the gradient
 GROUPED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of torch's grouped product
 # Who multiplies by a recipe, by its backend.
@@ -85,6 +89,14 @@ class ProductSource:
         return self.rows if ids_R is None else self.rows.index_select(0, ids_R)
 
 
+@dataclass(frozen=True, slots=True)
+class Magnitudes:
+    """The largest magnitudes of expert rows, fp32 [1], with delayed scaling."""
+
+    past: Mapping[Operand, Tensor | None]  # of earlier steps, for scales; None = of the rows
+    seen: Mapping[Operand, Tensor]  # grow to those of this step; empty = nothing is collected
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
     """One rank's experts, in the dtype of the products; with a recipe, in any of their own."""
@@ -102,6 +114,7 @@ class ExpertWeights:
     # w1 and w2 as the recipe's products take them, kept for backward, which reads no values of the
     # matrices then. None = the products quantise them, in backward once more
     quantised: tuple[Both, Both] | None = None
+    magnitudes: Magnitudes | None = None  # None = the recipe has no `amax_history`
 
     def updates(self) -> tuple[Tensor | None, ...]:
         """Return A and B of w1, then those of w2; None where there is no update."""

@@ -90,6 +90,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *matrices, *kept)
         ctx.ends = (len(tensors), len(tensors) + len(matrices))
         ctx.options, ctx.sinks, ctx.dtype = options, weights.sinks, rows.dtype
+        ctx.magnitudes = weights.magnitudes  # `seen` grows in between: autograd must not check it
         ctx.is_unsummed = unsummed is not None
         ctx.fetch = None if refetch is None else refetch.fetch
         ctx.sender = None if unsummed is None else unsummed.sender
@@ -99,10 +100,10 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors, (end, kept_from) = ctx.saved_tensors, ctx.ends  # checkpointing unpacks once
-        quantised = None
+        more: dict[str, Any] = dict(magnitudes=ctx.magnitudes)
         if ctx.pair is not None:
-            quantised = tree_unflatten(tensors[end:kept_from], ctx.pair)
-        saved = Saved.of(tensors[:end], ctx.dtype, quantised)
+            more["quantised"] = tree_unflatten(tensors[end:kept_from], ctx.pair)
+        saved = Saved.of(tensors[:end], ctx.dtype, **more)
         of_x, of_w1, of_w2, of_weights, of_handle, a1, b1, a2, b2, *_ = ctx.needs_input_grad
         of_rows = of_handle if ctx.is_unsummed else of_x
         wants = Wants(of_rows, of_w1, of_w2, of_weights, a1 or b1, a2 or b2)

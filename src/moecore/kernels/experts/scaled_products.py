@@ -1,25 +1,36 @@
 """Products of a rank's experts in FP8 with a scale per row, or per tensor, of either operand.
 
 Everything is quantised from the dtype of the rows, once along each dim that is summed; X and H are
-kept in that dtype. The products are torch's, the quantisation is plain PyTorch: these recipes are
-for comparison and for what needs their formats, "blockwise" is what is fast.
+kept in that dtype. dY and dH have the recipe's `grad_format`. With an `amax_history` rows have the
+scales of earlier steps (`Magnitudes`); matrices always have their own. The products are torch's, or
+with E5M2 those of `scaled_kernel.py`, the quantisation is plain PyTorch: these recipes are for
+comparison and for what needs their formats, "blockwise" is what is fast.
 
 Letters: as in `contract.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.contract import ExpertSpec, GradTarget, ProductSource
+from moecore.kernels.experts.contract import (
+    ExpertSpec,
+    ExpertWeights,
+    GradTarget,
+    Operand,
+    ProductSource,
+)
 from moecore.kernels.experts.fp8_products import QuantisedProducts
-from moecore.kernels.experts.torch_products import TorchProducts
+from moecore.kernels.experts.torch_products import Role, TorchProducts
 from moecore.kernels.grouped.scaled import (
     ALIGNED,
+    PaddedRows,
     pad_rows,
     scaled_columns,
     scaled_gemm,
@@ -29,31 +40,38 @@ from moecore.kernels.grouped.scaled import (
 )
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.rows.scaling import Blocks, Both
+from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.scaling import Blocks, Both, add_seen_ref_
 from moecore.kernels.rows.shard_blocks import transpose_values
+
+GRADIENTS: tuple[Operand, ...] = ("dy", "dh")
+# By matrix, and whether it is transposed.
+MULTIPLIED: dict[tuple[Role, bool], Operand] = {
+    ("w1", False): "x",
+    ("w2", False): "a",
+    ("w2", True): "dy",
+    ("w1", True): "dh",
+}
 
 
 class ScaledProducts(QuantisedProducts, TorchProducts):
     """Recipes "rowwise" and "tensorwise": torch's products of FP8 operands; references on a CPU."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        recipe = self.recipe
+    def __init__(
+        self,
+        index: ExpertIndex,
+        activation: ActivationOptions,
+        weights: ExpertWeights,
+        recipe: Recipe,
+    ) -> None:
+        super().__init__(index, activation, weights, recipe)
         self.how = {"per_row": recipe.scaling == "rowwise", "power_of_two": recipe.power_of_two}
+        self.magnitudes = weights.magnitudes
+        self._collected: set[Operand] = set()
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
-        assert spec.recipe is not None
-        for field, value, wanted in (
-            ("grad_format", spec.recipe.grad_format, "e4m3"),
-            ("amax_history", spec.recipe.amax_history, 0),
-        ):
-            if value != wanted:
-                return (
-                    f"Recipe.{field} ({value!r}) must be {wanted!r} for experts, whose products "
-                    "take e4m3 with scales of its own values: use it, or give this recipe to dense "
-                    "linears alone (Precision.roles)"
-                )
         return spec.refused_in_fp8(ALIGNED)
 
     @staticmethod
@@ -76,15 +94,39 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
         used_R = torch.arange(dy.shape[0], device=dy.device) < self.where[2]
         return ProductSource(torch.where(used_R[:, None], dy, 0), None)
 
+    @override
+    def _matrix(self, role: Role, *, backward: bool = False) -> tuple[Blocks, Operand]:
+        """Return a matrix, and what is multiplied by it."""
+        matrix: Blocks = super()._matrix(role, backward=backward)
+        return matrix, MULTIPLIED[role, backward]
+
+    def _operand(
+        self, make: Callable[..., Blocks], operand: Operand, rows: Tensor, *where: PaddedRows
+    ) -> Blocks:
+        """Return rows in FP8, and collect their largest magnitude once."""
+        fmt = self.recipe.grad_format if operand in GRADIENTS else "e4m3"
+        how: dict[str, Any] = {**self.how, "fmt": fmt}
+        if self.magnitudes is not None:
+            seen = self.magnitudes.seen.get(operand)
+            if seen is not None and operand not in self._collected:
+                add_seen_ref_(rows, seen)
+                self._collected.add(operand)
+            how["amax"] = self.magnitudes.past[operand]
+        return make(rows, *where, **how)
+
     def _rows(self, a_RK: Tensor, b: Any, addend: Addend | None) -> Tensor:
-        out = scaled_gemm(scaled_rows(a_RK, **self.how), b, self.offsets_e, a_RK.dtype)
-        return self.low1.add(out, addend)
+        matrix, operand = b
+        a = self._operand(scaled_rows, operand, a_RK)
+        return self.low1.add(scaled_gemm(a, matrix, self.offsets_e, a_RK.dtype), addend)
 
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
         padded = pad_rows(self.offsets_e, y_RN.shape[0])
-        x, y = (scaled_columns(rows, padded, **self.how) for rows in (source.rows, y_RN))
-        grad = scaled_wgrad(*((y, x) if transposed else (x, y)), padded.offsets_e, y_RN.dtype)
+        sides: list[tuple[Tensor, Operand]] = [(source.rows, "dy"), (y_RN, "a")]
+        if transposed:
+            sides = [(y_RN, "dh"), (source.rows, "x")]
+        dy, x = (self._operand(scaled_columns, name, rows, padded) for rows, name in sides)
+        grad = scaled_wgrad(dy, x, padded.offsets_e, y_RN.dtype)
         dtype = target.dtype or self.dtypes[not transposed]
         return put_grad(grad, target.out, target.adds, dtype, target.scale)

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
-from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, LowRankUpdate
+from moecore.kernels.experts.contract import (
+    LEAVE_OUT,
+    ExpertMLPOptions,
+    ExpertWeights,
+    LowRankUpdate,
+)
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.activation import ActivationOptions
@@ -173,11 +178,21 @@ _fwd = Op(
 ).custom
 
 
+def _refuse_history(weights: ExpertWeights, recipe: Recipe | None) -> None:
+    """Raise for what an operator does not take."""
+    if weights.magnitudes is not None and recipe is not None:
+        raise ValueError(
+            f"Recipe.amax_history ({recipe.amax_history}) must be 0 for experts under "
+            f"torch.compile, dispatch modes and second derivatives: {LEAVE_OUT}"
+        )
+
+
 def traced_backward(
     dy: Tensor, saved: Saved, options: ExpertMLPOptions, unsummed: bool, wants: Wants
 ) -> Grads:
     """Return the gradients by the custom op; None where not wanted."""
     weights, index = saved.weights, saved.index
+    _refuse_history(weights, options.recipe)
     rows = Rows(dy.new_empty(0)) if saved.rows is None else saved.rows
     h = Rows(dy.new_empty(0)) if saved.h is None else saved.h
     h_scales = dy.new_empty(0) if h.scales is None else h.scales
@@ -199,6 +214,7 @@ def traced_expert_mlp(
     options: ExpertMLPOptions,
 ) -> Tensor:
     """Return what `expert_mlp` returns, by the custom op."""
+    _refuse_history(weights, options.recipe)
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.updates())
     handle = rows.handle_SD if handle_RD is None else handle_RD
     leaves = (rows.values, *matrices, index.weights_R, handle, handle_RD is not None)

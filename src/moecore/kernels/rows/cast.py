@@ -28,6 +28,7 @@ from moecore.kernels.rows.scaling import (
     SCALE_COLUMNS,
     Blocks,
     Both,
+    add_seen_ref_,
     amax_ref,
     cast_ref,
     operand_shape,
@@ -285,8 +286,7 @@ def _cast_ref(
     """Return what `_cast` returns, in plain PyTorch."""
     how = _CastOptions(*flat)
     if seen is not None:
-        finite_TD = torch.where(x_TD.isinf(), 0, x_TD)
-        seen.copy_(torch.maximum(seen, amax_ref(finite_TD)))
+        add_seen_ref_(x_TD, seen)
     outputs: list[Tensor] = []
     for wanted, x in ((how.rows, x_TD), (how.columns, x_TD.T)):
         if wanted:

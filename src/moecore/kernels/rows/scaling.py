@@ -129,8 +129,18 @@ def quantise_ref(
     x = x.float()
     amax = magnitude_ref(x).amax(dim, keepdim=True) if amax is None else amax
     scales, inverse = block_scale_ref(amax, power_of_two, LARGEST[fmt])
+    return encode_ref(x, inverse, fmt), scales
+
+
+def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
+    """Return FP8 of fp32 values times reciprocals of scales, saturated; NaN of infinities."""
     scaled = (x * inverse).clamp(-LARGEST[fmt], LARGEST[fmt]).masked_fill(x.isinf(), torch.nan)
-    return scaled.to(DTYPES[fmt]), scales
+    return scaled.to(DTYPES[fmt])
+
+
+def add_seen_ref_(x: Tensor, seen: Tensor) -> None:
+    """Let fp32 [1] grow to the largest finite magnitude of a tensor."""
+    seen.copy_(torch.maximum(seen, amax_ref(torch.where(x.isinf(), 0, x))))
 
 
 def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_two: bool) -> Blocks:
