@@ -71,6 +71,7 @@ class _Meta(threading.local):
 
     is_gpu = False
     launched: Launched | None = None
+    times = 1
 
 
 _meta = _Meta()
@@ -102,6 +103,21 @@ def launches_on_meta(launched: Launched) -> Iterator[None]:
             yield
         finally:
             _meta.launched = before
+
+
+@contextmanager
+def repeated(times: int) -> Iterator[None]:
+    """Within, what runs on meta stands for itself so many times."""
+    before, _meta.times = _meta.times, times
+    try:
+        yield
+    finally:
+        _meta.times = before
+
+
+def times_on_meta() -> int:
+    """Return how many times what runs on meta now stands for."""
+    return _meta.times
 
 
 def record_launch(name: str, *args: Any, **_: Any) -> None:
