@@ -82,6 +82,10 @@ ASSUMED = (
     "reduce_scatter is that of fp32 gradients in traced steps, beside products",
     "collectives without records (all_reduce, broadcast) have all_gather's efficiency",
     "rows of operations without records, such as torch's own, have the efficiency of a copy",
+    "kernels of linear attention (flash-linear-attention, taken to be installed) reach the share "
+    "of the roofline of their FLOP and bytes that attention of as many heads and tokens reaches",
+    "sparse attention's gathered products and index scores have the rate of products of their "
+    "sizes, its other work a copy's; the host queues a chunk's work ahead of the device",
     "copies to the device are as fast as copies to the host",
     "between nodes: the maker's 400 Gb/s of a ConnectX-7 per GPU, from the maker and not "
     "measured; the share of it that is reached (0.9; all-to-all in Megatron-Core's report reaches "

@@ -220,6 +220,8 @@ def _print_time(args: Any, time: TimePlan, limit: int | None = None) -> None:
             f"assumed, no run has shown it: pairs hide {hides:.0%} of the exchanges between nodes "
             "that their computation lasts for (--pairs-hide 0: none)"
         )
+    for kind in time.run.planned.unmeasured:
+        print(f"assumed, no run has shown it: the rates of {kind} attention (docs/planning.md)")
     if not gpu_of(kind_of(args)).measured:
         kind = shown_gpu(args)
         print(f"rates of {kind} are a data sheet's: no run on one has been compared with a plan")

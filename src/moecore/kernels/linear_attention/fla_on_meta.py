@@ -40,7 +40,7 @@ def gated_delta_rule(
     """Return o_THv and states_nHkv on meta, of a rule with learning rates and a decay a head."""
     q, k, v, g, beta = rule[:5]
     assert rule.norm_qk, "queries and keys are normed"
-    o_THv, states_nHkv = _Rule.apply(q, k, v, g, beta, initial_nHkv, len(cu_seqlens) - 1)
+    o_THv, states_nHkv = _RuleOnMeta.apply(q, k, v, g, beta, initial_nHkv, len(cu_seqlens) - 1)
     return o_THv, states_nHkv
 
 
@@ -48,7 +48,7 @@ def causal_convolution(
     x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, before_nwD: Tensor | None
 ) -> Tensor:
     """Return y_TD on meta."""
-    out: Tensor = _Convolution.apply(x_TD, weight_DW, bias_D, before_nwD)
+    out: Tensor = _ConvolutionOnMeta.apply(x_TD, weight_DW, bias_D, before_nwD)
     return out
 
 
@@ -84,7 +84,7 @@ class _Scan:
         return h, new
 
 
-class _Rule(torch.autograd.Function):
+class _RuleOnMeta(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -177,7 +177,7 @@ def _of_key_heads(grad_THk: Tensor, x_Thk: Tensor) -> Tensor:
     return grad_THk.unflatten(1, (x_Thk.shape[1], -1)).sum(2)
 
 
-class _Convolution(torch.autograd.Function):
+class _ConvolutionOnMeta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, before: Any) -> Tensor:
         ctx.save_for_backward(x, weight, bias, before)
