@@ -82,6 +82,10 @@ ASSUMED = (
     "reduce_scatter is that of fp32 gradients in traced steps, beside products",
     "collectives without records (all_reduce, broadcast) have all_gather's efficiency",
     "rows of operations without records, such as torch's own, have the efficiency of a copy",
+    "kernels of linear attention (flash-linear-attention, taken to be installed) reach the share "
+    "of the roofline of their FLOP and bytes that attention of as many heads and tokens reaches",
+    "sparse attention's gathered products and index scores have the rate of products of their "
+    "sizes, its other work a copy's; the host queues a chunk's work ahead of the device",
     "copies to the device are as fast as copies to the host",
     "exchanges beside products of tp ranks are exposed by one share, that of a layer of D 8192 on "
     "two GPUs, which had 0.26 with two rows and 0.30 to 0.53 with one",

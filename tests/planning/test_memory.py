@@ -21,7 +21,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.cli import main
-from moecore.models import Decoder, preset
+from moecore.models import Decoder, SparseKeysConfig, preset
 from moecore.planning import OptimizerOptions, TrainingRun, fake_world, plan_memory
 from moecore.planning.stored import sizes_of
 from moecore.train import AdamW
@@ -32,6 +32,7 @@ SHORT = 32
 CONFIG = replace(preset("tiny-deepseek-v3"), num_layers=3)
 BASE = TrainingRun(model=CONFIG, num_gpus=WORLD, seq_len=SHORT)
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
+SPARSE = SparseKeysConfig(num_heads=2, head_dim=16, top_k=8)
 RUNS = {
     "sharded": replace(BASE, parallel=ParallelConfig(ep=2)),
     "bf16 moments, weights whole": replace(
@@ -45,6 +46,18 @@ RUNS = {
         parallel=ParallelConfig(pp=2, ep=2),
         num_micro_batches=2,
         pipeline=PipelineConfig(layout="Ett|tmL"),
+    ),
+    "linear attention in stages": replace(
+        BASE,
+        model=preset("tiny-qwen3-next"),
+        parallel=ParallelConfig(pp=2, ep=2),
+        num_micro_batches=2,
+        pipeline=PipelineConfig(layout="Ett|ttL"),
+    ),
+    "sparse attention": replace(
+        BASE,
+        model=replace(CONFIG, num_layers=2, mla=replace(CONFIG.mla, sparse=SPARSE)),  # type: ignore[type-var]
+        parallel=ParallelConfig(ep=2),
     ),
 }
 

@@ -72,6 +72,7 @@ class _Meta(threading.local):
     is_gpu = False
     launched: Launched | None = None
     num_peers = 1
+    times = 1
 
 
 _meta = _Meta()
@@ -109,6 +110,21 @@ def launches_on_meta(launched: Launched, num_peers: int = 1) -> Iterator[None]:
 def num_peers_on_meta() -> int:
     """Return how many neighbouring ranks reach each other's memory, of those meta stands for."""
     return _meta.num_peers
+
+
+@contextmanager
+def repeated(times: int) -> Iterator[None]:
+    """Within, what runs on meta stands for itself so many times."""
+    before, _meta.times = _meta.times, times
+    try:
+        yield
+    finally:
+        _meta.times = before
+
+
+def times_on_meta() -> int:
+    """Return how many times what runs on meta now stands for."""
+    return _meta.times
 
 
 def record_launch(name: str, *args: Any, **_: Any) -> None:

@@ -223,6 +223,10 @@ def _print_time(args: Any, time: TimePlan, limit: int | None = None) -> None:
     kind = shown_gpu(args)
     if has_slices(time.run):
         print(_slices(table, kind))
+    for attention in time.run.planned.unmeasured:
+        print(
+            f"assumed, no run has shown it: the rates of {attention} attention (docs/planning.md)"
+        )
     if not gpu_of(kind_of(args)).measured:
         print(f"rates of {kind} are a data sheet's: no run on one has been compared with a plan")
     change = next_change(time, table, limit)

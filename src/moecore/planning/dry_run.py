@@ -15,7 +15,7 @@ work that of the rows: of a second run, whose capacity is even.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -66,12 +66,16 @@ class DryRun:
     @property
     def forward_backward(self) -> tuple[Work, ...]:
         """What the device does until all gradients are there."""
-        return tuple(queued.work for queued in self.queued[: self.starts[-1].first])
+        return _works(self.queued[: self.starts[-1].first])
 
     @property
     def optimizer(self) -> tuple[Work, ...]:
         """What it does behind that."""
-        return tuple(queued.work for queued in self.queued[self.starts[-1].first :])
+        return _works(self.queued[self.starts[-1].first :])
+
+
+def _works(queued: Iterable[Queued]) -> tuple[Work, ...]:
+    return tuple(one.work for one in queued for _ in range(one.times))
 
 
 def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:

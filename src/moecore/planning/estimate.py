@@ -230,18 +230,18 @@ class Estimate:
     def _seconds_of(self, part: str, of: Pass, folding: Folding, rung: Levers) -> _Seconds:
         """Return the seconds of a part's pass: the larger of the host's and the device's."""
         pieces = self._pieces(rung)
-        own = (
-            pieces.queued[i].work for p in pieces.of_part(part, of, MIDDLE // 2) for i in p.place
-        )
+        own = (pieces.queued[i] for p in pieces.of_part(part, of, MIDDLE // 2) for i in p.place)
         experts, rows = (
             folding.ep * folding.etp,
             Fraction(folding.batch_size, folding.tp * folding.cp),
         )
         computed, sent = list[float](), list[float]()
-        for work in own:
+        for one in own:
+            work = one.work
             seconds = self._share(work, rows, experts * (work.kind in BY_EXPERTS))
             if seconds is not None:
-                (sent if work.kind == "collective" else computed).append(seconds)
+                found = sent if work.kind == "collective" else computed
+                found.append(one.times * seconds)
         sent += self._messages(folding, rung) if part.startswith(("layer", "predictions")) else ()
         host = (len(computed) + len(sent)) * self._table.host_seconds
         return _Seconds(max(host - sum(sent), sum(computed)), sum(sent))

@@ -77,7 +77,6 @@ class SearchRequest:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
-        yield from self.planned.rules()
         longest = self.planned.max_seq_len
         if longest is not None and self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"

@@ -222,7 +222,7 @@ def _ranks(run: TrainingRun) -> Iterator[_Rank]:
     for size, passes, pages in zip(sizes_of(run), _passes(run, pieces), _pages(run), strict=True):
         held = held_kinds(run, size)
         held |= {"other": beside, "pages": pages, "exchange buffers": step.buffers}
-        away = round(per_byte / run.dtype.itemsize * size.parameters)
+        away = round(per_byte / run.dtype.itemsize * size.gradients)
         yield _Rank(held=held, passes=passes, end=pieces.end, away=away)
 
 

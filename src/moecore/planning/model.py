@@ -67,6 +67,7 @@ class PlannedModel(ABC):
         num_mtp_layers: modules of multi-token prediction.
         moe: of its MoE layers; None = there are none.
         has_latents: whether attention projects latents to keys.
+        unmeasured: kinds of attention whose work no record has timed.
     """
 
     dim: int
@@ -77,6 +78,7 @@ class PlannedModel(ABC):
     num_mtp_layers: int
     moe: MoEConfig | None
     has_latents: bool
+    unmeasured: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -130,33 +132,32 @@ class NativeModel(PlannedModel):
     @classmethod
     def of(cls, config: DecoderConfig) -> NativeModel:
         """Return the model of a config."""
-        kinds = tuple(config.is_dense(i) for i in range(config.num_layers))
+        kinds = tuple(kind_of(config, i) for i in range(config.num_layers))
+        is_sparse = config.mla is not None and config.mla.sparse is not None
+        kinds_of_attention = ("linear", bool(config.linear_layers)), ("sparse", is_sparse)
         return cls(
             dim=config.dim,
             vocab_size=config.vocab_size,
             max_seq_len=config.max_seq_len,
             layers=kinds,
-            dense=frozenset(i for i, is_dense in enumerate(kinds) if is_dense),
+            dense=frozenset(i for i, kind in enumerate(kinds) if kind.is_dense),
             num_mtp_layers=config.num_mtp_layers,
             moe=config.moe,
             has_latents=config.mla is not None,
+            unmeasured=tuple(name for name, has in kinds_of_attention if has),
             config=config,
         )
 
     @override
     def rules(self) -> Rules:
-        if self.config.linear_layers:
-            yield "model.linear_layers", "be (): there are no costs of linear attention, measure it"
         if self.config.pattern:
             yield "model.pattern", "be '': there are no costs of half a block, measure it"
         if self.config.mtp_repeats > 1:
             yield "model.mtp_repeats", "be 1: plans count a module's run once, measure it"
-        if self.config.mla is not None and self.config.mla.sparse is not None:
-            yield "model.mla.sparse", "be None: there are no costs of sparse attention, measure it"
 
     @override
     def with_layers(self, layers: Sequence[int]) -> DecoderConfig:
-        kinds = [self.config.is_dense(i) for i in layers]
+        kinds = [kind_of(self.config, i) for i in layers]
         return of_kinds(self.config, kinds, self.config.num_mtp_layers)
 
     @override
@@ -201,15 +202,33 @@ class NativeModel(PlannedModel):
         )
 
 
-def of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderConfig:
-    """Return the model with these layers, True = dense, and so many predictions."""
-    dense = () if model.moe is None else tuple(i for i, kind in enumerate(kinds) if kind)
+class LayerKind(NamedTuple):
+    """What a layer of moecore's decoder is."""
+
+    is_dense: bool
+    is_linear: bool
+    window: int | None  # keys that a token sees at most; None = all
+
+
+def kind_of(config: DecoderConfig, layer: int) -> LayerKind:
+    """Return what a layer is."""
+    is_linear = config.is_linear(layer)
+    window = None if is_linear else config.window_of(layer)
+    return LayerKind(config.is_dense(layer), is_linear, window)
+
+
+def of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> DecoderConfig:
+    """Return the model with these layers, and so many predictions."""
+    dense = tuple(i for i, kind in enumerate(kinds) if kind.is_dense)
+    linear = tuple(i for i, kind in enumerate(kinds) if kind.is_linear)
     return replace(
         model,
         num_layers=len(kinds),
-        dense_layers=dense,
-        windows=model.windows[: len(kinds)],
-        mlp_hidden_dim=model.mlp_hidden_dim if any(kinds) else 0,
+        dense_layers=() if model.moe is None else dense,
+        linear_attention=model.linear_attention if linear else None,
+        linear_layers=linear,
+        windows=tuple(kind.window or 0 for kind in kinds) if model.windows else (),
+        mlp_hidden_dim=model.mlp_hidden_dim if dense else 0,
         num_mtp_layers=mtp,
         mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
         mtp_detached=model.mtp_detached and mtp > 0,

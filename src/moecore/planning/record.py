@@ -39,6 +39,8 @@ from moecore.base.torch_names import (
     storage_key,
     tree_map_only,
 )
+from moecore.kernels.common import times_on_meta
+from moecore.kernels.linear_attention.fla_on_meta import ScanSize
 from moecore.kernels.ops import PLAIN_TYPES
 from moecore.models.tp_products import GATHER_SLICES, SEND_SLICES
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
@@ -95,6 +97,7 @@ class Queued(NamedTuple):
         host_behind: of what the host has waited for since it queued the work before.
         node_ranks: of a collective: how many of its ranks this rank's domain has.
         phases: marks that it is within, the outermost first.
+        times: how often it runs, one after the other; the host queues ahead from the first on.
     """
 
     work: Work
@@ -103,6 +106,7 @@ class Queued(NamedTuple):
     host_behind: frozenset[int]
     node_ranks: int = 0
     phases: tuple[str, ...] = ()
+    times: int = 1
 
 
 class Placed(NamedTuple):
@@ -122,6 +126,7 @@ def placed(queued: Iterable[Queued]) -> list[Placed]:
 
 
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
+INDEX_SCORES = "_index_scores_kernel"  # of queries of all heads by keys
 GROUPED_PRODUCT = "scaled_grouped_mm"  # torch's in FP8
 WITHOUT_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "set_", "alias")
 SLICES = (GATHER_SLICES, SEND_SLICES)  # beside products of tp ranks
@@ -166,6 +171,11 @@ def work_of_kernel(name: str, args: Args) -> Work:
         ranks, num_bytes = args
         return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
     tensors = [t for t in (getattr(arg, "base", arg) for arg in args) if isinstance(t, Tensor)]
+    if args and isinstance(args[0], ScanSize):
+        scan = args[0]
+        return Work(name, "attention", scan.flops, _bytes(tensors), scan.shape, _dtype(tensors[0]))
+    if name == INDEX_SCORES:
+        return _product("mm", (args[0], args[1].mT), tensors, name)
     if name.startswith("attention"):
         return _attention(name, tensors, name.endswith("bwd"))
     if name in PRODUCTS:
@@ -193,10 +203,10 @@ def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
     return Work(name, "collective", 0, num_bytes, (n,), dtype)
 
 
-def _product(name: str, args: Args, tensors: Sequence[Tensor]) -> Work:
+def _product(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "") -> Work:
     a, b = args[PRODUCTS[name] :][:2]
     M, N, K = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
-    return Work(name, "product", 2 * M * N * K, _bytes(tensors), (M, N, K), _dtype(a))
+    return Work(kernel or name, "product", 2 * M * N * K, _bytes(tensors), (M, N, K), _dtype(a))
 
 
 def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool, *, window: int = 0) -> Work:
@@ -383,7 +393,8 @@ class WorkRecorder(DispatchMode):
     def _queue(self, work: Work, node_ranks: int = 0) -> None:
         behind, host_behind = (self._since(numbers) for numbers in self.queues.put())
         stream = self.queues.current.number
-        self.queued.append(Queued(work, stream, behind, host_behind, node_ranks, phases()))
+        how = node_ranks, phases(), times_on_meta()
+        self.queued.append(Queued(work, stream, behind, host_behind, *how))
 
     def _since(self, numbers: frozenset[int]) -> frozenset[int]:
         """Return what was queued since `mark`, counted from there; all else has ended."""

@@ -5,6 +5,7 @@ TrainingRun -> ShardPlan of each pipeline rank -> RankBytes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache, lru_cache
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from moecore.base.options.memory import MemoryOptions
+from moecore.families.family import family_of
 from moecore.models.config import DecoderConfig
 from moecore.parallel.mesh import build_meshes
 from moecore.parallel.pipeline.config import PipelineConfig
@@ -21,7 +23,7 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.shard.size import RankBytes, rank_bytes
 from moecore.parallelize import plan_sharding
-from moecore.planning.model import of_kinds
+from moecore.planning.model import LayerKind, kind_of, of_kinds
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
 from moecore.train.optim.adamw import AdamW
 
@@ -69,14 +71,17 @@ def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
 def _sizes(run: TrainingRun) -> tuple[RankBytes, ...]:
     """Return what each pipeline rank stores, of ranks and runs with the same parts once."""
     pp, rank_of, model = run.resolved.pp, ranks_of(run), run.model
-    by_name = run.precision is not None and run.precision.overrides  # layers may differ
+    by_name = run.precision is not None and bool(run.precision.overrides)  # layers may differ
     is_whole = by_name or run.fsdp.blocks_per_unit > 1
+    if isinstance(model, DecoderConfig):  # none of which has linear or dense layers alone
+        last = kind_of(model, model.num_layers - 1)
+        is_whole |= last.is_linear or (last.is_dense and model.moe is not None)
     if run.pipeline is None or is_whole or not isinstance(model, DecoderConfig):
         return tuple(_rank_size(run, rank) for rank in range(pp))
     found, one_stage = [], replace(run, parallel=run.resolved, pipeline=PipelineConfig(layout="EL"))
     for rank in range(pp):
         own = [stage for stage in stages_of(run) if rank_of[stage.index] == rank]
-        kinds = tuple(model.is_dense(i) for stage in own for i in stage.layers)
+        kinds = tuple(kind_of(model, i) for stage in own for i in stage.layers)
         ends = any(stage.embedding for stage in own), any(stage.loss for stage in own)
         mtp = sum(len(stage.mtp) for stage in own)
         found.append(_of_parts(one_stage, *ends, kinds, mtp))
@@ -85,18 +90,19 @@ def _sizes(run: TrainingRun) -> tuple[RankBytes, ...]:
 
 @lru_cache(maxsize=1024)
 def _of_parts(
-    run: TrainingRun, embedding: bool, loss: bool, kinds: tuple[bool, ...], mtp: int
+    run: TrainingRun, embedding: bool, loss: bool, kinds: tuple[LayerKind, ...], mtp: int
 ) -> RankBytes:
-    """Return what a pipeline rank with these parts stores; of `kinds`, True is a dense layer."""
+    """Return what a pipeline rank with these parts stores."""
     model: Any = run.model
-    kind = model.is_dense(model.num_layers - 1)
     few = FEW + run.fsdp.prefetch_blocks
-    if (more := kinds.count(kind) - few) > 1:  # each one more adds the same
-        others = tuple(k for k in kinds if k != kind)
-        short, long = (
-            _of_parts(run, embedding, loss, others + (few + n) * (kind,), mtp) for n in (0, 1)
-        )
-        return _extended(short, long, more)
+    for kind, number in Counter(kinds).items():
+        if (more := number - few) > 1:  # each one more adds the same
+            short, long = (
+                _of_parts(run, embedding, loss, _without(kinds, kind, more - n), mtp)
+                for n in (0, 1)
+            )
+            return _extended(short, long, more)
+    kind = kind_of(model, model.num_layers - 1)
     # A rank before it and one behind it have something too, which it does not see.
     own = "E" * embedding + "t" * len(kinds) + "m" * mtp + "L" * loss
     before, behind = "Et" * (not embedding), "" if loss else "t" * (not mtp) + "L"
@@ -113,6 +119,12 @@ def _of_parts(
         pipeline=PipelineConfig(layout="|".join(stages)) if pp > 1 else None,
     )
     return _rank_size(small, int(not embedding))
+
+
+def _without(kinds: tuple[LayerKind, ...], kind: LayerKind, number: int) -> tuple[LayerKind, ...]:
+    """Return layers without the first so many of a kind."""
+    dropped = [i for i, each in enumerate(kinds) if each == kind][:number]
+    return tuple(each for i, each in enumerate(kinds) if i not in dropped)
 
 
 def _extended(short: RankBytes, long: RankBytes, times: int) -> RankBytes:
@@ -132,9 +144,11 @@ def _extended(short: RankBytes, long: RankBytes, times: int) -> RankBytes:
 @lru_cache(maxsize=1024)
 def _rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
     rank = pp_rank * run.num_gpus // run.resolved.pp
+    model = run.planned.build(run.dtype)
+    idle = _idle(model)
     with fake_world(run.num_gpus, rank), quiet():
         plan = plan_sharding(
-            run.planned.build(run.dtype),
+            model,
             build_meshes(run.parallel, "cpu"),
             dispatcher="alltoall",
             memory=run.memory,
@@ -142,7 +156,15 @@ def _rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
             fsdp=run.fsdp,
             pipeline=run.pipeline,
         )
-    return rank_bytes(plan, rank)
+    params = (replace(p, trainable=p.trainable and p.name not in idle) for p in plan.params)
+    return rank_bytes(replace(plan, params=tuple(params)), rank)
+
+
+def _idle(model: nn.Module) -> set[str]:
+    """Return the names of parameters without gradients: of indexers, which no run lets learn."""
+    layers: Any = family_of(model).indexers(model)
+    idle = {param for layer in layers for param in layer.indexer.parameters()}
+    return {name for name, param in model.named_parameters() if param in idle}
 
 
 def ranks_of(run: TrainingRun) -> Sequence[int]:
@@ -159,7 +181,7 @@ def held_kinds(run: TrainingRun, size: RankBytes) -> dict[str, int]:
     found = {f"parameters: {role.role}": role.parameters for role in size.roles}
     found |= {"gathered weights": size.weights, "sums of gradients": size.sums}
     per_element = state_bytes(run.optimizer, run.dtype)
-    found["optimizer state"] = int(size.parameters // run.dtype.itemsize * per_element)
+    found["optimizer state"] = int(size.gradients // run.dtype.itemsize * per_element)
     return found
 
 

@@ -153,7 +153,8 @@ def _costs(queue: Sequence[Placed], table: CostTable) -> list[tuple[float, Part]
         key = one.work, one.node_ranks
         if key not in known:
             known[key] = table.seconds(*key), table.wall(*key)
-        return known[key]
+        seconds, wall = known[key]
+        return one.times * seconds, wall
 
     of = {id(one): cost(one) for one in {id(one): one for one, _, _ in queue}.values()}
     return [of[id(one)] for one, _, _ in queue]

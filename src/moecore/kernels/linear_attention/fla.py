@@ -1,7 +1,8 @@
 """The delta rule with decays and the short convolution of the package flash-linear-attention.
 
 Its functions are public. It reads `cu_seqlens` on the host, and remembers what it has read of a
-tensor: the layers of a forward pass the same one.
+tensor: the layers of a forward pass the same one. Where meta stands for a GPU, `fla_on_meta.py` is
+in their place.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moecore.kernels.common import is_gpu
+from moecore.kernels.linear_attention import fla_on_meta
 from moecore.kernels.linear_attention.contract import DeltaRule
 
 PACKAGE = "flash-linear-attention"
@@ -34,18 +37,23 @@ def supports(rule: DeltaRule) -> str | None:
         return f"key dims ({rule.k_Thk.shape[-1]}) must be <= {MAX_KEY_DIM} for {PACKAGE}"
     if rule.beta_TH is None and (rule.norm_qk or rule.g_THk.ndim == 3):
         return f"beta (None) must come with a decay per head and without norm_qk for {PACKAGE}"
-    return _refuse_device(rule.v_THv) or _why_not(*_name_of(rule))
+    reason, name = _refuse_device(rule.v_THv), _name_of(rule)
+    if reason is None and rule.v_THv.is_meta and not (name == RULE and rule.norm_qk):
+        return f"rule (of {name[1]}) must be of {RULE[1]} with norm_qk on meta"
+    return reason or _why_not(*name, rule.v_THv.is_meta)
 
 
 def supports_convolution(x_TD: Tensor) -> str | None:
     """Return why the package cannot convolve such tokens, one line; None = it can."""
-    return _refuse_device(x_TD) or _why_not(*CONVOLUTION)
+    return _refuse_device(x_TD) or _why_not(*CONVOLUTION, x_TD.is_meta)
 
 
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return o_THv and states_nHkv: see `gated_delta.gated_delta_rule`."""
+    if rule.v_THv.is_meta:
+        return fla_on_meta.gated_delta_rule(rule, cu_seqlens, initial_nHkv)
     q, k, v, g, beta = rule[:5]
     if beta is None:  # that function has a key head for each value head
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
@@ -72,6 +80,8 @@ def causal_convolution(
     silu: bool,
 ) -> Tensor:
     """Return y_TD: see `convolution.causal_convolution`."""
+    if x_TD.is_meta:
+        return fla_on_meta.causal_convolution(x_TD, weight_DW, bias_D, before_nwD)
     state_nDW = None if before_nwD is None else F.pad(before_nwD.mT, (1, 0))
     y_1TD, _ = _function(*CONVOLUTION)(
         x_TD[None],
@@ -91,7 +101,7 @@ def _name_of(rule: DeltaRule) -> tuple[str, str]:
 
 
 def _refuse_device(x: Tensor) -> str | None:
-    if not x.is_cuda or x.dtype not in HALVES:
+    if not is_gpu(x) or x.dtype not in HALVES:
         return f"tensors ({x.dtype} on {x.device.type}) must be of 16 bits on cuda for {PACKAGE}"
     return None
 
@@ -102,8 +112,10 @@ def _function(module: str, name: str) -> Callable[..., Any]:
 
 
 @cache
-def _why_not(module: str, name: str) -> str | None:
+def _why_not(module: str, name: str, on_meta: bool) -> str | None:
     """Return why a function of the package cannot be called, or None; imports it."""
+    if on_meta:  # which stands for a GPU of a host that has the package
+        return None
     try:
         function = _function(module, name)
     except (ImportError, AttributeError) as error:

@@ -14,11 +14,13 @@ Bytes of a chunk are bounded by `CHUNK_NUMBERS`, whatever t and N.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moecore.kernels.common import cdiv, repeated
 from moecore.kernels.sparse_attention.contract import (
     IndexerHeads,
     KeySpans,
@@ -101,14 +103,19 @@ def _chunks(
     if selects:
         of_query.append(reach * numbers_per_pair(index))
     size = max(1, CHUNK_NUMBERS // max(of_query))
-    for begin in range(0, t, size):
+    begins, number = range(0, t, size), cdiv(t, size)
+    if heads.q_tHd.is_meta and number:  # the middle one stands for all
+        size = cdiv(t, number)
+        begins = range(min(number // 2 * size, t - size), t, t)
+    for begin in begins:
         end = min(t, begin + size)
         own = slice(begin, end)
         first, last = spans.bounds(begin, end, N)
         span = SpanOfKeys(first, last, spans.first_t[own], spans.last_t[own])
         of_index = index._replace(q_thi=index.q_thi[own], w_th=index.w_th[own])
         of_heads = heads._replace(q_tHd=heads.q_tHd[own])
-        yield _Chunk(begin, end, of_heads, of_index, span)
+        with repeated(number) if heads.q_tHd.is_meta else nullcontext():
+            yield _Chunk(begin, end, of_heads, of_index, span)
 
 
 def _latent_queries(heads: LatentHeads) -> Tensor:

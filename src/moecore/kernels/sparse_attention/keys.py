@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moecore.kernels.common import is_gpu
+
 
 class Keys(Protocol):
     """The keys of a chunk."""
@@ -107,7 +109,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b of two or three dims, summed and left in fp32 for 16 bits."""
     if a.dtype not in (torch.bfloat16, torch.float16):
         return a @ b
-    if not a.is_cuda:
+    if not is_gpu(a):
         return a.float() @ b.float()
     multiply = torch.mm if a.ndim == 2 else torch.bmm
     return multiply(a, b, out_dtype=torch.float32)  # type: ignore[call-overload,no-any-return]

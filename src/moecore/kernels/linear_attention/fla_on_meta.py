@@ -1,0 +1,199 @@
+"""What flash-linear-attention saves, allocates and launches, where meta stands for a GPU.
+
+Letters of `contract.py`; C tokens of a chunk. No chunk's state is saved: backward computes all of
+them once more.
+
+FLOPs are those of products, 2 a pair of numbers, with triangles as squares; the inverse of a
+chunk's triangular system counts none. Per token and value head, k v for states and C for a chunk:
+
+    forward     6 k v + 2 C (3 k + 2 v)
+    backward   16 k v + 2 C (9 k + 5 v + 2 C)
+
+Source: flash-linear-attention 0.6 (`fla/ops/gated_delta_rule/chunk.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import cdiv, record_launch
+from moecore.kernels.linear_attention.contract import DeltaRule
+
+CHUNK = 64
+KEY_DIMS = 128  # that one program of a backward has of a key
+
+
+class ScanSize(NamedTuple):
+    """What a launch of a scan computes."""
+
+    shape: tuple[int, int, int, int, int]  # documents, value heads, tokens of a document, k, v
+    flops: int
+
+
+def gated_delta_rule(
+    rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return o_THv and states_nHkv on meta, of a rule with learning rates and a decay a head."""
+    q, k, v, g, beta = rule[:5]
+    assert rule.norm_qk, "queries and keys are normed"
+    o_THv, states_nHkv = _RuleOnMeta.apply(q, k, v, g, beta, initial_nHkv, len(cu_seqlens) - 1)
+    return o_THv, states_nHkv
+
+
+def causal_convolution(
+    x_TD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, before_nwD: Tensor | None
+) -> Tensor:
+    """Return y_TD on meta."""
+    out: Tensor = _ConvolutionOnMeta.apply(x_TD, weight_DW, bias_D, before_nwD)
+    return out
+
+
+class _Scan:
+    """Launches of one rule."""
+
+    def __init__(self, k_Thk: Tensor, v_THv: Tensor, num_documents: int) -> None:
+        (self.T, self.H, self.v), self.k = v_THv.shape, k_Thk.shape[2]
+        self._shape = num_documents, self.H, self.T // max(1, num_documents), self.k, self.v
+        self.num_chunks = max(num_documents, cdiv(self.T, CHUNK))
+
+    def launch(self, name: str, *tensors: Tensor | None, states: int = 0, chunks: int = 0) -> None:
+        """Record a kernel, with its products of k by v, and of C by so many dims, of a token."""
+        flops = 2 * self.T * self.H * (states * self.k * self.v + CHUNK * chunks)
+        record_launch(name, ScanSize(self._shape, flops), *tensors)
+
+    def written(
+        self, k: Tensor, v: Tensor, beta: Tensor, sums: Tensor, A: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return w_THk and u_THv: see `chunked.py`."""
+        w, u = k.new_empty(self.T, self.H, self.k), torch.empty_like(v)
+        tensors = k, v, beta, w, u, A, sums
+        self.launch("recompute_w_u_fwd_kernel", *tensors, chunks=self.k + self.v)
+        return w, u
+
+    def states(
+        self, k: Tensor, w: Tensor, u: Tensor, sums: Tensor, first: Tensor | None, last: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states before each chunk, and what each token writes."""
+        h, new = k.new_empty(self.num_chunks, self.H, self.k, self.v), torch.empty_like(u)
+        tensors = k, u, w, new, sums, h, first, last
+        self.launch("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", *tensors, states=2)
+        return h, new
+
+
+class _RuleOnMeta(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial: Tensor | None,
+        num_documents: int,
+    ) -> tuple[Tensor, Tensor]:
+        given = [x.contiguous() for x in (q, k, v, g, beta)]
+        (q, q_rstd), (k, k_rstd) = map(_normed, given[:2])
+        v, g, beta = given[2:]
+        scan = _Scan(k, v, num_documents)
+        sums = torch.empty_like(g, dtype=torch.float32)
+        record_launch("chunk_local_cumsum_scalar_kernel", g, sums)
+        A = torch.zeros(scan.T, scan.H, CHUNK, dtype=k.dtype, device=k.device)
+        name = "chunk_gated_delta_rule_fwd_kkt_solve_kernel"
+        scan.launch(name, k, sums, beta, A, chunks=scan.k)
+        w, u = scan.written(k, v, beta, sums, A)
+        last = k.new_zeros(num_documents, scan.H, scan.k, scan.v, dtype=torch.float32)
+        h, new = scan.states(k, w, u, sums, initial, last)
+        o, by_chunk = torch.empty_like(v), scan.k + scan.v
+        scan.launch("chunk_fwd_kernel_o", q, k, new, h, sums, o, states=1, chunks=by_chunk)
+        ctx.scan = scan
+        ctx.save_for_backward(q, q_rstd, k, k_rstd, v, sums, beta, A, initial)
+        return o, last
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, q_rstd, k, k_rstd, *others = ctx.saved_tensors
+        do, dlast = (grad.contiguous() for grad in grads)
+        (dq, dk), others = _gradients(ctx.scan, (q, k, *others), do, dlast)
+        return _of_length(q, q_rstd, dq), _of_length(k, k_rstd, dk), *others, None
+
+
+def _gradients(
+    scan: _Scan, saved: Sequence[Any], do: Tensor, dlast: Tensor
+) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
+    """Return those of normed queries and keys; and of values, decays, rates, and first states."""
+    q, k, v, sums, beta, A, initial = saved
+    w, u = scan.written(k, v, beta, sums, A)
+    h, new = scan.states(k, w, u, sums, initial, None)
+    dv, by_chunk = torch.empty_like(do), scan.k + scan.v
+    scan.launch("chunk_bwd_kernel_dv_local", q, k, sums, do, dv, chunks=by_chunk)
+    dh, dinitial = torch.empty_like(h), None if initial is None else torch.empty_like(initial)
+    found = torch.empty_like(dv)
+    tensors: tuple[Any, ...] = q, k, w, sums, dlast, dinitial, do, dh, dv, found
+    scan.launch("chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64", *tensors, states=3)
+    dv = found
+    dq, dk, dw = (k.new_empty(scan.T, scan.H, scan.k) for _ in range(3))
+    dsums = sums.new_empty(cdiv(scan.k, KEY_DIMS), *sums.shape)
+    tensors = q, k, new, sums, h, do, dh, dq, dk, dw, dv, dsums
+    chunks = scan.v + 2 * scan.k
+    scan.launch("chunk_bwd_kernel_dqkwg", *tensors, states=3, chunks=chunks)
+    del tensors  # which has gradients of all value heads
+    dq = _of_key_heads(dq, q)
+    dk = _of_key_heads(dk, k)
+    dsums = dsums.sum(0)
+    more, dvalues = k.new_empty(scan.T, scan.H, scan.k), torch.empty_like(v)
+    of_sums, dbeta = torch.empty_like(sums), torch.empty_like(beta)
+    tensors = k, v, beta, sums, A, dw, dv, more, dvalues, dbeta, of_sums
+    chunks = 5 * scan.k + 2 * scan.v + 2 * CHUNK
+    scan.launch("prepare_wy_repr_bwd_kernel", *tensors, chunks=chunks)
+    del tensors
+    more = _of_key_heads(more, k)
+    dk += more
+    dsums += of_sums
+    dg = torch.empty_like(sums)
+    record_launch("chunk_local_cumsum_scalar_kernel", dsums, dg)
+    return (dq, dk), [dvalues, dg, dbeta, dinitial]
+
+
+def _normed(x_Thk: Tensor) -> tuple[Tensor, Tensor]:
+    out, rstd = torch.empty_like(x_Thk), x_Thk.new_empty(x_Thk.shape[:2], dtype=torch.float32)
+    record_launch("l2norm_fwd_kernel", x_Thk, out, rstd)
+    return out, rstd
+
+
+def _of_length(x_Thk: Tensor, rstd: Tensor, grad: Tensor) -> Tensor:
+    out = torch.empty_like(x_Thk)
+    record_launch("l2norm_bwd_kernel", x_Thk, rstd, grad, out)
+    return out
+
+
+def _of_key_heads(grad_THk: Tensor, x_Thk: Tensor) -> Tensor:
+    if grad_THk.shape == x_Thk.shape:
+        return grad_THk
+    return grad_THk.unflatten(1, (x_Thk.shape[1], -1)).sum(2)
+
+
+class _ConvolutionOnMeta(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, before: Any) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, before)
+        y = x.new_empty(x.shape)
+        record_launch("causal_conv1d_fwd_kernel", x, y, weight, bias, before)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, before = ctx.saved_tensors
+        y = x.new_empty(x.shape)  # before the activation, computed again
+        record_launch("causal_conv1d_fwd_kernel", x, y, weight, bias, before)
+        num_chunks = cdiv(len(x), CHUNK)
+        dx = x.new_empty(x.shape)
+        parts = weight.new_empty(num_chunks, *weight.shape, dtype=torch.float32)
+        dbias = None if bias is None else torch.empty_like(bias)
+        dbefore = None if before is None else torch.empty_like(before)
+        record_launch("causal_conv1d_bwd_kernel", x, y, weight, before, *grads, dx, parts, dbefore)
+        return dx, parts.sum(0).to(weight.dtype), dbias, dbefore

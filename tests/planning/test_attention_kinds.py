@@ -1,0 +1,212 @@
+"""Plans of the native decoder with linear and with sparse attention.
+
+`test_memory.py` compares what such models store with ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moecore import MemoryOptions, ParallelConfig, PipelineConfig
+from moecore.base.saved import packing
+from moecore.cli import main
+from moecore.kernels.linear_attention.fla_on_meta import CHUNK
+from moecore.models import Decoder, DecoderConfig, SparseKeysConfig, flops_per_token, preset
+from moecore.parallel.shard.units import find_blocks
+from moecore.planning import (
+    CostTable,
+    Folding,
+    SearchRequest,
+    TrainingRun,
+    dry_run,
+    plan_memory,
+    plan_peak,
+    plan_time,
+    time_step,
+)
+from moecore.planning.estimate import kept_of
+from moecore.planning.pieces import pieces_of, small_of
+from moecore.planning.search import refuse
+from moecore.planning.stored import _rank_size, sizes_of
+from moecore.train.memory.kept import kept_bytes
+from tests.train.memory.test_kept import Saved
+
+TABLE = CostTable.of("h200-141")
+NEXT, V32 = preset("qwen3-next-80b-a3b"), preset("deepseek-v3.2")
+TINY_V3 = preset("tiny-deepseek-v3")
+TINY_SPARSE = replace(
+    TINY_V3,
+    mla=replace(TINY_V3.mla, sparse=SparseKeysConfig(num_heads=2, head_dim=16, top_k=8)),  # type: ignore[type-var]
+)
+
+
+def of_layers(number: int, last: str = "full", *, dense: int = 0) -> DecoderConfig:
+    """Qwen3-Next of another depth, whose first layers may be dense."""
+    of_four = 3 if last == "full" else 2  # which layer of four has attention
+    linear = tuple(i for i in range(number) if i % 4 != of_four)
+    mlp = dict(dense_layers=tuple(range(dense)), mlp_hidden_dim=5120 if dense else 0)
+    return replace(NEXT, num_layers=number, linear_layers=linear, **mlp)
+
+
+DEEP = TrainingRun(model=of_layers(16), num_gpus=8, parallel=ParallelConfig(ep=8), seq_len=1024)
+CASES = {
+    "three linear, one full": (DEEP, 0.002),
+    "dense ones too, cp": (
+        replace(DEEP, model=of_layers(12, dense=3), parallel=ParallelConfig(cp=2, ep=4)),
+        0.01,
+    ),
+    "sparse, two nodes": (
+        TrainingRun(
+            model=replace(V32, num_layers=9), num_gpus=16, parallel=ParallelConfig(ep=16, tp=2)
+        ),
+        0.02,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_few_layers_stand_for_all(case: str) -> None:
+    run, error = CASES[case]
+    assert small_of(run).planned.num_layers <= 8 < run.planned.num_layers
+    step = dry_run(run)
+    assert plan_peak(run) == pytest.approx((step.peak,), rel=error)
+    exact, found = time_step(step, TABLE), plan_time(run, TABLE)
+    assert found.seconds == pytest.approx(exact.seconds, rel=0.04)
+
+
+def test_which_layer_is_like_which() -> None:
+    """Of layers 0, 3, 4, 7, 11, 15: one in four is full, and linear ones are like the second."""
+    like = pieces_of(DEEP).like
+    assert like["F"] == (0, 2, 2, 1, 2, 2, 2, 3, 2, 2, 2, 4, 2, 2, 2, 5)
+    assert like["B"] == (0, 2, 2, 1, 2, 2, 2, 3, 2, 2, 2, 4, 2, 2, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [(of_layers(24), 24), (of_layers(12, "linear"), 12), (replace(V32, num_layers=12), 12)],
+)
+def test_stages_store_what_their_layers_store(model: DecoderConfig, layers: int) -> None:
+    """Put together from few layers of each kind, to the byte."""
+    run = TrainingRun(
+        model=model,
+        num_gpus=16,
+        parallel=ParallelConfig(pp=2, ep=8),
+        pipeline=PipelineConfig(),
+        seq_len=64,
+    )
+    assert sizes_of(run) == tuple(_rank_size(run, rank) for rank in range(2))
+
+
+def test_ranks_of_a_pipeline() -> None:
+    stages = dict(parallel=ParallelConfig(pp=2, ep=4), pipeline=PipelineConfig())
+    run = replace(DEEP, model=of_layers(8), num_micro_batches=3, **stages)
+    exact = [dry_run(run, rank).peak for rank in (0, 4)]
+    assert plan_peak(run) == pytest.approx(exact, rel=0.005)
+
+
+def test_flops_of_linear_attention() -> None:
+    """The model's, and within chunks of 64 tokens; backward computes the states again."""
+    model, T = of_layers(4), 2048
+    linear = model.linear_attention
+    assert linear is not None
+    works = dry_run(TrainingRun(model=model, num_gpus=1, seq_len=T)).forward_backward
+    H, k, v = linear.num_v_heads, linear.head_k_dim, linear.head_v_dim
+    scans = [w for w in works if w.kind == "attention" and "attention" not in w.name]
+    products = 22 * k * v + 2 * CHUNK * (12 * k + 7 * v + 2 * CHUNK)
+    assert sum(w.flops for w in scans) == 3 * T * H * products
+    more = 3 * T * H * (products - 18 * k * v)
+    flops = T * flops_per_token(model, T) + more
+    assert sum(w.flops for w in works) == pytest.approx(flops, rel=0.05)
+
+
+@pytest.mark.parametrize("T", [512, 4096])
+def test_flops_of_sparse_attention(T: int) -> None:
+    """By hand, of queries times latents, gathered keys, and back."""
+    model = replace(V32, num_layers=1, dense_layers=(), mlp_hidden_dim=0)
+    model = replace(model, num_mtp_layers=0, mtp_loss_coef=0.0)
+    works = dry_run(TrainingRun(model=model, num_gpus=1, seq_len=T)).forward_backward
+    mla, H = model.mla, model.num_heads
+    assert mla is not None and mla.sparse is not None
+    n, r, v, L = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim, mla.kv_lora_rank
+    K = min(T, mla.sparse.top_k)
+    forward = n * L + K * (L + r) + K * L + L * v
+    backward = 3 * n * L + 2 * K * (L + r) + 2 * K * L + 2 * L * v + K * (2 * L + r)
+    found = sum(w.flops for w in works if w.name == "bmm")
+    assert found == 2 * T * H * (forward + backward)
+    index = [w for w in works if w.name == "_index_scores_kernel"]
+    pairs = T * T if len(index) == 1 else T * T / 2  # a chunk scores all keys up to its last query
+    heads = mla.sparse.num_heads * mla.sparse.head_dim
+    assert sum(w.flops for w in index) == pytest.approx(2 * pairs * heads, rel=0.07)
+
+
+def test_activations_of_sparse_attention_are_those_that_a_forward_keeps() -> None:
+    """Of a forward on a CPU, to the byte."""
+    model = Decoder(TINY_SPARSE)
+    model.init_weights(0)
+    tokens_BT = torch.randint(0, 60, (2, 48), generator=torch.Generator().manual_seed(0))
+    how: dict[str, Any] = dict(options=MemoryOptions(), device_type="cpu")
+    kept = kept_bytes(model, find_blocks(model), lambda of: of(tokens_BT, tokens_BT), **how)
+    saved = Saved(model)
+    with packing(saved):
+        out = model(tokens_BT, tokens_BT)
+    del out
+    assert sum(one.num_bytes for one in (*kept.blocks, kept.outside)) == saved.num_bytes
+
+
+@pytest.mark.parametrize("model", [of_layers(4), replace(V32, num_layers=4)])
+def test_a_dry_run_holds_what_forwards_keep(model: DecoderConfig) -> None:
+    run = TrainingRun(model=model, num_gpus=1, seq_len=1024, batch_size=2)
+    head = next(start for start in dry_run(run).starts if start[:2] == ("F", "head"))
+    kinds = {kind: n for kind, n in head.kinds.items() if kind.startswith("activations")}
+    del kinds["activations: outside"]
+    blocks = sum(block.num_bytes for block in kept_of(run).blocks[: model.num_layers])
+    assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
+
+
+@pytest.mark.parametrize("model", [NEXT, V32])
+def test_the_presets_on_64_gpus(model: DecoderConfig) -> None:
+    parallel = ParallelConfig(pp=4, ep=16)
+    run = TrainingRun(
+        model=model,
+        num_gpus=64,
+        parallel=parallel,
+        pipeline=PipelineConfig(),
+        num_micro_batches=8,
+        memory=MemoryOptions(recompute=("norm", "moe")),
+    )
+    plan, time = plan_memory(run), plan_time(run, TABLE)
+    assert tuple(rank.num_bytes for rank in plan.ranks) == plan_peak(run)
+    stored = 16 * sum(size.parameters for size in sizes_of(run)) / 4
+    again = model.vocab_size * model.dim * model.num_mtp_layers  # predictions have the embedding
+    if model is NEXT:  # the first of 16 ranks has the only row of a shared expert's gate
+        again += 15 * model.dim * model.num_layers
+    assert stored == pytest.approx(run.planned.sizes().params + again, rel=1e-6)
+    assert all(abs(rank.device.get("other", 0)) < 2**24 for rank in plan.ranks)
+    assert sum(time.parts.values()) == pytest.approx(time.seconds)
+
+
+def test_what_is_refused_has_the_line_of_parallelize_moe() -> None:
+    request = SearchRequest(model=NEXT, num_gpus=64)
+    found = refuse(request, Folding(tp=4, ep=16))
+    assert found is not None and "num_kv_heads (2) must be a multiple of tp (4)" in found.reason
+    assert refuse(request, Folding(tp=2, ep=16)) is None
+    for model in (NEXT, V32):
+        long = SearchRequest(model=model, num_gpus=64, seq_len=16384)
+        assert refuse(long, Folding(cp=2, ep=16)) is None
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A search with its recipe and its page, and what the scans are taken to reach."""
+    recipe, page = tmp_path / "recipe.toml", tmp_path / "plan.html"
+    command = ["plan", "--preset", "tiny-qwen3-next", "--gpus", "1", "--seq-len", "64"]
+    assert main([*command, "--write", str(recipe), "--html", str(page)]) == 0
+    assert "linear attention" in capsys.readouterr().out
+    assert 'preset = "tiny-qwen3-next"' in recipe.read_text() and "<html" in page.read_text()
+    assert main([*command, "--ep", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
