@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moecore.attention.function as function
 from moecore.attention.function import attend
+from moecore.attention.linear import convolve
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.regions import running_again
 from moecore.train.memory.recompute import recompute, sharing_outputs
@@ -191,3 +193,11 @@ def test_packed_documents_on_a_gpu(dims: tuple[int, int], window: int | None) ->
             for got, exact in zip(found, want, strict=True):
                 error = (got.detach().cpu().double() - exact).abs().max()
                 assert error <= 0.02 * exact.abs().max(), (got.shape, error)
+
+
+def test_linear_attention_runs_after_a_run_with_fake_tensors() -> None:
+    filters = torch.ones(3, 2), None
+    with FakeTensorMode():
+        convolve(torch.empty(2, 5, 3), torch.empty(3, 2), None, Sequence(), silu=False)
+    found = convolve(torch.ones(2, 5, 3), *filters, Sequence(), silu=False)
+    assert found[:, 0].eq(1).all() and found[:, 1:].eq(2).all()

@@ -256,6 +256,18 @@ def test_rollouts_are_taken_with_all_that_is_known_of_them() -> None:
     assert rollouts.sum_responses(torch.ones(len(rollouts.tokens_N))).tolist() == [5, 9, 1, 6]
 
 
+def test_numbers_of_other_sequences_are_refused() -> None:
+    rollouts = rollouts_of(0)
+    for sequences in ([4], [-2]):
+        with pytest.raises(ValueError, match=r"sequences \(\[-?\d\]\) must be numbers from 0 to 3"):
+            rollouts.take(sequences)
+    for number in (3, 9):
+        with pytest.raises(ValueError, match=rf"\({number},\) must be one number per sequence"):
+            rollouts.spread(torch.ones(number))
+        with pytest.raises(ValueError, match=rf"\({number},\) must be one number per token"):
+            rollouts.sum_responses(torch.ones(number))
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "tokens": (dict(tokens_N=torch.zeros(2, 3)), r"Rollouts.tokens_N .* must be int64 \[N\]"),
     "borders": (dict(cu_seqlens=torch.tensor([0, 3])), "Rollouts.cu_seqlens .* must be integers"),
@@ -299,7 +311,13 @@ def test_what_does_not_fit_is_one_line(meshes: Meshes) -> None:
     refused(engine, pairs, DPO(), r"rollouts \(0 responses with a weight\) must have one in each")
     refused(engine, nothing, PPO(), r"rollouts \(0 tokens of responses with a weight")
     negative = rollouts.replace(weights_N=-torch.ones(len(rollouts.tokens_N)))
-    refused(engine, negative, PPO(), "Rollouts.weights_N must be finite and >= 0")
+    refused(engine, negative, PPO(), "Rollouts.weights_N must be >= 0")
+    for name in ("advantages_N", "old_log_probs_N", "ref_log_probs_N", "weights_N"):
+        for value in (float("nan"), float("inf")):
+            numbers_N = getattr(rollouts, name).clone()
+            numbers_N[3] = value
+            wrong = rollouts.replace(**{name: numbers_N})
+            refused(engine, wrong, GRPO(), f"Rollouts.{name} must be finite in responses")
     mean = OwnObjective(lambda log_probs, *_: log_probs.mean())
     refused(engine, rollouts, mean, "OwnObjective returned .* must be one loss per token")
     bare = r"objective \(<function.*\) must be an? .*: pass PPO\(\), GRPO\(\) or OwnObjective"

@@ -86,7 +86,9 @@ def convolve(
 def _documents(sequence: Sequence, x_BTX: Tensor) -> Tensor:
     if sequence.cu_seqlens is not None:
         return sequence.cu_seqlens
-    return _row_documents(x_BTX.shape[0], x_BTX.shape[1], x_BTX.device)
+    # A fake tensor is of one run, and would be found by real ones.
+    make = _row_documents if type(x_BTX) is Tensor else _row_documents.__wrapped__
+    return make(x_BTX.shape[0], x_BTX.shape[1], x_BTX.device)
 
 
 @lru_cache(maxsize=64)

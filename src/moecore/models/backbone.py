@@ -36,7 +36,6 @@ class Embedding(nn.Module):
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.tp: TensorParallel | None = None
-        self.vocab_size = config.vocab_size
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -44,16 +43,8 @@ class Embedding(nn.Module):
         weight_vD = local_param(self.weight)
         if self.tp is None:
             return F.embedding(tokens_BT, weight_vD)
-        exists_BT = (tokens_BT >= 0) & (tokens_BT < self.vocab_size)
-        is_seen = tokens_BT.device.type == "cpu" and not torch.compiler.is_compiling()
-        if is_seen and not exists_BT.all():  # on every rank alike; a GPU's lookup asserts
-            raise ValueError(
-                f"tokens ({int(tokens_BT.min())} to {int(tokens_BT.max())}) must be in "
-                f"[0, vocab_size {self.vocab_size}): use the tokenizer of this model"
-            )
-        own_BT = tokens_BT - self.tp.rank * weight_vD.shape[0]
-        elsewhere_BT = exists_BT & ((own_BT < 0) | (own_BT >= weight_vD.shape[0]))
-        x_BTD = F.embedding(own_BT.masked_fill(elsewhere_BT, 0), weight_vD)
+        own_BT, elsewhere_BT = self.tp.own_rows(tokens_BT, weight_vD.shape[0])
+        x_BTD = F.embedding(own_BT, weight_vD)
         return self.tp.scatter_sum(x_BTD.masked_fill(elsewhere_BT[..., None], 0))
 
 

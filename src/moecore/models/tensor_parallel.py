@@ -78,6 +78,26 @@ class TensorParallel:
         parts_GNv = self.gather(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
         return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
 
+    def own_rows(self, ids_BT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Return rows of this rank's part of a vocabulary, and which ids are of other parts.
+
+        Ids of other parts are row 0. A part has `num_rows` rows. No communication.
+
+        Raises:
+            ValueError: on a CPU for ids outside of the vocabulary; a GPU's lookup asserts.
+        """
+        size = num_rows * self.size
+        exists_BT = (ids_BT >= 0) & (ids_BT < size)
+        is_seen = ids_BT.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_seen and not exists_BT.all():  # on every rank alike
+            raise ValueError(
+                f"tokens ({int(ids_BT.min())} to {int(ids_BT.max())}) must be in "
+                f"[0, vocab_size {size}): use the tokenizer of this model"
+            )
+        own_BT = ids_BT - self.rank * num_rows
+        elsewhere_BT = exists_BT & ((own_BT < 0) | (own_BT >= num_rows))
+        return own_BT.masked_fill(elsewhere_BT, 0), elsewhere_BT
+
     def scatter_sum(self, y_BTD: Tensor) -> Tensor:
         """Return y_BtD, this rank's tokens of the sum over ranks, added in fp32."""
         self._check(y_BTD)

@@ -34,7 +34,7 @@ from moecore.rl.micro_batches import (
     sequences_of_micro_batches,
 )
 from moecore.rl.objectives import Mean, Objective
-from moecore.rl.rollouts import Rollouts
+from moecore.rl.rollouts import PER_TOKEN, Rollouts
 from moecore.rl.routes import RoutedLayers
 from moecore.train.memory.training_offload import TrainingOffload, What
 from moecore.train.step import TrainStep
@@ -366,10 +366,19 @@ def _of_sequences(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
 
 
 def _totals(rollouts: Rollouts, num_micro_batches: int, together: int) -> Totals:
-    """Return the numbers of a data rank's rollouts; raises for weights that are none."""
+    """Return the numbers of a data rank's rollouts; raises for those that are none."""
+    for name in PER_TOKEN:
+        value_N = getattr(rollouts, name)
+        if value_N is None:
+            continue
+        mask_N = rollouts.response_mask_N.to(value_N.device)
+        if not bool((value_N.isfinite() | ~mask_N).all()):
+            raise ValueError(
+                f"Rollouts.{name} must be finite in responses: leave out sequences without numbers"
+            )
     weights_N = _weights(rollouts)
-    if not bool((weights_N.isfinite() & (weights_N >= 0)).all()):
-        raise ValueError("Rollouts.weights_N must be finite and >= 0 in responses: clamp them")
+    if bool((weights_N < 0).any()):
+        raise ValueError("Rollouts.weights_N must be >= 0 in responses: clamp them")
     num_responses = int((_of_sequences(rollouts, weights_N) > 0).sum())
     if together > 1 and num_responses < rollouts.num_sequences:
         raise ValueError(

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from moecore.base.fields import Positive, Rules, check_arguments, check_fields
+from moecore.base.fields import Positive, Rules, check_arguments, check_fields, shown
 from moecore.packing.documents import Lengths, as_lengths
 
 PER_TOKEN = ("advantages_N", "old_log_probs_N", "ref_log_probs_N", "weights_N")
@@ -164,10 +164,12 @@ class Rollouts:
 
     def spread(self, values_n: Tensor) -> Tensor:
         """Return [N], a number of each sequence at all of its tokens."""
+        _check_length("values_n", values_n, self.num_sequences, "sequence")
         return values_n.to(self.tokens_N.device)[self.sequence_N]
 
     def sum_responses(self, values_N: Tensor) -> Tensor:
         """Return [n], the sum over the response of each sequence; differentiable."""
+        _check_length("values_N", values_N, len(self.tokens_N), "token")
         masked_N = values_N.where(self.response_mask_N, 0)
         lengths_n = self.cu_seqlens.to(values_N.device).diff().long()
         # Borders were checked; torch's own check waits for the device and refuses 0 sequences.
@@ -178,8 +180,13 @@ class Rollouts:
         return replace(self, **changes)
 
     def take(self, sequences: Iterable[int]) -> Rollouts:
-        """Return some of the sequences, in this order: a mini-batch."""
+        """Return some of the sequences, by number from 0, in this order: a mini-batch."""
         taken = list(sequences)
+        if any(not 0 <= i < self.num_sequences for i in taken):
+            raise ValueError(
+                f"sequences ({shown(taken)}) must be numbers from 0 to {self.num_sequences - 1}: "
+                "take those that there are"
+            )
         places_N = self.places(taken)
         lengths = self.lengths
         changes = {
@@ -195,6 +202,13 @@ class Rollouts:
         borders = self.borders
         ranges = [torch.arange(borders[i], borders[i + 1]) for i in sequences]
         return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+
+
+def _check_length(name: str, values: Tensor, number: int, of: str) -> None:
+    if values.shape != (number,):
+        raise ValueError(
+            f"{name} {tuple(values.shape)} must be one number per {of} ({number}): pass [{number}]"
+        )
 
 
 def group_advantages(

@@ -219,3 +219,17 @@ def test_the_longest_document_comes_with_documents(causal: bool, meshes: Meshes)
         use_causal_attention(model)
     with pytest.raises(ValueError, match=r"max_seqlen \(10\) must come with cu_seqlens \(None\)"):
         model(input_ids=rows("right", 0)["input_ids"], max_seqlen=10)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents_end_with_rows_whose_labels_are_shifted(causal: bool, meshes: Meshes) -> None:
+    """A label of the first token of a row would be lost."""
+    model = parallelize_moe(tiny_model("qwen3_moe"), meshes)
+    if causal:
+        use_causal_attention(model)
+    ids = torch.arange(16).view(2, 8)
+    given = dict(input_ids=ids, position_ids=torch.arange(16).view(2, 8) % 12)
+    given["cu_seqlens"] = torch.tensor([0, 12, 16])
+    with pytest.raises(ValueError, match=r"cu_seqlens must have 8, where a row begins, because l"):
+        model(**given, labels=ids)
+    assert model(**given, labels=ids, shift_labels=ids, use_cache=False).loss > 0

@@ -315,6 +315,10 @@ def padded(meshes: Meshes) -> bool:
     expected, ours = (whole_gradients(model) for model in models)
     parts = [p for n, p in models[1].named_parameters() if n.endswith("embed_tokens.weight")]
     assert len(parts) == 1 and parts[0].placements[-1] == Shard(0)  # type: ignore[attr-defined]
+    for wrong in (64, -1):  # which no rank has a row of
+        ids[0, 0] = wrong
+        with pytest.raises(ValueError, match=r"tokens .* must be in \[0, vocab_size 64\)"):
+            models[1](input_ids=ids)
     return worst(ours, expected)[0] <= 1e-5
 
 

@@ -94,6 +94,7 @@ class RowReader:
         cu_seqlens, longest = _of(given, DOCUMENTS), _of(given, LONGEST)
         sequence, mask_BT = Sequence(), given.get("padding_mask")
         ranks = self.ranks_of(given.get("cp"))
+        _refuse_lost_labels(given)
         if cu_seqlens is not None:
             if self._other is not None:
                 raise ValueError(
@@ -321,6 +322,7 @@ def _tell_loss(
 ) -> tuple[tuple[Any, ...], Kwargs] | None:
     """Give transformers' loss what it divides by, under its own name, and never 0."""
     given = named(model, args, kwargs)
+    _refuse_lost_labels(given)
     number = _of(given, ("num_items_in_batch", "num_tokens"))
     if number is None and given.get("labels") is not None and _divides_by_labels(model):
         number = count_labels(shifted_labels(given))
@@ -329,6 +331,24 @@ def _tell_loss(
     number = number.masked_fill(number == 0, 1) if isinstance(number, Tensor) else number or 1
     kwargs = {name: value for name, value in kwargs.items() if name != "num_tokens"}
     return args, kwargs | {"num_items_in_batch": number}
+
+
+def _refuse_lost_labels(given: Kwargs) -> None:
+    """Raise for documents across rows, whose labels are shifted within rows; on a CPU alone."""
+    cu_seqlens, labels_BT = _of(given, DOCUMENTS), given.get("labels")
+    if labels_BT is None or cu_seqlens is None or given.get("shift_labels") is not None:
+        return
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    B, T = labels_BT.shape
+    borders = set(cu_seqlens.tolist())
+    lost = next((row * T for row in range(1, B) if row * T not in borders), None)
+    if lost is not None and B * T in borders:  # else they are refused for that
+        raise ValueError(
+            f"cu_seqlens must have {lost}, where a row begins, because labels are shifted within "
+            f"rows ({T} tokens): end documents with rows, or pass labels that are shifted as "
+            "shift_labels too"
+        )
 
 
 def _divides_by_labels(model: Any) -> bool:

@@ -57,14 +57,12 @@ class OwnRows:
 
     def _enter(self, embedding: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids, *rest = args
-        own = ids - self._tp.rank * self._rows
-        is_own = (own >= 0) & (own < self._rows)
+        own, self._now.is_other = self._tp.own_rows(ids, self._rows)
         padding = self._now.padding_idx = embedding.padding_idx
         if padding is not None:  # the row without a gradient
             padding -= self._tp.rank * self._rows
             embedding.padding_idx = padding if 0 <= padding < self._rows else None
-        self._now.is_other = ~is_own
-        return own.where(is_own, 0), *rest
+        return own, *rest
 
     def _leave(self, embedding: Any, _args: Any, x: Tensor) -> Tensor:
         embedding.padding_idx = self._now.padding_idx

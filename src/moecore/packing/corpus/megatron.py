@@ -65,11 +65,19 @@ class MegatronDocuments:
         self._sizes = np.frombuffer(index, "<i4", sequences, ends[0])
         self._starts = np.frombuffer(index, "<i8", sequences, ends[1])
         self._borders = np.frombuffer(index, "<i8", borders, ends[2])
-        if not borders or self._borders[0] != 0 or self._borders[-1] != sequences:
+        is_whole = borders > 0 and (self._borders[0], self._borders[-1]) == (0, sequences)
+        if not is_whole or (self._borders[1:] < self._borders[:-1]).any():
             raise ValueError(
-                f"{prefix}.idx must have documents from sequence 0 to {sequences}: make it anew"
+                f"{prefix}.idx must have documents that ascend from sequence 0 to {sequences}: "
+                "make it anew"
             )
-        stop = int((self._starts + self._sizes * self._dtype.itemsize).max(initial=0))
+        least = min(self._sizes.min(initial=0), self._starts.min(initial=0))
+        if least < 0:
+            raise ValueError(
+                f"{prefix}.idx ({least}) must have sizes and starts of sequences >= 0: make it anew"
+            )
+        sizes = self._sizes.astype(np.int64) * self._dtype.itemsize
+        stop = int((self._starts + sizes).max(initial=0))
         if len(self._ids) < stop:
             raise ValueError(
                 f"{prefix}.bin ({len(self._ids)} bytes) must have {stop}, as {prefix}.idx has it: "

@@ -373,6 +373,8 @@ class UnitEngine:
         run.check_unchanged()
         if not self._in_backward:
             self._in_backward = True
+            for unit in self.units:
+                unit.follow()  # a forward without adapters, say, has frozen them since
             call_after_backward(self._end_backward)
         if self._skipped is not None and run.visit is not None:
             for around in self._skipped.begin_around(run.visit):  # nobody has read what it returned

@@ -158,6 +158,10 @@ class Unit:
             changed = [param.refresh() for param in self.params]
             if any(changed) and self.buffer is None:
                 self._counting.clear()
+        self.follow()
+
+    def follow(self) -> None:
+        """Let whole parameters be trained if the sharded ones are."""
         for param in self.params:
             param.follow()
 
