@@ -138,27 +138,26 @@ def skipping(rank: int) -> dict[str, list[str]]:
     found = {}
     for name, (parallel, options) in OPTIONS.items():
         is_bf16 = "param_dtype" in options
+        model, levels = made(is_bf16=is_bf16), 2 if "two levels" in name else None
+        parallelize_moe(
+            model,
+            build_meshes(parallel, "cpu", ranks_per_domain=levels),
+            dispatcher="hierarchical" if levels else "auto",
+            fsdp=FSDPOptions(**options),
+            fp8_dispatch="FP8" in name,
+        )
+        step, found[name] = TrainStep(model, num_micro_batches=MICRO_BATCHES), list[str]()
         for start, apart in OF_EXPERTS if "elsewhere" in name else OF_ALL:
-            plain, model = plain_of(start, apart, is_bf16=is_bf16), made(is_bf16=is_bf16)
-            levels = 2 if "two levels" in name else None
-            parallelize_moe(
-                model,
-                build_meshes(parallel, "cpu", ranks_per_domain=levels),
-                dispatcher="hierarchical" if levels else "auto",
-                fsdp=FSDPOptions(**options),
-                fp8_dispatch="FP8" in name,
-            )
-            step = TrainStep(model, num_micro_batches=MICRO_BATCHES)
             numbers = [number_of(rank, i, start, apart) for i in range(MICRO_BATCHES)]
-            wrong = list[str]()
+            step.drop()
             if "in pairs" in name:
-                wrong = run_in_pairs(step, model, numbers)
+                found[name] += run_in_pairs(step, model, numbers)
             else:
                 for number in numbers:
                     with step.micro_batch():
                         model(row(number), number).backward()
-            wrong += differing(model, plain, 0.1 if is_bf16 or "FP8" in name else 1e-5)
-            found[name] = found.get(name, []) + wrong
+            plain = plain_of(start, apart, is_bf16=is_bf16)
+            found[name] += differing(model, plain, 0.1 if is_bf16 or "FP8" in name else 1e-5)
     return found
 
 
