@@ -213,11 +213,24 @@ def plain_of(run: Forward) -> Model:
     return plain
 
 
+@cache
+def made(
+    parallel: ParallelConfig, options: tuple[tuple[str, Any], ...], has_step: bool
+) -> tuple[Model, TrainStep | None]:
+    """Return a model of a layout, which changes what it runs from step to step."""
+    model = Model(branches)
+    parallelize_moe(model, build_meshes(parallel, "cpu"), fsdp=FSDPOptions(**dict(options)))
+    return model, TrainStep(model, num_micro_batches=MICRO_BATCHES) if has_step else None
+
+
 def gradients(rank: int, case: Case) -> list[str]:
     """Return the names of parameters with another gradient than a plain process has."""
-    model = Model(case.run)
-    parallelize_moe(model, build_meshes(case.parallel, "cpu"), fsdp=FSDPOptions(**case.options))
-    step = TrainStep(model, num_micro_batches=MICRO_BATCHES) if case.has_step else None
+    model, step = made(case.parallel, tuple(case.options.items()), case.has_step)
+    model.run = case.run
+    for layer in model.layers:
+        layer.is_dropped = False  # type: ignore[assignment]
+    if step is not None:
+        step.drop()
     if step is not None and case.in_pairs:
         wrong = run_in_pairs(step, model, range(rank, rank + MICRO_BATCHES))
         return wrong + differing(model, plain_of(case.run), 1e-5)
