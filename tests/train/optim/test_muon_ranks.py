@@ -223,32 +223,18 @@ def begin_again(model: Decoder) -> None:
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     names = [n for n in LAYOUTS if HAS_SEPARATE_PIECES or "etp" not in n]
-<<<<<<< HEAD
-    for i, name in enumerate(names):
-        model, _ = make_sharded(name)
-        optimizers = optimizers_of(model, beta2=BETA2[name])
-        train(model, optimizers, range(STEPS))
-        path = save(f"{folder}/{name}", 1, model, optimizers)
-        found[name] = {"whole": whole(model), "differ": copies_differ(model, optimizers[0])}
-        found[name] |= facts_of(model, optimizers[0])
-        # Goes on in another layout.
-        other, _ = make_sharded(names[i - 1])
-        others = optimizers_of(other, beta2=BETA2[name])
-        load(path, other, others)
-=======
     made = {name: make_sharded(name) for name in names}
     for name in names:
         model, _ = made[name]
-        optimizers = optimizers_of(model)
+        optimizers = optimizers_of(model, beta2=BETA2[name])
         train(model, optimizers, range(STEPS))
         save(f"{folder}/{name}", 1, model, optimizers)
-        found[name] = {"whole": whole(model), "differ": copies_differ(model)}
+        found[name] = {"whole": whole(model), "differ": copies_differ(model, optimizers[0])}
         found[name] |= facts_of(model, optimizers[0])
     for i, name in enumerate(names):  # goes on in another layout
         other, _ = made[names[i - 1]]
-        others = optimizers_of(other)
+        others = optimizers_of(other, beta2=BETA2[name])
         load(latest(f"{folder}/{name}"), other, others)
->>>>>>> suite2
         train(other, others, range(STEPS, 2 * STEPS))
         found[name]["resumed"] = whole(other)
     model, meshes = made["tp-model-dim"]
