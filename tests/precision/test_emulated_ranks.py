@@ -26,8 +26,8 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.layer import MoELayer
 from moecore.precision.apply import apply_precision, linear_products
-from tests.helpers.parity import Batch, Case, error_ratio, make_batches, parallelize, train
 from tests.helpers.grids import asked_for, beside
+from tests.helpers.parity import Batch, Case, error_ratio, make_batches, parallelize, train
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
 
