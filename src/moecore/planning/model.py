@@ -212,7 +212,7 @@ class LayerKind(NamedTuple):
 
 def kind_of(config: DecoderConfig, layer: int) -> LayerKind:
     """Return what a layer is."""
-    is_linear = config.is_linear(layer)
+    is_linear = config.mixer_of(layer) == "linear"
     window = None if is_linear else config.window_of(layer)
     return LayerKind(config.is_dense(layer), is_linear, window)
 
