@@ -15,7 +15,7 @@ Infinity and NaN are not collected: they would clip nothing for n steps, and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from moecore.base.streams import wait_on_host
 
 OperandName = Literal["input", "weight", "gradient"]
+GRADIENTS = frozenset(("gradient", "dy", "dh"))  # of linears and of experts
 LINEAR_OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
 
 
@@ -37,12 +38,12 @@ class AmaxHistory:
         # fp32 [num_steps], the newest step first, 0 where there was none; {} before `push`.
         self.steps: dict[str, Tensor] = {}
         self._has_recorded = False  # and stays so: a replayed CUDA graph adds, but runs no Python
-        self._has_step = False
+        self._known: set[str] = set()  # operands that `steps` gives a scale to, as this rank knows
 
     def amax(self, operand: str) -> Tensor | None:
         """Return fp32 [1], the largest of the steps; None before the first, when it is its own."""
         # 1 for an operand that no step had, like the gradient after forwards without backward.
-        largest = self.largest(operand) if self._has_step else None
+        largest = self.largest(operand) if operand in self._known else None
         return None if largest is None else torch.where(largest > 0, largest, 1.0)
 
     def largest(self, operand: str) -> Tensor | None:
@@ -57,9 +58,9 @@ class AmaxHistory:
             if torch.compiler.is_compiling():
                 return {}
             self.start(device)
-        if not self._has_recorded and self.steps and not torch.compiler.is_compiling():
-            wait_on_host()  # once: other ranks may have had steps before this one's first
-            self._has_step = bool(torch.cat(list(self.steps.values())).any())
+        is_first = not (self._has_recorded or self._known)
+        if self.steps and is_first and not torch.compiler.is_compiling():
+            self._find_known()  # once: other ranks may have had steps before this one's first
         self._has_recorded = True
         return self.seen
 
@@ -81,7 +82,26 @@ class AmaxHistory:
                 steps = self.steps[operand] = largest.new_zeros(self.num_steps)
             steps.copy_(torch.where(largest > 0, torch.cat((largest, steps[:-1])), steps))
         self.drop()
-        self._has_step |= self._has_recorded
+        if self._has_recorded:
+            self._known.update(self.operands)
+
+    def load(self, saved: Mapping[str, Tensor], device: torch.device) -> None:
+        """Go on from saved `steps`, the newest that there is room for. Host sync.
+
+        An operand that is not there, or that no step had, is as before its first step.
+        """
+        if not (saved or self.steps):
+            return
+        for operand in self.operands:
+            steps = self.steps.setdefault(operand, torch.zeros(self.num_steps, device=device))
+            newest = saved.get(operand, steps[:0])[: self.num_steps]
+            steps[len(newest) :] = 0
+            steps[: len(newest)] = newest  # in place, where a CUDA graph reads them
+        self._find_known()
+
+    def _find_known(self) -> None:
+        wait_on_host()
+        self._known = {operand for operand, steps in self.steps.items() if steps.any()}
 
 
 @torch.no_grad()
