@@ -20,7 +20,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 ROUNDS = 6
