@@ -25,6 +25,7 @@ from moecore.base.failures import known_to_others
 from moecore.base.fields import Count, check_arguments
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.attached import attached
+from moecore.parallel.shard.progress import check_grad_mode
 from moecore.rl.agree import Totals, agree, sum_of_data_ranks
 from moecore.rl.invariance import check_invariant, invariant
 from moecore.rl.micro_batches import (
@@ -207,6 +208,7 @@ class Engine:
         arguments = locals()
         with self._refused_together("forward_backward() of rollouts"):
             check_arguments(Engine.forward_backward, arguments)
+            check_grad_mode("forward_backward()")
         with known_to_others("forward_backward() of rollouts"), self._computing(self.model):
             rows, totals = self._rows(rollouts, objective, entropy=objective.entropy)
             number = self.step.num_micro_batches = totals.num_micro_batches
