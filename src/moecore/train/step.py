@@ -31,7 +31,7 @@ from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import loss_of
 from moecore.parallel.shard.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.parallel.shard.late_parameters import refuse_earlier, refuse_on_meta
-from moecore.parallel.shard.progress import Progress, check_grad_mode
+from moecore.parallel.shard.progress import Progress, check_grad_mode, check_trains
 from moecore.precision.apply import advance_amax, has_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from moecore.train.rerun import Reruns, drop_step
@@ -360,6 +360,7 @@ class TrainStep:
 
     def _divided(self, loss: Tensor) -> Tensor:
         """Return the loss that a micro-batch's backward starts from: divided and scaled."""
+        check_trains(loss)
         is_mean = self._states[0].loss == "mean"
         return self.scale(loss / self.num_micro_batches if is_mean else loss)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(kw_only=True)
@@ -43,4 +44,13 @@ def check_grad_mode(what: str) -> None:
         raise ValueError(
             f"{what} must run with gradients: call it outside of torch.no_grad() and "
             "inference_mode()"
+        )
+
+
+def check_trains(loss: Tensor) -> None:
+    """Raise a ValueError for a loss from which no backward can start."""
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss (without a gradient) must depend on a trained parameter: set requires_grad of "
+            "those that are to be trained"
         )
