@@ -171,7 +171,7 @@ class Transformers(Plain):
 
     @override
     def vocab_size(self, model: nn.Module) -> int | None:
-        config = getattr(self.unwrapped(model), "config", None)
+        config: Any = getattr(self.unwrapped(model), "config", None)
         if not hasattr(config, "get_text_config"):
             return super().vocab_size(model)
         size: int | None = getattr(config.get_text_config(), "vocab_size", None)
