@@ -337,6 +337,7 @@ def test_rows_that_the_page_names(ep: int, flat: float, two: float) -> None:
     T, H, group = 100_000, ep // 8, None
     whole = ExpertPlacement(group=group, num_experts=256, ep=ep, etp=1)  # type: ignore[arg-type]
     domain = domain_of(whole, group, H)  # type: ignore[arg-type]
+    assert whole.balanced_tokens(T, whole.num_experts + 1) == T  # some are zero experts
     assert (ep - 8) * whole.balanced_tokens(T, 8) / T == pytest.approx(flat, abs=0.005)
     assert (H - 1) * domain.balanced_arrivals(T, 8) / T == pytest.approx(two, abs=0.005)
     page = (Path(__file__).parents[2] / "docs" / "dispatchers.md").read_text()

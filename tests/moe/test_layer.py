@@ -57,6 +57,12 @@ def test_two_dims_are_one_sequence() -> None:
     compare_with_reference(layer, torch.randn(11, 32))
 
 
+@pytest.mark.parametrize("top_k", [5, 7])
+def test_a_token_chooses_more_than_the_experts_that_multiply(top_k: int) -> None:
+    config = replace(BASE, num_experts=4, zero_experts=3, top_k=top_k)
+    compare_with_reference(make_layer(config), torch.randn(2, 7, 32))
+
+
 def test_non_contiguous_inputs() -> None:
     layer = make_layer(CONFIGS["geglu-shared-gate"])
     x = torch.randn(32, 7, 3).permute(2, 1, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -197,6 +197,28 @@ def test_a_stream_is_read_once_and_a_resumed_one_from_its_block() -> None:
     (resumed,) = loaders(behind, ranks=1, rows=4, shuffle=False, partitions=4)
     resumed.load_state_dict(state)
     assert taken([resumed], 1) == taken([loader], 1) and behind.read == 0
+
+
+@pytest.mark.parametrize("kind", [list, Again])
+@pytest.mark.parametrize(("count", "partitions"), [(4, 4), (4, 8), (6, 4), (5, 3), (3, 12)])
+def test_each_partition_reads_all_documents_in_order(
+    kind: Any, count: int, partitions: int
+) -> None:
+    documents, L = [[i] for i in range(count)], partitions
+    how: dict[str, Any] = dict(ranks=1, rows=L, row_tokens=1, shuffle=False, partitions=L)
+    (loader,) = loaders(kind(documents), **how)
+    rows = taken([loader], count * count)
+    order = [row[0] for row in rows]
+    epochs = [order[i : i + count] for i in range(0, len(order), count)]
+    assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+    assert all(b == (a + 1) % count for epoch in epochs for a, b in pairwise(epoch))
+    for own in range(L):
+        assert set(order[own::L]) == set(range(count))
+    (loader,) = loaders(kind(documents), **how)
+    taken([loader], count * count // 2)
+    (resumed,) = loaders(kind(documents), **how)
+    resumed.load_state_dict(loader.state_dict())
+    assert taken([resumed], 3) == rows[count * count // 2 * L :][: 3 * L]
 
 
 def test_a_permutation_has_each_place_once_and_looks_random() -> None:

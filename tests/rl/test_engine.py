@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_names import local_of
+from moecore.families import use_causal_attention
 from moecore.models import Decoder
 from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, OwnObjective, Rollouts, group_advantages
 from moecore.train import AdamW
+from tests.families.transformers.hf_models import random_model
 from tests.rl.engine_cases import (
     LENGTHS,
     OBJECTIVES,
@@ -98,6 +100,29 @@ def test_an_objective_is_its_formula_whatever_the_micro_batches(
         step.finish()
         model.zero_grad()
     assert max(numbers) > 1 == min(numbers)
+
+
+def test_token_ids_outside_of_the_vocabulary_are_refused(meshes: Meshes) -> None:
+    rollouts = rollouts_of(0)
+    model = random_model("qwen3-moe", num_hidden_layers=1)
+    use_causal_attention(model)
+    for engine, size in (
+        (engine_of(copy.deepcopy(plain()), meshes), 128),
+        (engine_of(model, meshes), 61),
+    ):
+        for wrong in (size, -1):
+            tokens_N = rollouts.tokens_N.clamp(max=60).index_fill(0, torch.tensor(0), wrong)
+            with pytest.raises(ValueError, match=rf"must be in \[0, vocab_size {size}\)"):
+                engine.log_probs(rollouts.replace(tokens_N=tokens_N))
+
+
+def test_a_step_without_gradients_is_refused(meshes: Meshes) -> None:
+    engine = engine_of(copy.deepcopy(plain()), meshes)
+    message = r"forward_backward\(\) must run with gradients"
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        engine.forward_backward(whole_rollouts(), GRPO())
+    with torch.inference_mode(), pytest.raises(ValueError, match=message):
+        engine.step.forward_backward([{}])
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

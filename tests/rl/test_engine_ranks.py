@@ -184,13 +184,19 @@ def refusals() -> dict[str, str]:
             routes_NLK=torch.full((len(good.tokens_N), 2, 2), 6 if meshes.data_rank == 1 else -1)
         ),
         "temperature": good.replace(temperature=2.0) if meshes.data_rank == 1 else good,
+        "tokens": good.replace(tokens_N=good.tokens_N + 128) if meshes.data_rank == 1 else good,
+        "no rollouts": None if last else good,
     }
     found = {}
     for name, rollouts in given.items():
         try:
-            engine.forward_backward(rollouts, PPO())
+            engine.forward_backward(rollouts, PPO())  # type: ignore[arg-type]
         except ValueError as error:
             found[name] = str(error)
+    try:
+        engine.log_probs(None if last else good)  # type: ignore[arg-type]
+    except ValueError as error:
+        found["no rollouts of log_probs"] = str(error)
     engine.forward_backward(good, PPO())  # nobody waits for anybody
     return found
 
@@ -224,7 +230,7 @@ def test_routes_over_stages_of_a_transformers_model(results: Any) -> None:
 
 def test_wrong_rollouts_of_one_rank_are_an_error_of_all(results: Any) -> None:
     found = results[1]
-    for name in ("a field", "ids"):
+    for name in ("a field", "ids", "tokens", "no rollouts", "no rollouts of log_probs"):
         assert found[name] == "rollouts of another rank must be right: see its error"
     assert found["tp ranks"].startswith("rollouts of data rank 2 must be the same on the ranks")
     assert found["temperature"].startswith("the objective, entropy, PPO.clip")

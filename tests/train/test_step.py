@@ -132,6 +132,12 @@ def wrong_orders() -> dict[str, str]:
     found["norm"] = error_of(lambda: TrainStep(model, max_norm=0.0))
     found["scheduler"] = error_of(lambda: TrainStep(model, schedule(optimizer)))
     found["part"] = error_of(lambda: without_one_parameter(model))
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    batches = [{"tokens_BT": tokens, "labels_BT": tokens}] * 2
+    with torch.no_grad():
+        found["no_grad"] = error_of(lambda: step.forward_backward(batches))
+    model.requires_grad_(False)
+    found["frozen"] = error_of(lambda: step.forward_backward(batches))
     return found
 
 
@@ -287,6 +293,8 @@ def test_a_whole_step_is_its_pieces(found: dict[str, Any]) -> None:
         ("scheduler", r"optimizer \(.*LambdaLR.*\) must be an Optimizer or"),
         ("plain", r"model \(Linear\) must be parallelized"),
         ("norm", r"max_norm \(0.0\) must be a number > 0"),
+        ("no_grad", r"forward_backward\(\) must run with gradients: call it outside of torch.no_g"),
+        ("frozen", r"loss \(without a gradient\) must depend on a trained parameter"),
         ("part", r"optimizer \(SGD\) must hold model.embed_tokens.weight"),
     ],
 )

@@ -82,6 +82,11 @@ class Plain(Family):
         }
 
     @override
+    def vocab_size(self, model: nn.Module) -> int | None:
+        size = getattr(getattr(model, "config", None), "vocab_size", None)
+        return size if isinstance(size, int) else None
+
+    @override
     def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
         raise ValueError(
             f"model ({type(model).__name__}) must have adapters of peft to be its own reference: "
@@ -163,6 +168,14 @@ class Transformers(Plain):
         names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
         found: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
         return found | {"use_cache": False}
+
+    @override
+    def vocab_size(self, model: nn.Module) -> int | None:
+        config: Any = getattr(self.unwrapped(model), "config", None)
+        if not hasattr(config, "get_text_config"):
+            return super().vocab_size(model)
+        size: int | None = getattr(config.get_text_config(), "vocab_size", None)
+        return size
 
     @override
     def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:

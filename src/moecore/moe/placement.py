@@ -28,6 +28,8 @@ def balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: in
 def _chance(top_k: int, num_experts: int, num_local: int) -> float:
     """Return the chance that one of K random choices of E experts is among e of them."""
     E, e = num_experts, num_local
+    if top_k > E:  # others may be zero experts, which are ignored here
+        return 1.0
     return 1 - math.comb(E - e, top_k) / math.comb(E, top_k)
 
 

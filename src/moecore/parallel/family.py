@@ -63,6 +63,9 @@ class Family(Protocol):
     def arguments(self, batch: PackedBatch) -> dict[str, Any]:
         """Return a packed batch as keyword arguments of a forward, without its labels."""
 
+    def vocab_size(self, model: nn.Module) -> int | None:
+        """Return the number of token ids of a model; None for one that does not declare it."""
+
     def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a model runs without its adapters; ValueError without any."""
 

@@ -12,8 +12,8 @@ Legend: N tokens of a data rank's rollouts, L MoE layers, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +25,7 @@ from moecore.base.failures import known_to_others
 from moecore.base.fields import Count, check_arguments
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.attached import attached
+from moecore.parallel.shard.progress import check_grad_mode
 from moecore.rl.agree import Totals, agree, sum_of_data_ranks
 from moecore.rl.invariance import check_invariant, invariant
 from moecore.rl.micro_batches import (
@@ -139,6 +140,8 @@ class Engine:
         self._limits = RowLimits.of(max_tokens, self._meshes.parallel)
         self._reference = None if reference is None else TrainStep(reference)
         steps = [step, *filter(None, [self._reference])]
+        sizes = [_vocab_size_of(one.model) for one in steps]
+        self._vocab_size = min(filter(None, sizes), default=None)
         self._offloads = [TrainingOffload(one.model, one.optimizers) for one in steps]
 
     def log_probs(
@@ -158,9 +161,13 @@ class Engine:
             ValueError: on every rank, when rollouts of one do not fit, or ranks that share rows
                 have other ones.
         """
-        check_arguments(Engine.log_probs, locals())
-        if routes and rollouts.routes_NLK is not None:
-            raise ValueError("routes (True) must be False for rollouts with routes_NLK: drop one")
+        arguments = locals()
+        with self._refused_together("log_probs() of rollouts"):
+            check_arguments(Engine.log_probs, arguments)
+            if routes and rollouts.routes_NLK is not None:
+                raise ValueError(
+                    "routes (True) must be False for rollouts with routes_NLK: drop one"
+                )
         return self._scores(self.step, rollouts, entropy=entropy, routes=routes)
 
     def reference_log_probs(self, rollouts: Rollouts) -> TokenScores:
@@ -169,7 +176,9 @@ class Engine:
         Raises:
             ValueError: for a model without adapters and reference; as `log_probs`.
         """
-        check_arguments(Engine.reference_log_probs, locals())
+        arguments = locals()
+        with self._refused_together("reference_log_probs() of rollouts"):
+            check_arguments(Engine.reference_log_probs, arguments)
         rollouts = rollouts.replace(routes_NLK=None, route_weights_NLK=None)
         if self._reference is not None:
             return self._scores(self._reference, rollouts, entropy=False)
@@ -193,9 +202,13 @@ class Engine:
             objective: `PPO`, `GRPO`, `GSPO`, `DPO`, or an `OwnObjective`.
 
         Raises:
-            ValueError: as `log_probs`, when a field is missing, or no token of any rank counts.
+            ValueError: as `log_probs`, when a field is missing, no token of any rank counts, or
+                under torch.no_grad().
         """
-        check_arguments(Engine.forward_backward, locals())
+        arguments = locals()
+        with self._refused_together("forward_backward() of rollouts"):
+            check_arguments(Engine.forward_backward, arguments)
+            check_grad_mode("forward_backward()")
         with known_to_others("forward_backward() of rollouts"), self._computing(self.model):
             rows, totals = self._rows(rollouts, objective, entropy=objective.entropy)
             number = self.step.num_micro_batches = totals.num_micro_batches
@@ -246,6 +259,18 @@ class Engine:
                 scores = replace(scores, routes_NLK=self._layers.recorded(rows, rollouts))
             return self._of_stages(scores)
 
+    @contextmanager
+    def _refused_together(self, where: str) -> Iterator[None]:
+        """Return a context whose ValueErrors are errors of all ranks, which wait in `_rows`."""
+        problem = None
+        try:
+            yield
+        except ValueError as error:
+            problem = str(error)
+        if problem is not None:
+            with known_to_others(where):
+                agree(self._meshes, None, problem, alike={}, shared={})
+
     def _computing(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a model computes as the engine was asked to."""
         found = attached(model)
@@ -270,22 +295,19 @@ class Engine:
         routes: bool = False,
     ) -> tuple[list[RolloutRow], Totals]:
         """Return this rank's micro-batches, and the numbers of the global batch. Collective."""
-        own = problem = None
-        planned: list[list[int]] = []
-        try:
+        with self._refused_together("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:
                     raise ValueError(
                         f"Rollouts.{name} (None) must be given for {type(objective).__name__}: "
                         "pass rollouts.replace(...)"
                     )
+            _check_ids(rollouts.tokens_N, self._vocab_size)
             if routes or rollouts.routes_NLK is not None:
                 self._layers.check(rollouts)
             together = 1 if objective is None else objective.together
             planned = sequences_of_micro_batches(rollouts, self._limits, together)
             own = _totals(rollouts, len(planned), together)
-        except ValueError as error:
-            problem = str(error)
         alike: dict[str, Any] = {"the objective": type(objective).__name__, "entropy": entropy}
         for name in getattr(objective, "__dataclass_fields__", ()):
             alike[f"{type(objective).__name__}.{name}"] = getattr(objective, name)
@@ -295,7 +317,7 @@ class Engine:
         alike["temperature"] = rollouts.temperature
         alike["batch_invariant"] = self._is_invariant
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
-        totals = agree(self._meshes, own, problem, alike=alike, shared=shared)
+        totals = agree(self._meshes, own, None, alike=alike, shared=shared)
         if objective is not None and not totals.weight:
             raise ValueError(
                 "rollouts (0 tokens of responses with a weight on all ranks) must have some: "
@@ -349,6 +371,22 @@ class Engine:
                 if numbers_N is not None:
                     dist.all_reduce(numbers_N, group=self._pipeline.groups[0])
         return scores
+
+
+def _vocab_size_of(model: nn.Module) -> int | None:
+    found = attached(model)
+    return None if found is None else found.request.family.vocab_size(model)
+
+
+def _check_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
+    if not len(tokens_N):
+        return
+    least, most = (int(x) for x in tokens_N.aminmax())
+    if least < 0 or (vocab_size is not None and most >= vocab_size):
+        raise ValueError(
+            f"Rollouts.tokens_N ({least} to {most}) must be in [0, vocab_size {vocab_size}): use "
+            "the tokenizer of this model"
+        )
 
 
 def _weights(rollouts: Rollouts) -> Tensor:

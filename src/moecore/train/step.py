@@ -31,7 +31,7 @@ from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import loss_of
 from moecore.parallel.shard.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.parallel.shard.late_parameters import refuse_earlier, refuse_on_meta
-from moecore.parallel.shard.progress import Progress
+from moecore.parallel.shard.progress import Progress, check_grad_mode, check_trains
 from moecore.precision.apply import advance_amax, has_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from moecore.train.rerun import Reruns, drop_step
@@ -165,8 +165,7 @@ class TrainStep:
             self._progress.check_between("micro_batch()")
             if self._pipeline is not None:
                 raise ValueError(
-                    "micro_batch() must not run a pipeline's stages one by one: call "
-                    "forward_backward()"
+                    "micro_batch() must not run a pipeline's stages: call forward_backward()"
                 )
             if self._progress.done >= self.num_micro_batches:
                 raise ValueError(
@@ -295,7 +294,7 @@ class TrainStep:
             may be too small, each run has one host sync, and a shortage leads to a rerun.
 
         Raises:
-            ValueError: when their number is another, or a micro_batch() of this step has run.
+            ValueError: when their number is another, a micro_batch() has run, or under no_grad().
             PipelineError: when a neighbouring stage is gone; it names stage and micro-batch.
         """
         with known_to_others(f"a step of {self.num_micro_batches} micro-batches"):
@@ -304,6 +303,7 @@ class TrainStep:
                     f"micro_batches ({len(micro_batches)}) must be num_micro_batches "
                     f"({self.num_micro_batches}): set TrainStep.num_micro_batches between steps"
                 )
+            check_grad_mode("forward_backward()")
             run = partial(self._run_all, micro_batches)
             tapes = [tape for state in self._states for tape in state.tapes]
             return self._reruns.run(run, self.drop, tapes)
@@ -360,6 +360,7 @@ class TrainStep:
 
     def _divided(self, loss: Tensor) -> Tensor:
         """Return the loss that a micro-batch's backward starts from: divided and scaled."""
+        check_trains(loss)
         is_mean = self._states[0].loss == "mean"
         return self.scale(loss / self.num_micro_batches if is_mean else loss)
 

@@ -84,6 +84,7 @@ def test_names_are_one_of_the_known(name: str, first_choice: str) -> None:
 # Each case: the fields, and every piece that the message must name.
 RELATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"top_k": 9}, ["top_k (9)", "num_experts (8)"]),
+    ({"top_k": 12, "zero_experts": 3}, ["top_k (12)", "num_experts + zero_experts (11)"]),
     ({"num_groups": 3}, ["num_groups (3)", "num_experts (8)"]),
     ({"num_groups": 4, "top_groups": 5}, ["top_groups (5)", "num_groups (4)"]),
     ({"num_groups": 8, "top_groups": 4}, ["num_groups (8)", "num_experts (8)", "2"]),

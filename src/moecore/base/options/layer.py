@@ -239,8 +239,8 @@ class MoEConfig:
     def _group_rules(self) -> Rules:
         E, G, top_groups = self.num_experts, self.num_groups, self.top_groups
         size, ranks_groups = E // G, top_groups < G
-        if self.top_k > E:
-            yield "top_k", f"be <= num_experts ({E}): lower top_k or add experts"
+        if self.top_k > self.num_candidates:
+            yield "top_k", f"be <= {self._candidates}: lower top_k or add experts"
         if E % G:
             yield "num_groups", f"divide num_experts ({E}): choose a divisor"
         if top_groups > G:
@@ -257,7 +257,7 @@ class MoEConfig:
                 f"go with top_groups ({top_groups}) < num_groups ({G}), where groups are ranked: "
                 "drop it",
             )
-        if self.top_k > top_groups * size:
+        if ranks_groups and self.top_k > top_groups * size:
             yield (
                 "top_k",
                 f"be <= the experts in top_groups ({top_groups} x {size}): raise top_groups or "
@@ -361,7 +361,7 @@ class MoEConfig:
         if self.top_k == self.num_candidates:
             yield (
                 "balance.bias_update",
-                f"go with top_k ({self.top_k}) < num_experts ({self.num_experts}): drop it",
+                f"go with top_k ({self.top_k}) < {self._candidates}: drop it",
             )
 
     @property
@@ -378,6 +378,11 @@ class MoEConfig:
     def num_candidates(self) -> int:
         """Experts among which a token chooses: E + Z."""
         return self.num_experts + self.zero_experts
+
+    @property
+    def _candidates(self) -> str:
+        more = " + zero_experts" if self.zero_experts else ""
+        return f"num_experts{more} ({self.num_candidates})"
 
     @property
     def expert_dim(self) -> int:

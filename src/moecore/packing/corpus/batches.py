@@ -125,7 +125,7 @@ class RankBatches(IterableDataset[Any]):
         options = self._options
         key = key_of(options.seed, "order", source.name) if options.shuffle else None
         if source.is_indexed:
-            return IndexedDocuments(source.documents, key)
+            return IndexedDocuments(source.documents, key, partitions=self.partitions)
         starts = (
             self._cursors[partition][place].ordinal if partition in self._cursors else partition
             for partition in mine

@@ -6,6 +6,10 @@ permutation lies in memory.
 
     permuted(i, 5, key) for i in 0 .. 4: each of 0 .. 4 once
 
+Without a key an epoch is in the order of the documents. After lcm(n, L) ordinals, when each of L
+partitions has read n / gcd(n, L) documents, epochs begin one document later: so each partition
+reads all documents. Example, 2 documents and 2 partitions: 0 1 | 1 0 | 0 1.
+
 Source of `permuted`: a Feistel network whose result is permuted again while it is out of range
 ("cycle walking"; Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
 """
@@ -13,6 +17,7 @@ Source of `permuted`: a Feistel network whose result is permuted again while it 
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -50,21 +55,30 @@ def _mixed(number: int) -> int:
     return number ^ number >> 31
 
 
+def turned(ordinal: int, count: int, partitions: int) -> int:
+    """Return at which of `count` documents the epoch of an ordinal begins without a key."""
+    return ordinal // math.lcm(count, partitions) % count
+
+
 class IndexedDocuments:
     """Documents by ordinal, of what has items by index.
 
     Args:
         documents: with a length of at least 1.
         key: of the order of all epochs; None = by index.
+        partitions: among which ordinals are dealt.
     """
 
-    def __init__(self, documents: Any, key: int | None) -> None:
+    def __init__(self, documents: Any, key: int | None, *, partitions: int) -> None:
         self._documents, self._key, self.length = documents, key, len(documents)
+        self._partitions = partitions
 
     def take(self, ordinal: int) -> Any:
         """Return the document of an ordinal."""
         epoch, index = divmod(ordinal, self.length)
-        if self._key is not None:
+        if self._key is None:
+            index = (index + turned(ordinal, self.length, self._partitions)) % self.length
+        else:
             index = permuted(index, self.length, key_of(self._key, epoch))
         return self._documents[index]
 
@@ -113,7 +127,7 @@ class StreamedDocuments:
         while True:
             epoch, inside = divmod(ordinal, self.length) if self.length else (0, ordinal)
             begin, read = ordinal - inside, inside - inside % self._block
-            stream = iter(self._behind(read))
+            stream = self._turned(begin, read)
             while block := list(islice(stream, self._block)):
                 key = key_of(self._key, epoch, read)
                 for i in range(len(block)):
@@ -123,6 +137,16 @@ class StreamedDocuments:
             if not read:
                 raise ValueError("must have at least one document: it ended at once")
             self.length, ordinal = read, begin + read
+
+    def _turned(self, begin: int, count: int) -> Iterator[Any]:
+        """Yield the documents of the epoch that begins at an ordinal, without the first ones."""
+        first = 0
+        if self.length and self._key is None:
+            first = turned(begin, self.length, self._partitions)
+        before = max(0, count - (self.length or 0) + first) if first else 0  # of those from 0
+        if not before:
+            yield from self._behind(first + count)
+        yield from islice(self._behind(before), first - before)
 
     def _behind(self, count: int) -> Iterable[Any]:
         """Return the documents without the first ones."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 
 @dataclass(kw_only=True)
 class Progress:
@@ -33,3 +36,21 @@ class Progress:
                 f"{what} must not follow an exception in the step: call drop(), and run all of its "
                 "micro-batches again"
             )
+
+
+def check_grad_mode(what: str) -> None:
+    """Raise a ValueError where torch records nothing for a backward."""
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            f"{what} must run with gradients: call it outside of torch.no_grad() and "
+            "inference_mode()"
+        )
+
+
+def check_trains(loss: Tensor) -> None:
+    """Raise a ValueError for a loss from which no backward can start."""
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss (without a gradient) must depend on a trained parameter: set requires_grad of "
+            "those that are to be trained"
+        )
