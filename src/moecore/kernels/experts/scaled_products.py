@@ -123,10 +123,12 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
         padded = pad_rows(self.offsets_e, y_RN.shape[0])
-        sides: list[tuple[Tensor, Operand]] = [(source.rows, "dy"), (y_RN, "a")]
-        if transposed:
-            sides = [(y_RN, "dh"), (source.rows, "x")]
-        dy, x = (self._operand(scaled_columns, name, rows, padded) for rows, name in sides)
+        names: tuple[Operand, Operand] = ("x", "dh") if transposed else ("dy", "a")
+        of_source, of_y = (
+            self._operand(scaled_columns, name, rows, padded)
+            for name, rows in zip(names, (source.rows, y_RN), strict=True)
+        )
+        dy, x = (of_y, of_source) if transposed else (of_source, of_y)
         grad = scaled_wgrad(dy, x, padded.offsets_e, y_RN.dtype)
         dtype = target.dtype or self.dtypes[not transposed]
         return put_grad(grad, target.out, target.adds, dtype, target.scale)

@@ -134,7 +134,9 @@ def quantise_ref(
 
 def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
     """Return FP8 of fp32 values times reciprocals of scales, saturated; NaN of infinities."""
-    scaled = (x * inverse).clamp(-LARGEST[fmt], LARGEST[fmt]).masked_fill(x.isinf(), torch.nan)
+    scaled = x * inverse
+    del inverse  # which may be as large
+    scaled.clamp_(-LARGEST[fmt], LARGEST[fmt]).masked_fill_(x.isinf(), torch.nan)
     return scaled.to(DTYPES[fmt])
 
 
