@@ -21,7 +21,7 @@ from moecore.base.fields import Rules
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.layer import MoEConfig
 from moecore.models import Decoder
-from moecore.models.config import DecoderConfig
+from moecore.models.config import FEEDFORWARDS, MIXERS, DecoderConfig, Feedforward, Mixer
 from moecore.models.presets import PRESETS
 from moecore.models.size import num_params
 from moecore.models.tensor_parallel import check_tensor_parallel
@@ -134,13 +134,14 @@ class NativeModel(PlannedModel):
         """Return the model of a config."""
         kinds = tuple(kind_of(config, i) for i in range(config.num_layers))
         is_sparse = config.mla is not None and config.mla.sparse is not None
-        kinds_of_attention = ("linear", bool(config.linear_layers)), ("sparse", is_sparse)
+        has_linear = config.linear_attention is not None
+        kinds_of_attention = ("linear", has_linear), ("sparse", is_sparse)
         return cls(
             dim=config.dim,
             vocab_size=config.vocab_size,
             max_seq_len=config.max_seq_len,
             layers=kinds,
-            dense=frozenset(i for i, kind in enumerate(kinds) if kind.is_dense),
+            dense=frozenset(i for i, kind in enumerate(kinds) if kind.feedforward != "moe"),
             num_mtp_layers=config.num_mtp_layers,
             moe=config.moe,
             has_latents=config.mla is not None,
@@ -150,8 +151,6 @@ class NativeModel(PlannedModel):
 
     @override
     def rules(self) -> Rules:
-        if self.config.pattern:
-            yield "model.pattern", "be '': there are no costs of half a block, measure it"
         if self.config.mtp_repeats > 1:
             yield "model.mtp_repeats", "be 1: plans count a module's run once, measure it"
 
@@ -203,30 +202,38 @@ class NativeModel(PlannedModel):
 
 
 class LayerKind(NamedTuple):
-    """What a layer of moecore's decoder is."""
+    """What a layer of moecore's decoder is: its halves, of which one may be missing."""
 
-    is_dense: bool
-    is_linear: bool
+    mixer: Mixer | None
+    feedforward: Feedforward | None
     window: int | None  # keys that a token sees at most; None = all
+
+
+HALVES: Mapping[tuple[Mixer | None, Feedforward | None], str] = {
+    **{(mixer, None): letter for letter, mixer in MIXERS.items()},
+    **{(None, feedforward): letter for letter, feedforward in FEEDFORWARDS.items()},
+}
 
 
 def kind_of(config: DecoderConfig, layer: int) -> LayerKind:
     """Return what a layer is."""
-    is_linear = config.is_linear(layer)
-    window = None if is_linear else config.window_of(layer)
-    return LayerKind(config.is_dense(layer), is_linear, window)
+    mixer = config.mixer_of(layer)
+    window = config.window_of(layer) if mixer == "attention" else None
+    return LayerKind(mixer, config.feedforward_of(layer), window)
 
 
 def of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> DecoderConfig:
     """Return the model with these layers, and so many predictions."""
-    dense = tuple(i for i, kind in enumerate(kinds) if kind.is_dense)
-    linear = tuple(i for i, kind in enumerate(kinds) if kind.is_linear)
+    linear = tuple(i for i, kind in enumerate(kinds) if kind.mixer == "linear")
+    dense = tuple(i for i, kind in enumerate(kinds) if kind.feedforward == "dense")
+    is_named = not model.pattern
     return replace(
         model,
         num_layers=len(kinds),
-        dense_layers=() if model.moe is None else dense,
+        pattern="" if is_named else "".join(HALVES[kind[:2]] for kind in kinds),
+        dense_layers=dense if is_named and model.moe is not None else (),
         linear_attention=model.linear_attention if linear else None,
-        linear_layers=linear,
+        linear_layers=linear if is_named else (),
         windows=tuple(kind.window or 0 for kind in kinds) if model.windows else (),
         mlp_hidden_dim=model.mlp_hidden_dim if dense else 0,
         num_mtp_layers=mtp,
