@@ -17,7 +17,14 @@ from moecore import MemoryOptions, ParallelConfig, PipelineConfig
 from moecore.base.saved import packing
 from moecore.cli import main
 from moecore.kernels.linear_attention.fla_on_meta import CHUNK
-from moecore.models import Decoder, DecoderConfig, SparseKeysConfig, flops_per_token, preset
+from moecore.models import (
+    Decoder,
+    DecoderConfig,
+    SparseKeysConfig,
+    flops_per_token,
+    num_params,
+    preset,
+)
 from moecore.parallel.shard.units import find_blocks
 from moecore.planning import (
     CostTable,
@@ -204,6 +211,19 @@ def test_the_presets_on_64_gpus(model: DecoderConfig) -> None:
     assert stored == pytest.approx(run.planned.sizes().params + again, rel=1e-6)
     assert all(abs(rank.device.get("other", 0)) < 2**24 for rank in plan.ranks)
     assert sum(time.parts.values()) == pytest.approx(time.seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [
+        ("tiny-nemotron-h", 2 * 8 * 2 * 32 * 64),  # without a gate
+        ("tiny-deepseek-v3", (2 + 1) * 8 * 3 * 32 * 64),  # with the module of predictions
+        ("gpt-oss-20b", 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)),  # with biases
+    ],
+)
+def test_parameters_of_experts(name: Any, experts: int) -> None:
+    sizes = TrainingRun(model=preset(name), num_gpus=1, seq_len=64).planned.sizes()
+    assert sizes.experts == experts and sizes.params == num_params(preset(name))
 
 
 def test_what_is_refused_has_the_line_of_parallelize_moe() -> None:

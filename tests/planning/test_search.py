@@ -45,7 +45,7 @@ from moecore.planning.foldings import (
     schedules_of,
 )
 from moecore.planning.gpus import GPUS
-from moecore.planning.run import TrainingRun, flags_of
+from moecore.planning.run import flags_of
 from moecore.planning.search import Fitting, _changes, explained, fit, planned, planned_with
 from moecore.planning.stored import stages_of
 from moecore.planning.times import layouts_of
@@ -377,12 +377,6 @@ def test_a_config_is_planned_as_its_preset(
     )
     assert main(["plan", "--preset", "tiny-deepseek-v3", *options]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out)
-
-
-def test_a_module_that_is_repeated_is_not_planned() -> None:
-    model = replace(preset("tiny-deepseek-v3"), mtp_repeats=2)
-    with pytest.raises(ValueError, match=r"model\.mtp_repeats \(2\) must be 1: plans count"):
-        TrainingRun(model=model, num_gpus=4, seq_len=64)
 
 
 def test_names_that_help_lists_are_those_of_the_records() -> None:

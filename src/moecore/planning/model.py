@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moecore.base.fields import Rules
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.layer import MoEConfig
 from moecore.models import Decoder
 from moecore.models.config import FEEDFORWARDS, MIXERS, DecoderConfig, Feedforward, Mixer
 from moecore.models.presets import PRESETS
-from moecore.models.size import num_params
 from moecore.models.tensor_parallel import check_tensor_parallel
+from moecore.moe.experts import Experts
 
 
 class ModuleParts(NamedTuple):
@@ -65,6 +64,7 @@ class PlannedModel(ABC):
         layers: what each layer is; layers with equal values are alike.
         dense: indices of the layers without experts.
         num_mtp_layers: modules of multi-token prediction.
+        mtp_runs: how often a forward applies each of them.
         moe: of its MoE layers; None = there are none.
         has_latents: whether attention projects latents to keys.
         unmeasured: kinds of attention whose work no record has timed.
@@ -78,6 +78,7 @@ class PlannedModel(ABC):
     num_mtp_layers: int
     moe: MoEConfig | None
     has_latents: bool
+    mtp_runs: int = 1
     unmeasured: tuple[str, ...] = ()
 
     @property
@@ -86,13 +87,10 @@ class PlannedModel(ABC):
         return len(self.layers)
 
     @property
-    def num_moe_layers(self) -> int:
-        """Layers with experts, with modules of multi-token prediction."""
-        return 0 if self.moe is None else len(self.layers) - len(self.dense) + self.num_mtp_layers
-
-    def rules(self) -> Rules:
-        """Yield the fields of a record with this `model` that no plan can have: see `Rules`."""
-        yield from ()
+    def num_moe_runs(self) -> int:
+        """Runs of layers with experts in a forward, those of multi-token prediction too."""
+        mtp = self.num_mtp_layers * self.mtp_runs
+        return 0 if self.moe is None else len(self.layers) - len(self.dense) + mtp
 
     @abstractmethod
     def with_layers(self, layers: Sequence[int]) -> Any:
@@ -143,16 +141,12 @@ class NativeModel(PlannedModel):
             layers=kinds,
             dense=frozenset(i for i, kind in enumerate(kinds) if kind.feedforward != "moe"),
             num_mtp_layers=config.num_mtp_layers,
+            mtp_runs=config.mtp_repeats,
             moe=config.moe,
             has_latents=config.mla is not None,
             unmeasured=tuple(name for name, has in kinds_of_attention if has),
             config=config,
         )
-
-    @override
-    def rules(self) -> Rules:
-        if self.config.mtp_repeats > 1:
-            yield "model.mtp_repeats", "be 1: plans count a module's run once, measure it"
 
     @override
     def with_layers(self, layers: Sequence[int]) -> DecoderConfig:
@@ -174,13 +168,16 @@ class NativeModel(PlannedModel):
 
     @override
     def sizes(self) -> ModelSizes:
-        experts, moe = 0, self.moe
-        modules = self.build(torch.float32).modules()
-        cut = (m for m in modules if getattr(m, "tp_shard_dim", None) is not None)
-        if moe is not None:
-            experts = self.num_moe_layers * moe.num_experts * 3 * moe.expert_dim * moe.hidden_dim
-        of_cut = sum(p.numel() for module in cut for p in module.parameters(recurse=False))
-        return ModelSizes(num_params(self.config), experts, of_cut)
+        model = self.build(torch.float32)
+        experts, cut = set[nn.Parameter](), set[nn.Parameter]()
+        for module in model.modules():
+            if isinstance(module, Experts):
+                experts.update(module.parameters())
+            elif getattr(module, "tp_shard_dim", None) is not None:
+                cut.update(module.parameters(recurse=False))
+        return ModelSizes(
+            *(sum(p.numel() for p in of) for of in (model.parameters(), experts, cut))
+        )
 
     @override
     def check(self, *, pp: int, tp: int, cp: int) -> None:
@@ -237,6 +234,7 @@ def of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> Deco
         windows=tuple(kind.window or 0 for kind in kinds) if model.windows else (),
         mlp_hidden_dim=model.mlp_hidden_dim if dense else 0,
         num_mtp_layers=mtp,
+        mtp_repeats=model.mtp_repeats if mtp else 1,
         mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
         mtp_detached=model.mtp_detached and mtp > 0,
     )

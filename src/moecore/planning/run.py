@@ -109,7 +109,6 @@ class TrainingRun:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
-        yield from self.planned.rules()
         if (self.parallel.pp > 1) != (self.pipeline is not None):
             yield "pipeline", f"be there when pp ({self.parallel.pp}) is > 1 alone: set both"
         group = self.parallel.ep * self.parallel.etp
