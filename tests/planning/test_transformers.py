@@ -143,7 +143,7 @@ def test_products_of_experts_that_torch_multiplies(family: str, gate: int) -> No
     """Forward, and in backward twice as much."""
     run = TrainingRun(model=model_of(family), num_gpus=1, seq_len=64)
     works = dry_run(run).forward_backward
-    moe, layers = run.planned.moe, run.planned.num_moe_layers
+    moe, layers = run.planned.moe, run.planned.num_moe_runs
     assert moe is not None
     products = (2 + gate) * moe.expert_dim * moe.hidden_dim
     forward = layers * 2 * 64 * SIZES["moe_topk"] * products
