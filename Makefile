@@ -6,7 +6,8 @@ READY := .venv/.ready
 export PYTHONDONTWRITEBYTECODE :=
 
 # The whole suite: files side by side where pytest-xdist is, so each process computes on one core.
-ONE_THREAD := OMP_NUM_THREADS=1
+# Inductor compiles in the process that asks: one that it started for that would import torch again.
+ONE_THREAD := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 WORKERS = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder')
 ON_CPUS := CUDA_VISIBLE_DEVICES= $(ONE_THREAD)
 

@@ -32,6 +32,7 @@ from moecore import (
 )
 from moecore.base.options.precision import Precision, Recipe
 from moecore.kernels.common import has_hopper_kernels
+from tests.helpers.grids import beside
 from tests.helpers.parity import Case, run_case
 from tests.helpers.ranks import run_ranks
 
@@ -87,7 +88,6 @@ CASES = [
     ),
     case(8, "dp_shard=2 tp=4", "ep=4 edp_shard=2", loss="sum", fsdp=GATHERED),
     case(8, "dp_replicate=2 dp_shard=2 tp=2", "edp_replicate=2 edp_shard=2 ep=2", loss="sum"),
-    case(8, "dp_replicate=4 dp_shard=1 tp=2", "edp_replicate=2 edp_shard=1 ep=4", model="relu2"),
     case(8, "dp_shard=4 tp=2", "ep=4 edp_shard=2", model="latent-capacity", accumulate=2),
     case(
         8,
@@ -110,7 +110,6 @@ CASES = [
     ),
     case(6, "dp_shard=2 tp=3", "ep=6 edp_shard=1", model="sigmoid", meta=True, clones=KEPT),
     case(6, "dp_shard=2 tp=3", "ep=2 edp_shard=3", dispatcher="allgather", sliced=True),
-    case(6, "dp_replicate=3 dp_shard=2", "edp_replicate=2 edp_shard=1 ep=3", model="sigmoid"),
     case(6, "dp_replicate=2 dp_shard=1 tp=3", "ep=2 etp=3 edp_shard=1", model="biases"),
     case(
         6,
@@ -126,9 +125,7 @@ CASES = [
 GATHER, HEADS, RING = (ContextOptions(way=way) for way in ("allgather", "a2a", "p2p"))
 BOTH = ContextOptions(way="a2a+p2p", a2a_ranks=2)
 CASES += [
-    case(8, "dp_shard=4 cp=2", "ep=4 edp_shard=2", model="sigmoid", context=HEADS),
     domains(8, "dp_shard=2 cp=4", "ep=8 edp_shard=1", 4, model="latent-capacity", context=RING),
-    case(8, "dp_shard=2 cp=4", "ep=2 etp=2 edp_shard=2", context=BOTH, loss="sum", packed=True),
     case(8, "dp_shard=2 cp=2 tp=2", "ep=4 edp_shard=2", model="sinkhorn", context=GATHER),
     case(8, "dp_shard=1 cp=4 tp=2", "ep=8 edp_shard=1", context=BOTH, packed=True, recompute=True),
     domains(
@@ -149,6 +146,13 @@ CASES += [
     ),
     case(6, "dp_shard=2 cp=3", "ep=6 edp_shard=1", model="biases", context=RING, tied=True),
     case(6, "dp_shard=1 cp=3 tp=2", "ep=3 edp_shard=2", model="top-1", context=HEADS),
+]
+# What interacts in them, degrees above all, does so in other cases, too.
+NIGHTLY = [
+    case(8, "dp_replicate=4 dp_shard=1 tp=2", "edp_replicate=2 edp_shard=1 ep=4", model="relu2"),
+    case(6, "dp_replicate=3 dp_shard=2", "edp_replicate=2 edp_shard=1 ep=3", model="sigmoid"),
+    case(8, "dp_shard=4 cp=2", "ep=4 edp_shard=2", model="sigmoid", context=HEADS),
+    case(8, "dp_shard=2 cp=4", "ep=2 etp=2 edp_shard=2", context=BOTH, loss="sum", packed=True),
 ]
 # What CASES have of cp, for hosts of 2 GPUs.
 CONTEXT_PAIRS = [
@@ -486,12 +490,14 @@ def asked_for(request: pytest.FixtureRequest, cases: list[Case]) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def cpu_results(request: pytest.FixtureRequest) -> Results:
-    return Results(asked_for(request, CASES + ROUGH_CASES + TAMPERED), "cpu")
+    return Results(asked_for(request, CASES + NIGHTLY + ROUGH_CASES + TAMPERED), "cpu")
 
 
 @pytest.fixture(scope="module")
 def gpu_results(request: pytest.FixtureRequest) -> Results:
-    return Results(asked_for(request, CASES + CONTEXT_PAIRS + ROUGH_CASES + TAMPERED), "cuda")
+    return Results(
+        asked_for(request, CASES + NIGHTLY + CONTEXT_PAIRS + ROUGH_CASES + TAMPERED), "cuda"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -514,7 +520,7 @@ def check(errors: dict[str, float]) -> None:
     assert not outside, outside
 
 
-@pytest.mark.parametrize("c", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("c", beside(CASES + NIGHTLY, NIGHTLY), ids=lambda c: c.name)
 def test_equals_one_process(c: Case, cpu_results: Results) -> None:
     check(cpu_results[c.name])
 
@@ -536,7 +542,7 @@ def test_notices_tampering(c: Case, cpu_results: Results) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("c", CASES + CONTEXT_PAIRS, ids=lambda c: c.name)
+@pytest.mark.parametrize("c", CASES + NIGHTLY + CONTEXT_PAIRS, ids=lambda c: c.name)
 def test_equals_one_process_on_gpus(c: Case, gpu_results: Results) -> None:
     check(gpu_results[c.name])
 

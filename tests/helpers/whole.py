@@ -6,16 +6,19 @@ placements put it: it cuts a tensor of positions as DTensor cuts tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
+
+K, T = TypeVar("K"), TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,17 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     held = Held.of(like)
     at = positions(held.shape, held.placements, held.mesh, held.coordinate)
     return whole.detach().flatten()[at].view(held.local.shape)
+
+
+def by_turns(keys: Iterable[K], compute: Callable[[K], T]) -> dict[K, T]:
+    """Return what `compute` makes of each key, of which every rank computes some for all.
+
+    For references of one process, which all ranks compare with.
+    """
+    mine = {key: compute(key) for key in list(keys)[dist.get_rank() :: dist.get_world_size()]}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return {key: found for of_rank in every for key, found in of_rank.items()}
 
 
 def gather_whole(tensors: dict[str, Any], rank: int = 0) -> dict[str, Tensor]:

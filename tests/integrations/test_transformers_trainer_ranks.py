@@ -115,12 +115,11 @@ def test_cp_ranks_train_on_the_same_rows(
     stock = trainer_of(Trainer, make_model(), str(tmp_path), collate=padded, **OF_ROWS)
     stock.train()
     AcceleratorState._reset_state(reset_partial_state=True)
-    (wanted, weights), (ours, found), _, (resumed, again) = rows_of(stock), *results["cp"]
+    (wanted, weights), (ours, found) = rows_of(stock), results["cp"]
     for one, other in zip(ours, wanted, strict=True):
         assert len(one) >= 2 and one == pytest.approx(other, rel=1e-5)
     distance, name = furthest(found, weights)
     assert distance <= 1e-5, name
-    assert resumed == ours and furthest(again, found)[0] == 0.0
 
 
 def test_a_cp_for_each_micro_batch_trains_the_same(

@@ -122,7 +122,7 @@ def test_a_stage_without_weights_in_fp8_gathers_none() -> None:
     assert min(plan_peak(replace(run, pipeline=PipelineConfig(layout="Et*4m|L")))) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # the rows of tiny models are found by day
 def test_few_rows_are_slow_where_the_host_is_the_wall() -> None:
     model = replace(preset("qwen3-30b-a3b"), num_layers=4)
     request = SearchRequest(model=model, num_gpus=8, gpu="h200-141")
@@ -265,6 +265,7 @@ def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
     assert len(right) >= 8 and sum(right) >= 0.8 * len(right)
 
 
+@pytest.mark.slow
 def test_deepseek_v3() -> None:
     """A quarter of its depth on a quarter of the GPUs: experts go across nodes, here in bf16."""
     model = replace(DEEPSEEK, num_layers=16)

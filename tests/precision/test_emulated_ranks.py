@@ -7,6 +7,7 @@ folding, and another draw: they may be at most twice as wrong as one process, ag
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.layer import MoELayer
 from moecore.precision.apply import apply_precision, linear_products
+from tests.helpers.grids import asked_for, beside
 from tests.helpers.parity import Batch, Case, error_ratio, make_batches, parallelize, train
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
@@ -133,21 +135,24 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def worker(rank: int, device: torch.device) -> dict[str, Any]:
+def worker(rank: int, device: torch.device, cases: list[tuple[str, str]]) -> dict[str, Any]:
     return {
-        f"{name}, {scaling}": on_ranks(name, recipe, device)
-        for name in FOLDINGS
-        for scaling, recipe in RECIPES.items()
+        f"{name}, {scaling}": on_ranks(name, RECIPES[scaling], device) for name, scaling in cases
     }
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_ranks(6, worker)
+def results(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(6, worker, asked_for(request, "name", "scaling"))
+    return found
 
 
-@pytest.mark.parametrize("scaling", RECIPES)
-@pytest.mark.parametrize("name", FOLDINGS)
+CASES = [*product(FOLDINGS, RECIPES)]
+# Plain rounding of "nvfp4" has the tight bounds; what a folding adds is in its other recipe, too.
+NIGHTLY = [(name, "nearest") for name in [*FOLDINGS][1:]]
+
+
+@pytest.mark.parametrize(("name", "scaling"), beside(CASES, NIGHTLY, several=True))
 def test_ranks_round_like_one_process(name: str, scaling: str, results: dict[str, Any]) -> None:
     found = results[f"{name}, {scaling}"]
     assert len(found) > 20 and found["loss/0"][1] < 1e-5

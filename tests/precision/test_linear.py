@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Recipe
-from moecore.moe.amax_history import AmaxHistory
+from moecore.moe.amax_history import AmaxHistory, advance_together
 from moecore.precision.linear import Fp8Products, InputCast
 from tests.precision.plain import (
     RECIPES,
@@ -199,23 +199,23 @@ def test_checkpointing_repeats_the_same_bits() -> None:
 
 
 HISTORY = Recipe(scaling="tensorwise", amax_history=2, power_of_two=False)
+CPU = torch.device("cpu")
 
 
 def test_history_worked_example() -> None:
-    """The numbers of `history.py`."""
-    weight = torch.eye(16)
+    """The numbers of `amax_history.py`."""
     history, scaled_by = AmaxHistory(2), []
     for step in ([3.0, 5.0], [2.0], [1.0], [1.0]):
         for micro_batch in step:
             past = history.amax("input")
             scaled_by.append(micro_batch if past is None else past.item())
-            seen = history.record(weight.device)["input"]
+            seen = history.record(CPU)["input"]
             seen.copy_(seen.clamp(min=micro_batch))
-        history.advance(weight)
+        advance_together([history], CPU, None)
     assert scaled_by == [3, 5, 5, 5, 2]
     assert history.steps["input"].tolist() == [1, 1]
     before = history.steps["input"].clone()
-    history.advance(weight)  # no training forward since
+    advance_together([history], CPU, None)  # no training forward since
     assert torch.equal(history.steps["input"], before)
     assert history.amax("gradient").item() == 1  # type: ignore[union-attr]
 
@@ -223,11 +223,26 @@ def test_history_worked_example() -> None:
 def test_history_of_a_replayed_graph() -> None:
     """A replay adds to `seen` as a training forward does, but runs no Python."""
     history = AmaxHistory(2)
-    seen = history.record(torch.device("cpu"))["input"]
+    seen = history.record(CPU)["input"]
     for amax in (3.0, 2.0, 1.0):
         seen.fill_(amax)
-        history.advance(torch.eye(16))
+        advance_together([history], CPU, None)
     assert history.steps["input"].tolist() == [1, 2]
+
+
+def test_history_of_a_rank_that_comes_later() -> None:
+    """Steps that other ranks alone had are there for its first training forward, and no sooner."""
+    history = AmaxHistory(2)
+    assert history.largest("weight") is None  # as on all ranks
+    advance_together([history], CPU, None)  # a step of no rank
+    history.push([torch.tensor([amax]) for amax in (3.0, 2.0, 0.0)])
+    assert history.amax("input") is None and history.largest("weight") == 2
+    history.record(CPU)
+    assert history.amax("input") == 3 and history.amax("gradient") is None
+    unused = AmaxHistory(2)
+    advance_together([unused], CPU, None)
+    unused.record(CPU)
+    assert unused.amax("input") is None
 
 
 def test_delayed_scaling_uses_and_makes_the_history() -> None:
@@ -247,7 +262,7 @@ def test_delayed_scaling_uses_and_makes_the_history() -> None:
         "weight": weight.abs().max().item(),
         "gradient": dy.abs().max().item(),
     }
-    delayed.history.advance(weight)
+    advance_together([delayed.history], CPU, None)
     with torch.no_grad():
         larger = 2 * x
         y = delayed(larger, weight)
@@ -269,7 +284,7 @@ def test_compiled_as_eager(recipe: Recipe) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
         for products in (eager, traced):
             if products.history is not None:
-                products.history.advance(weight)
+                advance_together([products.history], CPU, None)
     if traced.history is not None:
         assert traced.history.amax("gradient").item() == dy.abs().max().item()  # type: ignore[union-attr]
 

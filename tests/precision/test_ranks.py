@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,16 +15,18 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
 from moecore.base.options.precision import Precision, Recipe
+from moecore.moe.amax_history import advance_together
 from moecore.moe.params import shard_parameter
 from moecore.precision.apply import advance_amax, apply_precision, linear_products
 from moecore.precision.linear import Fp8Products, why_not
 from tests.helpers.ranks import run_ranks
 
 TENSORWISE = Recipe(scaling="tensorwise", power_of_two=False)
-DELAYED = Recipe(scaling="tensorwise", amax_history=2)
+DELAYED = replace(TENSORWISE, amax_history=2)
 MXFP8 = Recipe(scaling="mxfp8")
 NVFP4 = Recipe(scaling="nvfp4", power_of_two=False, stochastic_rounding=False)
 OF_CUTS = (Recipe(), TENSORWISE, DELAYED, MXFP8, NVFP4)
+OF_SUMS = (Recipe(), TENSORWISE, DELAYED)
 
 
 class Model(nn.Module):
@@ -56,11 +59,12 @@ def cut_weight(rank: int, recipe: Recipe) -> dict[str, bool]:
         part.sum().backward()
         gradient = cut.weight.grad.to_local()  # type: ignore[union-attr]
         same.append(torch.equal(gradient, whole.weight.grad[rows]))  # type: ignore[index]
+        groups = {"whole": None, "cut": dist.group.WORLD}
         for name, linear in (("whole", whole), ("cut", cut)):
             linear.weight.grad = None
             history = products[name].history
             if history is not None:
-                history.advance(linear.weight)
+                advance_together([history], torch.device("cpu"), groups[name])
     return {"same": all(same)}
 
 
@@ -86,8 +90,9 @@ def under_fsdp(rank: int, recipe: Recipe, policy: MixedPrecisionPolicy) -> list[
     for model in (plain, sharded):
         apply_precision(model, Precision(recipe=recipe, roles=("mlp",)))
     fully_shard(sharded, mp_policy=policy)
-    batches = [torch.randn(16, 64) for _ in range(2)]
+    batches = [torch.randn(16, 64) * (1 + 3 * i) for i in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (plain, sharded)]
+    groups = (None, dist.group.WORLD)
     errors = []
     for _ in range(3):
         y = sharded(batches[rank])
@@ -100,10 +105,10 @@ def under_fsdp(rank: int, recipe: Recipe, policy: MixedPrecisionPolicy) -> list[
         for ours, truth in zip(sharded.parameters(), plain.parameters(), strict=True):
             difference = ours.grad.full_tensor() - truth.grad  # type: ignore[union-attr]
             errors.append((difference.norm() / truth.grad.norm()).item())  # type: ignore[union-attr]
-        for optimizer, model in zip(optimizers, (plain, sharded), strict=True):
+        for optimizer, model, group in zip(optimizers, (plain, sharded), groups, strict=True):
             optimizer.step()
             optimizer.zero_grad()
-            advance_amax(model)
+            advance_amax(model, group)
     return errors
 
 
@@ -114,7 +119,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "cut": {r.describe(): cut_weight(rank, r)["same"] for r in OF_CUTS},
         "replicated": replicated(rank),
         "uneven": uneven(),
-        "fp32": {r.scaling: under_fsdp(rank, r, fp32) for r in (Recipe(), TENSORWISE)},
+        "fp32": {r.describe(): under_fsdp(rank, r, fp32) for r in OF_SUMS},
         "bf16": under_fsdp(rank, Recipe(), bf16),
     }
     everyone: list[Any] = [None, None]
@@ -143,7 +148,7 @@ def test_a_whole_weight_has_partial_gradients(results: dict[str, Any]) -> None:
 
 
 def test_fsdp(results: dict[str, Any]) -> None:
-    """Scales are each rank's own, so what is left is how gradients are summed and rounded."""
+    """Scales are each rank's own, or of histories that ranks share: gradients are summed alike."""
     for errors in results["fp32"].values():
         assert max(errors) < 1e-5
     assert max(results["bf16"]) < 5e-3

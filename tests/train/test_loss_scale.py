@@ -177,6 +177,7 @@ def exact() -> dict[str, bool]:
     return found
 
 
+@cache
 def gradients(
     mesh: str, factor: float, scale: DynamicLossScale | None, **options: Any
 ) -> tuple[dict[str, Tensor], float]:

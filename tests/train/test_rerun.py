@@ -38,7 +38,7 @@ from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import emulated
 from tests.train.graphs.graph_fakes import fake_steps
 
-WORLD, TOKENS = 4, 12
+WORLD, TOKENS, EXPERTS = 3, 12, 6
 PAGES = MemoryOptions(stash=StashOptions(page_rows=2, factor=0.25))
 TIGHT: dict[str, dict[str, Any]] = {
     "expert rows": dict(row_factor=0.5),
@@ -77,7 +77,7 @@ CONFIG = DecoderConfig(
     moe=MoEConfig(
         dim=32,
         hidden_dim=32,
-        num_experts=8,
+        num_experts=EXPERTS,
         top_k=2,
         score_function="sigmoid",
         expert_bias=True,
@@ -274,7 +274,8 @@ def graphed(*, room: bool) -> dict[str, Any]:
             if room and i in OUTGROWN:
                 continue
             for bias_E in biases:
-                bias_E.copy_(torch.arange(8) % 4 * 0.01 + (i >= 3) * 5.0 * (torch.arange(8) < 2))
+                experts = torch.arange(EXPERTS)
+                bias_E.copy_(experts % 2 * 0.01 + (i >= 3) * 5.0 * (experts < 2))
             torch.manual_seed(7 + dist.get_rank())
             before = [p.detach().clone() for p in model.parameters()]
             run(*tokens_of_batches())

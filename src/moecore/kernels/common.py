@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +60,7 @@ tma_store: Any = getattr(_tma, "async_store", None) or _tma.async_copy_shared_to
 
 HAS_TRITON = not type(triton).__name__.startswith("_")
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
-
+TRITON = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) if HAS_TRITON else ()
 
 BLOCK_SCALED_TRITON = (3, 9)  # older ones cannot compile NVFP4
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of values that kernels take
@@ -196,8 +197,9 @@ def has_block_scaled_kernels(device: torch.device) -> bool:
     """Return whether a device has tensor cores that multiply scales of blocks, as Triton does."""
     if not HAS_TRITON or INTERPRET or device.type != "cuda":
         return False
-    is_known = tuple(map(int, triton.__version__.split(".")[:2])) >= BLOCK_SCALED_TRITON
-    return is_known and torch.cuda.get_device_capability(device)[0] >= 10  # Blackwell
+    return (
+        TRITON >= BLOCK_SCALED_TRITON and torch.cuda.get_device_capability(device)[0] >= 10
+    )  # Blackwell
 
 
 _HERE = nullcontext()

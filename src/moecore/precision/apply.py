@@ -19,7 +19,7 @@ from moecore.moe.linear import PlainProducts
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
 from moecore.precision.emulated import EmulatedLinearProducts
-from moecore.precision.linear import Fp8Products, InputCast, why_not
+from moecore.precision.linear import Fp8Products, InputCast, history_of, why_not
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear, set_products
 from moecore.precision.te import TELinearProducts
 
@@ -115,38 +115,36 @@ def fp8_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, Fp8Products]]:
             yield module, module.products
 
 
-def _of_linears(model: nn.Module) -> list[tuple[nn.Linear, AmaxHistory]]:
-    found = ((module, products.history) for module, products in fp8_linears(model))
-    return [(module, history) for module, history in found if history is not None]
-
-
-def _of_experts(model: nn.Module) -> list[tuple[Experts, AmaxHistory]]:
-    found = ((m, m.history) for m in model.modules() if isinstance(m, Experts))
-    return [(module, history) for module, history in found if history is not None]
+def amax_histories(model: nn.Module) -> dict[str, AmaxHistory]:
+    """Return the histories of linears and of routed experts by the names of their modules."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            history = module.history
+        else:
+            history = history_of(module) if isinstance(module, ProductLinear) else None
+        if history is not None:
+            found[clean_name(name)] = history
+    return found
 
 
 def advance_amax(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Start the next step of delayed scaling, once after each optimizer step."""
-    # `group` has the ranks among which a layer's experts, their parts and tokens are spread; None =
-    # there is one. A collective where routed experts have an `amax_history`, and where a linear's
-    # weight is cut over ranks. No host sync from the second step of experts on.
-    for module, history in _of_linears(model):
-        history.advance(module.weight)
-    experts = _of_experts(model)
-    if experts:
-        device = next(experts[0][0].parameters()).device
-        advance_together([history for _, history in experts], device, group)
+    """Start the next step of delayed scaling, once after each optimizer step. No host sync."""
+    # `group` has the ranks among which a layer's parts and tokens are spread; None = there is one.
+    histories = amax_histories(model)
+    if histories:
+        advance_together(list(histories.values()), next(model.parameters()).device, group)
 
 
 def drop_amax(model: nn.Module) -> None:
     """Drop what delayed scaling has seen since the last step."""
-    for _, history in (*_of_linears(model), *_of_experts(model)):
+    for history in amax_histories(model).values():
         history.drop()
 
 
 def has_history(model: nn.Module) -> bool:
     """Return whether `advance_amax` has something to do."""
-    return bool(_of_linears(model) or _of_experts(model))
+    return bool(amax_histories(model))
 
 
 def _decide(name: str, module: nn.Linear, precision: Precision) -> LinearPrecision:

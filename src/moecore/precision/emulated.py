@@ -36,10 +36,9 @@ from moecore.kernels.rows.microscaling import (
     unpacked_matrices,
 )
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
-from moecore.moe.amax_history import max_over_cut
 from moecore.moe.linear import Gradients, backward
 from moecore.moe.params import has_values, local_param
-from moecore.precision.linear import Fp8Products, check_operands, gathered_as
+from moecore.precision.linear import Fp8Products, check_operands, gathered_as, max_over_cut
 
 Parts = Sequence[Tensor | None]  # E2M1 in pairs and E4M3 scales of a gathered weight, or nothing
 

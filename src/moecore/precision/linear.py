@@ -14,6 +14,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -28,7 +29,7 @@ from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import amax, cast, operand
 from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, product_ref
 from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
-from moecore.moe.amax_history import AmaxHistory, OperandName, max_over_cut
+from moecore.moe.amax_history import AmaxHistory, OperandName
 from moecore.moe.linear import Gradients, LinearProducts, backward, linear
 from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
 
@@ -274,6 +275,17 @@ class Fp8Products(LinearProducts):
     @staticmethod
     def weight_grad(dy: Blocks, x: Blocks, dtype: torch.dtype, target: GradTarget) -> Tensor:
         return put_grad(product(dy, x, dtype), target.out, target.adds, target.dtype, target.scale)
+
+
+def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:
+    """Return the largest value of the ranks that a weight is cut over."""
+    # One all-reduce for each mesh dim that cuts it, none for a whole weight.
+    if isinstance(weight, DTensor):
+        for mesh_dim, placement in enumerate(weight.placements):
+            if not placement.is_replicate():
+                value = value.clone()
+                dist.all_reduce(value, dist.ReduceOp.MAX, weight.device_mesh.get_group(mesh_dim))
+    return value
 
 
 def why_not(weight: Tensor, recipe: Recipe | None = None) -> str | None:

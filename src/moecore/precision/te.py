@@ -30,10 +30,9 @@ from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import amax
 from moecore.kernels.rows.e4m3 import block_scale_ref
 from moecore.kernels.rows.scaling import LARGEST
-from moecore.moe.amax_history import max_over_cut
 from moecore.moe.linear import Gradients, backward
 from moecore.moe.params import check_values, local_param
-from moecore.precision.linear import Fp8Products, check_operands
+from moecore.precision.linear import Fp8Products, check_operands, max_over_cut
 
 
 def _linear(

@@ -18,7 +18,7 @@ peft = pytest.importorskip("peft", minversion="0.21")
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-STEPS, RANKS = 3, 4
+STEPS, RANKS = 2, 4
 
 
 def lora_config(**kwargs: Any) -> Any:

@@ -133,7 +133,7 @@ CASES = {
     "three ranks, odd columns": Case(
         tokens=(6, 1, 8), max_tokens=8, num_experts=6, top_k=2, dim=104, dtype=torch.float16
     ),
-    "several chunks": Case(tokens=(40, 64, 33, 50), max_tokens=65, programs=1, dim=264),
+    "several chunks": Case(tokens=(20, 32, 17, 26), max_tokens=33, programs=1, rounds=3, dim=264),
     "four tiles at once": Case(tokens=(9, 20), max_tokens=20, dim=1536),
     "one rank": Case(tokens=(11,), max_tokens=16),
     "everything dropped": Case(tokens=(4, 4), max_tokens=4, dropped=1.1),

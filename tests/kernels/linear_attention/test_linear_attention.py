@@ -108,6 +108,23 @@ def test_why_the_package_is_not_used() -> None:
     assert "key dims (512) must be <= 256" in str(fla.supports(rule_of(4, k=512)))
 
 
+@pytest.mark.parametrize("version", [(3, 3, 1), (3, 4, 0), (3, 7, 0), (3, 7, 1)])
+def test_where_the_package_cannot_differentiate(
+    version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decay per head on Hopper, between two releases of Triton; not a decay per channel."""
+    for name in ("_refuse_device", "_why_not"):
+        monkeypatch.setattr(fla, name, lambda *_: None)
+    monkeypatch.setattr(fla, "has_hopper_kernels", lambda _: True)
+    monkeypatch.setattr(fla, "find_spec", lambda _: None)
+    monkeypatch.setattr(fla, "TRITON", version)
+    found = {kind: fla.supports(rule_of(4, kind=kind)) for kind in KINDS}
+    is_wrong = (3, 4) <= version < (3, 7, 1)
+    assert {kind for kind, reason in found.items() if reason} == (
+        {kind for kind in KINDS if kind != "by channel"} if is_wrong else set()
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_initial", [False, True])
@@ -126,6 +143,8 @@ def test_kernels_are_at_most_twice_as_wrong_as_plain_pytorch(
         initial = torch.randn(len(borders) - 1, 4, 64, 32, device="cuda").requires_grad_()
     leaves = [x for x in (*rule[:5], initial) if x is not None]
     cu_seqlens = torch.tensor(borders, dtype=torch.int32, device="cuda")
+    if (reason := fla._why_wrong(rule)) is not None:
+        pytest.skip(reason)
     assert fla.supports(rule) is None
     runs: list[Any] = [
         delta_rule_ref(rule, borders, initial),

@@ -94,8 +94,9 @@ def test_backward_of_the_reference(kind: str, device: str) -> None:
             scale = (da.float().abs() * want_output(h, da, options)).nan_to_num().sum(1)
             assert ((got[1] - want[1]).abs() <= 1e-5 * scale).all()
             assert (got[1][used:] == 0).all()
-            again = qa.quantised_activation_bwd(*args, power_of_two=power_of_two)
-            assert torch.equal(again[1], got[1])
+            if device == "cuda":
+                again = qa.quantised_activation_bwd(*args, power_of_two=power_of_two)
+                assert torch.equal(again[1], got[1])
 
 
 def want_output(h: Tensor, da: Tensor, options: ActivationOptions) -> Tensor:

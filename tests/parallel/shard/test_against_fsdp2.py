@@ -49,6 +49,8 @@ CONFIG = DecoderConfig(
     max_seq_len=32,
     moe=MOE,
 )
+# Where units of a kind that take turns in buffers are not what a case is about.
+SHORT = replace(CONFIG, num_layers=2)
 BIASES = replace(MOE, num_experts=6, fc1_bias=True, fc2_bias=True)
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 
@@ -66,25 +68,33 @@ EP = ParallelConfig(ep=2, edp_shard=2)
 CASES = {
     "sharded": Case(),
     "sharded, bf16": Case(fsdp=BF16),
-    "tensor parallel": Case(parallel=ParallelConfig(dp_shard=2, tp=2)),
-    "tensor parallel, bf16": Case(parallel=ParallelConfig(dp_shard=2, tp=2, ep=2), fsdp=BF16),
-    "replicas": Case(parallel=ParallelConfig(dp_replicate=2, dp_shard=2, edp_replicate=2)),
-    "replicas, bf16": Case(parallel=ParallelConfig(dp_replicate=2, dp_shard=2, ep=2), fsdp=BF16),
+    "tensor parallel": Case(parallel=ParallelConfig(dp_shard=2, tp=2), config=SHORT),
+    "tensor parallel, bf16": Case(
+        parallel=ParallelConfig(dp_shard=2, tp=2, ep=2), fsdp=BF16, config=SHORT
+    ),
+    "replicas": Case(
+        parallel=ParallelConfig(dp_replicate=2, dp_shard=2, edp_replicate=2), config=SHORT
+    ),
+    "replicas, bf16": Case(
+        parallel=ParallelConfig(dp_replicate=2, dp_shard=2, ep=2), fsdp=BF16, config=SHORT
+    ),
     "ep 2": Case(parallel=EP),
     "ep 2, bf16": Case(parallel=EP, fsdp=BF16),
-    "ep 4": Case(parallel=ParallelConfig(ep=4)),
-    "ep 4, bf16": Case(parallel=ParallelConfig(ep=4), fsdp=BF16),
-    "uneven experts": Case(config=replace(CONFIG, moe=BIASES)),  # cut along the model dim
-    "uneven experts, bf16": Case(config=replace(CONFIG, moe=BIASES), fsdp=BF16),
-    "reduced in bf16": Case(parallel=EP, fsdp=replace(BF16, reduce_dtype=torch.bfloat16)),
+    "ep 4": Case(parallel=ParallelConfig(ep=4), config=SHORT),
+    "ep 4, bf16": Case(parallel=ParallelConfig(ep=4), fsdp=BF16, config=SHORT),
+    "uneven experts": Case(config=replace(SHORT, moe=BIASES)),  # cut along the model dim
+    "uneven experts, bf16": Case(config=replace(SHORT, moe=BIASES), fsdp=BF16),
+    "reduced in bf16": Case(
+        parallel=EP, fsdp=replace(BF16, reduce_dtype=torch.bfloat16), config=SHORT
+    ),
     "two blocks together": Case(parallel=EP, fsdp=replace(BF16, blocks_per_unit=2)),
     "gathered once": Case(parallel=EP, fsdp=replace(BF16, dense_strategy="optim")),
     "root gathered again": Case(
         parallel=EP, fsdp=replace(BF16, embedding_strategy="optim_grads_params")
     ),
-    "tied": Case(config=replace(CONFIG, tie_embeddings=True), fsdp=BF16),
+    "tied": Case(config=replace(SHORT, tie_embeddings=True), fsdp=BF16),
     "multi-token prediction": Case(
-        config=replace(CONFIG, num_mtp_layers=2, mtp_loss_coef=0.3), fsdp=BF16
+        config=replace(SHORT, num_mtp_layers=2, mtp_loss_coef=0.3), fsdp=BF16
     ),
 }
 

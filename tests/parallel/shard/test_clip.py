@@ -25,6 +25,7 @@ from moecore import (
 from moecore import parallelize_moe as parallelize
 from moecore.parallel.attached import moe_state
 from moecore.parallel.shard.clip import GradientNorm, step_clipped
+from tests.helpers.grids import asked_for, grid
 from tests.helpers.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
@@ -134,9 +135,9 @@ def torch_norms() -> dict[str, tuple[float | str, float, float]]:
     """Return what torch's function measures, what ours does, and the norm that torch's leaves."""
     found: dict[str, tuple[float | str, float, float]] = {}
     for degrees in FOLDINGS:
+        model = parallelize(make_model(), build_meshes(ParallelConfig(**degrees), "cpu"))
+        loss_of(model).backward()
         for parts in ((0,), (1,), (0, 1)):
-            model = parallelize(make_model(), build_meshes(ParallelConfig(**degrees), "cpu"))
-            loss_of(model).backward()
             chosen = nn.ModuleList([model[0], model[1].experts][i] for i in parts)
             ours = clip_grad_norm_(chosen, math.inf).total
             try:
@@ -148,28 +149,24 @@ def torch_norms() -> dict[str, tuple[float | str, float, float]]:
     return found
 
 
-def worker(rank: int, device: torch.device) -> list[Any]:
+def worker(rank: int, device: torch.device, cases: list[tuple[str, float, bool]]) -> list[Any]:
     mine: dict[str, Any] = refusals() | {"lacking": norm_when_one_rank_lacks_gradients()}
     mine["torch"] = torch_norms()
     mine["collectives"] = collectives_of_a_step()
-    for name, bad_rank in BAD.items():
-        for value in (math.nan, math.inf):
-            for fused in (False, True):
-                found = step_with_bad_gradient(name, bad_rank, value, fused=fused)
-                mine[f"{name}/{value}/{fused}"] = found
+    for name, value, fused in cases:
+        found = step_with_bad_gradient(name, BAD[name], value, fused=fused)
+        mine[f"{name}/{value}/{fused}"] = found
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[Any]:
-    return run_ranks(4, worker)
+def ranks(request: pytest.FixtureRequest) -> list[Any]:
+    return run_ranks(4, worker, asked_for(request, "name", "value", "fused"))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("name", BAD)
+@grid(name=BAD, value=[math.nan, math.inf], fused=[False, True])
 def test_every_rank_skips_and_names_the_parameter(
     name: str, value: float, fused: bool, ranks: list[Any]
 ) -> None:

@@ -222,29 +222,35 @@ def recomputing() -> Iterator[None]:
         yield
 
 
-def representable(rank: int) -> dict[str, bool]:
-    """Weights that are FP8 values: gathers in bf16 quantise them to the same products."""
-    found = []
+def representable(rank: int) -> dict[str, Any]:
+    """Weights that are FP8 values: gathers in bf16 quantise them to the same products.
+
+    Also what a forward and a backward send, in each of both.
+    """
+    found, sent = [], []
     for fsdp in (FP8, BF16):
         model = make(LAYOUTS["model dim"], fsdp)
         with torch.no_grad():
             for param in model.parameters():
                 local_of(param).mul_(8).round_().div_(8)
-        model(*batch(0, rank)).backward()
+        with counted(model) as num_bytes:
+            model(*batch(0, rank)).backward()
         grads = {name: local_of(p.grad).clone() for name, p in model.named_parameters()}  # type: ignore[arg-type]
         found.append(grads)
+        sent.append(num_bytes)
     ours, theirs = found
-    return {name: torch.equal(grad, theirs[name]) for name, grad in ours.items()}
+    same = {name: torch.equal(grad, theirs[name]) for name, grad in ours.items()}
+    return {"representable": same, "sent": sent}
 
 
-def gathered_bytes(fsdp: FSDPOptions, rank: int) -> dict[str, int]:
-    """Bytes that a forward and a backward send: of experts in gathers, and in reductions."""
-    model = make(LAYOUTS["model dim"], fsdp)
+@contextmanager
+def counted(model: Decoder) -> Iterator[dict[str, int]]:
+    """Count the bytes that are sent: of experts in gathers, and in reductions."""
     experts = {u._transport for u in units(model) if u.options.name.endswith("experts")}
     sent = {"gathered": 0, "amax": 0}
     gather, reduce = Packed.gather, dist.all_reduce
 
-    def counted(transport: Packed, regions: list[Tensor], *args: Any) -> Any:
+    def gathered(transport: Packed, regions: list[Tensor], *args: Any) -> Any:
         if transport in experts:
             sent["gathered"] += sum(region.nbytes for region in regions)
         return gather(transport, regions, *args)
@@ -253,9 +259,8 @@ def gathered_bytes(fsdp: FSDPOptions, rank: int) -> dict[str, int]:
         sent["amax"] += tensor.nbytes if op == dist.ReduceOp.MAX else 0
         return reduce(tensor, op, group, **how)
 
-    with patch.object(Packed, "gather", counted), patch.object(dist, "all_reduce", reduced):
-        model(*batch(0, rank)).backward()
-    return sent
+    with patch.object(Packed, "gather", gathered), patch.object(dist, "all_reduce", reduced):
+        yield sent
 
 
 def refused_reads(rank: int) -> dict[str, str]:
@@ -324,8 +329,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
             with recomputing() if name == "checkpoints" else nullcontext():
                 memory = REGIONS if name == "regions" else None
                 results[name] = short(fsdp=replace(FP8, **change), memory=memory)
-        results["representable"] = representable(rank)
-        results["sent"] = [gathered_bytes(fsdp, rank) for fsdp in (FP8, BF16)]
+        results |= representable(rank)
         results["refused"] = refused_reads(rank)
         for name in ("model dim", "tp, ep"):
             results[f"late {name}"] = late_backwards(LAYOUTS[name])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import moe_state
+from moecore.train.rerun import drop_step
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import num_gpu_ranks, run_ranks
 from tests.parallel.shard import test_unit
@@ -94,19 +95,30 @@ class MicroBatch:
         self._done += 1
 
 
-def make(layout: str, device_type: str) -> tuple[nn.Module, list[MicroBatch]]:
+@cache
+def made(layout: str, device_type: str) -> Any:
     parallel, options = LAYOUTS[layout]
     meshes = build_meshes(parallel, device_type)
     if layout.endswith("parts"):
         with torch.device(device_type):  # where wide weights are made and compared quickly
             staged = test_unit.Model()
         parallelize_moe(staged, meshes, fsdp=options)
-        return staged, [MicroBatch(stages_of(staged, n)) for n in range(N)]
+        return staged
     model = Decoder(CONFIG, device="meta")
     parallelize_moe(model, meshes, fsdp=options)
     model.to_empty(device=device_type)
     model.init_weights()
-    return model, [MicroBatch([partial(loss_of, model, parallel.tp, n)]) for n in range(N)]
+    return model
+
+
+def start(layout: str, device_type: str) -> tuple[nn.Module, list[MicroBatch]]:
+    """Return a layout's model, of which all steps are dropped, and micro-batches of a new one."""
+    model = made(layout, device_type)
+    drop_step(model)
+    if layout.endswith("parts"):
+        return model, [MicroBatch(stages_of(model, n)) for n in range(N)]
+    tp = LAYOUTS[layout][0].tp
+    return model, [MicroBatch([partial(loss_of, model, tp, n)]) for n in range(N)]
 
 
 def loss_of(model: Decoder, tp: int, n: int, _: None) -> Tensor:
@@ -137,7 +149,7 @@ def run(
     layout: str, device_type: str, schedule: Iterable[int], *, told: bool
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return gradients and counts of a step with micro-batches in flight, and what it missed."""
-    model, micro_batches = make(layout, device_type)
+    model, micro_batches = start(layout, device_type)
     step = TrainStep(model, num_micro_batches=N)
     if not told:
         del step
@@ -153,7 +165,7 @@ def run(
 def run_one_by_one(
     layout: str, device_type: str, order: tuple[int, ...], *, told: bool
 ) -> dict[str, Tensor]:
-    model, micro_batches = make(layout, device_type)
+    model, micro_batches = start(layout, device_type)
     step = TrainStep(model, num_micro_batches=N)
     if not told:
         del step
@@ -166,8 +178,8 @@ def run_one_by_one(
 
 def found_in(model: nn.Module) -> dict[str, Tensor]:
     layers = moe_state(model).layers
-    found = {f"counts {n}": layer.tracker.counts.chosen_E for n, layer in layers.items()}
-    return found | {n: p.grad.to_local() for n, p in model.named_parameters()}  # type: ignore[union-attr, operator]
+    found = {f"counts {n}": each.tracker.counts.chosen_E.clone() for n, each in layers.items()}
+    return found | {n: p.grad.to_local().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr, operator]
 
 
 def ended(schedule: Iterable[int]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from moecore import (
 )
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.whole import Held, part_of
+from tests.helpers.whole import Held, by_turns, part_of
 
 pytestmark = pytest.mark.slow
 
@@ -97,15 +97,22 @@ def row(number: int) -> Tensor:
     return torch.randn(3, DIM, generator=torch.Generator().manual_seed(number))
 
 
-def differing(model: nn.Module, plain: nn.Module, bound: float) -> list[str]:
-    """Return the names of parameters of which this rank has another gradient than `plain`."""
+Grads = list[Tensor | None]  # of parameters in their order
+
+
+def grads_of(model: nn.Module) -> Grads:
+    return [param.grad for param in model.parameters()]
+
+
+def differing(model: nn.Module, wanted: Grads, bound: float) -> list[str]:
+    """Return the names of parameters of which this rank has another gradient than is wanted."""
     found = []
-    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if param.grad is None or other.grad is None:
-            same = param.grad is other.grad
+    for (name, param), grad in zip(model.named_parameters(), wanted, strict=True):
+        if param.grad is None or grad is None:
+            same = param.grad is grad
         else:
-            error = (Held.of(param.grad).local - part_of(other.grad, param.grad)).abs()
-            same = bool((error <= bound * other.grad.abs().max()).all())
+            error = (Held.of(param.grad).local - part_of(grad, param.grad)).abs()
+            same = bool((error <= bound * grad.abs().max()).all())
         found += [] if same else [name]
     return found
 
@@ -123,42 +130,42 @@ def made(*, is_bf16: bool) -> Model:
     return model
 
 
-@cache
-def plain_of(start: int, apart: int, *, is_bf16: bool) -> Model:
-    """Return a model with the gradients of one process, which all options share."""
-    plain = made(is_bf16=is_bf16)
+def wanted_of(key: tuple[int, int, int]) -> Grads:
+    """Return the gradients of one process, which all options share."""
+    start, apart, is_bf16 = key
+    plain = made(is_bf16=bool(is_bf16))
     for i in range(MICRO_BATCHES):
         for rank in range(WORLD):
             number = number_of(rank, i, start, apart)
             (plain(row(number), number) / WORLD).backward()
-    return plain
+    return grads_of(plain)
 
 
 def skipping(rank: int) -> dict[str, list[str]]:
-    found = {}
+    found, starts = {}, dict.fromkeys((*OF_ALL, *OF_EXPERTS))
+    wanted = by_turns([(*start, is_bf16) for start in starts for is_bf16 in (0, 1)], wanted_of)
     for name, (parallel, options) in OPTIONS.items():
         is_bf16 = "param_dtype" in options
+        model, levels = made(is_bf16=is_bf16), 2 if "two levels" in name else None
+        parallelize_moe(
+            model,
+            build_meshes(parallel, "cpu", ranks_per_domain=levels),
+            dispatcher="hierarchical" if levels else "auto",
+            fsdp=FSDPOptions(**options),
+            fp8_dispatch="FP8" in name,
+        )
+        step, found[name] = TrainStep(model, num_micro_batches=MICRO_BATCHES), list[str]()
         for start, apart in OF_EXPERTS if "elsewhere" in name else OF_ALL:
-            plain, model = plain_of(start, apart, is_bf16=is_bf16), made(is_bf16=is_bf16)
-            levels = 2 if "two levels" in name else None
-            parallelize_moe(
-                model,
-                build_meshes(parallel, "cpu", ranks_per_domain=levels),
-                dispatcher="hierarchical" if levels else "auto",
-                fsdp=FSDPOptions(**options),
-                fp8_dispatch="FP8" in name,
-            )
-            step = TrainStep(model, num_micro_batches=MICRO_BATCHES)
             numbers = [number_of(rank, i, start, apart) for i in range(MICRO_BATCHES)]
-            wrong = list[str]()
+            step.drop()
             if "in pairs" in name:
-                wrong = run_in_pairs(step, model, numbers)
+                found[name] += run_in_pairs(step, model, numbers)
             else:
                 for number in numbers:
                     with step.micro_batch():
                         model(row(number), number).backward()
-            wrong += differing(model, plain, 0.1 if is_bf16 or "FP8" in name else 1e-5)
-            found[name] = found.get(name, []) + wrong
+            bound = 0.1 if is_bf16 or "FP8" in name else 1e-5
+            found[name] += differing(model, wanted[start, apart, is_bf16], bound)
     return found
 
 
@@ -194,21 +201,31 @@ def one_by_one(forward: Callable[[], Any], backward: Callable[[], None]) -> Any:
     return found
 
 
+def mixed_batch(model: nn.Module, of_rank: int) -> dict[str, Any]:
+    """Return a rank's batch: of every other rank one without images."""
+    inputs = batch(model, of_rank)
+    if of_rank % 2:
+        inputs = {n: x for n, x in inputs.items() if n not in IMAGE_INPUTS}
+        inputs["input_ids"][:, IMAGE] = 52  # which is no special token
+        inputs = {n: x * 0 if "token_type" in n else x for n, x in inputs.items()}
+    return inputs
+
+
+def wanted_of_family(family: str) -> Grads:
+    plain = tiny_model(family)
+    for of_rank in range(WORLD):
+        (loss_of(plain, mixed_batch(plain, of_rank)) / WORLD).backward()
+    return grads_of(plain)
+
+
 def text_beside_images(rank: int) -> dict[str, list[str]]:
     found = {}
-    for family in IMAGES:
-        plain, model = tiny_model(family), tiny_model(family)
+    for family, wanted in by_turns(IMAGES, wanted_of_family).items():
+        model = tiny_model(family)
+        inputs = mixed_batch(model, rank)
         parallelize_moe(model, build_meshes(ParallelConfig(ep=2, edp_shard=2), "cpu"))
-        for of_rank in range(WORLD):
-            inputs = batch(plain, of_rank)
-            if of_rank % 2:
-                inputs = {n: x for n, x in inputs.items() if n not in IMAGE_INPUTS}
-                inputs["input_ids"][:, IMAGE] = 52  # which is no special token
-                inputs = {n: x * 0 if "token_type" in n else x for n, x in inputs.items()}
-            (loss_of(plain, inputs) / WORLD).backward()
-            if of_rank == rank:
-                loss_of(model, inputs).backward()
-        found[family] = differing(model, plain, 1e-4)
+        loss_of(model, inputs).backward()
+        found[family] = differing(model, wanted, 1e-4)
     return found
 
 

@@ -27,7 +27,8 @@ from moecore import (
     parallelize_moe,
 )
 from tests.helpers.ranks import run_ranks
-from tests.parallel.shard.test_skipped import DIM, differing, row, run_in_pairs
+from tests.helpers.whole import by_turns
+from tests.parallel.shard.test_skipped import DIM, Grads, differing, grads_of, row, run_in_pairs
 from tests.parallel.shard.units import recorded
 
 pytestmark = pytest.mark.slow
@@ -201,32 +202,47 @@ CASES = {
 }
 
 
-@cache
-def plain_of(run: Forward) -> Model:
-    """Return a model with the gradients of one process, which all layouts share."""
-    plain = Model(run)
+RUNS = list(dict.fromkeys(case.run for case in CASES.values()))
+
+
+def wanted_of(place: int) -> Grads:
+    """Return the gradients of one process, which all layouts of one of `RUNS` share."""
+    plain = Model(RUNS[place])
     for i in range(MICRO_BATCHES):
         for number in range(i, i + WORLD):
             loss = plain(row(number), number)
             if loss is not None:
                 (loss / WORLD).backward()
-    return plain
+    return grads_of(plain)
 
 
-def gradients(rank: int, case: Case) -> list[str]:
+@cache
+def made(
+    parallel: ParallelConfig, options: tuple[tuple[str, Any], ...], has_step: bool
+) -> tuple[Model, TrainStep | None]:
+    """Return a model of a layout, which changes what it runs from step to step."""
+    model = Model(branches)
+    parallelize_moe(model, build_meshes(parallel, "cpu"), fsdp=FSDPOptions(**dict(options)))
+    return model, TrainStep(model, num_micro_batches=MICRO_BATCHES) if has_step else None
+
+
+def gradients(rank: int, case: Case, wanted: Grads) -> list[str]:
     """Return the names of parameters with another gradient than a plain process has."""
-    model = Model(case.run)
-    parallelize_moe(model, build_meshes(case.parallel, "cpu"), fsdp=FSDPOptions(**case.options))
-    step = TrainStep(model, num_micro_batches=MICRO_BATCHES) if case.has_step else None
+    model, step = made(case.parallel, tuple(case.options.items()), case.has_step)
+    model.run = case.run
+    for layer in model.layers:
+        layer.is_dropped = False  # type: ignore[assignment]
+    if step is not None:
+        step.drop()
     if step is not None and case.in_pairs:
         wrong = run_in_pairs(step, model, range(rank, rank + MICRO_BATCHES))
-        return wrong + differing(model, plain_of(case.run), 1e-5)
+        return wrong + differing(model, wanted, 1e-5)
     for i in range(MICRO_BATCHES):
         with step.micro_batch() if step is not None else nullcontext():
             loss = model(row(rank + i), rank + i)
             if loss is not None:
                 loss.backward()
-    return differing(model, plain_of(case.run), 1e-5)
+    return differing(model, wanted, 1e-5)
 
 
 def frozen(model: Model, x: Tensor, number: int) -> Tensor:
@@ -249,7 +265,10 @@ def collectives(_rank: int) -> list[str]:
 
 
 def worker(rank: int, _device: torch.device) -> Any:
-    found: dict[str, Any] = {name: gradients(rank, case) for name, case in CASES.items()}
+    wanted = by_turns(range(len(RUNS)), wanted_of)
+    found: dict[str, Any] = {
+        name: gradients(rank, case, wanted[RUNS.index(case.run)]) for name, case in CASES.items()
+    }
     every: list[Any] = [None] * WORLD
     dist.all_gather_object(every, found | {"frozen": collectives(rank)})
     return every

@@ -24,7 +24,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
-from moecore.io import load, save
+from moecore.io import latest, load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.params import global_indices
 from moecore.train import AdamW, Cut, Muon, QKClip, assign_matrices
@@ -215,24 +215,32 @@ def batch_of(data_rank: int) -> Tensor:
     return torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(data_rank))
 
 
+def begin_again(model: Decoder) -> None:
+    model.zero_grad()
+    model.init_weights(3)
+
+
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     names = [n for n in LAYOUTS if HAS_SEPARATE_PIECES or "etp" not in n]
-    for i, name in enumerate(names):
-        model, _ = make_sharded(name)
+    made = {name: make_sharded(name) for name in names}
+    for name in names:
+        model, _ = made[name]
         optimizers = optimizers_of(model, beta2=BETA2[name])
         train(model, optimizers, range(STEPS))
-        path = save(f"{folder}/{name}", 1, model, optimizers)
+        save(f"{folder}/{name}", 1, model, optimizers)
         found[name] = {"whole": whole(model), "differ": copies_differ(model, optimizers[0])}
         found[name] |= facts_of(model, optimizers[0])
-        # Goes on in another layout.
-        other, _ = make_sharded(names[i - 1])
+    for i, name in enumerate(names):  # goes on in another layout
+        other, _ = made[names[i - 1]]
         others = optimizers_of(other, beta2=BETA2[name])
-        load(path, other, others)
+        load(latest(f"{folder}/{name}"), other, others)
         train(other, others, range(STEPS, 2 * STEPS))
         found[name]["resumed"] = whole(other)
-    found["skip"] = run_skip(*make_sharded("tp-model-dim"))
-    model, meshes = make_sharded("tp-model-dim")
+    model, meshes = made["tp-model-dim"]
+    begin_again(model)
+    found["skip"] = run_skip(model, meshes)
+    begin_again(model)
     found["qk_clip"] = run_qk_clip(model, [batch_of(meshes.data_rank)])
     return found
 

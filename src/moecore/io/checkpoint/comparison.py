@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.io.checkpoint.config_differences import saved_differences
@@ -25,6 +25,7 @@ from moecore.io.checkpoint.stages import StagePart
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
+    amax_names,
     listed_optimizers,
     optimizer_state_to_fill,
     rng_tensors,
@@ -115,6 +116,17 @@ def optimizer_target(
             key = f"{slot}.{name}"
             target[f"optimizer.{key}"] = value if key in fit.scalars else view.view(name, value)
     return states, target
+
+
+def amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
+    """Return saved histories of this rank's modules to load into, of any number of steps."""
+    stored = below("amax.", manifest)
+    shapes = {name: stored[name] for name in amax_names(model) if name in stored}
+    return {
+        name: torch.empty(tensor.shape)
+        for name, tensor in shapes.items()
+        if len(tensor.shape) == 1 and tensor.dtype == torch.float32
+    }
 
 
 def rng_target(manifest: Manifest) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from moecore.io.checkpoint.state import (
     Optimizers,
     listed_optimizers,
     optimizer_state_to_fill,
+    restore_amax,
     restore_optimizer_state,
     restore_rng,
 )
@@ -58,7 +59,9 @@ def load_rank_state(
 ) -> dict[str, Tensor]:
     """Set model, optimizer, scheduler and generators in place; return `extra`. Drops a step."""
     drop_step(model)
-    kinds: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "extra": {}, "rng": {}}
+    kinds: dict[str, dict[str, Tensor]] = {
+        kind: {} for kind in ("model", "optimizer", "amax", "extra", "rng")
+    }
     for name, tensor in state["tensors"].items():
         kind, _, rest = name.partition(".")
         kinds[kind][rest] = tensor
@@ -81,5 +84,6 @@ def load_rank_state(
     schedule = one_scheduler(scheduler, optimizers)
     if schedule is not None:
         schedule.load_state_dict(scheduler_state(schedule, state["scheduler"]))
+    restore_amax(model, kinds["amax"])
     restore_rng({f"rng.{name}": tensor for name, tensor in kinds["rng"].items()})
     return kinds["extra"]

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from moecore.io.checkpoint.ranks import Group, gather, on_every_rank
 from moecore.io.checkpoint.shard_file import bytes_of
 from moecore.io.checkpoint.snapshot import Snapshot
+from moecore.io.checkpoint.state import OF_STAGES
 
 # Of a plain tensor of the model or the optimizer. Replicas that drift apart do so all over, and a
 # save must not wait for the hash of a whole model.
@@ -31,6 +32,7 @@ FIXES = {
     "extra": "gather what each rank has into one value",
     "model": "make it equal, or a buffer with persistent=False",
     "optimizer": "step on every rank with a gradient, zeros where it has none",
+    "amax": "end each step on all ranks, by TrainStep.finish()",
     "param_groups": "set it on all ranks alike",
     "scheduler": "step it on all ranks alike, such as with a loss that was reduced",
     "save": "call it with the same arguments on every rank",
@@ -75,7 +77,7 @@ def _compare_stages(hashes: list[tuple[int, Hashes]]) -> None:
     first = hashes[0][0]
     for rank, theirs in hashes:
         for key in seen:
-            if key not in theirs and key[0] not in ("model", "optimizer"):
+            if key not in theirs and key[0] not in OF_STAGES:
                 at = seen[key][0]
                 _refuse(key, at if at != rank else first, rank, is_there=False)
 

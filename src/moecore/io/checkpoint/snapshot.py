@@ -25,6 +25,7 @@ from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
+    amax_tensors,
     listed_optimizers,
     optimizer_tensors,
     rng_tensors,
@@ -116,6 +117,7 @@ def take_snapshot(
     tensors = {f"model.{name}": tensor for name, tensor in view.stored.items()}
     optimizers = listed_optimizers(optimizer, view)
     tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(optimizers, view).items()}
+    tensors |= {f"amax.{name}": steps for name, steps in amax_tensors(model).items()}
     values = {}
     for name, value in (extra or {}).items():
         if isinstance(value, Tensor):

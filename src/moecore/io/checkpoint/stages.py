@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from moecore.io.checkpoint.ranks import Group, gather
 from moecore.io.checkpoint.snapshot import Snapshot
+from moecore.io.checkpoint.state import OF_STAGES
 from moecore.parallel.across import AllStages
 
 
@@ -44,7 +45,7 @@ def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:
         return snapshot
-    kept = ("model.", "optimizer.")
+    kept = tuple(f"{kind}." for kind in OF_STAGES)
     own = StagePart(
         frozenset(name for name in snapshot.tensors if name.startswith(kept)),
         [options["params"] for options in facts.optimizer or []],

@@ -4,6 +4,7 @@ Legend: E experts, D model dim, F expert hidden dim.
 
     model.<fqn>               parameters and persistent buffers
     optimizer.<slot>.<fqn>    optimizer state, such as exp_avg
+    amax.<fqn>.<operand>      history of delayed scaling, fp32 [steps], the newest first
     rng.<device>.<rank>       generator state of one rank, uint8
     extra.<name>              the caller's tensors
 
@@ -26,11 +27,15 @@ from torch.optim import Optimizer
 from moecore.base.torch_names import StridedShard
 from moecore.io.checkpoint.config_differences import own_config
 from moecore.io.checkpoint.ranks import rank_and_world
+from moecore.moe.amax_history import GRADIENTS, AmaxHistory
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name
+from moecore.parallel.attached import attached_in
+from moecore.precision.apply import amax_histories
 from moecore.precision.stored import refuse_stored
 
 StoredView = Callable[[Tensor], Tensor]
+OF_STAGES = ("model", "optimizer", "amax")  # kinds of which a pipeline stage has its own
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
@@ -217,6 +222,43 @@ def _scalar(current: object, dtype: torch.dtype, device: torch.device) -> Tensor
 
 def _layout(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
+    """Return "<fqn>.<operand>" -> a history and its operand."""
+    # The loss of a data rank is a mean over its tokens, so how large gradients are depends on who
+    # has which tokens: their names have these degrees, and another folding finds none.
+    degrees = "dp1.cp1.tp1"
+    for found in attached_in(model):
+        parallel = found.request.meshes.parallel
+        num_data = parallel.dp_replicate * parallel.dp_shard
+        degrees = f"dp{num_data}.cp{parallel.cp}.tp{parallel.tp}"
+    return {
+        f"{name}.{operand}.{degrees}" if operand in GRADIENTS else f"{name}.{operand}": (
+            history,
+            operand,
+        )
+        for name, history in amax_histories(model).items()
+        for operand in history.operands
+    }
+
+
+def amax_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return "<fqn>.<operand>" -> history of delayed scaling, sharing its memory."""
+    owners = amax_names(model).items()
+    return {name: h.steps[operand] for name, (h, operand) in owners if operand in h.steps}
+
+
+@torch.no_grad()
+def restore_amax(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Set histories from what `amax_tensors` gave; those that are not there start anew."""
+    found: dict[AmaxHistory, dict[str, Tensor]] = {}
+    for name, (history, operand) in amax_names(model).items():
+        steps = found.setdefault(history, {})
+        if name in saved:
+            steps[operand] = saved[name]
+    for history, steps in found.items():
+        history.load(steps, next(model.parameters()).device)
 
 
 def rng_tensors() -> dict[str, Tensor]:

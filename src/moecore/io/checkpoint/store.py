@@ -22,6 +22,7 @@ from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.torch_names import local_of
 from moecore.io.checkpoint.comparison import (
     Comparison,
+    amax_target,
     below,
     check_fit,
     compare,
@@ -53,6 +54,7 @@ from moecore.io.checkpoint.state import (
     Optimizers,
     fresh_buffers,
     listed_optimizers,
+    restore_amax,
     restore_optimizer_state,
     restore_rng,
 )
@@ -85,10 +87,10 @@ def save(
 ) -> Path:
     """Write a checkpoint of this step and return its directory. Collective.
 
-    Kept are parameters, persistent buffers (the routers' expert bias among them), the optimizer's
-    state and hyperparameters, each rank's CPU and CUDA generator states, and `extra`: what a
-    bit-exact resume needs. Call it between optimizer steps. A kill at any moment leaves the
-    previous checkpoint loadable. Every rank must see `root`.
+    Kept are parameters, persistent buffers (the routers' expert bias among them), histories of
+    delayed scaling, the optimizer's state and hyperparameters, each rank's CPU and CUDA generator
+    states, and `extra`: what a bit-exact resume needs. Call it between optimizer steps. A kill at
+    any moment leaves the previous checkpoint loadable. Every rank must see `root`.
 
     Args:
         root: directory of the run; one job at a time writes to it.
@@ -141,9 +143,10 @@ def load(
     """Set model, optimizer and generators as they were saved, in place. Collective.
 
     Layouts may differ: every rank reads what it holds. A rank that the saving run did not have
-    keeps its generators, and without an optimizer (for inference) every rank does. What a half-done
-    step has left, such as gradients, is dropped (`TrainStep.drop`). Buffers that no checkpoint
-    holds (transformers' rotary frequencies) are computed again: `to_empty` leaves them undefined.
+    keeps its generators, and without an optimizer (for inference) every rank does. Histories of
+    delayed scaling that the checkpoint does not have start anew. What a half-done step has left,
+    such as gradients, is dropped (`TrainStep.drop`). Buffers that no checkpoint holds
+    (transformers' rotary frequencies) are computed again: `to_empty` leaves them undefined.
 
     Args:
         path: a whole checkpoint, such as from `latest`.
@@ -191,7 +194,9 @@ def load(
         if isinstance(layer, RoutedLayer) and layer.cloner is not None:
             layer.cloner.drop_plan()  # which no checkpoint holds
     _refresh_buffers(path, model)
-    extra = _read(path, manifest, view, fit, meter, strict=strict)
+    amax = amax_target(model, manifest)
+    extra = _read(path, manifest, view, fit, amax, meter, strict=strict)
+    restore_amax(model, amax)
     if fit.scheduler is not None:
         assert manifest.facts.scheduler is not None
         fit.scheduler.load_state_dict(scheduler_state(fit.scheduler, manifest.facts.scheduler))
@@ -257,15 +262,23 @@ def write(
 
 
 def _read(
-    path: Path, manifest: Manifest, view: ModelView, fit: Comparison, meter: Meter, *, strict: bool
+    path: Path,
+    manifest: Manifest,
+    view: ModelView,
+    fit: Comparison,
+    amax: Mapping[str, Tensor],
+    meter: Meter,
+    *,
+    strict: bool,
 ) -> dict[str, Any]:
-    """Fill model, optimizers and generators; return `extra`."""
+    """Fill model, optimizers, `amax` and generators; return `extra`."""
     target = {f"model.{name}": view.stored[name] for name in sorted(fit.model)}
     extra = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype)
         for name, tensor in below("extra.", manifest).items()
     }
     target |= {f"extra.{name}": tensor for name, tensor in extra.items()}
+    target |= {f"amax.{name}": steps for name, steps in amax.items()}
     states, optimizer_tensors = optimizer_target(fit, view)
     rng = rng_target(manifest) if fit.optimizers else {}
     target |= optimizer_tensors | rng

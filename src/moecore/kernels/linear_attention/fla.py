@@ -11,13 +11,14 @@ import importlib
 import inspect
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import is_gpu
+from moecore.kernels.common import TRITON, has_hopper_kernels, is_gpu, triton
 from moecore.kernels.linear_attention import fla_on_meta
 from moecore.kernels.linear_attention.contract import DeltaRule
 
@@ -27,6 +28,9 @@ MAX_KEY_DIM = 256
 RULE = ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 RULE_BY_CHANNEL = ("fla.ops.kda", "chunk_kda")
 RULE_WITHOUT_RATES = ("fla.ops.simple_gla", "chunk_simple_gla")
+# From and before these Triton compiles the backward of a decay per head wrongly for Hopper, and the
+# package raises there (fla-org/flash-linear-attention#640) unless it has tilelang.
+WRONG_FROM, WRONG_BEFORE = (3, 4), (3, 7, 1)
 CONVOLUTION = ("fla.modules.causal_conv1d", "causal_conv1d")
 TAKEN = {"initial_state", "output_final_state", "cu_seqlens"}
 
@@ -41,7 +45,7 @@ def supports(rule: DeltaRule) -> str | None:
     is_on_meta = name == RULE_WITHOUT_RATES or (name == RULE and rule.norm_qk)
     if reason is None and rule.v_THv.is_meta and not is_on_meta:
         return f"rule (of {name[1]}) must be of {RULE[1]} with norm_qk, or without beta, on meta"
-    return reason or _why_not(*name, rule.v_THv.is_meta)
+    return reason or _why_wrong(rule) or _why_not(*name, rule.v_THv.is_meta)
 
 
 def supports_convolution(x_TD: Tensor) -> str | None:
@@ -106,6 +110,18 @@ def _refuse_device(x: Tensor) -> str | None:
     if not is_gpu(x) or x.dtype not in HALVES:
         return f"tensors ({x.dtype} on {x.device.type}) must be of 16 bits on cuda for {PACKAGE}"
     return None
+
+
+def _why_wrong(rule: DeltaRule) -> str | None:
+    device = rule.v_THv.device
+    if device.type == "meta" or rule.g_THk.ndim == 3 or not has_hopper_kernels(device):
+        return None
+    if not WRONG_FROM <= TRITON < WRONG_BEFORE or find_spec("tilelang") is not None:
+        return None
+    return (
+        f"Triton ({triton.__version__}) must be >= 3.7.1 on Hopper for {PACKAGE}, or have tilelang "
+        "beside it"
+    )
 
 
 @cache

@@ -30,7 +30,7 @@ def gated_delta_rule(
         once for each `cu_seqlens`.
     """
     with no_autocast(rule.v_THv):
-        if fla.supports(rule) is None:
+        if (reason := fla.supports(rule)) is None:
             return fla.gated_delta_rule(rule, cu_seqlens, initial_nHkv)
-        warn_plain(rule.v_THv, f"a gated delta rule of {rule.v_THv.dtype}")
+        warn_plain(rule.v_THv, f"a gated delta rule of {rule.v_THv.dtype} ({reason})")
         return chunked.gated_delta_rule(rule, cu_seqlens, initial_nHkv)

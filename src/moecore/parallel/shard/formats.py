@@ -195,8 +195,10 @@ class MatrixFormat(QuantisedFormat):
 
     @override
     def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
-        past = None if part.history is None else part.history.amax("weight")
-        amax = part.of_matrices if past is None else past
+        past = None if part.history is None else part.history.largest("weight")
+        amax = part.of_matrices
+        if past is not None:  # no rank may choose alone, not one that has skipped the linear either
+            amax = torch.where(past > 0, past, amax)
         how = (part.first, amax, part.scales, values)
         cast_part_(shard, *how, power_of_two=self._recipe.power_of_two)
 
