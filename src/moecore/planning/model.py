@@ -206,6 +206,7 @@ class LayerKind(NamedTuple):
     window: int | None  # keys that a token sees at most; None = all
 
 
+# Letters of `DecoderConfig.pattern` by the half that a layer has.
 HALVES: Mapping[tuple[Mixer | None, Feedforward | None], str] = {
     **{(mixer, None): letter for letter, mixer in MIXERS.items()},
     **{(None, feedforward): letter for letter, feedforward in FEEDFORWARDS.items()},
