@@ -1,4 +1,4 @@
-"""Plans of the native decoder with linear and with sparse attention.
+"""Plans of the native decoder with linear and with sparse attention, and with halves of blocks.
 
 `test_memory.py` compares what such models store with ranks.
 """
@@ -17,7 +17,14 @@ from moecore import MemoryOptions, ParallelConfig, PipelineConfig
 from moecore.base.saved import packing
 from moecore.cli import main
 from moecore.kernels.linear_attention.fla_on_meta import CHUNK
-from moecore.models import Decoder, DecoderConfig, SparseKeysConfig, flops_per_token, preset
+from moecore.models import (
+    Decoder,
+    DecoderConfig,
+    SparseKeysConfig,
+    flops_per_token,
+    num_params,
+    preset,
+)
 from moecore.parallel.shard.units import find_blocks
 from moecore.planning import (
     CostTable,
@@ -39,6 +46,7 @@ from tests.train.memory.test_kept import Saved
 
 TABLE = CostTable.of("h200-141")
 NEXT, V32 = preset("qwen3-next-80b-a3b"), preset("deepseek-v3.2")
+NANO = preset("nemotron-3-nano-30b-a3b")
 TINY_V3 = preset("tiny-deepseek-v3")
 TINY_SPARSE = replace(
     TINY_V3,
@@ -54,6 +62,12 @@ def of_layers(number: int, last: str = "full", *, dense: int = 0) -> DecoderConf
     return replace(NEXT, num_layers=number, linear_layers=linear, **mlp)
 
 
+def of_pattern(pattern: str) -> DecoderConfig:
+    """Nemotron 3 Nano of another depth."""
+    hidden_dim = 4096 if "-" in pattern else 0
+    return replace(NANO, num_layers=len(pattern), pattern=pattern, mlp_hidden_dim=hidden_dim)
+
+
 DEEP = TrainingRun(model=of_layers(16), num_gpus=8, parallel=ParallelConfig(ep=8), seq_len=1024)
 CASES = {
     "three linear, one full": (DEEP, 0.002),
@@ -67,13 +81,18 @@ CASES = {
         ),
         0.02,
     ),
+    "halves of blocks": (replace(DEEP, model=of_pattern("MEMEM*E" * 2 + "MEME")), 0.001),
+    "plain MLPs too, attention last, cp": (
+        replace(DEEP, model=of_pattern("M-MEM*E" * 2 + "M*"), parallel=ParallelConfig(cp=2, ep=4)),
+        0.001,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_few_layers_stand_for_all(case: str) -> None:
     run, error = CASES[case]
-    assert small_of(run).planned.num_layers <= 8 < run.planned.num_layers
+    assert small_of(run).planned.num_layers <= min(9, run.planned.num_layers - 1)
     step = dry_run(run)
     assert plan_peak(run) == pytest.approx((step.peak,), rel=error)
     exact, found = time_step(step, TABLE), plan_time(run, TABLE)
@@ -103,24 +122,27 @@ def test_stages_store_what_their_layers_store(model: DecoderConfig, layers: int)
     assert sizes_of(run) == tuple(_rank_size(run, rank) for rank in range(2))
 
 
-def test_ranks_of_a_pipeline() -> None:
+@pytest.mark.parametrize("model", [of_layers(8), of_pattern("MEMEM*E" * 2)])
+def test_ranks_of_a_pipeline(model: DecoderConfig) -> None:
     stages = dict(parallel=ParallelConfig(pp=2, ep=4), pipeline=PipelineConfig())
-    run = replace(DEEP, model=of_layers(8), num_micro_batches=3, **stages)
+    run = replace(DEEP, model=model, num_micro_batches=3, **stages)
     exact = [dry_run(run, rank).peak for rank in (0, 4)]
     assert plan_peak(run) == pytest.approx(exact, rel=0.005)
 
 
-def test_flops_of_linear_attention() -> None:
+@pytest.mark.parametrize("model", [of_layers(4), of_pattern("MEMEM*E")])
+def test_flops_of_linear_attention(model: DecoderConfig) -> None:
     """The model's, and within chunks of 64 tokens; backward computes the states again."""
-    model, T = of_layers(4), 2048
-    linear = model.linear_attention
+    T, linear = 2048, model.linear_attention
     assert linear is not None
     works = dry_run(TrainingRun(model=model, num_gpus=1, seq_len=T)).forward_backward
     H, k, v = linear.num_v_heads, linear.head_k_dim, linear.head_v_dim
     scans = [w for w in works if w.kind == "attention" and "attention" not in w.name]
     products = 22 * k * v + 2 * CHUNK * (12 * k + 7 * v + 2 * CHUNK)
+    if model.pattern:
+        products = 14 * k * v + 2 * CHUNK * (4 * k + 3 * v)
     assert sum(w.flops for w in scans) == 3 * T * H * products
-    more = 3 * T * H * (products - 18 * k * v)
+    more = 3 * (T * H * products - T * linear.state_flops * 3)
     flops = T * flops_per_token(model, T) + more
     assert sum(w.flops for w in works) == pytest.approx(flops, rel=0.05)
 
@@ -159,7 +181,7 @@ def test_activations_of_sparse_attention_are_those_that_a_forward_keeps() -> Non
     assert sum(one.num_bytes for one in (*kept.blocks, kept.outside)) == saved.num_bytes
 
 
-@pytest.mark.parametrize("model", [of_layers(4), replace(V32, num_layers=4)])
+@pytest.mark.parametrize("model", [of_layers(4), replace(V32, num_layers=4), of_pattern("ME*-ME")])
 def test_a_dry_run_holds_what_forwards_keep(model: DecoderConfig) -> None:
     run = TrainingRun(model=model, num_gpus=1, seq_len=1024, batch_size=2)
     head = next(start for start in dry_run(run).starts if start[:2] == ("F", "head"))
@@ -169,7 +191,7 @@ def test_a_dry_run_holds_what_forwards_keep(model: DecoderConfig) -> None:
     assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
 
 
-@pytest.mark.parametrize("model", [NEXT, V32])
+@pytest.mark.parametrize("model", [NEXT, V32, NANO])
 def test_the_presets_on_64_gpus(model: DecoderConfig) -> None:
     parallel = ParallelConfig(pp=4, ep=16)
     run = TrainingRun(
@@ -191,22 +213,36 @@ def test_the_presets_on_64_gpus(model: DecoderConfig) -> None:
     assert sum(time.parts.values()) == pytest.approx(time.seconds)
 
 
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [
+        ("tiny-nemotron-h", 2 * 8 * 2 * 32 * 64),  # without a gate
+        ("tiny-deepseek-v3", (2 + 1) * 8 * 3 * 32 * 64),  # with the module of predictions
+        ("gpt-oss-20b", 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)),  # with biases
+    ],
+)
+def test_parameters_of_experts(name: Any, experts: int) -> None:
+    sizes = TrainingRun(model=preset(name), num_gpus=1, seq_len=64).planned.sizes()
+    assert sizes.experts == experts and sizes.params == num_params(preset(name))
+
+
 def test_what_is_refused_has_the_line_of_parallelize_moe() -> None:
     request = SearchRequest(model=NEXT, num_gpus=64)
     found = refuse(request, Folding(tp=4, ep=16))
     assert found is not None and "num_kv_heads (2) must be a multiple of tp (4)" in found.reason
     assert refuse(request, Folding(tp=2, ep=16)) is None
-    for model in (NEXT, V32):
+    for model in (NEXT, V32, NANO):
         long = SearchRequest(model=model, num_gpus=64, seq_len=16384)
         assert refuse(long, Folding(cp=2, ep=16)) is None
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["tiny-qwen3-next", "tiny-nemotron-h"])
+def test_the_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A search with its recipe and its page, and what the scans are taken to reach."""
     recipe, page = tmp_path / "recipe.toml", tmp_path / "plan.html"
-    command = ["plan", "--preset", "tiny-qwen3-next", "--gpus", "1", "--seq-len", "64"]
+    command = ["plan", "--preset", name, "--gpus", "1", "--seq-len", "64"]
     assert main([*command, "--write", str(recipe), "--html", str(page)]) == 0
     assert "linear attention" in capsys.readouterr().out
-    assert 'preset = "tiny-qwen3-next"' in recipe.read_text() and "<html" in page.read_text()
+    assert f'preset = "{name}"' in recipe.read_text() and "<html" in page.read_text()
     assert main([*command, "--ep", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]

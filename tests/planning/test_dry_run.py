@@ -37,6 +37,7 @@ from moecore.planning import (
     dry_run,
     plan_memory,
     plan_peak,
+    plan_time,
     time_step,
 )
 
@@ -49,6 +50,7 @@ NEAR = TrainingRun(
     num_gpus=4,
     parallel=ParallelConfig(ep=4),
 )
+TABLE = CostTable.of("h200-141")
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 SEQUENCES = "sequences/2026-11-23-nvidia-h200.jsonl"
 SHARDING = "sharding/2026-11-23-2-x-nvidia-h200.jsonl"
@@ -184,6 +186,27 @@ def test_pages_of_rows_are_planned_for_all_layers() -> None:
     kept = [next(s.level for s in of.starts if s.part == "head") - of.held for of in (room, pages)]
     assert kept[1] < kept[0] / 2
     assert max(plan_peak(paged)) == pytest.approx(pages.peak + pages.buffers, rel=0.001)
+
+
+def test_a_module_of_prediction_counts_as_often_as_it_runs() -> None:
+    """Its products and pages for each run, its parameters once; the plan of few layers is equal."""
+    model = replace(TINY.model, num_layers=8, dense_layers=(), mlp_hidden_dim=0, vocab_size=8192)
+    models = [replace(model, mtp_repeats=n) for n in (1, 3)]
+    runs = [replace(TINY, model=of, num_gpus=8, seq_len=128, batch_size=16) for of in models]
+    steps = [dry_run(run) for run in runs]
+    flops = [sum(work.flops for work in step.forward_backward) for step in steps]
+    each = [16 * 128 * flops_per_token(of, 128) for of in models]
+    assert flops[1] - flops[0] == pytest.approx(each[1] - each[0], rel=0.03)
+    last, step = runs[1], steps[1]
+    assert step.held == pytest.approx(steps[0].held, rel=1e-3)
+    assert last.planned.sizes().params == runs[0].planned.sizes().params
+    assert max(plan_peak(last)) == pytest.approx(step.peak, rel=0.01)
+    assert plan_time(last, TABLE).seconds == pytest.approx(time_step(step, TABLE).seconds, rel=0.02)
+    stages: Any = dict(parallel=ParallelConfig(pp=2, ep=4), pipeline=PipelineConfig())
+    stash = MemoryOptions(stash=StashOptions())
+    paged = replace(last, **stages, memory=stash, nvlink=NVLinkOptions(row_factor=None))
+    pages = plan_memory(paged).ranks[1].device["pages"]
+    assert pages == pytest.approx(dry_run(paged, 4).pages, rel=1e-3)
 
 
 def test_stores_into_peers_memory_stay_in_a_node() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moecore.cli import main
+from moecore import NVLinkOptions
+from moecore.cli import add_run_options, main
 from moecore.models import preset
 from moecore.planning import SearchRequest
+from moecore.planning.flags import run_of_options
 from moecore.planning.foldings import Folding, run_of, rungs_of
-from moecore.planning.gpus import GPUS, read_gpu
+from moecore.planning.gpus import GPUS, peers_of, read_gpu
 
 
 def test_a_file_has_what_differs(tmp_path: Path) -> None:
@@ -42,11 +47,32 @@ def test_a_wrong_file_is_one_line(text: str, error: str, tmp_path: Path) -> None
         read_gpu(tmp_path)
 
 
-def test_stores_need_peer_access() -> None:
-    for gpu, has_stores in (("h100-80", True), ("rtx5090-32", False)):
-        request = SearchRequest(model=preset("tiny"), num_gpus=4, gpu=gpu, seq_len=64)
-        run = run_of(request, Folding(ep=4), rungs_of(request)[0])
-        assert (run.nvlink is not None) == has_stores
+@pytest.mark.parametrize(
+    ("gpu", "ep", "has_stores"),
+    [
+        ("h100-80", 8, True),
+        ("h100-80", 16, False),
+        ("gb200-186", 4, True),
+        ("gb200-186", 8, False),  # two servers of a domain
+        ("rtx5090-32", 4, False),  # without peer access
+    ],
+)
+def test_stores_stay_among_the_peers_of_a_server(gpu: Any, ep: int, has_stores: bool) -> None:
+    """In searches, by flags and in a run, whose ranks of two hosts refuse them."""
+    request = SearchRequest(model=preset("tiny"), num_gpus=16, gpu=gpu, seq_len=64)
+    run = run_of(request, Folding(ep=ep), rungs_of(request)[0])
+    flags = ["--preset", "tiny", "--gpus", "16", "--gpu", gpu, "--ep", str(ep), "--seq-len", "64"]
+    parser = argparse.ArgumentParser()
+    add_run_options(parser)
+    for found in (run, run_of_options(parser.parse_args(flags))):
+        assert (found.nvlink is not None) == has_stores
+        assert found.num_peers == peers_of(gpu, request.domain)
+    if not has_stores:
+        unless = rf"unless it is > 1 and divides num_peers \({run.num_peers}\): leave it out"
+        with pytest.raises(
+            ValueError, match=rf"nvlink .* be None with ep \* etp \({ep}\), {unless}"
+        ):
+            replace(run, nvlink=NVLinkOptions())
 
 
 class Bars(HTMLParser):

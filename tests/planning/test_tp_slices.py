@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from benchmarks.bench_tp import DENSE
 from benchmarks.records import RESULTS
+from torch.distributed import _symmetric_memory
 
 from moecore import ParallelConfig, PipelineConfig
 from moecore.base.options.precision import Precision
 from moecore.cli import main
+from moecore.kernels.common import launches_on_meta
 from moecore.models import tp_products
-from moecore.planning import CostTable, DryRun, SearchRequest, TrainingRun, dry_run, time_step
-from moecore.planning.commands import _slices
+from moecore.models.tp_products import workspace_bytes
+from moecore.planning import (
+    CostTable,
+    DryRun,
+    SearchRequest,
+    TrainingRun,
+    dry_run,
+    fake_world,
+    plan_memory,
+    plan_peak,
+    time_step,
+)
+from moecore.planning.commands import _rows, _slices
 from moecore.planning.estimate import Estimate
 from moecore.planning.foldings import Folding, rungs_of
 from moecore.planning.gpus import peers_of
@@ -102,6 +118,50 @@ def test_short_slices_exchange_in_turn() -> None:
     rest = sum(in_turn(w.num_bytes) for w in small if w.num_bytes <= LEAST)
     assert found.parts["nvlink"] == pytest.approx(2 * number * in_turn(moved), abs=2 * rest)
     assert rest < 0.02 * found.parts["nvlink"]
+
+
+def test_what_an_exchange_takes_alone_is_all_of_it() -> None:
+    """`moecore dry-run` has it under "ms alone"; a step has the share that is exposed."""
+    rows = [_rows(known(LONG), with_share(share, PLAIN)) for share in (0.1, 1.0)]
+    assert rows[0] == rows[1]
+    large = sum(n * in_turn(num_bytes) for (_, num_bytes), n in sent(known(LONG)).items())
+    assert rows[0]["collective"][3] == pytest.approx(large, rel=0.01)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_workspace_is_what_torch_asks_for(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group once: a slice of a sequence for a gather, two for a sum, the most of them."""
+    asked: list[int] = []
+
+    def asks(group: str, min_size: int) -> None:
+        asked.append(min_size)
+        raise InterruptedError
+
+    monkeypatch.setattr(_symmetric_memory, "get_symm_mem_workspace", asks)
+    x_tD = torch.empty(6, 5, dtype=torch.bfloat16)
+    x_TD = torch.empty(6 * num_ranks, 5, dtype=torch.bfloat16)
+    with fake_world(num_ranks), suppress(InterruptedError):
+        tp_products.SYMMETRIC_MEMORY.gather(x_tD, print, x_TD, dist.group.WORLD)
+    with fake_world(num_ranks), suppress(InterruptedError):
+        tp_products.SYMMETRIC_MEMORY.send(print, x_TD, dist.group.WORLD)
+    assert asked == [60, 120]
+    recorded: list[Any] = []
+    with fake_world(num_ranks), launches_on_meta(lambda *launch: recorded.append(launch)):
+        group = dist.group.WORLD
+        tp_products.ON_META.gather(x_tD.to("meta"), lambda *_: None, x_TD.to("meta"), group)
+        tp_products.ON_META.send(lambda *_: None, x_TD.to("meta"), group)
+    assert [workspace_bytes(name, *sizes) for name, sizes, *_ in recorded] == asked
+
+
+def test_the_workspace_is_in_the_plan() -> None:
+    """Two slices of 64 MiB; none where exchanges run in turn."""
+    assert known(LONG).buffers == 2 * 2 * 8192 // 2 * 8192
+    assert known(SHORT).buffers == 0
+    (rank,) = plan_memory(LONG).ranks
+    assert rank.device["exchange buffers"] == known(LONG).buffers
+    assert plan_peak(LONG) == pytest.approx((known(LONG).peak + known(LONG).buffers,), rel=0.002)
 
 
 CASES = {

@@ -89,6 +89,13 @@ def send_ref(
 
 # Exchanges of a dry run, by the names of their launches.
 GATHER_SLICES, SEND_SLICES = "all_gather of slices", "all_to_all of slices"
+# Of torch's workspace, which a group has once, as large as its largest exchange asks.
+WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
+
+
+def workspace_bytes(name: str, num_ranks: int, num_bytes: int) -> int:
+    """Return the bytes of workspace of a recorded exchange, which moves so many out and in."""
+    return WORKSPACE_SLICES[name] * num_bytes // (2 * (num_ranks - 1))
 
 
 def _gather_on_meta(

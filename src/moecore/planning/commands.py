@@ -304,7 +304,8 @@ def run_dry_run(args: Any) -> int:
 
 
 def _rows(found: DryRun, table: CostTable) -> dict[str, list[float]]:
-    """Return by kind: how many, FLOP, bytes, seconds."""
+    """Return by kind: how many, FLOP, bytes, seconds of each alone."""
+    table = replace(table, slices=None)  # of which a step has what is exposed
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
     for part, works in (("", found.forward_backward), ("optimizer", found.optimizer)):
         for work in works:

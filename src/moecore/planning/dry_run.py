@@ -27,9 +27,10 @@ from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.streams import dry_streams
 from moecore.base.torch_names import local_of
 from moecore.kernels.common import launches_on_meta
+from moecore.models.tp_products import workspace_bytes
 from moecore.parallel.attached import attached
 from moecore.planning.model import ModuleParts
-from moecore.planning.record import END, Queued, Start, Work, WorkRecorder
+from moecore.planning.record import END, SLICES, Queued, Start, Work, WorkRecorder
 from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
 from moecore.train.memory.kept import NAMES
 from moecore.train.memory.on_meta import OnMeta, tensors_of
@@ -49,7 +50,8 @@ class DryRun:
         rank: of the world.
         held: bytes between steps.
         peak: most bytes at once, as `torch.cuda.max_memory_allocated` counts them.
-        buffers: bytes of buffers of dispatcher "nvlink", which that does not count.
+        buffers: bytes of buffers that other ranks read and write, which that does not count: of
+            dispatcher "nvlink", and torch's workspace of exchanges beside products of tp ranks.
         pages: bytes of a stash's pages on the device, which are within what is held.
         queued: what the device does, in the order in which the host queues it.
         starts: where parts of the model begin a pass, in a run without stages, and END begins.
@@ -127,11 +129,18 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
             rank=rank,
             held=recorder.level,
             peak=recorder.peak,
-            buffers=0 if exchanges is None else exchanges.planned_bytes,
+            buffers=(0 if exchanges is None else exchanges.planned_bytes) + _workspace(recorder),
             pages=stash.pages.num_bytes if isinstance(stash, Stash) else 0,
             queued=tuple(_with_bytes(recorder.queued, moved)),
             starts=tuple(recorder.starts),
         )
+
+
+def _workspace(recorder: WorkRecorder) -> int:
+    """Return the bytes of torch's workspace of exchanges beside products."""
+    works = (one.work for one in recorder.queued if one.work.name in SLICES)
+    sizes = (workspace_bytes(work.name, work.shape[0], work.num_bytes) for work in works)
+    return max(sizes, default=0)
 
 
 def cut(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:

@@ -20,7 +20,7 @@ from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
-from moecore.planning.gpus import Gpu, domain_of, gpu_of, peers_of, read_gpu
+from moecore.planning.gpus import Gpu, are_peers, domain_of, peers_of, read_gpu
 from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun
 from moecore.planning.stored import stages_of
 from moecore.planning.transformers import TransformersModel
@@ -157,6 +157,8 @@ def run_of_options(args: Any) -> TrainingRun:
         pipeline = PipelineConfig(
             layout=args.layout, chunks=args.chunks, schedule=args.schedule or "1f1b"
         )
+    domain = domain_of(kind_of(args), args.gpus)
+    num_peers = peers_of(kind_of(args), domain)
     return TrainingRun(
         model=_model(args),
         num_gpus=args.gpus,
@@ -174,23 +176,19 @@ def run_of_options(args: Any) -> TrainingRun:
         memory=_memory(args),
         precision=_precision(args),
         optimizer=_optimizer(args),
-        nvlink=_nvlink(args, ParallelConfig(**degrees)),
+        nvlink=_nvlink(args, ParallelConfig(**degrees), num_peers),
         dispatcher=args.dispatcher or "auto",
-        ranks_per_domain=(domain := domain_of(kind_of(args), args.gpus)),
-        num_peers=peers_of(kind_of(args), domain),
+        ranks_per_domain=domain,
+        num_peers=num_peers,
         fp8_dispatch=args.fp8_dispatch,
     )
 
 
-def _nvlink(args: Any, parallel: ParallelConfig) -> NVLinkOptions | None:
+def _nvlink(args: Any, parallel: ParallelConfig, num_peers: int) -> NVLinkOptions | None:
     """Return the capacity of nvlink, inside of a server or domain; None = all-to-all."""
     if _has_room(args):
         return NVLinkOptions(row_factor=args.row_factor)
     if args.dispatcher == "hierarchical":
         return NVLinkOptions()
     degrees = parallel.resolve(args.gpus)
-    group = degrees.ep * degrees.etp
-    gpu = gpu_of(kind_of(args))
-    return (
-        NVLinkOptions() if group > 1 and gpu.server % group == 0 and gpu.has_peer_access else None
-    )
+    return NVLinkOptions() if are_peers(degrees.ep * degrees.etp, num_peers) else None

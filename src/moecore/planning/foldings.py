@@ -25,7 +25,7 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.costs import CostTable
-from moecore.planning.gpus import Gpu, domain_of, gpu_of, peers_of
+from moecore.planning.gpus import Gpu, are_peers, domain_of, gpu_of, peers_of
 from moecore.planning.levers import FIELDS, TWICE, Levers, Option, fewer, ladder, levers_with
 from moecore.planning.model import PlannedModel
 from moecore.planning.run import AnyModel, NumGpus, OptimizerOptions, TrainingRun, planned
@@ -203,10 +203,7 @@ def run_of(request: SearchRequest, folding: Folding, levers: Levers) -> Training
 
 
 def _room(request: SearchRequest, folding: Folding) -> NVLinkOptions | None:
-    group = folding.ep * folding.etp
-    gpu = gpu_of(request.gpu)
-    is_near = group > 1 and not (request.domain % group or gpu.server % group)
-    if not (is_near and gpu.has_peer_access):
+    if not are_peers(folding.ep * folding.etp, request.peers):
         return None
     return TWICE if request.nvlink == ANY else request.nvlink
 

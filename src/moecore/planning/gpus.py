@@ -212,3 +212,8 @@ def peers_of(gpu: GpuName | Gpu, domain: int) -> int:
     """Return how many neighbouring ranks reach each other's memory: those of a server; 1 = none."""
     facts = gpu_of(gpu)
     return min(facts.server, domain) if facts.has_peer_access else 1
+
+
+def are_peers(num_ranks: int, num_peers: int) -> bool:
+    """Return whether neighbouring ranks that share experts reach each other's memory."""
+    return num_ranks > 1 and num_peers % num_ranks == 0

@@ -227,14 +227,14 @@ def _ranks(run: TrainingRun) -> Iterator[_Rank]:
 
 
 def _pages(run: TrainingRun) -> Iterator[int]:
-    """Yield the bytes of each pipeline rank's pages: as many for each layer with experts."""
-    dense, small = run.planned.dense, small_of(run).planned
-    each = small_step(run).pages / max(1, small.num_moe_layers)
+    """Yield the bytes of each pipeline rank's pages: as many for each run of an MoE layer."""
+    model = run.planned
+    each = small_step(run).pages / max(1, small_of(run).planned.num_moe_runs)
     stages, rank_of = timed_stages(run), ranks_of(run)
     for rank in range(run.resolved.pp):
         own = [stage for stage, of in zip(stages, rank_of, strict=True) if of == rank]
-        layers = [i for stage in own for i in stage.layers if i not in dense]
-        yield round(each * (len(layers) + sum(len(stage.mtp) for stage in own)))
+        layers = sum(i not in model.dense for stage in own for i in stage.layers)
+        yield round(each * (layers + model.mtp_runs * sum(len(stage.mtp) for stage in own)))
 
 
 def _passes(run: TrainingRun, pieces: Pieces) -> Iterator[list[_Pass]]:

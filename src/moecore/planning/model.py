@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moecore.base.fields import Rules
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.layer import MoEConfig
 from moecore.models import Decoder
-from moecore.models.config import DecoderConfig
+from moecore.models.config import FEEDFORWARDS, MIXERS, DecoderConfig, Feedforward, Mixer
 from moecore.models.presets import PRESETS
-from moecore.models.size import num_params
 from moecore.models.tensor_parallel import check_tensor_parallel
+from moecore.moe.experts import Experts
 
 
 class ModuleParts(NamedTuple):
@@ -65,6 +64,7 @@ class PlannedModel(ABC):
         layers: what each layer is; layers with equal values are alike.
         dense: indices of the layers without experts.
         num_mtp_layers: modules of multi-token prediction.
+        mtp_runs: how often a forward applies each of them.
         moe: of its MoE layers; None = there are none.
         has_latents: whether attention projects latents to keys.
         unmeasured: kinds of attention whose work no record has timed.
@@ -78,6 +78,7 @@ class PlannedModel(ABC):
     num_mtp_layers: int
     moe: MoEConfig | None
     has_latents: bool
+    mtp_runs: int = 1
     unmeasured: tuple[str, ...] = ()
 
     @property
@@ -86,13 +87,10 @@ class PlannedModel(ABC):
         return len(self.layers)
 
     @property
-    def num_moe_layers(self) -> int:
-        """Layers with experts, with modules of multi-token prediction."""
-        return 0 if self.moe is None else len(self.layers) - len(self.dense) + self.num_mtp_layers
-
-    def rules(self) -> Rules:
-        """Yield the fields of a record with this `model` that no plan can have: see `Rules`."""
-        yield from ()
+    def num_moe_runs(self) -> int:
+        """Runs of layers with experts in a forward, those of multi-token prediction too."""
+        mtp = self.num_mtp_layers * self.mtp_runs
+        return 0 if self.moe is None else len(self.layers) - len(self.dense) + mtp
 
     @abstractmethod
     def with_layers(self, layers: Sequence[int]) -> Any:
@@ -134,26 +132,21 @@ class NativeModel(PlannedModel):
         """Return the model of a config."""
         kinds = tuple(kind_of(config, i) for i in range(config.num_layers))
         is_sparse = config.mla is not None and config.mla.sparse is not None
-        kinds_of_attention = ("linear", bool(config.linear_layers)), ("sparse", is_sparse)
+        has_linear = config.linear_attention is not None
+        kinds_of_attention = ("linear", has_linear), ("sparse", is_sparse)
         return cls(
             dim=config.dim,
             vocab_size=config.vocab_size,
             max_seq_len=config.max_seq_len,
             layers=kinds,
-            dense=frozenset(i for i, kind in enumerate(kinds) if kind.is_dense),
+            dense=frozenset(i for i, kind in enumerate(kinds) if kind.feedforward != "moe"),
             num_mtp_layers=config.num_mtp_layers,
+            mtp_runs=config.mtp_repeats,
             moe=config.moe,
             has_latents=config.mla is not None,
             unmeasured=tuple(name for name, has in kinds_of_attention if has),
             config=config,
         )
-
-    @override
-    def rules(self) -> Rules:
-        if self.config.pattern:
-            yield "model.pattern", "be '': there are no costs of half a block, measure it"
-        if self.config.mtp_repeats > 1:
-            yield "model.mtp_repeats", "be 1: plans count a module's run once, measure it"
 
     @override
     def with_layers(self, layers: Sequence[int]) -> DecoderConfig:
@@ -175,13 +168,16 @@ class NativeModel(PlannedModel):
 
     @override
     def sizes(self) -> ModelSizes:
-        experts, moe = 0, self.moe
-        modules = self.build(torch.float32).modules()
-        cut = (m for m in modules if getattr(m, "tp_shard_dim", None) is not None)
-        if moe is not None:
-            experts = self.num_moe_layers * moe.num_experts * 3 * moe.expert_dim * moe.hidden_dim
-        of_cut = sum(p.numel() for module in cut for p in module.parameters(recurse=False))
-        return ModelSizes(num_params(self.config), experts, of_cut)
+        model = self.build(torch.float32)
+        experts, cut = set[nn.Parameter](), set[nn.Parameter]()
+        for module in model.modules():
+            if isinstance(module, Experts):
+                experts.update(module.parameters())
+            elif getattr(module, "tp_shard_dim", None) is not None:
+                cut.update(module.parameters(recurse=False))
+        return ModelSizes(
+            *(sum(p.numel() for p in of) for of in (model.parameters(), experts, cut))
+        )
 
     @override
     def check(self, *, pp: int, tp: int, cp: int) -> None:
@@ -203,33 +199,43 @@ class NativeModel(PlannedModel):
 
 
 class LayerKind(NamedTuple):
-    """What a layer of moecore's decoder is."""
+    """What a layer of moecore's decoder is: its halves, of which one may be missing."""
 
-    is_dense: bool
-    is_linear: bool
+    mixer: Mixer | None
+    feedforward: Feedforward | None
     window: int | None  # keys that a token sees at most; None = all
+
+
+# Letters of `DecoderConfig.pattern` by the half that a layer has.
+HALVES: Mapping[tuple[Mixer | None, Feedforward | None], str] = {
+    **{(mixer, None): letter for letter, mixer in MIXERS.items()},
+    **{(None, feedforward): letter for letter, feedforward in FEEDFORWARDS.items()},
+}
 
 
 def kind_of(config: DecoderConfig, layer: int) -> LayerKind:
     """Return what a layer is."""
-    is_linear = config.mixer_of(layer) == "linear"
-    window = None if is_linear else config.window_of(layer)
-    return LayerKind(config.is_dense(layer), is_linear, window)
+    mixer = config.mixer_of(layer)
+    window = config.window_of(layer) if mixer == "attention" else None
+    return LayerKind(mixer, config.feedforward_of(layer), window)
 
 
 def of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> DecoderConfig:
     """Return the model with these layers, and so many predictions."""
-    dense = tuple(i for i, kind in enumerate(kinds) if kind.is_dense)
-    linear = tuple(i for i, kind in enumerate(kinds) if kind.is_linear)
+    linear = tuple(i for i, kind in enumerate(kinds) if kind.mixer == "linear")
+    dense = tuple(i for i, kind in enumerate(kinds) if kind.feedforward == "dense")
+    is_named = not model.pattern
     return replace(
         model,
         num_layers=len(kinds),
-        dense_layers=() if model.moe is None else dense,
+        pattern="" if is_named else "".join(HALVES[kind[:2]] for kind in kinds),
+        dense_layers=dense if is_named and model.moe is not None else (),
         linear_attention=model.linear_attention if linear else None,
-        linear_layers=linear,
+        linear_layers=linear if is_named else (),
         windows=tuple(kind.window or 0 for kind in kinds) if model.windows else (),
         mlp_hidden_dim=model.mlp_hidden_dim if dense else 0,
         num_mtp_layers=mtp,
+        mtp_repeats=model.mtp_repeats if mtp else 1,
         mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
         mtp_detached=model.mtp_detached and mtp > 0,
     )

@@ -30,7 +30,7 @@ from moecore.models.config import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig, build_meshes
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallelize import parallelize_moe
-from moecore.planning.gpus import NODE
+from moecore.planning.gpus import NODE, are_peers
 from moecore.planning.model import NativeModel, PlannedModel
 from moecore.planning.transformers import StockModel, TransformersModel
 from moecore.train.optim.adamw import AdamW
@@ -109,15 +109,14 @@ class TrainingRun:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
-        yield from self.planned.rules()
         if (self.parallel.pp > 1) != (self.pipeline is not None):
             yield "pipeline", f"be there when pp ({self.parallel.pp}) is > 1 alone: set both"
         group = self.parallel.ep * self.parallel.etp
         if self.dispatcher == "hierarchical":
             if self.nvlink is None:
                 yield "nvlink", "be there with dispatcher ('hierarchical'): add NVLinkOptions()"
-        elif self.nvlink is not None and (group == 1 or NODE % group):
-            size = f"2 to {NODE} GPUs of a node"
+        elif self.nvlink is not None and not are_peers(group, self.num_peers):
+            size = f"> 1 and divides num_peers ({self.num_peers})"
             yield "nvlink", f"be None with ep * etp ({group}), unless it is {size}: leave it out"
         longest = self.planned.max_seq_len
         if longest is not None and self.seq_len > longest:

@@ -73,9 +73,9 @@ def _sizes(run: TrainingRun) -> tuple[RankBytes, ...]:
     pp, rank_of, model = run.resolved.pp, ranks_of(run), run.model
     by_name = run.precision is not None and bool(run.precision.overrides)  # layers may differ
     is_whole = by_name or run.fsdp.blocks_per_unit > 1
-    if isinstance(model, DecoderConfig):  # none of which has linear or dense layers alone
-        last = kind_of(model, model.num_layers - 1)
-        is_whole |= last.is_linear or (last.is_dense and model.moe is not None)
+    if isinstance(model, DecoderConfig):  # the last layer alone must be a model
+        last, both = kind_of(model, model.num_layers - 1), ("attention", "moe")
+        is_whole |= last[:2] != (both if model.moe is not None else ("attention", "dense"))
     if run.pipeline is None or is_whole or not isinstance(model, DecoderConfig):
         return tuple(_rank_size(run, rank) for rank in range(pp))
     found, one_stage = [], replace(run, parallel=run.resolved, pipeline=PipelineConfig(layout="EL"))

@@ -69,8 +69,12 @@ def rule_of() -> DeltaRule:
     return DeltaRule(q, keys, values, decays, rates, k**-0.5, True)
 
 
-def ours() -> Tensor:
-    return gated_delta_rule(rule_of(), torch.empty(2, dtype=torch.int32, device="meta"))[0]
+def without_rates() -> DeltaRule:
+    return rule_of()._replace(beta_TH=None, scale=1.0, norm_qk=False)
+
+
+def ours(make: Callable[[], DeltaRule] = rule_of) -> Tensor:
+    return gated_delta_rule(make(), torch.empty(2, dtype=torch.int32, device="meta"))[0]
 
 
 def convolved(convolve: Callable[..., Tensor], *others: Any) -> Tensor:
@@ -88,11 +92,21 @@ def test_a_rule_saves_and_multiplies_what_its_kernels_do() -> None:
     assert found.flops == T * H * products
 
 
+def test_a_rule_without_rates_saves_and_multiplies_what_its_kernels_do() -> None:
+    """By hand: q and k of each value head, v, fp32 sums of decays."""
+    found = recorded(partial(ours, without_rates))
+    bf16, inputs, results = H * (2 * k + v), 2 * (2 * h * k + H * v) + 4 * H, 2 * H * v
+    assert found.kept == T * (2 * bf16 + 4 * H + inputs + results)
+    products = 4 * k * v + 2 * CHUNK * (k + v) + 10 * k * v + 2 * CHUNK * (3 * k + 2 * v)
+    assert found.flops == T * H * products
+
+
 def test_the_package_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With flash-linear-attention installed, which needs no GPU for it."""
     pytest.importorskip("fla", reason="flash-linear-attention is what is compared with")
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.simple_gla import chunk_simple_gla
     from triton.runtime.autotuner import Autotuner, Heuristics
     from triton.runtime.jit import JITFunction
 
@@ -110,6 +124,12 @@ def test_the_package_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         how = dict(scale=k**-0.5, output_final_state=True, use_qk_l2norm_in_kernel=True)
         return chunk_gated_delta_rule(*qkvg, beta, **how)[0].view(T, H, v)
 
+    def theirs_without_rates() -> Tensor:
+        *qk, values, decays = without_rates()[:4]
+        q, keys = (x.repeat_interleave(H // h, dim=1)[None] for x in qk)
+        how = dict(scale=1.0, output_final_state=True)
+        return chunk_simple_gla(q, keys, values[None], decays[None], **how)[0].view(T, H, v)
+
     def their_convolution(x_TD: Tensor, weight_DW: Tensor) -> Tensor:
         return causal_conv1d(x_TD[None], weight_DW, activation="silu")[0].view(x_TD.shape)
 
@@ -117,6 +137,7 @@ def test_the_package_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = partial(causal_convolution, silu=True)
     pairs = (
         (ours, theirs),
+        (partial(ours, without_rates), theirs_without_rates),
         (partial(convolved, plain, None, borders), partial(convolved, their_convolution)),
     )
     for own, package in pairs:

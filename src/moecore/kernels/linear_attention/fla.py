@@ -42,8 +42,9 @@ def supports(rule: DeltaRule) -> str | None:
     if rule.beta_TH is None and (rule.norm_qk or rule.g_THk.ndim == 3):
         return f"beta (None) must come with a decay per head and without norm_qk for {PACKAGE}"
     reason, name = _refuse_device(rule.v_THv), _name_of(rule)
-    if reason is None and rule.v_THv.is_meta and not (name == RULE and rule.norm_qk):
-        return f"rule (of {name[1]}) must be of {RULE[1]} with norm_qk on meta"
+    is_on_meta = name == RULE_WITHOUT_RATES or (name == RULE and rule.norm_qk)
+    if reason is None and rule.v_THv.is_meta and not is_on_meta:
+        return f"rule (of {name[1]}) must be of {RULE[1]} with norm_qk, or without beta, on meta"
     return reason or _why_wrong(rule) or _why_not(*name, rule.v_THv.is_meta)
 
 
@@ -56,14 +57,15 @@ def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return o_THv and states_nHkv: see `gated_delta.gated_delta_rule`."""
-    if rule.v_THv.is_meta:
-        return fla_on_meta.gated_delta_rule(rule, cu_seqlens, initial_nHkv)
     q, k, v, g, beta = rule[:5]
+    more: dict[str, Any] = {}
     if beta is None:  # that function has a key head for each value head
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
-        more: dict[str, Any] = {}
     else:
         more = dict(beta=beta[None], use_qk_l2norm_in_kernel=rule.norm_qk)
+    if v.is_meta:
+        rule = rule._replace(q_Thk=q, k_Thk=k)
+        return fla_on_meta.gated_delta_rule(rule, cu_seqlens, initial_nHkv)
     o_1THv, states_nHkv = _function(*_name_of(rule))(
         *(x[None] for x in (q, k, v, g)),
         scale=rule.scale,

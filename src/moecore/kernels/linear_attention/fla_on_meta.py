@@ -6,10 +6,11 @@ them once more.
 FLOPs are those of products, 2 a pair of numbers, with triangles as squares; the inverse of a
 chunk's triangular system counts none. Per token and value head, k v for states and C for a chunk:
 
-    forward     6 k v + 2 C (3 k + 2 v)
-    backward   16 k v + 2 C (9 k + 5 v + 2 C)
+                              forward                   backward
+    gated delta rule          6 k v + 2 C (3 k + 2 v)   16 k v + 2 C (9 k + 5 v + 2 C)
+    without learning rates    4 k v + 2 C (k + v)       10 k v + 2 C (3 k + 2 v)
 
-Source: flash-linear-attention 0.6 (`fla/ops/gated_delta_rule/chunk.py`).
+Source: flash-linear-attention 0.6 (`fla/ops`: `gated_delta_rule/chunk.py`, `simple_gla/chunk.py`).
 """
 
 from __future__ import annotations
@@ -37,10 +38,17 @@ class ScanSize(NamedTuple):
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return o_THv and states_nHkv on meta, of a rule with learning rates and a decay a head."""
+    """Return o_THv and states_nHkv on meta, of a rule with a decay a head.
+
+    Queries and keys are normed if there are learning rates; without, each value head has its own.
+    """
     q, k, v, g, beta = rule[:5]
-    assert rule.norm_qk, "queries and keys are normed"
-    o_THv, states_nHkv = _RuleOnMeta.apply(q, k, v, g, beta, initial_nHkv, len(cu_seqlens) - 1)
+    assert rule.norm_qk == (beta is not None), "queries and keys are normed where there are rates"
+    others = initial_nHkv, len(cu_seqlens) - 1
+    if beta is None:
+        o_THv, states_nHkv = _RuleWithoutRatesOnMeta.apply(q, k, v, g, *others)
+    else:
+        o_THv, states_nHkv = _RuleOnMeta.apply(q, k, v, g, beta, *others)
     return o_THv, states_nHkv
 
 
@@ -82,6 +90,14 @@ class _Scan:
         tensors = k, u, w, new, sums, h, first, last
         self.launch("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", *tensors, states=2)
         return h, new
+
+    def plain_states(
+        self, k: Tensor, v: Tensor, sums: Tensor, first: Any, last: Any, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the states before each chunk, to which tokens add their values as they are."""
+        h = k.new_empty(self.num_chunks, self.H, self.k, self.v, dtype=dtype)
+        self.launch("chunk_fwd_kernel_h", k, v, h, sums, first, last, states=1)
+        return h
 
 
 class _RuleOnMeta(torch.autograd.Function):
@@ -157,6 +173,50 @@ def _gradients(
     dg = torch.empty_like(sums)
     record_launch("chunk_local_cumsum_scalar_kernel", dsums, dg)
     return (dq, dk), [dvalues, dg, dbeta, dinitial]
+
+
+class _RuleWithoutRatesOnMeta(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        initial: Tensor | None,
+        num_documents: int,
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v, g = (x.contiguous() for x in (q, k, v, g))
+        scan = _Scan(k, v, num_documents)
+        sums = torch.empty_like(g, dtype=torch.float32)
+        record_launch("chunk_local_cumsum_scalar_kernel", g, sums)
+        last = k.new_empty(num_documents, scan.H, scan.k, scan.v, dtype=torch.float32)
+        h = scan.plain_states(k, v, sums, initial, last, k.dtype)
+        o, by_chunk = torch.empty_like(v), scan.k + scan.v
+        scan.launch("chunk_fwd_kernel_o", q, k, v, h, sums, o, states=1, chunks=by_chunk)
+        ctx.scan = scan
+        ctx.save_for_backward(q, k, v, sums, initial)
+        return o, last
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scan, (q, k, v, sums, initial) = ctx.scan, ctx.saved_tensors
+        do, dlast = (grad.contiguous() for grad in grads)
+        h = scan.plain_states(k, v, sums, initial, None, torch.float32)
+        dh, dinitial = torch.empty_like(h), None if initial is None else torch.empty_like(initial)
+        scan.launch("chunk_bwd_kernel_dh", q, sums, do, dlast, dh, dinitial, states=1)
+        dq, dk = torch.empty_like(q), torch.empty_like(k)
+        dsums = sums.new_empty(cdiv(scan.k, KEY_DIMS), *sums.shape)
+        tensors = q, k, v, sums, h, do, dh, dq, dk, dsums
+        scan.launch("chunk_bwd_kernel_dqkwg", *tensors, states=2, chunks=scan.v + 2 * scan.k)
+        del tensors
+        dsums = dsums.sum(0)
+        dv, by_chunk = torch.empty_like(do), scan.k + scan.v
+        scan.launch("chunk_bwd_kernel_dv", q, k, sums, do, dv, dh, states=1, chunks=by_chunk)
+        del h, dh
+        dg = torch.empty_like(sums)
+        record_launch("chunk_local_cumsum_scalar_kernel", dsums, dg)
+        return dq, dk, dv, dg, dinitial, None
 
 
 def _normed(x_Thk: Tensor) -> tuple[Tensor, Tensor]:
