@@ -202,18 +202,21 @@ def test_what_experts_launch(name: str) -> None:
 @pytest.mark.parametrize(
     ("capability", "version", "has_them"),
     [
-        ((9, 0), "3.9.0", False),
-        ((10, 0), "3.9.0", True),
-        ((12, 0), "3.10.1", True),
-        ((10, 0), "3.6.0", False),
+        ((9, 0), (3, 9, 0), False),
+        ((10, 0), (3, 9, 0), True),
+        ((12, 0), (3, 10, 1), True),
+        ((10, 0), (3, 6, 0), False),
     ],
 )
 def test_who_has_tensor_cores_for_blocks(
-    capability: tuple[int, int], version: str, has_them: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    version: tuple[int, ...],
+    has_them: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(common, "HAS_TRITON", True)
     monkeypatch.setattr(common, "INTERPRET", False)
-    monkeypatch.setattr(common.triton, "__version__", version, raising=False)
+    monkeypatch.setattr(common, "TRITON", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     decide = common.has_block_scaled_kernels.__wrapped__
     assert decide(torch.device("cuda")) == has_them
