@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from moecore.base import __version__
 from moecore.moe.dispatch.peer_memory import find_problem, host_id
+from moecore.parallel.mesh import start_process_group
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_")
@@ -208,15 +209,9 @@ def run_doctor(args: Any) -> int:
 
 
 def _join(device_type: str, timeout: timedelta) -> None:
-    """Start the process group: of torchrun's ranks, or of this process alone."""
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    """Start the process group, or raise a ValueError of one line."""
     try:
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        start_process_group(device_type, timeout)
     except (dist.DistError, RuntimeError) as error:
         raise ValueError(
             f"ranks must find each other within {timeout.seconds} s: check MASTER_ADDR, ports and "

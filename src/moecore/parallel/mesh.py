@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -205,7 +206,8 @@ def build_meshes(
     )
     p = parallel.resolve(world_size)
     domain = _ranks_per_domain(ranks_per_domain, world_size)
-    _ensure_process_group(device_type)
+    if not dist.is_initialized():
+        start_process_group(device_type)
 
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     inherit_timeout(world.get_group())
@@ -324,14 +326,13 @@ def _view(mesh: DeviceMesh) -> str:
     return f"{sizes}, this rank {' '.join(f'{n}={mesh.get_local_rank(n)}' for n in names)}"
 
 
-def _ensure_process_group(device_type: str) -> None:
-    if dist.is_initialized():
-        return
+def start_process_group(device_type: str, timeout: timedelta | None = None) -> None:
+    """Start the process group: of torchrun's ranks, or of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
