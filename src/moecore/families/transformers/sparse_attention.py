@@ -156,17 +156,22 @@ def _cached(
     layer: Any, cache: Any, latent_BTL: Tensor, turned_BT1r: Tensor, index: IndexerHeads | None
 ) -> tuple[Tensor, Tensor, IndexerHeads | None]:
     """Return keys with those that a cache had, which must be none."""
-    T, number = latent_BTL.shape[1], layer.layer_idx
+    number = layer.layer_idx
     latents, turned = cache.update(latent_BTL.unsqueeze(1), turned_BT1r.transpose(1, 2), number)
-    if latents.shape[2] != T:
-        raise ValueError(
-            f"tokens ({T}) must be as many as their keys ({latents.shape[2]}) for "
-            "use_causal_attention, which has no mask for those of earlier forwards: pass no "
-            "past_key_values"
-        )
+    refuse_earlier_keys(latent_BTL.shape[1], latents.shape[2])
     if index is not None:
         index = index._replace(k_Ni=cache.update_indexer(index.k_Ni, number))
     return latents.squeeze(1), turned.transpose(1, 2), index
+
+
+def refuse_earlier_keys(num_tokens: int, num_keys: int) -> None:
+    """Raise for keys that a cache has of earlier forwards."""
+    if num_keys != num_tokens:
+        raise ValueError(
+            f"tokens ({num_tokens}) must be as many as their keys ({num_keys}) for "
+            "use_causal_attention, which has no mask for those of earlier forwards: pass no "
+            "past_key_values"
+        )
 
 
 def _function(module: Any, name: str) -> Any:
