@@ -21,7 +21,7 @@ from moecore.attention.sequence import Sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.base.options.indexer import IndexerConfig
 from moecore.families.transformers.linear_attention import SEQUENCE
-from moecore.families.transformers.stock import is_hf
+from moecore.families.transformers.stock import is_hf, names_in_forward
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
 from moecore.models.indexer import key_choice, mean_divergence
 from moecore.moe.aux_loss import AuxLoss
@@ -127,8 +127,8 @@ def _index(
     indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, turns: tuple[Tensor, Tensor]
 ) -> IndexerHeads:
     """Return what an indexer scores pairs by, as the stock class makes it."""
-    names = inspect.unwrap(type(indexer).forward).__code__.co_names
-    turn = _function(indexer, BY_PAIRS if BY_PAIRS in names else BY_HALVES)
+    is_by_pairs = BY_PAIRS in names_in_forward(indexer)
+    turn = _function(indexer, BY_PAIRS if is_by_pairs else BY_HALVES)
     r = indexer.qk_rope_head_dim
     q_BThi = indexer.wq_b(q_a_BTA).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k_BT1i = indexer.k_norm(indexer.wk(x_BTD)).unsqueeze(2)
