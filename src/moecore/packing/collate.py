@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.base.fields import Count, CountOrZero, Rules, check_arguments, check_fields, shown
+from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments, shown
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.kernels.zigzag import positions_of
 from moecore.packing.documents import Document, length_of
@@ -51,7 +51,7 @@ class PackedBatch(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedCollator:
+class PackedCollator(CheckedRecord):
     """The `collate_fn` of a DataLoader: makes a `PackedBatch` of documents.
 
     A document lies behind the one before it, or begins the next row where it does not fit. So the
@@ -78,9 +78,6 @@ class PackedCollator:
     max_documents: Count | None = None
     shift_labels: bool = True
     pad_id: CountOrZero = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if self.row_tokens % self.multiple:

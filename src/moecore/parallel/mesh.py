@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moecore.base.agreement import check_same, fields_of
-from moecore.base.fields import Count, OneOf, Rules, check_arguments, check_fields
+from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments
 from moecore.base.torch_names import default_timeout, inherit_timeout, is_inside
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -37,7 +37,7 @@ Degree = Annotated[Count | Literal[-1], "use -1 once per view, for what is left"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelConfig:
+class ParallelConfig(CheckedRecord):
     """Parallel degrees of the dense and of the expert view of one world.
 
     World = pp * dp_replicate * dp_shard * cp * tp = pp * edp_replicate * edp_shard * ep * etp.
@@ -64,9 +64,6 @@ class ParallelConfig:
     edp_shard: Degree = -1
     ep: Degree = 1
     etp: Degree = 1
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
