@@ -69,11 +69,8 @@ def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], li
 
 
 def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Return how an attention module is cut by heads, or what of it is not known to have a part.
-
-    Raises:
-        ValueError: for heads that ranks cannot share.
-    """
+    """Return how an attention module is cut by heads, or what of it is not known to have a part."""
+    # Heads that ranks cannot share are a ValueError.
     if type(module).__name__ in FUSED_BY_HEAD:
         return _cut_heads(name, module, tp)
     if type(module).__name__ in STACKED:
