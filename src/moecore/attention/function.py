@@ -25,6 +25,7 @@ from moecore.attention.context_parallel.held import HeldTokens
 from moecore.attention.context_parallel.ring import RingAttention
 from moecore.attention.sequence import Sequence
 from moecore.base.regions import as_product
+from moecore.base.torch_names import autocast_dtype
 from moecore.kernels.attention import (
     add_sinks,
     attention_backward,
@@ -60,9 +61,8 @@ def attend(
             enable_gqa=q_BTHd.shape[2] != k_BThd.shape[2],
         )
         return o_BHTv.transpose(1, 2)
-    device = q_BTHd.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # as products do
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(q_BTHd)
+    if dtype is not None:  # as products do
         q_BTHd, k_BThd, v_BThv = (x.to(dtype) for x in (q_BTHd, k_BThd, v_BThv))
     if sequence.held is not None:
         over = sequence.held, sequence, scale, window, sinks_H

@@ -31,15 +31,15 @@ class RotaryTable:
     It is no tuple or dataclass, because FSDP's mixed precision casts floating tensors of a block's
     arguments, also those in tuples and dataclasses, and 16 bits are too few for an angle's sine.
 
-    Args:
-        positions: whole numbers, [T] for all rows, or [B, T] for each token: then T is B * T.
-        frequencies_d: fp32 [d / 2], radians from one position to the next.
-        scale: factor on cos and sin.
-
     Source: RoFormer (arXiv:2104.09864).
     """
 
-    def __init__(self, positions: Tensor, frequencies_d: Tensor, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        positions: Tensor,  # whole numbers, [T] for all rows, or [B, T]: then T below is B * T
+        frequencies_d: Tensor,  # fp32 [d / 2], radians from one position to the next
+        scale: float = 1.0,  # on cos and sin
+    ) -> None:
         self.is_shared = positions.ndim == 1
         angles_Td = positions.flatten().to(frequencies_d.dtype).outer(frequencies_d)
         self.cos_Td, self.sin_Td = angles_Td.cos(), angles_Td.sin()

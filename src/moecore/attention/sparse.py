@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moecore.attention.sequence import Sequence
 from moecore.base.regions import as_product
+from moecore.base.torch_names import autocast_dtype
 from moecore.kernels.sparse_attention import (
     IndexerHeads,
     KeySpans,
@@ -49,9 +50,9 @@ def attend_sparse(
     [B, T, K], counted over all tokens of whole rows, -1 for none. Collective where ranks hold
     parts: keys are gathered, and backward adds the gradients of all ranks.
     """
-    device = heads.q_tHd.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # as products do
-        heads = LatentHeads(*(x.to(torch.get_autocast_dtype(device)) for x in heads))
+    dtype = autocast_dtype(heads.q_tHd)
+    if dtype is not None:  # as products do
+        heads = LatentHeads(*(x.to(dtype) for x in heads))
     B, T = heads.q_tHd.shape[:2]
     flat = heads._replace(
         q_tHd=heads.q_tHd.flatten(0, 1), keys_Nl=_of_rows(heads.keys_Nl, sequence)

@@ -1,13 +1,10 @@
 """Checks a record's fields by their annotations, then its cross-field rules.
 
     @dataclass(frozen=True, kw_only=True, slots=True)
-    class Window:
+    class Window(CheckedRecord):
         size: Count
         overlap: Annotated[int, Bound(">=", 0), "use 0 for none"] = 0
         shape: Literal["flat", "hann"] | None = None
-
-        def __post_init__(self) -> None:
-            check_fields(self, self._rules)
 
         def _rules(self) -> Rules:
             if self.overlap >= self.size:
@@ -117,6 +114,18 @@ def check_fields(record: Any, rules: Callable[[], Rules] | None = None) -> None:
             _refuse(record, name, f"be {kind.name(value)}: {kind.fix}")
     for name, relation in rules() if rules is not None else ():
         _refuse(record, name, relation)
+
+
+class CheckedRecord:
+    """A dataclass that is checked when it is made: its fields, then its rules."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        return iter(())
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

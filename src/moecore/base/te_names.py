@@ -98,24 +98,15 @@ def without_infinities(x: Tensor) -> Tensor:
 
 
 def quantise(
-    x_RK: Tensor,
+    x_RK: Tensor,  # contiguous
     recipe: Recipe,
     operand: Operand,
     *,
     over_rows: bool,
-    scale: Tensor | None = None,
-    seen: Tensor | None = None,
+    scale: Tensor | None = None,  # of "tensorwise", fp32 [1], a factor; None = 448 / amax
+    seen: Tensor | None = None,  # fp32 [1], with a scale: grows to amax of x_RK, NaN left out
 ) -> Any:
-    """Return a matrix as an operand that is summed over its rows, or over its columns.
-
-    Args:
-        x_RK: contiguous.
-        recipe: of backend "te".
-        operand: what the matrix is.
-        over_rows: which dim is summed.
-        scale: of "tensorwise", fp32 [1]: what values are multiplied by; None = by 448 / amax.
-        seen: fp32 [1], which grows to the largest magnitude of x_RK, NaN left out; with a scale.
-    """
+    """Return a matrix as an operand that is summed over its rows, or over its columns."""
     with torch.no_grad():
         if scale is not None:
             dtype = _fp8(recipe, operand)
@@ -146,24 +137,16 @@ def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
 
 
 def multiply_experts(
-    a: Sequence[Any],
-    b: Sequence[Any],
+    a: Sequence[Any],  # each expert's matrix, or for "NT" its rows
+    b: Sequence[Any],  # each expert's rows
     layout: Layout,
-    out: list[Tensor],
-    splits: list[int],
+    out: list[Tensor],  # contiguous
+    splits: list[int],  # rows of each expert
     *,
-    adds: bool = False,
+    adds: bool = False,  # to what `out` holds
 ) -> None:
-    """Put each expert's product in `out`: [R, N], or for "NT" one [M, N] for each expert.
-
-    Args:
-        a: of each expert: its matrix, or for "NT" its rows.
-        b: of each expert: its rows.
-        layout: of all products.
-        out: contiguous. Experts without rows give zeros for "NT".
-        splits: rows of each expert, on the host: Transformer Engine launches a product for each.
-        adds: whether products are added to what `out` holds.
-    """
+    """Put each expert's product in `out`: [R, N], or for "NT" one [M, N] for each expert."""
+    # Experts without rows give zeros for "NT". Transformer Engine launches a product for each.
     names().products.general_grouped_gemm(
         list(a),
         list(b),

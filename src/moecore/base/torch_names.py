@@ -187,8 +187,7 @@ def is_plain_eager() -> bool:
     """Whether autograd alone sees operations: no compiler, mode, transform or tracer."""
     if torch.compiler.is_compiling():
         return False
-    traced = _unpack(_UNTRACKED).primal is not _UNTRACKED
-    return (_keys().raw_repr() in _PLAIN_KEYS and not traced) or _seen.inside
+    return (_keys().raw_repr() in _PLAIN_KEYS and not in_forward_mode()) or _seen.inside
 
 
 def in_forward_mode() -> bool:

@@ -31,12 +31,6 @@ def is_selection_bias(name: str) -> bool:
     return name.endswith(SELECTION_BIASES)
 
 
-def kept_fp32(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-    """Return the names of parameters and buffers that stay fp32; dtype None = their own."""
-    half = _half(model, dtype)
-    return frozenset() if half is None else _kept(model, _stocks(model, half))
-
-
 def keeps_fp32(model: nn.Module | None, dtype: torch.dtype | None) -> Callable[[str], bool]:
     """Return whether a tensor stays fp32, as a function of its name."""
     # A model without adapters; None is one that transformers does not know.
@@ -46,9 +40,10 @@ def keeps_fp32(model: nn.Module | None, dtype: torch.dtype | None) -> Callable[[
 
 
 def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-    """Give a model's tensors the dtypes of stock in place, and return what `kept_fp32` returns."""
-    # What stays fp32 is fp32 afterwards. Buffers that stock has in the dtype of compute, such as
-    # tables of decay rates, are cast to it while their module runs, and saved as they are.
+    """Give a model's tensors the dtypes of stock in place; return the names that stay fp32."""
+    # With dtype None a model computes in its own. What stays fp32 is fp32 afterwards. Buffers that
+    # stock has in the dtype of compute, such as tables of decay rates, are cast to it while their
+    # module runs, and saved as they are.
     half = _half(model, dtype)
     if half is None:
         return frozenset()

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.base.fields import Count, CountOrZero, Rules, check_arguments, check_fields, shown
+from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments, shown
 from moecore.kernels.cross_entropy import IGNORE_INDEX
+from moecore.kernels.zigzag import positions_of
 from moecore.packing.documents import Document, length_of
 
 
@@ -50,7 +51,7 @@ class PackedBatch(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedCollator:
+class PackedCollator(CheckedRecord):
     """The `collate_fn` of a DataLoader: makes a `PackedBatch` of documents.
 
     A document lies behind the one before it, or begins the next row where it does not fit. So the
@@ -77,9 +78,6 @@ class PackedCollator:
     max_documents: Count | None = None
     shift_labels: bool = True
     pad_id: CountOrZero = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if self.row_tokens % self.multiple:
@@ -114,15 +112,13 @@ class PackedCollator:
             labels_N[first : first + len(ids) - 1] = labels[1:]
             starts.append((start, start + self._rounded(len(ids))))
         cu_n = self._borders(starts)
-        lengths_n = cu_n.diff().long()
-        positions_N = torch.arange(len(ids_N)) - cu_n[:-1].long().repeat_interleave(lengths_n)
         return PackedBatch(
             input_ids=ids_N.view(shape),
             labels=labels_N.view(shape),
-            position_ids=positions_N.view(shape),
+            position_ids=positions_of(cu_n, len(ids_N)).view(shape),
             padding_mask=padding_N.view(shape),
             cu_seqlens=cu_n,
-            max_seqlen=self.row_tokens if self.max_documents else int(lengths_n.max()),
+            max_seqlen=self.row_tokens if self.max_documents else int(cu_n.diff().max()),
             num_tokens=(labels_N != IGNORE_INDEX).sum(),
         )
 

@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from moecore.base.fields import Count, Positive, PositiveOrZero, Rules, check_fields
+from moecore.base.fields import CheckedRecord, Count, Positive, PositiveOrZero, Rules
 from moecore.packing.documents import Integers
 
 Costs = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DocumentCost:
+class DocumentCost(CheckedRecord):
     """Attention, work per token and the exchange of keys and values, in any unit of time.
 
         linear * L / cp + max(quadratic * L^2 / cp, exchange * L * (cp - 1) / cp)
@@ -44,9 +44,6 @@ class DocumentCost:
     exchange: PositiveOrZero = 750.0
     fixed: PositiveOrZero = 2e7
 
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
-
     def _rules(self) -> Rules:
         if not self.quadratic and not self.linear:
             yield "quadratic", f"be > 0 with linear ({self.linear}): give one of them"
@@ -64,7 +61,7 @@ class DocumentCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredCost:
+class MeasuredCost(CheckedRecord):
     """Measured times of documents; between two lengths on a line, beyond the last as its square.
 
     Attributes:
@@ -77,9 +74,6 @@ class MeasuredCost:
     lengths: Annotated[tuple[Count, ...], "pass the lengths that were measured"]
     seconds: Mapping[int, tuple[Positive, ...]]
     fixed: PositiveOrZero = 0.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if not self.lengths or any(a >= b for a, b in pairwise(self.lengths)):

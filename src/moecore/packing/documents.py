@@ -116,7 +116,7 @@ class CutDocuments:
                 f"lengths ({len(lengths_N)} numbers) must be one per document "
                 f"({len(documents)}): measure this dataset"
             )
-        self._documents, self._max_tokens = documents, max_tokens
+        self._documents = documents
         pieces_N = -(-lengths_N // max_tokens)
         self._document = np.repeat(np.arange(len(lengths_N)), pieces_N)
         firsts = np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)

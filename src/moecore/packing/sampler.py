@@ -16,6 +16,7 @@ import torch
 
 from moecore.base.fields import Count, CountOrZero, Seed, check_arguments, shown
 from moecore.packing.bins import Bins, pack_lengths
+from moecore.packing.corpus.order import key_of
 from moecore.packing.documents import Integers, Lengths, as_lengths, check_fits
 
 WINDOW = 4096  # documents that are packed together: bins are full, and neighbours change by epoch
@@ -165,6 +166,5 @@ class PackedBatchSampler:
     def _order(self, what: str, epoch: int, count: int) -> Integers:
         if not self._shuffle:
             return np.arange(count)
-        key = hashlib.sha256(f"{self._seed}/{what}/{epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+        generator = torch.Generator().manual_seed(key_of(self._seed, what, epoch) >> 1)
         return torch.randperm(count, generator=generator).numpy()

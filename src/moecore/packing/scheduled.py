@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.base.fields import Count, CountOrZero, Rules, check_arguments, check_fields
+from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.collate import PackedBatch, read_document
 from moecore.packing.corpus.batches import batch_of
@@ -108,7 +108,7 @@ class ScheduledBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduledCollator:
+class ScheduledCollator(CheckedRecord):
     """The `collate_fn` of a DataLoader: makes a `ScheduledBatch` of the documents of a step.
 
         collator = ScheduledCollator(max_tokens=8192, data_rank=..., data_ranks=...)
@@ -133,9 +133,6 @@ class ScheduledCollator:
     cost: DocumentCost | MeasuredCost = DEFAULT_COST
     data_rank: CountOrZero = 0
     data_ranks: Count = 1
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if self.data_rank >= self.data_ranks:

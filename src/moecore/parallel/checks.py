@@ -231,9 +231,7 @@ def _check_graphs(model: nn.Module, request: Request) -> None:
             f"graph_dense (True) must go with MemoryOptions.offload ({away[0]!r}) of 'experts' "
             "alone, because what graphs keep has an address: leave one of them out"
         )
-    overrides = () if precision is None else precision.overrides
-    recipes = [None if precision is None else precision.recipe, *(r for _, r in overrides)]
-    if any(recipe is not None and recipe.amax_history for recipe in recipes):
+    if precision is not None and any(recipe.amax_history for recipe in precision.recipes):
         raise ValueError(
             "graph_dense (True) must go with Recipe.amax_history 0, because the first step has no "
             "history: use another scaling, or leave it out"

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from moecore.base import __version__
 from moecore.moe.dispatch.peer_memory import find_problem, host_id
+from moecore.parallel.mesh import start_process_group
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_")
@@ -42,37 +43,23 @@ MESSAGE = 16 << 20  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What one rank knows. Bytes, seconds, and bytes per second.
+    """What one rank knows. Bytes, seconds, and bytes per second."""
 
-    Attributes:
-        host: an identity, equal for the ranks of a running kernel.
-        name: of the host.
-        ranks_per_host: as the launcher says; None = it says nothing.
-        versions: of Python, packages, CUDA, NCCL and the GPU's name.
-        environment: variables that libraries of a job read.
-        clock: when all ranks have come.
-        gpu_memory: free and all of the GPU; None without one.
-        open_files, locked_memory: limits; -1 = none.
-        shared_memory: free in /dev/shm; None = there is none.
-        disk: free where checkpoints go; None = not asked.
-        sees_checkpoints: whether it reads there what rank 0 has written.
-        peers: why GPUs of a host do not reach each other's memory; None = they do, or none are.
-        rates: of messages from the rank before, by "inside a host" and "between hosts".
-    """
-
-    host: str
-    name: str
-    ranks_per_host: int | None
-    versions: Mapping[str, str]
-    environment: Mapping[str, str]
-    clock: float
-    gpu_memory: tuple[int, int] | None = None
-    open_files: int = -1
+    host: str  # an identity, equal for the ranks of a running kernel
+    name: str  # of the host
+    ranks_per_host: int | None  # as the launcher says; None = it says nothing
+    versions: Mapping[str, str]  # of Python, packages, CUDA, NCCL and the GPU's name
+    environment: Mapping[str, str]  # variables that libraries of a job read
+    clock: float  # when all ranks have come
+    gpu_memory: tuple[int, int] | None = None  # free and all of the GPU; None without one
+    open_files: int = -1  # a limit, as the next one; -1 = none
     locked_memory: int = -1
-    shared_memory: int | None = None
-    disk: int | None = None
-    sees_checkpoints: bool = True
+    shared_memory: int | None = None  # free in /dev/shm; None = there is none
+    disk: int | None = None  # free where checkpoints go; None = not asked
+    sees_checkpoints: bool = True  # whether it reads there what rank 0 has written
+    # Why GPUs of a host do not reach each other's memory; None = they do, or none are.
     peers: str | None = None
+    # Of messages from the rank before, by "inside a host" and "between hosts".
     rates: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -208,15 +195,9 @@ def run_doctor(args: Any) -> int:
 
 
 def _join(device_type: str, timeout: timedelta) -> None:
-    """Start the process group: of torchrun's ranks, or of this process alone."""
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    """Start the process group, or raise a ValueError of one line."""
     try:
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        start_process_group(device_type, timeout)
     except (dist.DistError, RuntimeError) as error:
         raise ValueError(
             f"ranks must find each other within {timeout.seconds} s: check MASTER_ADDR, ports and "

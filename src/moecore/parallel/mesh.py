@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moecore.base.agreement import check_same, fields_of
-from moecore.base.fields import Count, OneOf, Rules, check_arguments, check_fields
+from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments
 from moecore.base.torch_names import default_timeout, inherit_timeout, is_inside
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -36,7 +37,7 @@ Degree = Annotated[Count | Literal[-1], "use -1 once per view, for what is left"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelConfig:
+class ParallelConfig(CheckedRecord):
     """Parallel degrees of the dense and of the expert view of one world.
 
     World = pp * dp_replicate * dp_shard * cp * tp = pp * edp_replicate * edp_shard * ep * etp.
@@ -63,9 +64,6 @@ class ParallelConfig:
     edp_shard: Degree = -1
     ep: Degree = 1
     etp: Degree = 1
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
@@ -205,7 +203,8 @@ def build_meshes(
     )
     p = parallel.resolve(world_size)
     domain = _ranks_per_domain(ranks_per_domain, world_size)
-    _ensure_process_group(device_type)
+    if not dist.is_initialized():
+        start_process_group(device_type)
 
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     inherit_timeout(world.get_group())
@@ -324,14 +323,13 @@ def _view(mesh: DeviceMesh) -> str:
     return f"{sizes}, this rank {' '.join(f'{n}={mesh.get_local_rank(n)}' for n in names)}"
 
 
-def _ensure_process_group(device_type: str) -> None:
-    if dist.is_initialized():
-        return
+def start_process_group(device_type: str, timeout: timedelta | None = None) -> None:
+    """Start the process group: of torchrun's ranks, or of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

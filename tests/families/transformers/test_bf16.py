@@ -25,7 +25,7 @@ from moecore import (
     parallelize_moe,
     plan_sharding,
 )
-from moecore.families.kept_fp32 import is_selection_bias, kept_fp32
+from moecore.families.kept_fp32 import is_selection_bias, set_dtypes
 from moecore.io import export_hf, load_hf
 from moecore.moe.router import Router
 from moecore.parallel.attached import moe_state
@@ -198,19 +198,19 @@ def test_names_of_models_in_others_and_of_peft() -> None:
     names = ("model.layers.0.mlp.gate.wg.", "model.layers.1.mlp.gate.wg.")
     model = tiny_model("hunyuan_v1_moe")
     wrapped = nn.ModuleDict({"inner": model})
-    found = kept_fp32(wrapped, torch.bfloat16)
+    found = set_dtypes(wrapped, torch.bfloat16)
     assert found == {f"inner.{name}weight" for name in names}
-    assert not kept_fp32(wrapped, None) and not kept_fp32(wrapped, torch.float32)
+    assert not set_dtypes(wrapped, None) and not set_dtypes(wrapped, torch.float32)
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["wg"]))
-    assert kept_fp32(model, torch.bfloat16) == {f"{name}base_layer.weight" for name in names}
+    assert set_dtypes(model, torch.bfloat16) == {f"{name}base_layer.weight" for name in names}
     model = tiny_model("hunyuan_v1_moe")
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["wg"])
     peft.get_peft_model(model, config)
     saved = {f"{name}modules_to_save.default.weight" for name in names}
-    assert kept_fp32(model, torch.bfloat16) >= saved
+    assert set_dtypes(model, torch.bfloat16) >= saved
 
 
 def test_names_that_fp16_alone_keeps() -> None:
     model = tiny_model("gpt_oss")
     norms = {n for n, _ in model.named_parameters() if "norm" in n}
-    assert kept_fp32(model, torch.float16) == norms and not kept_fp32(model, torch.bfloat16)
+    assert set_dtypes(model, torch.float16) == norms and not set_dtypes(model, torch.bfloat16)

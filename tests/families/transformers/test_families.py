@@ -33,7 +33,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
-from moecore.families.kept_fp32 import SELECTION_BIASES, kept_fp32
+from moecore.families.kept_fp32 import SELECTION_BIASES, set_dtypes
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.cuts import OUTPUTS, find_cuts
 from moecore.families.transformers.rows import why_whole
@@ -204,7 +204,7 @@ def described(model: nn.Module) -> list[str]:
     name = type(model).__name__
     other = why_whole(model)
     parts = "yes" if other is None else f"no, {other}"
-    kept = {n.removesuffix(".weight").split(".")[-1] for n in kept_fp32(model, torch.bfloat16)}
+    kept = {n.removesuffix(".weight").split(".")[-1] for n in set_dtypes(model, torch.bfloat16)}
     kept -= {*SELECTION_BIASES, "inv_freq", "original_inv_freq"}  # which are fp32 in each
     bf16 = f"yes; fp32: {', '.join(sorted(kept))}" if kept else "yes"
     return [name, " ".join(sorted(routers)), " ".join(sorted(experts)), cut_of(model), parts, bf16]

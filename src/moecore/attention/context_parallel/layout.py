@@ -142,12 +142,9 @@ class ChunkLayout:
     def _first(self, num_chunks: int) -> Tensor:
         """Return int64 [B * C * num_chunks], the tokens of `first_chunks`."""
         if num_chunks not in self._firsts:
-            self._firsts[num_chunks] = self._find_first(num_chunks)
+            borders = self._chunk_borders.long()
+            num = self._num_tokens // (2 * self.size) * num_chunks
+            documents = documents_of(borders * num_chunks, num)
+            places = torch.arange(num, device=borders.device) - borders[documents] * num_chunks
+            self._firsts[num_chunks] = self._borders[documents] + places
         return self._firsts[num_chunks]
-
-    def _find_first(self, num_chunks: int) -> Tensor:
-        borders = self._chunk_borders.long()
-        num = self._num_tokens // (2 * self.size) * num_chunks
-        documents = documents_of(borders * num_chunks, num)
-        places = torch.arange(num, device=borders.device) - borders[documents] * num_chunks
-        return self._borders[documents] + places

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from moecore.base.fields import Count, Rules, check_fields
+from moecore.base.fields import CheckedRecord, Count, Rules
 
 Way = Literal["allgather", "a2a", "p2p", "a2a+p2p"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ContextOptions:
+class ContextOptions(CheckedRecord):
     """How attention of context parallel ranks communicates.
 
     Attributes:
@@ -29,9 +29,6 @@ class ContextOptions:
     way: Way | Literal["auto"] = "auto"
     a2a_ranks: Count | None = None
     dynamic: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if self.a2a_ranks is not None and self.way != "a2a+p2p":

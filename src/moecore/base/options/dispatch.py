@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moecore.base.fields import Bound, Count, Positive, check_fields
+from moecore.base.fields import Bound, CheckedRecord, Count, Positive
 
 DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink", "hierarchical"]
 
@@ -12,7 +12,7 @@ Refresh = Annotated[Count | Literal["forward"], "use 'forward' to plan in every 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NVLinkOptions:
+class NVLinkOptions(CheckedRecord):
     """Choices of the `nvlink` dispatcher.
 
     Attributes:
@@ -40,12 +40,9 @@ class NVLinkOptions:
     keep_rows: bool = True
     timeout_s: Positive = 300.0
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CloneOptions:
+class CloneOptions(CheckedRecord):
     """Clones of hot experts on other ranks.
 
     Attributes:
@@ -60,6 +57,3 @@ class CloneOptions:
     per_rank: Count = 2
     least: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
     refresh: Refresh = "forward"
-
-    def __post_init__(self) -> None:
-        check_fields(self)

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import torch
 
-from moecore.base.fields import Count, CountOrZero, OneOf, check_fields
+from moecore.base.fields import CheckedRecord, Count, CountOrZero, OneOf
 from moecore.base.options.names import Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FSDPOptions:
+class FSDPOptions(CheckedRecord):
     """How `parallelize_moe` shards parameters, gathers them and reduces gradients.
 
     Attributes:
@@ -51,6 +51,3 @@ class FSDPOptions:
     prefetch_blocks: Annotated[CountOrZero, "use 0 for none"] = 1
     blocks_per_unit: Annotated[Count, "use 1 for a unit per block"] = 1
     fp8_param_gather: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)

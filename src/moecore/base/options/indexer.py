@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moecore.base.fields import Positive, check_fields
+from moecore.base.fields import CheckedRecord, Positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IndexerConfig:
+class IndexerConfig(CheckedRecord):
     """How the indexers of sparse attention learn.
 
     The loss of a layer is the mean over tokens of the divergence of the indexer's softmax from the
@@ -25,6 +25,3 @@ class IndexerConfig:
 
     stage: Literal["sparse", "warm_up"] = "sparse"
     loss_coef: Positive = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)

@@ -11,12 +11,12 @@ from typing import Annotated, Literal, get_args
 
 from moecore.base.fields import (
     Bound,
+    CheckedRecord,
     Count,
     CountOrZero,
     Positive,
     PositiveOrZero,
     Rules,
-    check_fields,
 )
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -36,7 +36,7 @@ GATED_ACTIVATIONS: tuple[Activation, ...] = get_args(GatedActivation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BalanceConfig:
+class BalanceConfig(CheckedRecord):
     """How the load of the experts is kept even. All coefficients 0 means: not at all.
 
     The balance loss is `coef * E * sum_e(f_e * p_e)` with `f_e` the share of assignments that
@@ -74,9 +74,6 @@ class BalanceConfig:
     bias_update: BiasUpdate = "sign"
     bias_per_micro_batch: bool = False
 
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
-
     def _rules(self) -> Rules:
         if self.bias_update == "quantile" and not 0 < self.bias_update_rate <= 1:
             yield (
@@ -103,7 +100,7 @@ class BalanceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CapacityConfig:
+class CapacityConfig(CheckedRecord):
     """How many tokens an expert takes, and what happens to the rest.
 
     One expert takes at most C = ceil(factor * N * K / E) of a data rank's micro-batch of N tokens,
@@ -130,12 +127,9 @@ class CapacityConfig:
     drop: DropOrder = "probability"
     pad: bool = False
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MoEConfig:
+class MoEConfig(CheckedRecord):
     """One Mixture-of-Experts layer.
 
     Attributes:
@@ -221,9 +215,6 @@ class MoEConfig:
     balance: Annotated[BalanceConfig, "pass BalanceConfig(micro_batch_coef=0.01)"] = field(
         default_factory=BalanceConfig
     )
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         yield from self._group_rules()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from moecore.base.fields import Bound, Count, NumBytes, Positive, Rules, check_fields
+from moecore.base.fields import Bound, CheckedRecord, Count, NumBytes, Positive, Rules
 
 Recomputed = Literal[
     "norm", "activation", "rope", "qkv_proj", "mla_up_proj", "mlp", "shared_experts", "expert_fc1",
@@ -24,7 +24,7 @@ Parts = Annotated[tuple[Recomputed, ...] | Literal["gemm_last"], "pass 'gemm_las
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StashOptions:
+class StashOptions(CheckedRecord):
     """Pages for rows that routed experts keep, where shapes have room for the worst case.
 
     Attributes:
@@ -40,12 +40,9 @@ class StashOptions:
     factor: Positive = 1.1
     host_bytes: HostBytes = 0
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryOptions:
+class MemoryOptions(CheckedRecord):
     """What backward computes again or host memory holds, by part of a block. Bits stay.
 
     Products and communication are not repeated but where a part is one: the first three parts cost
@@ -89,9 +86,6 @@ class MemoryOptions:
     offload_host_bytes: NumBytes | None = None
     stash: StashOptions | None = None
     fused_loss: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         for name, parts in (("recompute", self.parts), ("offload", self.offload)):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal, get_args
 
-from moecore.base.fields import Bound, Rules, check_fields, shown
+from moecore.base.fields import Bound, CheckedRecord, Rules, shown
 from moecore.base.options.names import PrecisionName as PrecisionName
 
 Scaling = Literal["blockwise", "rowwise", "tensorwise", "mxfp8", "nvfp4"]
@@ -41,7 +41,7 @@ History = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class Recipe(CheckedRecord):
     """How products of one role are quantised.
 
     A value is one FP8 number times its block's scale. Products are summed in fp32. Both operands
@@ -93,9 +93,6 @@ class Recipe:
     hadamard: bool = True
     stochastic_rounding: bool = True
     backend: RecipeBackend = "moecore"
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         rule = f"scaling ({self.scaling!r})"
@@ -227,7 +224,7 @@ NEVER = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Precision:
+class Precision(CheckedRecord):
     """Which roles of a model are computed in FP8, by which recipe, and what differs by name.
 
         Precision(recipe=Recipe(), overrides=(("model.layers.0.*", None),))
@@ -252,9 +249,6 @@ class Precision:
     roles: Roles = ROLES
     overrides: Overrides = ()
     only_faster: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if len(set(self.roles)) < len(self.roles):

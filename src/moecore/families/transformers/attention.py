@@ -22,7 +22,7 @@ from moecore.attention.sequence import Sequence
 from moecore.base.fields import check_arguments
 from moecore.families.transformers.linear_attention import SEQUENCE, take_sequences
 from moecore.families.transformers.rows import READER, RowReader
-from moecore.families.transformers.sparse_attention import attend_sparsely
+from moecore.families.transformers.sparse_attention import attend_sparsely, refuse_earlier_keys
 
 CAUSAL = "moecore_causal"  # transformers makes masks for the names that it knows
 UNKNOWN = ("position_bias", "dropout")  # what `attend` does not compute
@@ -80,12 +80,7 @@ def _causal_attention(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if query.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"tokens ({query.shape[2]}) must be as many as their keys ({key.shape[2]}) for "
-            "use_causal_attention, which has no mask for those of earlier forwards: pass no "
-            "past_key_values"
-        )
+    refuse_earlier_keys(query.shape[2], key.shape[2])
     sequence: Sequence = kwargs.get(SEQUENCE) or Sequence()
     window, sinks_H, held = kwargs.get("sliding_window"), kwargs.get("s_aux"), sequence.held
     num_tokens = query.shape[2] * (1 if held is None else held.cp.size)

@@ -19,7 +19,7 @@ from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.families.transformers.linear_attention import rule_of
 from moecore.families.transformers.linear_cuts import cut_linear_attention
 from moecore.families.transformers.module_cut import ModuleCut, adapters, named_linears
-from moecore.families.transformers.stock import is_hf, own_methods
+from moecore.families.transformers.stock import is_hf, names_in_forward, own_methods
 from moecore.moe.layer import MoELayer
 from moecore.parallel.shard.units import find_blocks
 
@@ -69,11 +69,8 @@ def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], li
 
 
 def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Return how an attention module is cut by heads, or what of it is not known to have a part.
-
-    Raises:
-        ValueError: for heads that ranks cannot share.
-    """
+    """Return how an attention module is cut by heads, or what of it is not known to have a part."""
+    # Heads that ranks cannot share are a ValueError.
     if type(module).__name__ in FUSED_BY_HEAD:
         return _cut_heads(name, module, tp)
     if type(module).__name__ in STACKED:
@@ -208,8 +205,6 @@ def _has_halves(module: Any, name: str) -> bool:
     """Whether an MLP takes the outputs of a linear as two halves, of which ranks can have parts."""
     # Columns in turns (gate, up, gate, ..) are no halves. Data ranks cut dim 1 of such a weight,
     # which a bias lacks, and of a factor of LoRA is small.
-    takes_halves = "chunk" in inspect.unwrap(type(module).forward).__code__.co_names
-    is_alone = (
-        type(module.get_submodule(name)) is nn.Linear and module.get_submodule(name).bias is None
-    )
-    return takes_halves and is_alone and HAS_SEPARATE_PIECES
+    linear = module.get_submodule(name)
+    is_alone = type(linear) is nn.Linear and linear.bias is None
+    return "chunk" in names_in_forward(module) and is_alone and HAS_SEPARATE_PIECES

@@ -41,9 +41,8 @@ SLOPES, LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 
 @dataclass(frozen=True, slots=True)
 class ReadExperts:
-    """Matrices, sizes and activation of an experts module of transformers."""
+    """Sizes and activation of an experts module of transformers."""
 
-    layout: ExpertLayout
     fields: dict[str, Any]  # of `MoEConfig`: sizes, activation and biases
     own_activation: OwnActivation | None  # the module's, if no activation of moecore equals it
 
@@ -112,7 +111,7 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
         "fc1_bias": hasattr(experts, layout.b1),
         "fc2_bias": hasattr(experts, layout.b2),
     }
-    return ReadExperts(layout, fields, options.function)
+    return ReadExperts(fields, options.function)
 
 
 def _activation_of(experts: Any, *, gated: bool) -> Callable[[Tensor], Tensor]:

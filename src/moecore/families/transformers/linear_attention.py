@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from moecore.attention.linear import attend_linear, convolve, scan_states
 from moecore.attention.sequence import Sequence
+from moecore.families.transformers.stock import names_in_forward
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
 CONVOLUTION = "causal_conv1d_fn"
@@ -35,7 +36,7 @@ def linear_layers(model: nn.Module) -> list[nn.Module]:
 
 def rule_of(module: nn.Module) -> str | None:
     """Return the rule that a module's forward calls beside a convolution."""
-    called = _calls(module)
+    called = names_in_forward(module)
     return next((rule for rule in RULES if rule in called), None) if CONVOLUTION in called else None
 
 
@@ -43,7 +44,7 @@ def take_sequences(model: nn.Module) -> None:
     """Make the linear attention layers of a model read the `Sequence` that they are given."""
     for module in linear_layers(model):
         of_file = inspect.unwrap(type(module).forward).__globals__
-        for name in _calls(module) & FUNCTIONS.keys():
+        for name in names_in_forward(module) & FUNCTIONS.keys():
             if not hasattr(of_file[name], "stands_before"):
                 of_file[name] = _before(of_file[name], FUNCTIONS[name])
 
@@ -56,12 +57,6 @@ def refuse_shortcut(module: nn.Module) -> None:
     of_file = inspect.unwrap(type(module).forward).__globals__
     if SHORTCUT in of_file:
         of_file[SHORTCUT] = _no_shortcut
-
-
-def _calls(module: nn.Module) -> set[str]:
-    """Return the names that a module's forward looks up."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return set(getattr(code, "co_names", ()))
 
 
 def _before(own: Function, function: Function) -> Function:

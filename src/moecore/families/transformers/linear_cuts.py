@@ -50,11 +50,8 @@ class _LinearHeads:
 
 
 def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Return how a layer is cut by heads, or what of it is not known to have a part.
-
-    Raises:
-        ValueError: for heads that ranks cannot share.
-    """
+    """Return how a layer is cut by heads, or what of it is not known to have a part."""
+    # Heads that ranks cannot share are a ValueError.
     layer = LAYERS[rule_of(module) or ""](module, tp)
     groups = [heads for heads, _ in layer.channels]
     if any(n % tp for n in layer.heads) or any(n % tp and tp % n for n in groups):

@@ -21,7 +21,7 @@ from moecore.attention.sequence import Sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.base.options.indexer import IndexerConfig
 from moecore.families.transformers.linear_attention import SEQUENCE
-from moecore.families.transformers.stock import is_hf
+from moecore.families.transformers.stock import is_hf, names_in_forward
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
 from moecore.models.indexer import key_choice, mean_divergence
 from moecore.moe.aux_loss import AuxLoss
@@ -127,8 +127,8 @@ def _index(
     indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, turns: tuple[Tensor, Tensor]
 ) -> IndexerHeads:
     """Return what an indexer scores pairs by, as the stock class makes it."""
-    names = inspect.unwrap(type(indexer).forward).__code__.co_names
-    turn = _function(indexer, BY_PAIRS if BY_PAIRS in names else BY_HALVES)
+    is_by_pairs = BY_PAIRS in names_in_forward(indexer)
+    turn = _function(indexer, BY_PAIRS if is_by_pairs else BY_HALVES)
     r = indexer.qk_rope_head_dim
     q_BThi = indexer.wq_b(q_a_BTA).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k_BT1i = indexer.k_norm(indexer.wk(x_BTD)).unsqueeze(2)
@@ -156,17 +156,22 @@ def _cached(
     layer: Any, cache: Any, latent_BTL: Tensor, turned_BT1r: Tensor, index: IndexerHeads | None
 ) -> tuple[Tensor, Tensor, IndexerHeads | None]:
     """Return keys with those that a cache had, which must be none."""
-    T, number = latent_BTL.shape[1], layer.layer_idx
+    number = layer.layer_idx
     latents, turned = cache.update(latent_BTL.unsqueeze(1), turned_BT1r.transpose(1, 2), number)
-    if latents.shape[2] != T:
-        raise ValueError(
-            f"tokens ({T}) must be as many as their keys ({latents.shape[2]}) for "
-            "use_causal_attention, which has no mask for those of earlier forwards: pass no "
-            "past_key_values"
-        )
+    refuse_earlier_keys(latent_BTL.shape[1], latents.shape[2])
     if index is not None:
         index = index._replace(k_Ni=cache.update_indexer(index.k_Ni, number))
     return latents.squeeze(1), turned.transpose(1, 2), index
+
+
+def refuse_earlier_keys(num_tokens: int, num_keys: int) -> None:
+    """Raise for keys that a cache has of earlier forwards."""
+    if num_keys != num_tokens:
+        raise ValueError(
+            f"tokens ({num_tokens}) must be as many as their keys ({num_keys}) for "
+            "use_causal_attention, which has no mask for those of earlier forwards: pass no "
+            "past_key_values"
+        )
 
 
 def _function(module: Any, name: str) -> Any:

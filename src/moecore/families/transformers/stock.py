@@ -53,10 +53,15 @@ def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return dict(zip(parameters_of(type(module).forward), args, strict=False)) | dict(kwargs)
 
 
+def names_in_forward(module: nn.Module) -> frozenset[str]:
+    """Return the names that the code of a module's forward looks up."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return frozenset(getattr(code, "co_names", ()))
+
+
 def has_stock_loss(model: nn.Module) -> bool:
     """Whether a model's forward calls the `loss_function` of transformers."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return "loss_function" in getattr(code, "co_names", ())
+    return "loss_function" in names_in_forward(model)
 
 
 def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:

@@ -34,6 +34,7 @@ from moecore.families.family import swap_blocks
 from moecore.families.transformers.context import CausalContext
 from moecore.integrations.torchtitan.options import moecore_options
 from moecore.integrations.torchtitan.parallelize import Version, parallelize_own_loss
+from moecore.kernels.zigzag import positions_of
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params
 from moecore.moe.forced import force_even_load
 from moecore.parallel.attached import request_of
@@ -109,13 +110,10 @@ def document_inputs(starts_BT: Tensor) -> dict[str, Any]:
     (first_n,) = starts_BT.flatten().nonzero(as_tuple=True)
     ends = first_n.new_tensor([starts_BT.numel()])
     cu_seqlens = torch.cat([first_n, ends])
-    lengths_n = cu_seqlens.diff()
-    tokens_N = torch.arange(starts_BT.numel(), device=starts_BT.device)
-    positions_N = tokens_N - first_n.repeat_interleave(lengths_n)
     return {
-        "positions": positions_N.view(starts_BT.shape),
+        "positions": positions_of(cu_seqlens, starts_BT.numel()).view(starts_BT.shape),
         "cu_seqlens": cu_seqlens.int(),
-        "max_seqlen": int(lengths_n.max()),
+        "max_seqlen": int(cu_seqlens.diff().max()),
     }
 
 

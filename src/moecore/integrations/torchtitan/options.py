@@ -114,13 +114,8 @@ def moecore_options(job_config: Any) -> Any:
 
 
 def request_of(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[str, Any]:
-    """Return a job's choices as arguments of `parallelize_moe`, but those of `balance`.
-
-    Args:
-        options: the job's.
-        parallel: the degrees; stages are asked for where pp is larger than 1.
-        fsdp: fields of `FSDPOptions` that torchtitan's own options decide.
-    """
+    """Return a job's choices as arguments of `parallelize_moe`, but those of `balance`."""
+    # `fsdp` are fields of `FSDPOptions` that torchtitan's own options decide.
     own = arguments(options, "moecore", without=("balance", "moe", "fsdp"))
     for name in ("nvlink", "context"):  # None where nothing is set
         if not changed(getattr(options, name)):

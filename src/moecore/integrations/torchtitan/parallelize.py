@@ -219,9 +219,8 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
             raise ValueError(f"{unused}: drop it from section moecore") from unused
     if p.cp > 1 and p.pp == 1:  # before the hook that compares what cp ranks are given
         model.register_forward_pre_hook(_whole_rows, prepend=True, with_kwargs=True)
-    if (
-        request["nvlink"] is not None and p.pp == 1
-    ):  # `finish_step` looks at shortages, which are errors
+    # `finish_step` looks at shortages, which are errors.
+    if request["nvlink"] is not None and p.pp == 1:
         model.register_forward_pre_hook(partial(_watch, capacity_of(model).holders))
     local = job.training.local_batch_size * meshes.data_ranks
     moe_state(model).set_num_micro_batches(max(1, job.training.global_batch_size // local))

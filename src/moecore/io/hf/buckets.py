@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moecore.base.torch_names import foreach_copy_
 from moecore.io.checkpoint.ranks import on_every_rank, rank_and_world
-from moecore.io.hf.collect import ErrorKeeper, Holders, Item, put
+from moecore.io.hf.collect import ErrorKeeper, Holders, Item, by_size, put
 from moecore.io.hf.target import PieceOverlap
 
 ALIGNMENT = 16  # bytes
@@ -127,17 +127,7 @@ class BucketCollector(ErrorKeeper):
 
     def buckets(self, items: Sequence[Item]) -> Iterator[list[Item]]:
         """Yield the items of each bucket, in order."""
-        bucket: list[Item] = []
-        size = 0
-        for item in items:
-            more = aligned(item.nbytes) + sum(_moved_bytes(item))
-            if bucket and size + more > self._room:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(item)
-            size += more
-        if bucket:
-            yield bucket
+        return by_size(items, _bytes_together, self._room)
 
     def collect(self, items: Sequence[Item], read: Read) -> WeightBucket | None:
         """Return a bucket of these items, new; None after an error of this rank. Collective."""
@@ -157,7 +147,8 @@ class BucketCollector(ErrorKeeper):
             for box in self._boxes_of(item)
         ]
         for sender in sorted({copy.box.sender for copy in copies}):
-            for message in self._messages([c for c in copies if c.box.sender == sender]):
+            sent = [copy for copy in copies if copy.box.sender == sender]
+            for message in by_size(sent, lambda c: aligned(c.box.num_bytes), self._capacity):
                 if sender < 0:
                     self._copy_own(message, parts, read)
                 else:
@@ -197,17 +188,6 @@ class BucketCollector(ErrorKeeper):
             if parts:
                 _copy([_target(copy, parts) for copy in copies], pieces)
 
-    def _messages(self, copies: Sequence[_SentCopy]) -> Iterator[list[_SentCopy]]:
-        message: list[_SentCopy] = []
-        size = 0
-        for copy in copies:
-            if message and size + copy.box.num_bytes > self._capacity:
-                yield message
-                message, size = [], 0
-            message.append(copy)
-            size += aligned(copy.box.num_bytes)
-        yield message
-
     def _boxes_of(self, item: Item) -> list[_SentBox]:
         if item.name not in self._boxes:
             self._boxes[item.name] = list(self._find_boxes(item))
@@ -233,11 +213,10 @@ class BucketCollector(ErrorKeeper):
         )
 
 
-def _moved_bytes(item: Item) -> Iterator[int]:
-    """Yield the bytes of parts that are put together in an order of their own first."""
-    for _, piece in item.parts:
-        if piece.view is not None:
-            yield math.prod(piece.shape) * item.dtype.itemsize
+def _bytes_together(item: Item) -> int:
+    """Return the bytes of an item, and of parts that are put together in their own order first."""
+    moved = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
+    return aligned(item.nbytes) + sum(moved) * item.dtype.itemsize
 
 
 def _length(box: Sequence[slice]) -> int:

@@ -10,11 +10,11 @@ So messages have their memory before the first of them, and an error waits until
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from moecore.io.hf.names import TensorPiece
 from moecore.io.hf.target import Holding, PieceOverlap, holding_of, local_part, overlaps
 from moecore.moe.params import gathered_blocks, global_indices
 from moecore.precision.stored import stored_values
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,21 @@ class Item:
     def nbytes(self) -> int:
         """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def by_size(things: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield neighbours together while the sum of their sizes is at most `most`, or one alone."""
+    found: list[T] = []
+    total = 0
+    for thing in things:
+        size = size_of(thing)
+        if found and total + size > most:
+            yield found
+            found, total = [], 0
+        found.append(thing)
+        total += size
+    if found:
+        yield found
 
 
 class _Part(NamedTuple):

@@ -114,17 +114,15 @@ def _qwen3_next(fields: Fields) -> DecoderConfig:
         head_v_dim=fields.get("linear_value_head_dim", 128),
         conv_size=fields.get("linear_conv_kernel_dim", 4),
     )
-    num_mtp = _num_mtp(fields)
     return _qwen(
         fields,
+        **_mtp(fields),
         shared_hidden_dim=fields.need("shared_expert_intermediate_size"),
         qk_norm="head",
         attention_gate=True,
         zero_centered_norms=True,
         linear_attention=linear if linear_layers else None,
         linear_layers=linear_layers,
-        num_mtp_layers=num_mtp,
-        mtp_loss_coef=MTP_LOSS_COEF if num_mtp else 0.0,
     )
 
 
@@ -329,9 +327,8 @@ def _first_dense(
 ) -> DecoderConfig:
     """A decoder with its first layers dense, shared experts, and multi-token prediction."""
     num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
-    num_mtp = _num_mtp(fields)
+    attention |= _mtp(fields)
     F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
-    attention |= dict(num_mtp_layers=num_mtp, mtp_loss_coef=MTP_LOSS_COEF if num_mtp else 0.0)
     if first >= num_layers:
         return DecoderConfig(**attention, mlp_hidden_dim=fields.need("intermediate_size"))
     return DecoderConfig(
@@ -350,8 +347,10 @@ def _first_dense(
     )
 
 
-def _num_mtp(fields: Fields) -> int:
-    return next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
+def _mtp(fields: Fields) -> dict[str, Any]:
+    """Arguments of DecoderConfig: multi-token prediction."""
+    number = next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
+    return dict(num_mtp_layers=number, mtp_loss_coef=MTP_LOSS_COEF if number else 0.0)
 
 
 def _stored_mtp(path: Path, fields: Fields) -> dict[str, int]:

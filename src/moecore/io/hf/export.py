@@ -37,7 +37,7 @@ from moecore.io.checkpoint.ranks import (
     rank_and_world,
 )
 from moecore.io.checkpoint.shard_file import FileLayout, ShardWriter, layout_of
-from moecore.io.hf.collect import Collector, ErrorKeeper, Item, RankCollector
+from moecore.io.hf.collect import Collector, ErrorKeeper, Item, RankCollector, by_size
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_plan import ExportLayout, plan_export
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
@@ -170,15 +170,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 def fill_shards(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
     """Return which tensors lie in which file, in order."""
-    shards: list[list[Item]] = [[]]
-    size = 0
-    for item in items:
-        if shards[-1] and size + item.nbytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(item)
-        size += item.nbytes
-    return shards
+    return list(by_size(items, lambda item: item.nbytes, max_shard_bytes))
 
 
 def _write_shards(

@@ -221,11 +221,8 @@ def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tupl
     dims: tuple[ViewDim, ...]
     if part == "experts.w1":  # [E, 2, F, D]
         E, _, F, D = shape
-        their, stored, dims = (
-            "gate_up_proj",
-            (E, D, 2 * F),
-            ((0, E, 1), (2, 2, 1), (2, F, 2), (1, D, 1)),
-        )
+        their, stored = "gate_up_proj", (E, D, 2 * F)
+        dims = (0, E, 1), (2, 2, 1), (2, F, 2), (1, D, 1)
     elif part == "experts.b1":  # [E, 2, F]
         E, _, F = shape
         their, stored, dims = "gate_up_proj_bias", (E, 2 * F), ((0, E, 1), (1, 2, 1), (1, F, 2))

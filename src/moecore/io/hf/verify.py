@@ -65,9 +65,9 @@ def content_problems(
 
 
 def plan_problems(
-    sources: Mapping[str, Shaped], plan: Mapping[str, FileRecipe], copies: Mapping[str, str]
+    sources: Mapping[str, Shaped], plan: Mapping[str, FileRecipe], copies: Collection[str]
 ) -> list[str]:
-    """Return how files differ from what a decoder is made of; `copies` may be there besides."""
+    """Return how files differ from what a model is made of; `copies` may be there besides."""
     wanted = {p.name: p.stored for recipe in plan.values() for p in recipe.pieces}
     return shape_problems(sources, wanted, copies)
 
@@ -144,9 +144,8 @@ def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) ->
     copies, found = model_copies(reader), {n: source.shape for n, source in sources.items()}
     plan = stock_plan(reader, shapes_of(reader.state_dict()), found, published_shapes(reader))
     plan = {name: recipe for name, recipe in plan.items() if name not in copies}
-    wanted = {p.name: p.stored for recipe in plan.values() for p in recipe.pieces}
     behind = {n for n in sources if (m := LAYER.match(n)) and _is_behind(int(m[1]), config)}
-    return shape_problems(sources, wanted, behind | copies.keys())
+    return plan_problems(sources, plan, behind | copies.keys())
 
 
 def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:

@@ -108,14 +108,10 @@ def _refuse(name: str, shapes: Shapes) -> NoReturn:
     )
 
 
-def is_stacked(config: DecoderConfig) -> bool:
-    """Whether Megatron-Core stacks the layers: all are alike."""
-    return not config.dense_layers
-
-
 def written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
     """Return where Megatron-Core writes a block."""
-    return next(_candidates(block, config, stacked=is_stacked(config)))[0]
+    is_stacked = not config.dense_layers  # all layers are alike
+    return next(_candidates(block, config, stacked=is_stacked))[0]
 
 
 def find_places(

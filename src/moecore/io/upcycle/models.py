@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.base.fields import check_arguments, check_fields
+from moecore.base.fields import CheckedRecord, check_arguments
 from moecore.base.options.layer import GATED_ACTIVATIONS, MoEConfig
 from moecore.families.adopt import adopt
 from moecore.io.upcycle.upcycle import UpcycleOptions, upcycle_mlp
@@ -153,7 +153,7 @@ def upcycle_decoder(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MLPNames:
+class MLPNames(CheckedRecord):
     """Child modules of a dense MLP, each an `nn.Linear`; the default is that of most gated MLPs.
 
     Attributes:
@@ -166,9 +166,6 @@ class MLPNames:
     up: str = "up_proj"
     down: str = "down_proj"
     gate: str | None = "gate_proj"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def upcycle_modules(

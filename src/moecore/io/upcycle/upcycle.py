@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.base.fields import Bound, Count, Rules, check_arguments, check_fields
+from moecore.base.fields import Bound, CheckedRecord, Count, Rules, check_arguments
 from moecore.base.options.layer import MoEConfig
 from moecore.moe.params import init_normal_
 
@@ -57,7 +57,7 @@ NAME = re.compile(r"E(\d+)G(\d+)T(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UpcycleOptions:
+class UpcycleOptions(CheckedRecord):
     """How dense MLPs become experts: E{expansion}G{granularity}T{top_k}.
 
     Attributes:
@@ -74,9 +74,6 @@ class UpcycleOptions:
     top_k: Count
     router_std: Annotated[float, Bound(">", 0), "use None for the default"] | None = None
     seed: Annotated[int, Bound("<", 2**64)] = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if self.top_k % self.granularity:

@@ -111,13 +111,11 @@ class PositionedLoader(Generic[Batch]):
                 )
         self._batches.partitions = state["partitions"]
         self._rows, self._lengths = state["rows"], dict(state["lengths"])
-        self._cursors, self._loaded = (
-            {},
-            {
-                partition: [Cursor(*cursor) for cursor in cursors]
-                for partition, cursors in state["cursors"]
-            },
-        )
+        self._cursors = {}
+        self._loaded = {
+            partition: [Cursor(*cursor) for cursor in cursors]
+            for partition, cursors in state["cursors"]
+        }
         self.close()
 
     def _state(self, cursors: Cursors) -> dict[str, Any]:

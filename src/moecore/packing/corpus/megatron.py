@@ -92,7 +92,7 @@ class MegatronDocuments:
             raise IndexError(f"document {document} of {len(self)}")
         first, stop = self._borders[document : document + 2].tolist()
         parts = [self._sequence(number) for number in range(first, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate([self._empty(), *parts])
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._dtype), *parts])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MegatronDocuments, (self._prefix,)  # a process maps the files itself
@@ -101,9 +101,6 @@ class MegatronDocuments:
         return np.frombuffer(
             self._ids, self._dtype, int(self._sizes[number]), int(self._starts[number])
         )
-
-    def _empty(self) -> np.ndarray[Any, Any]:
-        return np.empty(0, self._dtype)
 
 
 def _mapped(path: str) -> np.ndarray[Any, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from moecore.base.fields import Count, Positive, Rules, Seed, check_fields
+from moecore.base.fields import CheckedRecord, Count, Positive, Rules, Seed
 from moecore.packing.corpus.partitions import Rule
 
 
@@ -15,7 +15,7 @@ class CorpusError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CorpusSource:
+class CorpusSource(CheckedRecord):
     """Documents, how they become token ids, and their share of the rows.
 
     Attributes:
@@ -31,9 +31,6 @@ class CorpusSource:
     documents: Annotated[Any, "documents by index, or an iterable of them"]
     tokenize: Callable[[Any], Any] | None = None
     weight: Positive = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         is_text = isinstance(self.documents, str | bytes)
@@ -52,7 +49,7 @@ class CorpusSource:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CorpusOptions:
+class CorpusOptions(CheckedRecord):
     """How documents become rows.
 
     Attributes:
@@ -78,9 +75,6 @@ class CorpusOptions:
     shuffle: bool = True
     shuffle_buffer: Count = 10_000
     partitions: Count | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if self.row_tokens % self.multiple:

@@ -61,14 +61,9 @@ def turned(ordinal: int, count: int, partitions: int) -> int:
 
 
 class IndexedDocuments:
-    """Documents by ordinal, of what has items by index.
+    """Documents by ordinal, of at least one that has an index."""
 
-    Args:
-        documents: with a length of at least 1.
-        key: of the order of all epochs; None = by index.
-        partitions: among which ordinals are dealt.
-    """
-
+    # key None = in their order; ordinals are dealt among `partitions`
     def __init__(self, documents: Any, key: int | None, *, partitions: int) -> None:
         self._documents, self._key, self.length = documents, key, len(documents)
         self._partitions = partitions
@@ -87,28 +82,20 @@ class StreamedDocuments:
     """Documents by ordinal, of what is read from its start: each ordinal is taken at most once.
 
     A block of documents is read and shuffled at a time. A document that is read before its turn
-    waits. What no partition of this process takes is read and dropped.
-
-    Args:
-        documents: begins anew with each `iter`; with a method `skip`, as datasets has it, a resumed
-            stream is faster.
-        key: of the order of all epochs; None = as they come.
-        block: documents that are shuffled together.
-        first: least ordinal that is taken.
-        partitions, mine: ordinals whose remainder by `partitions` is in `mine` are taken.
-        length: documents of an epoch; None = not known before the first has ended.
+    waits. What no partition of this process takes is read and dropped. Documents begin anew with
+    each `iter`; with a method `skip`, as datasets has it, a resumed stream is faster.
     """
 
     def __init__(
         self,
         documents: Iterable[Any],
-        key: int | None,
+        key: int | None,  # of the order of all epochs; None = as they come
         *,
-        block: int,
-        first: int,
+        block: int,  # documents that are shuffled together
+        first: int,  # least ordinal that is taken
         partitions: int,
-        mine: frozenset[int],
-        length: int | None,
+        mine: frozenset[int],  # remainders by `partitions` of the ordinals that are taken
+        length: int | None,  # documents of an epoch; None = not known before the first has ended
     ) -> None:
         self._documents, self._key, self._block = documents, key, block if key is not None else 1
         self._partitions, self._mine, self.length = partitions, mine, length

@@ -46,19 +46,12 @@ class Piece(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """The position of one source in one partition.
+    """The position of one source in one partition."""
 
-    Attributes:
-        rows: that it has given.
-        ordinal: "split": of the document that is being cut; "whole": of the first in the window.
-        taken: "split": tokens of that document; "whole": rows of the window.
-        credit: rows that the source has less than its share.
-    """
-
-    rows: int
-    ordinal: int
-    taken: int
-    credit: float
+    rows: int  # that it has given
+    ordinal: int  # "split": of the document that is being cut; "whole": of the first in the window
+    taken: int  # "split": tokens of that document; "whole": rows of the window
+    credit: float  # rows that the source has less than its share
 
 
 class SplitPacker:
@@ -120,17 +113,11 @@ class WholePacker:
 
 
 class RowShape(NamedTuple):
-    """Of rows.
+    """How pieces of documents become rows."""
 
-    Attributes:
-        tokens: of a row.
-        multiple: to which the tokens of a piece are rounded up.
-        window: documents that "whole" packs together.
-    """
-
-    tokens: int
-    multiple: int
-    window: int
+    tokens: int  # of a row
+    multiple: int  # to which the tokens of a piece are rounded up
+    window: int  # documents that "whole" packs together
 
     def rounded(self, length: int) -> int:
         """Return the space that a piece takes."""
@@ -149,20 +136,14 @@ class Partition:
     The source that lacks most rows of its share has the next one (the largest deficit, or credit).
     So of n rows a source of share w has n * w, give or take less than one per source. Credits begin
     at random, so that partitions do not change sources all at once.
-
-    Args:
-        number: of the partition.
-        ids: by source.
-        weights: by source.
-        cursors: by source; those that are missing begin.
     """
 
     def __init__(
         self,
         number: int,
-        ids: Mapping[str, Ids],
+        ids: Mapping[str, Ids],  # by source, as the next two
         weights: Mapping[str, float],
-        cursors: Sequence[Cursor] | None,
+        cursors: Sequence[Cursor] | None,  # None = all begin
         *,
         rule: Rule,
         shape: RowShape,

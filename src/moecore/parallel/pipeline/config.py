@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moecore.base.fields import Count, Rules, check_fields
+from moecore.base.fields import CheckedRecord, Count, Rules
 from moecore.base.options.names import ScheduleName
 from moecore.parallel.pipeline.layout import PipelineLayout, even_layout, parse_layout
 from moecore.parallel.pipeline.orders import DEFERRING, RULES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineConfig:
+class PipelineConfig(CheckedRecord):
     """Stages of a model over `ParallelConfig.pp` ranks, and the order of their micro-batches.
 
     Attributes:
@@ -25,9 +25,6 @@ class PipelineConfig:
     layout: str | None = None
     chunks: Count | None = None
     schedule: ScheduleName = "1f1b"
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if self.layout is not None and self.chunks is not None:

@@ -19,10 +19,10 @@ from typing import Annotated
 
 from moecore.base.fields import (
     Bound,
+    CheckedRecord,
     PositiveOrZero,
     Rules,
     check_arguments,
-    check_fields,
     check_value,
     shown,
 )
@@ -98,16 +98,13 @@ class PipelineLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutCosts:
+class LayoutCosts(CheckedRecord):
     """Time of each part of a model for one micro-batch, in any one unit."""
 
     embedding: PositiveOrZero = 0.0  # the embedding
     layers: tuple[PositiveOrZero, ...]  # each transformer layer
     mtp: tuple[PositiveOrZero, ...] = ()  # each multi-token prediction module
     loss: PositiveOrZero = 0.0  # the head and the loss
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if not self.layers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moecore.base.fields import PositiveOrZero, Rules, check_arguments, check_fields
+from moecore.base.fields import CheckedRecord, PositiveOrZero, Rules, check_arguments
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule
 from moecore.parallel.pipeline.timeline import Span, Timeline
@@ -20,7 +20,7 @@ Times = tuple[PositiveOrZero, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
+class Costs(CheckedRecord):
     """Time of one micro-batch on each stage, in any one unit."""
 
     forward: Times  # computation of a forward
@@ -31,9 +31,6 @@ class Costs:
     forward_exchange: Times = ()
     backward_exchange: Times = ()  # likewise of its backward: it belongs to the gradient of inputs
     transfer: PositiveOrZero = 0.0  # hidden states, or their gradient, from one rank to another
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         number = len(self.forward)

@@ -76,19 +76,11 @@ class QuantisedFormat(ABC):
 
     def __init__(
         self,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # of compute, which parameters without values have
         recipe: Recipe,
-        group: dist.ProcessGroup | None,
-        cuts: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None,  # ranks with the other shards; None = this rank has all
+        cuts: dist.ProcessGroup | None = None,  # that have parts of matrices which share a scale
     ) -> None:
-        """Make the format of one unit.
-
-        Args:
-            dtype: dtype of compute, which parameters without values have.
-            recipe: recipe whose products read them.
-            group: ranks with the other shards; None = this rank has all.
-            cuts: ranks with other parts of the same matrices, which share their scale; or None.
-        """
         self._dtype, self._recipe, self._group, self._cuts = dtype, recipe, group, cuts
         self._amax = torch.empty(0)  # fp32, of blocks of all parameters, then of matrices
         self._of_matrices = torch.empty(0)  # a view of the latter

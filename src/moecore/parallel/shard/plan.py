@@ -320,9 +320,8 @@ def flat_layout(
     """Return the layout of parameters with these dtypes and recipe."""
     slots, offset = [], 0
     for param in params:
-        dim, shape = 0, list(param.computed_shape())
-        if param.data_placement is not None and param.data_placement.dim is not None:
-            dim = param.data_placement.dim
+        cut, shape = param.data_placement, list(param.computed_shape())
+        dim = 0 if cut is None or cut.dim is None else cut.dim
         whole, shape[dim] = math.prod(shape), -(-shape[dim] // ranks)
         numel = math.prod(shape)
         slots.append(

@@ -363,12 +363,8 @@ class SkippedModules:
 
     def _join(self, visit: Visit) -> None:
         """Issue the collectives of a visit's backward, with zeros as gradients."""
-        place, units, outputs, inputs = (
-            visit.place,
-            _units_of(visit.place),
-            visit.outputs.copy(),
-            visit.inputs.copy(),
-        )
+        place, units = visit.place, _units_of(visit.place)
+        outputs, inputs = visit.outputs.copy(), visit.inputs.copy()
         self._begin(visit)
         for unit in units:
             unit.backwards += 1

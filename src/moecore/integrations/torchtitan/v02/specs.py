@@ -196,10 +196,8 @@ def pipelining(
 ) -> Any:
     """Return moecore's schedule, its model, and that a rank is first and last; a pipelining_fn."""
     check_stages(model, parallel_dims.pp)
-    model, batch = (
-        parallelize_fn(model, parallel_dims, job),
-        parallel_dims.get_optional_mesh("batch"),
-    )
+    model = parallelize_fn(model, parallel_dims, job)
+    batch = parallel_dims.get_optional_mesh("batch")
     group = None if batch is None else batch.get_group()
     rows = job.parallelism.pipeline_parallel_microbatch_size
     return RowSchedule(model, group, micro_batch_rows=rows), [model], True, True
