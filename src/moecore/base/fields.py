@@ -103,26 +103,21 @@ class _Kind(NamedTuple):
     fix: str
 
 
-def check_fields(record: Any, rules: Callable[[], Rules] | None = None) -> None:
-    """Raise for the first field of the wrong type or range, or the first broken rule."""
-    if torch.compiler.is_compiling():
-        return
-    record_class: Any = type(record)
-    for name, kind in _kinds(record_class):
-        value = getattr(record, name)
-        if not kind.takes(value):
-            _refuse(record, name, f"be {kind.name(value)}: {kind.fix}")
-    for name, relation in rules() if rules is not None else ():
-        _refuse(record, name, relation)
-
-
 class CheckedRecord:
     """A dataclass that is checked when it is made: its fields, then its rules."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, self._rules)
+        if torch.compiler.is_compiling():
+            return
+        record_class: Any = type(self)
+        for name, kind in _kinds(record_class):
+            value = getattr(self, name)
+            if not kind.takes(value):
+                _refuse(self, name, f"be {kind.name(value)}: {kind.fix}")
+        for name, relation in self._rules():
+            _refuse(self, name, relation)
 
     def _rules(self) -> Rules:
         return iter(())
@@ -213,7 +208,7 @@ def _plain_kind(hint: Any, bounds: list[Bound]) -> _Kind:
     if isinstance(origin, type):
         return _generic(origin, args)
     if not isinstance(hint, type):
-        raise TypeError(f"annotation {hint!r} must be one that check_fields knows")
+        raise TypeError(f"annotation {hint!r} must be one that base/fields.py knows")
     if hint is type(None):
         return _Kind(lambda value: value is None, lambda value: "None", "pass None")
     return _Kind(

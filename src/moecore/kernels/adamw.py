@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.fields import Bound, PositiveOrZero, check_fields
+from moecore.base.fields import Bound, CheckedRecord, PositiveOrZero
 from moecore.base.torch_names import fused_adamw_
 from moecore.kernels.adamw_formats import (
     GOLDEN,
@@ -51,16 +51,13 @@ Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdamWOptions:
+class AdamWOptions(CheckedRecord):
     """What one update needs to know."""
 
     lr: PositiveOrZero | Tensor  # learning rate; a tensor of one element is read on its device
     betas: tuple[Decay, Decay]  # of the first and the second moment, in [0, 1)
     eps: PositiveOrZero  # added to the root of the second moment
     weight_decay: PositiveOrZero  # times lr, the part of each weight that is taken off
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 class ParamRow(NamedTuple):

@@ -14,12 +14,12 @@ from typing import Annotated, ClassVar, Literal
 
 from moecore.base.fields import (
     Bound,
+    CheckedRecord,
     Count,
     CountOrZero,
     Positive,
     PositiveOrZero,
     Rules,
-    check_fields,
 )
 from moecore.base.options.layer import MoEConfig
 
@@ -33,7 +33,7 @@ AttentionBias = Literal["qkv", "all"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class YarnConfig:
+class YarnConfig(CheckedRecord):
     """YaRN: rotary frequencies for sequences longer than those of pretraining.
 
     Attributes:
@@ -58,9 +58,6 @@ class YarnConfig:
     mscale_all_dim: PositiveOrZero = 0.0
     truncate: bool = True
 
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
-
     def _rules(self) -> Rules:
         if self.beta_slow > self.beta_fast:
             yield "beta_slow", f"be <= beta_fast ({self.beta_fast!r}): keep 1 and 32 if unsure"
@@ -80,7 +77,7 @@ class YarnConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SparseKeysConfig:
+class SparseKeysConfig(CheckedRecord):
     """Sparse attention: a query reads the keys to which an indexer gives the largest scores.
 
     Attributes:
@@ -95,12 +92,9 @@ class SparseKeysConfig:
     head_dim: Count
     top_k: Count
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MLAConfig:
+class MLAConfig(CheckedRecord):
     """Multi-head latent attention: keys and values of all heads come from one small latent.
 
     Attributes:
@@ -125,9 +119,6 @@ class MLAConfig:
     yarn: YarnConfig | None = None
     sparse: SparseKeysConfig | None = None
 
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
-
     def _rules(self) -> Rules:
         if self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", "be even, because rotary embedding turns pairs: use even dims"
@@ -149,7 +140,7 @@ class MLAConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinearAttentionConfig:
+class LinearAttentionConfig(CheckedRecord):
     """Linear attention, whose state is one matrix a value head.
 
     Attributes:
@@ -190,9 +181,6 @@ class GatedDeltaConfig(LinearAttentionConfig):
 
     state_passes = 3  # read for the key, written, read for the query
 
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Config(LinearAttentionConfig):
@@ -208,12 +196,9 @@ class Mamba2Config(LinearAttentionConfig):
 
     min_step: PositiveOrZero = 0.0
 
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderConfig:
+class DecoderConfig(CheckedRecord):
     """A decoder-only transformer with dense and MoE layers.
 
     Attributes:
@@ -295,9 +280,6 @@ class DecoderConfig:
     tie_embeddings: bool = False
     max_seq_len: Count = 4096
     ce_chunk_tokens: Count = 2048
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if self.pattern:

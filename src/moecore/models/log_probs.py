@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.fields import Count, Positive, check_arguments, check_fields
+from moecore.base.fields import CheckedRecord, Count, Positive, check_arguments
 from moecore.kernels.common import no_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_gradient_
 from moecore.models.loss import WholeRows, add_product_, product, product_dtype, whole_rows
@@ -37,7 +37,7 @@ Scalar = Callable[[Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LogProbLoss:
+class LogProbLoss(CheckedRecord):
     """What a forward returns in place of the cross-entropy: a loss of log-probabilities.
 
     Attributes:
@@ -54,9 +54,6 @@ class LogProbLoss:
     function: Scalar
     temperature: Positive = 1.0
     entropy: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def of_head(
         self,

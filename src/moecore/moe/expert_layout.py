@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moecore.base.fields import Rules, check_fields
+from moecore.base.fields import CheckedRecord, Rules
 from moecore.base.options.layer import MoEConfig
 
 GateUp = Literal["split", "concatenated", "interleaved", "separate"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertLayout:
+class ExpertLayout(CheckedRecord):
     """How a model stores its experts; the default is moecore's own.
 
     Attributes:
@@ -37,9 +37,6 @@ class ExpertLayout:
     b2: str = "b2"
     transposed: bool = False
     gate_up: GateUp = "split"
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if self.transposed and self.gate_up in ("split", "separate"):

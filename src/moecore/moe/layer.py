@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import (
+    CheckedRecord,
     Count,
     Device,
     FloatDtype,
     PositiveOrZero,
     Seed,
     check_arguments,
-    check_fields,
 )
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.base.torch_names import autocast_dtype, mark
@@ -45,7 +45,7 @@ from moecore.moe.shared import Latent, SharedExpert, SharedRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerLayout:
+class LayerLayout(CheckedRecord):
     """Names under which a model keeps the parts of its MoE block; the default is moecore's own.
 
     Attributes:
@@ -63,9 +63,6 @@ class LayerLayout:
     shared_gate: str = ""
     expert_bias: str = "expert_bias"
     expert_layout: ExpertLayout = field(default_factory=ExpertLayout)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 class RoutedLayer(nn.Module):

@@ -31,7 +31,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from moecore.base.fields import Bound, CountOrZero, Positive, Rules, check_arguments, check_fields
+from moecore.base.fields import Bound, CheckedRecord, CountOrZero, Positive, Rules, check_arguments
 from moecore.base.options.names import GpuName
 from moecore.planning.gpus import Gpu, gpu_of
 from moecore.planning.record import ALL_TO_ALL, SLICES, Kind, Work
@@ -45,7 +45,7 @@ BACKWARD = re.compile("backward|bwd")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class Point(CheckedRecord):
     """An operation that was measured."""
 
     work: Work
@@ -53,12 +53,9 @@ class Point:
     commit: str = ""
     date: str = ""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exposed:
+class Exposed(CheckedRecord):
     """What products do not hide of exchanges that run beside them, as it was measured.
 
     Attributes:
@@ -71,12 +68,9 @@ class Exposed:
     gpu: GpuName
     record: str
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class CostTable:
+class CostTable(CheckedRecord):
     """What operations take on a kind of GPU.
 
     Attributes:
@@ -109,9 +103,6 @@ class CostTable:
     pairs_hide: ShareOrZero = 0.93
     slices: Exposed | None = None
     assumed: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         missing = [kind for kind in (*KINDS, "network") if kind not in self.efficiency]

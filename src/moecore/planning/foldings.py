@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
-from moecore.base.fields import Bound, Count, Rules, check_fields
+from moecore.base.fields import Bound, CheckedRecord, Count, Rules
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions
@@ -39,7 +39,7 @@ FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks", "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SearchRequest:
+class SearchRequest(CheckedRecord):
     """What is to be trained, on which GPUs, and what may vary.
 
     Attributes:
@@ -72,9 +72,6 @@ class SearchRequest:
     optimizer: OptimizerOptions | Literal["any"] = ANY
     nvlink: NVLinkOptions | Literal["any"] | None = ANY
     reserve: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.1
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         longest = self.planned.max_seq_len

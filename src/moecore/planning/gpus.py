@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from moecore.base.fields import Count, NumBytes, Positive, check_fields
+from moecore.base.fields import CheckedRecord, Count, NumBytes, Positive
 from moecore.base.options.names import GpuName
 
 GIB = 1 << 30
@@ -23,7 +23,7 @@ NODE = 8  # GPUs of a server, and of a domain of servers without an NVLink switc
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
+class Gpu(CheckedRecord):
     """One kind of GPU. Rates are peaks per second, of dense products.
 
     Attributes:
@@ -57,9 +57,6 @@ class Gpu:
     has_blockwise: bool = False
     has_peer_access: bool = True
     measured: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 H100 = Gpu(

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.base.fields import Bound, CountOrZero, Rules, check_fields
+from moecore.base.fields import Bound, CheckedRecord, CountOrZero, Rules
 from moecore.base.streams import Queues, wait_on_host
 from moecore.base.torch_names import (
     DispatchMode,
@@ -57,7 +57,7 @@ DIMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Work(CheckedRecord):
     """One operation on the device.
 
     Attributes:
@@ -77,9 +77,6 @@ class Work:
     num_bytes: Many
     shape: tuple[CountOrZero, ...]
     dtype: str
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         dims = DIMS.get(self.kind, self.shape)

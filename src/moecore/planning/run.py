@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moecore.base.fields import Bound, Count, CountOrZero, Rules, check_arguments, check_fields
+from moecore.base.fields import Bound, CheckedRecord, Count, CountOrZero, Rules, check_arguments
 from moecore.base.options.dispatch import DispatcherName, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions
@@ -44,7 +44,7 @@ AnyModel = DecoderConfig | TransformersModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerOptions:
+class OptimizerOptions(CheckedRecord):
     """Options of a run's `moecore.train.AdamW`.
 
     Attributes:
@@ -59,12 +59,9 @@ class OptimizerOptions:
     master_remainder: bool = False
     offload_fraction: Fraction = 0.0
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingRun:
+class TrainingRun(CheckedRecord):
     """A model, the number of GPUs, and the options of its training.
 
     Attributes:
@@ -104,9 +101,6 @@ class TrainingRun:
     ranks_per_domain: Count = NODE
     num_peers: Count = NODE
     fp8_dispatch: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if (self.parallel.pp > 1) != (self.pipeline is not None):

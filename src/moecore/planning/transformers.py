@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moecore.base.fields import check_arguments, check_fields
+from moecore.base.fields import CheckedRecord, check_arguments
 from moecore.base.options.context import ContextOptions
 from moecore.families import use_causal_attention
 from moecore.families.family import family_of, swap_blocks
@@ -41,7 +41,7 @@ PLACE = "layer_idx"  # attribute of modules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransformersModel:
+class TransformersModel(CheckedRecord):
     """A class of transformers that `parallelize_moe` trains: `TransformersModel.of(config)`.
 
     Attributes:
@@ -53,9 +53,6 @@ class TransformersModel:
     values: str
     source: str
     layers: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @classmethod
     def of(cls, config: HFConfig) -> TransformersModel:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from moecore.base.fields import (
     Bound,
+    CheckedRecord,
     Count,
     Positive,
     PositiveOrZero,
     Rules,
     check_arguments,
-    check_fields,
 )
 from moecore.rl.rollouts import Rollouts
 
@@ -80,7 +80,7 @@ def kl_estimate(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PPO:
+class PPO(CheckedRecord):
     """The clipped loss of PPO: -min(r A, clip(r, 1 - clip, 1 + clip_high) A) for each token.
 
     Attributes:
@@ -98,9 +98,6 @@ class PPO:
     kl_coef: PositiveOrZero = 0.0
     entropy_coef: PositiveOrZero = 0.0
     mean: Mean = "token"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -165,7 +162,7 @@ class GSPO(PPO):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DPO:
+class DPO(CheckedRecord):
     """-log sigmoid(beta (log p / p_ref of the chosen - log p / p_ref of the rejected response)).
 
     Sequences 2i and 2i + 1 are a pair, the chosen one first. The loss is the mean over pairs.
@@ -175,9 +172,6 @@ class DPO:
     """
 
     beta: Positive = 0.1
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def mean(self) -> Mean:
@@ -209,7 +203,7 @@ class DPO:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnObjective:
+class OwnObjective(CheckedRecord):
     """A function of the user's own.
 
     Attributes:
@@ -226,9 +220,6 @@ class OwnObjective:
     needs: tuple[str, ...] = ()
     entropy: bool = False
     together: Count = 1
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         known = Rollouts.__dataclass_fields__

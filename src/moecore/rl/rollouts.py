@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from moecore.base.fields import Positive, Rules, check_arguments, check_fields, shown
+from moecore.base.fields import CheckedRecord, Positive, Rules, check_arguments, shown
 from moecore.packing.documents import Lengths, as_lengths
 
 PER_TOKEN = ("advantages_N", "old_log_probs_N", "ref_log_probs_N", "weights_N")
@@ -29,7 +29,7 @@ Numbers = Annotated[Tensor, "pass one number per token"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollouts:
+class Rollouts(CheckedRecord):
     """Sequences of one data rank, with what an objective reads; any device, no padding.
 
     Attributes:
@@ -67,9 +67,6 @@ class Rollouts:
     routes_NLK: Annotated[Tensor | None, "pass integers [N, L, K]"] = None
     route_weights_NLK: Annotated[Tensor | None, "pass floating [N, L, K]"] = None
     temperature: Positive = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         shape = tuple(self.tokens_N.shape)

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from moecore.base.fields import Bound, Count, Rules, check_fields
+from moecore.base.fields import Bound, CheckedRecord, Count, Rules
 from moecore.parallel.attached import request_of
 from moecore.precision.apply import has_history
 
@@ -31,7 +31,7 @@ LARGEST = 2.0**32  # this scale lets fp16 hold gradients down to 2^-56
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DynamicLossScale:
+class DynamicLossScale(CheckedRecord):
     """How the loss scale of a `TrainStep` starts and grows.
 
     Attributes:
@@ -45,9 +45,6 @@ class DynamicLossScale:
 
     initial: Annotated[float, Bound(">=", SMALLEST), Bound("<=", LARGEST)] = 2.0**16
     growth_interval: Count = 2000
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if not _is_power_of_two(self.initial):

@@ -31,12 +31,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moecore.base.fields import Count, CountOrZero, Rules, check_fields
+from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules
 from moecore.kernels.common import is_gpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionMask:
+class AttentionMask(CheckedRecord):
     """Which keys a query sees, unchecked; `AttentionMask()` is causal attention in each row."""
 
     causal: bool = True  # no key after the query: note "alignment"
@@ -51,9 +51,6 @@ class AttentionMask:
     # most queries of a document, or more; with `cu_seqlens_q` alone
     max_length_q: CountOrZero | None = None
     max_length_k: CountOrZero | None = None  # most keys of a document, or more
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if self.window is not None and not self.causal:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor
 
-from moecore.base.fields import Rules, check_fields
+from moecore.base.fields import CheckedRecord, Rules
 from moecore.base.options.precision import Recipe, RecipeBackend
 from moecore.kernels.common import has_block_scaled_kernels, has_hopper_kernels
 from moecore.kernels.rows.activation import ActivationOptions
@@ -173,7 +173,7 @@ class UnsummedInput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertMLPOptions:
+class ExpertMLPOptions(CheckedRecord):
     """How `expert_mlp` computes."""
 
     activation: ActivationOptions  # between the two products
@@ -184,9 +184,6 @@ class ExpertMLPOptions:
     keep_h: bool = True  # keep FC1's output for backward; False keeps X alone and multiplies again
     # in which FP8 the products are computed; None = in the dtype of rows and weights
     recipe: Recipe | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if self.recipe is not None and self.products not in FP8_PRODUCTS[self.recipe.backend]:

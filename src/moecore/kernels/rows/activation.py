@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.base.fields import OneOf, Positive, check_fields
+from moecore.base.fields import CheckedRecord, OneOf, Positive
 from moecore.kernels.common import KERNEL_DTYPES, all_used, cdiv, launch, use_kernel
 from moecore.kernels.ops import Op, keep
 from moecore.kernels.rows.activation_kernel import (
@@ -38,7 +38,7 @@ KINDS = GATED_KINDS + PLAIN_KINDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationOptions:
+class ActivationOptions(CheckedRecord):
     """Which activation, and how its input columns lie."""
 
     # "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "clamped_swiglu"
@@ -53,9 +53,6 @@ class ActivationOptions:
     # fp32 [..., C] -> [..., F], in place of `kind`, which then tells whether there is a gate; known
     # to `activation` alone, not to kernels. None = `kind`
     function: Callable[[Tensor], Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def gated(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moecore.base.fields import Count, OneOf, Rules, check_arguments, check_fields
+from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments
 from moecore.models.backbone import Embedding
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name, global_indices
@@ -31,7 +31,7 @@ FUSED = ("qkv", "query_key_value", "c_attn")  # parts of names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class Cut(CheckedRecord):
     """Several matrices that are stored in one, along its rows or columns.
 
     The dim consists of `repeats` equal runs, each of `sizes`; matrix i is the i-th piece of every
@@ -48,9 +48,6 @@ class Cut:
     sizes: tuple[Count, ...]
     repeats: Count = 1
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     @property
     def length(self) -> int:
         """Size of the dim that is cut."""
@@ -58,7 +55,7 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MatrixLayout:
+class MatrixLayout(CheckedRecord):
     """A parameter as [batch, rows, columns] before the cut; transposed: columns are outputs."""
 
     batch: Count
@@ -66,9 +63,6 @@ class MatrixLayout:
     columns: Count
     cut: Cut | None = None
     transposed: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         if self.cut is not None and self.cut.length != (self.rows, self.columns)[self.cut.dim]:
