@@ -134,11 +134,15 @@ def test_a_plain_model_is_whole() -> None:
     assert "units: " not in text
 
 
-def test_active_parameters_count_top_k() -> None:
-    config = MoEConfig(dim=8, hidden_dim=64, num_experts=4, top_k=1, shared_hidden_dim=8)
+@pytest.mark.parametrize(("top_k", "zero_experts"), [(1, 0), (6, 4)])
+def test_active_parameters_count_top_k(top_k: int, zero_experts: int) -> None:
+    """With even loads; of zero experts none is a parameter."""
+    sizes = dict(dim=8, hidden_dim=64, num_experts=4, shared_hidden_dim=8)
+    config = MoEConfig(**sizes, top_k=top_k, zero_experts=zero_experts)
     layer = MoELayer(config, device="meta")
     experts = sum(p.numel() for p in layer.experts.parameters())
-    active = sum(p.numel() for p in layer.parameters()) - experts * 3 // 4
+    idle = experts * (1 - top_k / (4 + zero_experts))
+    active = sum(p.numel() for p in layer.parameters()) - idle
     assert f"{active / 1e3:.3g} k active" in explain(layer)
     assert "shared experts" in explain(layer)
 

@@ -143,6 +143,7 @@ def _layer(name: str, layer: RoutedLayer) -> LayerPlan:
         name=name,
         experts=f"{name}.{layer.name_of('experts')}".strip("."),
         num_experts=config.num_experts,
+        zero_experts=config.zero_experts,
         top_k=config.top_k,
         num_local=config.num_experts,
         hidden_dim=config.hidden_dim,
@@ -219,7 +220,7 @@ def _numbers(plan: ShardPlan) -> str:
     if not plan.layers:
         return f"{shown_count(total)} parameters"
     idle = sum(
-        param.numel * (1 - layer.top_k / layer.num_experts)
+        param.numel * (1 - layer.top_k / (layer.num_experts + layer.zero_experts))
         for layer in plan.layers
         for param in _experts(plan, layer)
     )

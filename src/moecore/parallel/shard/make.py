@@ -95,6 +95,7 @@ def _layer(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
         name=name,
         experts=f"{name}.{layer.name_of('experts')}".strip("."),
         num_experts=config.num_experts,
+        zero_experts=config.zero_experts,
         top_k=config.top_k,
         num_local=config.num_experts // request.meshes.parallel.ep,
         hidden_dim=config.hidden_dim,

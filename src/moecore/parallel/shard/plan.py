@@ -187,6 +187,7 @@ class LayerPlan:
     name: str
     experts: str  # name of its experts, and of their unit
     num_experts: int  # E
+    zero_experts: int  # Z, without weights; a token chooses among E + Z
     top_k: int  # experts per token
     num_local: int  # experts of a rank, E / ep; the first of ep rank i is i * num_local
     hidden_dim: int  # F; a rank computes F / etp
