@@ -57,7 +57,8 @@ def _mixed(number: int) -> int:
 
 def turned(ordinal: int, count: int, partitions: int) -> int:
     """Return at which of `count` documents the epoch of an ordinal begins without a key."""
-    return ordinal // math.lcm(count, partitions) % count
+    # Where sizes have a common divisor a partition would have the same documents in all epochs.
+    return ordinal // math.lcm(count, partitions) % math.gcd(count, partitions)
 
 
 class IndexedDocuments:
