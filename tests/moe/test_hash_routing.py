@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.base.options.layer import CapacityConfig
+from moecore.models import Decoder, DecoderConfig
 from moecore.rl import RouterReplay
 from tests.moe.moe_cases import compare_with_oracle, make_layer
 
@@ -92,6 +93,29 @@ def test_a_recording_replays_its_own_bits_and_another_choice_wins() -> None:
         assert not torch.equal(layer(X), y)  # needs no ids
 
 
+def test_a_decoder_is_one_whose_first_layers_replay_their_tables() -> None:
+    moe = replace(BASE, assignment="learned", vocab_size=0, expert_bias=True)
+    sizes: Any = dict(vocab_size=11, dim=16, num_heads=2, num_kv_heads=2, head_dim=8)
+    config = DecoderConfig(
+        **sizes, num_layers=4, dense_layers=(0,), mlp_hidden_dim=8, hash_layers=2, moe=moe
+    )
+    ours, other = Decoder(config), Decoder(replace(config, hash_layers=0))
+    mlps = {f"model.layers.{i}.mlp": ours.layers[i].mlp for i in (1, 2, 3)}
+    kinds = [layer.config.assignment for layer in mlps.values()]
+    assert kinds == ["hash", "hash", "learned"]
+    other.load_state_dict(ours.state_dict(), strict=False)
+    names = [*mlps][:2]
+    tables = {name: [table_of(mlps[name])[TOKENS.flatten()].int()] for name in names}
+    with RouterReplay(other, layers=names).replay(tables):
+        wanted = other(TOKENS, TOKENS)
+        wanted.backward()
+    loss = ours(TOKENS, TOKENS)
+    loss.backward()
+    assert torch.equal(loss, wanted)
+    for (name, a), b in zip(ours.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+
+
 def test_no_tokens_need_no_ids_and_tokens_need_theirs() -> None:
     layer = hash_layer()
     assert layer(X[0, :0]).shape == (0, 16)
@@ -114,3 +138,16 @@ def test_no_tokens_need_no_ids_and_tokens_need_theirs() -> None:
 def test_what_makes_no_sense_is_refused(fields: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         replace(BASE, **fields)
+
+
+@pytest.mark.parametrize(
+    ("moe", "layers", "rule"),
+    [
+        (BASE, 0, r"moe.assignment \('hash'\) must not be 'hash' in a decoder"),
+        (replace(BASE, assignment="learned", vocab_size=0), 1, r"hash_layers \(1\) must be < the"),
+    ],
+)
+def test_a_decoder_says_how_many_layers(moe: MoEConfig, layers: int, rule: str) -> None:
+    sizes: Any = dict(vocab_size=11, dim=16, num_heads=2, num_kv_heads=2, head_dim=8)
+    with pytest.raises(ValueError, match=rule):
+        DecoderConfig(**sizes, num_layers=1, hash_layers=layers, moe=moe)

@@ -6,7 +6,7 @@ Runtime handles (meshes, groups, dispatchers) are arguments elsewhere, never fie
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
 from moecore.base.fields import (
@@ -370,6 +370,19 @@ class MoEConfig(CheckedRecord):
                 "balance.bias_update",
                 f"go with top_k ({self.top_k}) < {self._candidates}: drop it",
             )
+
+    def by_token_id(self, vocab_size: int) -> MoEConfig:
+        """Return the same layer with assignment "hash": no bias, groups or losses on counts."""
+        return replace(
+            self,
+            assignment="hash",
+            vocab_size=vocab_size,
+            expert_bias=False,
+            num_groups=1,
+            top_groups=1,
+            group_experts=2,
+            balance=BalanceConfig(z_loss_coef=self.balance.z_loss_coef),
+        )
 
     @property
     def gated(self) -> bool:
