@@ -122,9 +122,10 @@ class Backbone(nn.Module):
             positions = held.own(positions.view(-1, T)).view(*positions.shape[:-1], -1)
         if padding_mask_BT is not None:
             padding_mask_BT = self.own(padding_mask_BT, sequence)
-        token_ids_BT = self.own(tokens_BT, sequence) if self.config.hash_layers else None
-        own = {"padding_mask_BT": padding_mask_BT, "token_ids_BT": token_ids_BT}
-        return replace(sequence, **own, rotary=rotary_table(self.config, positions))
+        if self.config.hash_layers:
+            sequence = replace(sequence, token_ids_BT=self.own(tokens_BT, sequence))
+        rotary = rotary_table(self.config, positions)
+        return replace(sequence, padding_mask_BT=padding_mask_BT, rotary=rotary)
 
     def ranks_of(self, cp: int | None) -> ContextParallel | None:
         """Return the cp ranks of a forward; None = this rank alone."""
