@@ -122,6 +122,9 @@ def test_no_tokens_need_no_ids_and_tokens_need_theirs() -> None:
     for ids, given in ((None, "None"), (TOKENS[:1], "7 of them")):
         with pytest.raises(ValueError, match=rf"token_ids \({given}\) must be those of the 14 tok"):
             layer(X, token_ids=ids)
+    with pytest.raises(IndexError):
+        layer(X, token_ids=TOKENS - 1)
+    assert torch.equal(layer(X, token_ids=TOKENS.int()), layer(X, token_ids=TOKENS))
 
 
 @pytest.mark.parametrize(

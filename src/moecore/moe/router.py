@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
@@ -206,7 +207,7 @@ class Router(nn.Module):
                 f"token_ids ({given}) must be those of the {T} tokens with assignment ('hash'): "
                 "pass the ids that were embedded"
             )
-        return table_VK[token_ids_T].int()
+        return F.embedding(token_ids_T, table_VK).int()  # indexing takes -1 for the last row
 
     def _bias(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor | None:
         """Return the bias of the choice: the layer's, or one for this micro-batch."""

@@ -95,6 +95,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Tensor]:
     return {"loss/0": loss.detach()} | gather_whole(grads, 0)
 
 
+@pytest.mark.slow
 def test_ranks_equal_one_process() -> None:
     found, model = run_ranks(6, worker), deepseek_v4()
     for i in range(3):
