@@ -97,7 +97,8 @@ def parallelize_moe(
         compile_dense: run attention, norms and residual adds through torch.compile.
         graph_dense: on GPUs, run attention, routers, shared experts and what an exchange prepares
             as CUDA graphs of each block, for dispatchers that wait on the host.
-        balance: of every MoE layer; None keeps each one's own.
+        balance: of every MoE layer; None keeps each one's own, as layers that choose by token id
+            do.
         moe: fields of `MoEConfig` for every MoE layer, such as a transformers model's: capacity,
             router_dtype, router_jitter.
         context: how attention over cp ranks communicates; None = by its heads.

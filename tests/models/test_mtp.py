@@ -94,6 +94,8 @@ def make(config: DecoderConfig) -> Decoder:
     g = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, value in model.state_dict().items():
+            if not value.is_floating_point():  # experts by token id
+                continue
             if "norm" in name:
                 value.copy_(torch.rand(value.shape, generator=g) + 0.5)
             elif "expert_bias" in name:

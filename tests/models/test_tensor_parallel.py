@@ -51,7 +51,13 @@ MLA = MLAConfig(
 )
 CONFIGS = {
     "dense and moe, head norm": DecoderConfig(
-        **SHAPE, num_layers=3, qk_norm="head", dense_layers=(0,), mlp_hidden_dim=40, moe=MOE
+        **SHAPE,
+        num_layers=3,
+        qk_norm="head",
+        dense_layers=(0,),
+        mlp_hidden_dim=40,
+        hash_layers=1,
+        moe=MOE,
     ),
     "full norm, biases, shared expert, tied, drops": DecoderConfig(
         **SHAPE,

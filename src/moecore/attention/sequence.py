@@ -72,7 +72,7 @@ class Sequence:
     """Where the tokens of a forward stand; `Sequence()` is rows of one document each.
 
     Blocks and attention modules get it beside the hidden states. Under tensor parallelism it
-    describes the whole rows, which attention sees, but for `padding_mask_BT`.
+    describes the whole rows, which attention sees, but for `padding_mask_BT` and `token_ids_BT`.
     """
 
     # int32 [n + 1] on the device, the first token of each document, counted over all rows, and the
@@ -83,6 +83,8 @@ class Sequence:
     positions_BT: Tensor | None = None
     # bool, True = padding, of this rank's tokens; None = no padding
     padding_mask_BT: Tensor | None = None
+    # integers, of this rank's tokens, for MoE layers that choose by them; None = no layer does
+    token_ids_BT: Tensor | None = None
     # cos and sin of the positions of the tokens that attention gets; None = the model has its own
     rotary: RotaryTable | None = None
     # the tokens of the rows that this rank's attention gets; None = all. The first three describe

@@ -34,8 +34,8 @@ def adopt(
     Args:
         config: the layer; `shared_hidden_dim` stays 0 when `shared` is given.
         layout: the names under which the model knows its parts.
-        router: "weight" [E, D], and "bias" [E] and the selection bias buffer if the config has
-            them.
+        router: "weight" [E, D], and "bias" [E], the selection bias buffer and the table of experts
+            by token id if the config has them.
         experts: parameter name -> stacked tensor, by `expert_shapes(config, layout)`.
         shared: any module that maps [T, D] to [T, D], kept as it is.
         shared_gate: any module that maps [T, D] to [T, 1], kept as it is; the sigmoid of what it
@@ -100,6 +100,18 @@ def adopt_experts(
     return module
 
 
+def _check_table(name: str, table_VK: Tensor, num_experts: int) -> None:
+    sorted_VK = table_VK.sort(dim=1).values
+    wrong_V = (sorted_VK[:, 1:] == sorted_VK[:, :-1]).any(1)
+    wrong_V |= (table_VK < 0).any(1) | (table_VK >= num_experts).any(1)
+    if wrong_V.any():
+        row = int(wrong_V.nonzero()[0])
+        raise ValueError(
+            f"Router {name}[{row}] ({table_VK[row].tolist()}) must be distinct ids of the "
+            f"{num_experts} experts: load the table of a checkpoint before"
+        )
+
+
 def _class_name(module: nn.Module | None) -> str:
     return "None" if module is None else type(module).__name__
 
@@ -119,8 +131,12 @@ def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 f"{tuple(expected[name].shape)} that the adapter's config gives"
             )
         if module._parameters.pop(name, None) is None:
-            # The selection bias: small steps need fp32, and a Parameter would leave the buffers.
-            setattr(module, name, tensor.detach().float())
+            # The selection bias, whose small steps need fp32, or the table of experts by token id.
+            # A Parameter would leave the buffers.
+            is_bias = tensor.is_floating_point()
+            if not (is_bias or tensor.is_meta):
+                _check_table(name, tensor, module.config.num_experts)
+            setattr(module, name, tensor.detach().float() if is_bias else tensor.detach())
             continue
         # Registered anew, so that the block's order stays.
         parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach())

@@ -122,6 +122,8 @@ class Backbone(nn.Module):
             positions = held.own(positions.view(-1, T)).view(*positions.shape[:-1], -1)
         if padding_mask_BT is not None:
             padding_mask_BT = self.own(padding_mask_BT, sequence)
+        if self.config.hash_layers:
+            sequence = replace(sequence, token_ids_BT=self.own(tokens_BT, sequence))
         rotary = rotary_table(self.config, positions)
         return replace(sequence, padding_mask_BT=padding_mask_BT, rotary=rotary)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.attention.sequence import Sequence
+from moecore.base.options.layer import MoEConfig
 from moecore.models.config import DecoderConfig, GatedDeltaConfig, Mamba2Config
 from moecore.models.gated_delta import GatedDeltaNet
 from moecore.models.layers import MLP, Attention, RMSNorm
@@ -55,8 +56,7 @@ class Block(nn.Module):
         if self.feedforward == "dense":
             self.mlp: nn.Module = MLP(config, dtype=dtype)
         elif self.feedforward == "moe":
-            assert config.moe is not None
-            self.mlp = MoELayer(config.moe, dtype=dtype, runs=runs)
+            self.mlp = MoELayer(_moe_of(config, layer_idx), dtype=dtype, runs=runs)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the residual stream of own tokens after this layer; no expert sees padding."""
@@ -72,6 +72,7 @@ class Block(nn.Module):
             padding_mask=sequence.padding_mask_BT,
             cu_seqlens=sequence.cu_seqlens,
             cp=None if sequence.held is None else sequence.held.cp.size,
+            token_ids=sequence.token_ids_BT,
         )
 
     def attend(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
@@ -92,6 +93,14 @@ class Block(nn.Module):
     def eager_parts(self) -> tuple[str, ...]:
         """Modules that no compile region calls."""
         return ("post_attention_layernorm", "mlp") if self.feedforward == "moe" else ()
+
+
+def _moe_of(config: DecoderConfig, layer_idx: int) -> MoEConfig:
+    """Return what the MoE layer of a block is."""
+    assert config.moe is not None
+    before = sum(config.feedforward_of(i) == "moe" for i in range(layer_idx))
+    by_id = before < config.hash_layers
+    return config.moe.by_token_id(config.vocab_size) if by_id else config.moe
 
 
 class MTPLayer(nn.Module):

@@ -209,6 +209,8 @@ class DecoderConfig(CheckedRecord):
         num_kv_heads: key and value heads per layer; each serves num_heads / num_kv_heads queries.
         head_dim: dim of one head.
         moe: the MoE layer of every layer that is not dense; None = all layers are dense.
+        hash_layers: so many first MoE layers have a table of experts by token id (DeepSeek-V4: 3),
+            else they are `moe`: see `MoEConfig.by_token_id`.
         dense_layers: indices of the layers with a plain MLP, in rising order.
         mlp_hidden_dim: hidden dim of that MLP; 0 when no layer is dense.
         mlp_activation: of that MLP: "swiglu" with a gate, "relu2", relu squared, without.
@@ -256,6 +258,7 @@ class DecoderConfig(CheckedRecord):
     num_kv_heads: Count
     head_dim: Count
     moe: MoEConfig | None = None
+    hash_layers: CountOrZero = 0
     dense_layers: tuple[CountOrZero, ...] = ()
     mlp_hidden_dim: CountOrZero = 0
     mlp_activation: MLPActivation = "swiglu"
@@ -292,6 +295,10 @@ class DecoderConfig(CheckedRecord):
         yield from self._mtp_rules()
         if self.moe is not None and self.moe.dim != self.dim:
             yield "moe.dim", f"equal dim ({self.dim}): build MoEConfig with the decoder's dim"
+        if self.moe is not None and self.moe.assignment == "hash":
+            yield "moe.assignment", "not be 'hash' in a decoder: set hash_layers"
+        if self.hash_layers and self.hash_layers >= self.num_moe_layers:
+            yield "hash_layers", f"be < the number of MoE layers ({self.num_moe_layers}): lower it"
 
     def _pattern_rules(self) -> Rules:
         letters = "".join((*MIXERS, *FEEDFORWARDS))

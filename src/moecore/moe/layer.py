@@ -54,6 +54,7 @@ class LayerLayout(CheckedRecord):
         shared_gate: name of a child that maps [T, D] to the shared expert's gate logits [T, 1];
             "" = none (moecore's own shared expert contains its gate).
         expert_bias: name of the router's selection bias buffer.
+        token_experts: name of the router's table of experts by token id.
         expert_layout: names and order inside the experts module.
     """
 
@@ -62,6 +63,7 @@ class LayerLayout(CheckedRecord):
     shared: str = "shared"
     shared_gate: str = ""
     expert_bias: str = "expert_bias"
+    token_experts: str = "token_experts"
     expert_layout: ExpertLayout = field(default_factory=ExpertLayout)
 
 
@@ -194,7 +196,12 @@ class MoELayer(RoutedLayer):
         self.layout = layout or LayerLayout()
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         names = self.layout
-        router = Router(config, expert_bias_name=names.expert_bias, **where)
+        router = Router(
+            config,
+            expert_bias_name=names.expert_bias,
+            token_experts_name=names.token_experts,
+            **where,
+        )
         experts = Experts(config, layout=names.expert_layout, **where)
         add_part(self, names.router, router)
         add_part(self, names.experts, experts)
@@ -247,6 +254,7 @@ class MoELayer(RoutedLayer):
         cu_seqlens: Tensor | None = None,
         *,
         cp: int | None = None,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
         """Return the layer's output for any number of tokens, zero included.
 
@@ -260,14 +268,16 @@ class MoELayer(RoutedLayer):
                 and drops by position are per sequence. None = every row is one sequence.
             cp: number of context parallel ranks of this forward, with `ContextOptions.dynamic`;
                 None = the cp degree of the meshes.
+            token_ids: integers, shape of x without D, in [0, vocab_size); read with assignment
+                "hash" alone, where padding has any of them.
 
         Returns:
             The output, in the shape and dtype of x. Auxiliary losses do not change the output;
             its backward adds their gradients.
 
         Raises:
-            ValueError: when the mask or `cu_seqlens` has a wrong shape or dtype, or when no group
-                of `cp` ranks exists.
+            ValueError: when the mask or `cu_seqlens` has a wrong shape or dtype, when no group of
+                `cp` ranks exists, or when a layer with assignment "hash" has no ids of its tokens.
         """
         _check_sequences(cu_seqlens)
         groups = self.tracker.groups.of(cp)
@@ -278,6 +288,7 @@ class MoELayer(RoutedLayer):
             cp=groups.cp,
             padding_mask_T=_flat_mask(padding_mask, x),
             cu_seqlens=cu_seqlens,
+            token_ids_T=None if token_ids is None else token_ids.flatten(),
         )
         router = self.part("router")
         shared = SharedRun(self._shared, x_TD, self.shared_stream)

@@ -38,6 +38,8 @@ class MicroBatch:
     # int32 [n + 1]: the first token of each sequence among the N tokens, row by row, and N. None =
     # every row is a sequence.
     cu_seqlens: Tensor | None = None
+    # integers [T], rows of the table of assignment "hash"; read there alone
+    token_ids_T: Tensor | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
@@ -29,15 +30,19 @@ from moecore.kernels.routing.router_logits import router_logits, router_logits_r
 from moecore.kernels.routing.scores import scores_ref
 from moecore.moe.assignment import expert_choice_ids, sinkhorn_ids, within_capacity
 from moecore.moe.micro_batch import MicroBatch, capacity_of, position_order
-from moecore.moe.params import init_normal_, local_param
+from moecore.moe.params import init_normal_, local_param, seed_of
 from moecore.moe.records import ChoiceTape, Routing
+
+TABLE_ROWS = 8192  # of token ids that are given experts at once
 
 
 class Router(nn.Module):
     """A linear layer, a score function and a top-k choice.
 
     Parameters and buffers: `weight` [E, D]; `bias` [E] when `config.router_bias`; buffer
-    `expert_bias` [E] fp32 when `config.expert_bias`, under the name `expert_bias_name`.
+    `expert_bias` [E] fp32 when `config.expert_bias`, under the name `expert_bias_name`; buffer
+    `token_experts` int64 [vocab_size, K], distinct ids in a row, when experts are chosen by token
+    id, under the name `token_experts_name`.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Router(nn.Module):
         config: MoEConfig,
         *,
         expert_bias_name: str = "expert_bias",
+        token_experts_name: str = "token_experts",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -52,6 +58,7 @@ class Router(nn.Module):
         self.config = config
         self.options = _options(config)  # `set_config` changes no field of it
         self.expert_bias_name = expert_bias_name
+        self.token_experts_name = token_experts_name
         self.tape: ChoiceTape | None = None
         # (T, E, K, device) -> int32 ids [T, K] for any scores; see moe/forced.py.
         self.forced_ids: Callable[[int, int, int, torch.device], Tensor] | None = None
@@ -62,6 +69,10 @@ class Router(nn.Module):
         if config.expert_bias:
             buffer = torch.zeros(E, device=device, dtype=torch.float32)
             self.register_buffer(expert_bias_name, buffer)
+        if config.assignment == "hash":
+            shape = config.vocab_size, config.top_k
+            table = torch.empty(shape, device=device, dtype=torch.int64)
+            self.register_buffer(token_experts_name, table)
 
     @property
     def selection_bias(self) -> Tensor | None:
@@ -71,7 +82,7 @@ class Router(nn.Module):
     @property
     def chooses_alone(self) -> bool:
         """Whether a token's experts depend on no other token, so a forward has no collective."""
-        is_own = self._factor() is None and self.config.assignment == "learned"
+        is_own = self._factor() is None and self.config.assignment in ("learned", "hash")
         return is_own and not (self.training and self.config.balance.bias_per_micro_batch)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
@@ -91,11 +102,19 @@ class Router(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Fill the parameters, the same on every layout; biases become 0."""
+        """Fill the parameters, the same on every layout; biases become 0, experts of ids random."""
         init_normal_(self.weight, std=std, key=f"{key}.weight", seed=seed)
         for tensor in (self.bias, self.selection_bias):
             if tensor is not None:
                 nn.init.zeros_(tensor)
+        table_VK = self._buffers.get(self.token_experts_name)
+        if table_VK is not None:
+            generator = torch.Generator().manual_seed(seed_of(seed, f"{key}.token_experts"))
+            for rows_vK in table_VK.split(TABLE_ROWS):
+                scores_vE = torch.rand(
+                    len(rows_vK), self.config.num_experts, generator=generator, device="cpu"
+                )
+                rows_vK.copy_(scores_vE.topk(rows_vK.shape[1]).indices)
 
     def forward(self, x_TD: Tensor, micro_batch: MicroBatch | None = None) -> Routing:
         """Return the routing of T tokens of any float dtype; no host sync."""
@@ -170,8 +189,25 @@ class Router(nn.Module):
         if choice == "learned" or (choice == "sinkhorn" and not self.training):
             return route(logits_TE, self._bias(logits_TE, micro_batch), options)
         with torch.no_grad():
-            ids_TK = self._assign(logits_TE, micro_batch).to(torch.int32)
+            if choice == "hash":
+                ids_TK = self._ids_of_tokens(logits_TE, micro_batch.token_ids_T)
+            else:
+                ids_TK = self._assign(logits_TE, micro_batch).to(torch.int32)
         return ids_TK, route_weights(logits_TE, ids_TK, options)
+
+    def _ids_of_tokens(self, logits_TE: Tensor, token_ids_T: Tensor | None) -> Tensor:
+        """Return int32 ids [T, K] of the table's rows."""
+        T, table_VK = len(logits_TE), self._buffers[self.token_experts_name]
+        assert table_VK is not None
+        if token_ids_T is None and T == 0:
+            return table_VK[:0].int()
+        if token_ids_T is None or len(token_ids_T) != T:
+            given = "None" if token_ids_T is None else f"{len(token_ids_T)} of them"
+            raise ValueError(
+                f"token_ids ({given}) must be those of the {T} tokens with assignment ('hash'): "
+                "pass the ids that were embedded"
+            )
+        return F.embedding(token_ids_T, table_VK).int()  # indexing takes -1 for the last row
 
     def _bias(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor | None:
         """Return the bias of the choice: the layer's, or one for this micro-batch."""

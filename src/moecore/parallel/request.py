@@ -92,7 +92,9 @@ class Request:
 
     def config_of(self, layer: RoutedLayer) -> MoEConfig:
         """Return what a layer trains with; raises for what its own config does not allow."""
-        return replace(layer.config, **self.moe, balance=self.balance or layer.config.balance)
+        own = layer.config  # a layer that chooses by token id has nothing to balance
+        balance = own.balance if own.assignment == "hash" else self.balance or own.balance
+        return replace(own, **self.moe, balance=balance)
 
     def spec_of(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
         """Return what decides which products can compute a layer's experts on this rank."""

@@ -40,7 +40,7 @@ from tests.families.transformers.test_families import taken, without_unused_rows
 from tests.helpers.ranks import run_ranks
 
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
-SEEDS = {"deepseek_v4": 2, "minimax": 1, "phimoe": 2}
+SEEDS = {"minimax": 1, "phimoe": 2}
 BIASES = [6.912, 6.900, 6.904, 6.908]  # bf16 has 6.906 and 6.9375 there
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import Meshes, MoELayer, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
@@ -215,7 +215,8 @@ def cut_of(model: nn.Module) -> str:
     cuts, whole = find_cuts(model, 2)
     kinds = {"attention" if cut.row in OUTPUTS else "MLPs" for cut in cuts.values()}
     if not kinds:
-        return "refused"
+        layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+        return "tokens of MoE layers" if layers else "refused"
     classes = re.findall(r"\((\w+)\), whose", " ".join(whole))
     return ", ".join(sorted(kinds, reverse=True)) + (
         f"; not {', '.join(classes)}" if classes else ""

@@ -253,6 +253,7 @@ PREDICTS = DecoderConfig(
     num_kv_heads=2,
     head_dim=8,
     max_seq_len=64,
+    hash_layers=2,
     num_mtp_layers=2,
     mtp_loss_coef=0.3,
     moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),

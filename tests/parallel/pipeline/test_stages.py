@@ -22,6 +22,7 @@ TABLE = "model.embed_tokens.weight"
 LAYERS = 3
 CONFIGS = {
     "qwen3": replace(preset("tiny-qwen3"), num_layers=LAYERS),
+    "by token id": replace(preset("tiny-qwen3"), num_layers=LAYERS, hash_layers=2),
     "tied, shared experts": preset("tiny-shared"),
     "tied, mtp": replace(preset("tiny-shared"), num_mtp_layers=2, mtp_loss_coef=0.4),
     "latent, mtp": replace(preset("tiny-deepseek-v3"), num_mtp_layers=2),

@@ -6,7 +6,7 @@ Runtime handles (meshes, groups, dispatchers) are arguments elsewhere, never fie
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
 from moecore.base.fields import (
@@ -24,7 +24,7 @@ ScoreOrder = Literal["pre", "post"]
 GatedActivation = Literal["swiglu", "geglu", "clamped_swiglu", "limited_swiglu"]
 Activation = Literal[GatedActivation, "gelu", "relu", "relu2", "silu"]
 RouterDtype = Literal["float32", "float64"]
-Assignment = Literal["learned", "sinkhorn", "expert_choice"]
+Assignment = Literal["learned", "sinkhorn", "expert_choice", "hash"]
 BiasUpdate = Literal["sign", "quantile"]
 DropOrder = Literal["probability", "position"]
 
@@ -165,6 +165,9 @@ class MoEConfig(CheckedRecord):
             "expert_choice": each expert takes the C tokens with its best scores, C from `capacity`
             (factor 1.0 without one); a token gets any number of experts. Reads later tokens: not
             causal.
+            "hash": a table has K experts for each token id, and is not trained (DeepSeek-V4's first
+            layers, after Hash Layers, arXiv:2106.04426). The layer's forward gets `token_ids`.
+        vocab_size: rows of the table of assignment "hash", else 0.
         capacity: token dropping; None = none.
         weights_on_input: multiply the experts' input by the routing weight instead of their
             output; needs top_k = 1 (Llama 4).
@@ -201,6 +204,7 @@ class MoEConfig(CheckedRecord):
     router_dtype: RouterDtype = "float32"
     router_jitter: Jitter = 0.0
     assignment: Assignment = "learned"
+    vocab_size: CountOrZero = 0
     capacity: Annotated[CapacityConfig | None, "pass CapacityConfig(factor=1.25)"] = None
     weights_on_input: bool = False
     latent_dim: CountOrZero = 0
@@ -222,6 +226,12 @@ class MoEConfig(CheckedRecord):
         yield from self._expert_rules()
         if self.zero_experts:
             yield from self._zero_rules()
+        if (self.assignment == "hash") != (self.vocab_size > 0):
+            yield (
+                "vocab_size",
+                f"be > 0 with assignment ('hash'), whose table it sizes, and 0 with "
+                f"{self.assignment!r}: set or drop it",
+            )
         if self.assignment != "learned":
             yield from self._assignment_rules()
         if self.balance.bias_update_rate:
@@ -279,10 +289,16 @@ class MoEConfig(CheckedRecord):
     def _assignment_rules(self) -> Rules:
         rule = f"assignment ({self.assignment!r})"
         if self.expert_bias:
-            yield "expert_bias", f"be False with {rule}, which evens the experts out: drop one"
+            yield "expert_bias", f"be False with {rule}, which reads no bias: drop one"
         if self.top_groups < self.num_groups:
             yield "top_groups", f"equal num_groups ({self.num_groups}) with {rule}: drop groups"
-        if self.assignment == "sinkhorn":
+        if self.assignment == "hash" and self.balance.needs_counts_loss:
+            yield (
+                "balance",
+                f"have no loss on counts with {rule}, whose choice no loss moves: use z_loss_coef "
+                "only",
+            )
+        if self.assignment in ("sinkhorn", "hash"):
             return
         if self.capacity is not None and self.capacity.drop != "probability":
             yield (
@@ -354,6 +370,19 @@ class MoEConfig(CheckedRecord):
                 "balance.bias_update",
                 f"go with top_k ({self.top_k}) < {self._candidates}: drop it",
             )
+
+    def by_token_id(self, vocab_size: int) -> MoEConfig:
+        """Return the same layer with assignment "hash": no bias, groups or losses on counts."""
+        return replace(
+            self,
+            assignment="hash",
+            vocab_size=vocab_size,
+            expert_bias=False,
+            num_groups=1,
+            top_groups=1,
+            group_experts=2,
+            balance=BalanceConfig(z_loss_coef=self.balance.z_loss_coef),
+        )
 
     @property
     def gated(self) -> bool:

@@ -30,6 +30,7 @@ STACKED = LayerLayout(
     expert_bias="e_score_correction_bias",
     expert_layout=ExpertLayout(w1="gate_up_proj", w2="down_proj", gate_up="concatenated"),
 )
+DEEPSEEK_V4 = replace(STACKED, token_experts="tid2eid")
 QWEN2_MOE = replace(STACKED, shared="shared_expert", shared_gate="shared_expert_gate")
 GPT_OSS = LayerLayout(
     expert_layout=ExpertLayout(
@@ -47,6 +48,7 @@ LLAMA4 = LayerLayout(
         w1="gate_up_proj", w2="down_proj", transposed=True, gate_up="concatenated"
     ),
 )
+SCORES = {"SqrtSoftplusActivation": "sqrtsoftplus", "Sigmoid": "sigmoid"}
 REFUSED = {
     "DbrxFFN": "the matrices of all experts are one of two dims",
     "JetMoeAttention": "experts are parts of attention",
@@ -100,6 +102,19 @@ def _option(block: Any, *names: str) -> Any:
     return next(getattr(o, n) for o in owners for n in names if hasattr(o, n))
 
 
+def _deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
+    """DeepSeek-V4: a selection bias, or in the first layers experts by token id."""
+    refuse_customised(block, DEEPSEEK_V4)
+    gate = block.gate
+    routing: dict[str, Any] = {"expert_bias": True}
+    if block.is_hash:
+        routing = {"assignment": "hash", "vocab_size": len(gate.tid2eid)}
+    function = type(gate.score_fn).__name__
+    routing |= {"top_k": gate.top_k, "score_function": SCORES.get(function, function)}
+    routing |= {"normalize_weights": True, "routed_scaling_factor": gate.routed_scaling_factor}
+    return _adopt_stacked(block, DEEPSEEK_V4, layer_class=_WithTokens, **routing)
+
+
 def _gpt_oss(block: Any, model: nn.Module) -> MoELayer:
     """gpt-oss: softmax over the K chosen logits, biases everywhere, interleaved gate and up."""
     refuse_customised(block, GPT_OSS)
@@ -122,6 +137,15 @@ class _WithScores(MoELayer):
         self, x: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         return super().forward(x, *args, **kwargs), None
+
+
+class _WithTokens(MoELayer):
+    """An MoELayer that gets token ids as decoder layers of DeepSeek-V4 pass them."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, input_ids: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        return super().forward(x, token_ids=input_ids, **kwargs)
 
 
 def _adopt_stacked(
@@ -194,6 +218,7 @@ _FORMS: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
         "KimiLinearMoE",
         "SolarOpenMoE",
     ),
+    _deepseek_v4: ("DeepseekV4SparseMoeBlock",),
     _gpt_oss: ("GptOssMLP",),
     _llama4: ("Llama4TextMoe",),
 }

@@ -46,7 +46,8 @@ def _check_recorded(
     refusal: str | None, module: Any, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
     """Forward hook of a base model; its output's `router_logits` has one tensor per MoE layer."""
-    found = [m for m in module.modules() if isinstance(m, RoutedLayer)]
+    layers_of = (m for m in module.modules() if isinstance(m, RoutedLayer))
+    found = [m for m in layers_of if m.config.assignment != "hash"]  # stock records none of those
     given = named(module, args, kwargs)
     if not found or not given.get(OPTION, getattr(module.config, OPTION, False)):
         return  # not parallelized in the end, or not asked for

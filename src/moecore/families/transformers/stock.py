@@ -75,14 +75,12 @@ def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
             _refuse_extra(kind, name)
     for path in (layout.router, layout.experts):
         part = block.get_submodule(path)
-        children = ("act_fn",) if path == layout.experts else ()
-        _check(part, f"{path} ({type(part).__name__}) of {kind}", home, children=children)
-    experts = block.get_submodule(layout.experts)
-    if "act_fn" in experts._modules:
-        act_fn = experts.get_submodule("act_fn")
-        name = f"{layout.experts}.act_fn ({type(act_fn).__name__}) of {kind}"
-        _check(act_fn, name, ACTIVATION_MODULES)
-    _check_implementation(experts, kind)
+        function = "act_fn" if path == layout.experts else "score_fn"
+        _check(part, f"{path} ({type(part).__name__}) of {kind}", home, children=(function,))
+        if (own := part._modules.get(function)) is not None:
+            name = f"{path}.{function} ({type(own).__name__}) of {kind}"
+            _check(own, name, ACTIVATION_MODULES)
+    _check_implementation(block.get_submodule(layout.experts), kind)
 
 
 def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> None:

@@ -94,7 +94,7 @@ class CutTransformer:
         """Return `find_cuts`; raise as `apply_tensor_parallel` for a model that tp cannot cut."""
         _check(self.model, tp)
         cuts, whole = find_cuts(self.model, tp)
-        if not cuts:
+        if not (cuts or any(isinstance(m, MoELayer) for m in self.model.modules())):
             raise NotImplementedError(
                 f"ParallelConfig.tp ({tp}) must be 1 for {type(self.model).__name__}, of "
                 f"which no module can be cut: {'; '.join(whole) or 'no attention is known'}"
@@ -342,8 +342,12 @@ class OwnTokens:
             mask = given.get("padding_mask")
             if padding and mask is None:
                 mask = x.new_zeros(shape, dtype=bool)
-            if mask is not None:
-                given["padding_mask"] = self._own(mask[..., None], padding, True)[..., 0]
+            for name, of_tokens, fill in (
+                ("padding_mask", mask, True),
+                ("input_ids", given.get("input_ids"), 0),
+            ):
+                if of_tokens is not None:
+                    given[name] = self._own(of_tokens[..., None], padding, fill)[..., 0]
             return (self._own(x, padding),), given
         fills = {"top_k_index": -1, "top_k_weights": 0}
         own = {name: self._own(given[name], padding, fill) for name, fill in fills.items()}

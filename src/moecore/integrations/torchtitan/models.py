@@ -255,7 +255,7 @@ def parallelize_hf(
             "model, which has no plan for it: use expert_parallel_degree"
         )
     for layer in swap_blocks(model, {}).values():
-        if balance is not None:
+        if balance is not None and layer.config.assignment != "hash":
             layer.set_balance(balance)
         if job.debug.moe_force_load_balance:
             force_even_load(layer)

@@ -1,0 +1,111 @@
+"""DeepSeek-V4, whose first layers choose experts by token id, against transformers on more ranks.
+
+test_families.py has its loss, gradients and files on two ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore import (
+    BalanceConfig,
+    Meshes,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.rl import RouterReplay
+from tests.families.transformers.family_models import batch, loss_of, tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.whole import gather_whole
+
+BY_ID, LEARNED = "model.layers.0.mlp", "model.layers.1.mlp"
+AXES = dict(tp=2, dp_shard=3, ep=2, edp_shard=3)
+
+
+@pytest.fixture(scope="module")
+def meshes() -> Meshes:
+    return build_meshes(ParallelConfig(), "cpu")
+
+
+def deepseek_v4() -> Any:
+    return tiny_model("deepseek_v4", vocab_size=64)
+
+
+def test_logits_and_choices_are_transformers(meshes: Meshes) -> None:
+    model = deepseek_v4()
+    ids_BT = batch(model, 0)["input_ids"]
+    plain, table = copy.deepcopy(model), model.model.layers[0].mlp.gate.tid2eid.clone()
+    parallelize_moe(model, meshes)
+    layers = [model.get_submodule(name) for name in (BY_ID, LEARNED)]
+    assert [layer.config.assignment for layer in layers] == ["hash", "learned"]
+    replay = RouterReplay(model)
+    with replay.record():
+        logits = model(ids_BT).logits
+    torch.testing.assert_close(logits, plain(ids_BT).logits, rtol=1e-5, atol=1e-5)
+    choices = replay.choices("cpu")
+    assert torch.equal(choices[BY_ID][0], table[ids_BT.flatten()].int())
+    with replay.replay(choices):
+        assert torch.equal(model(ids_BT).logits, logits)
+    with pytest.raises(ValueError, match=r"token_ids \(None\) must be those of the 18 tokens"):
+        model(inputs_embeds=torch.randn(2, 9, 32))
+
+
+def test_balance_is_of_the_layers_that_choose(meshes: Meshes) -> None:
+    model = deepseek_v4()
+    balance = BalanceConfig(micro_batch_coef=0.1, bias_update_rate=0.01)
+    parallelize_moe(model, meshes, balance=balance)
+    by_id, learned = (model.get_submodule(name) for name in (BY_ID, LEARNED))
+    assert by_id.config.balance == BalanceConfig() and learned.config.balance == balance
+    before = learned.gate.e_score_correction_bias.clone()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    with step.micro_batch():
+        loss_of(model, batch(model, 0)).backward()
+    counted = step.finish().metrics.tokens_per_expert
+    assert {name: int(n.sum()) for name, n in counted.items()} == {BY_ID: 36, LEARNED: 36}
+    moved = (learned.gate.e_score_correction_bias - before).abs()
+    assert moved.max() == pytest.approx(0.01, rel=1e-4)
+
+
+def test_a_table_that_nobody_filled_is_refused(meshes: Meshes) -> None:
+    model = deepseek_v4()
+    model.model.layers[0].mlp.gate.tid2eid.zero_()
+    with pytest.raises(
+        ValueError, match=r"tid2eid\[0\] \(\[0, 0\]\) must be distinct ids of the 4"
+    ):
+        parallelize_moe(model, meshes)
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """Return rank 0's loss, and all gradients."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    meshes = build_meshes(ParallelConfig(**AXES), "cpu")
+    model = parallelize_moe(deepseek_v4(), meshes)
+    loss = loss_of(model, batch(model, meshes.data_rank))
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss/0": loss.detach()} | gather_whole(grads, 0)
+
+
+@pytest.mark.slow
+def test_ranks_equal_one_process() -> None:
+    found, model = run_ranks(6, worker), deepseek_v4()
+    for i in range(3):
+        loss = loss_of(model, batch(model, i))
+        (loss / 3).backward()
+        if i == 0:
+            torch.testing.assert_close(found.pop("loss/0"), loss.detach(), rtol=1e-5, atol=0)
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    for name, grad in expected.items():
+        scale = max(float(grad.abs().max()), 1e-3 * largest)
+        assert float((found[name] - grad).abs().max()) < 1e-5 * scale, name
