@@ -246,3 +246,22 @@ def test_the_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f'preset = "{name}"' in recipe.read_text() and "<html" in page.read_text()
     assert main([*command, "--ep", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
+
+
+def test_layers_that_choose_by_token_id_are_planned_as_others() -> None:
+    """However few layers stand for all, the first of which choose so."""
+    learned = replace(preset("tiny-deepseek-v3"), num_layers=6)
+    by_id = replace(learned, hash_layers=2)
+    runs = [
+        TrainingRun(
+            model=model,
+            num_gpus=4,
+            parallel=ParallelConfig(pp=2, ep=2),
+            pipeline=PipelineConfig(layout="Ettt|tttmL"),
+            num_micro_batches=2,
+            seq_len=64,
+        )
+        for model in (learned, by_id)
+    ]
+    learned_plan, plan = map(plan_memory, runs)
+    assert plan.ranks == learned_plan.ranks

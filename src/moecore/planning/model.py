@@ -228,6 +228,7 @@ def of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> Deco
     return replace(
         model,
         num_layers=len(kinds),
+        hash_layers=0,  # which differ by a table of a few megabytes
         pattern="" if is_named else "".join(HALVES[kind[:2]] for kind in kinds),
         dense_layers=dense if is_named and model.moe is not None else (),
         linear_attention=model.linear_attention if linear else None,
