@@ -23,7 +23,7 @@ BASE = MoEConfig(
     score_function="sqrtsoftplus",
     routed_scaling_factor=1.5,
     assignment="hash",
-    vocab_size=11,
+    hash_vocab_size=11,
 )
 CONFIGS = {
     "plain": BASE,
@@ -38,7 +38,7 @@ X = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(2))
 
 def hash_layer(config: MoEConfig = BASE) -> MoELayer:
     layer, generator = make_layer(config), torch.Generator().manual_seed(3)
-    order = torch.rand(config.vocab_size, config.num_experts, generator=generator).argsort(1)
+    order = torch.rand(config.hash_vocab_size, config.num_experts, generator=generator).argsort(1)
     table_of(layer).copy_(order[:, : config.top_k])
     return layer
 
@@ -65,7 +65,7 @@ def test_against_the_oracle(name: str, masked: bool) -> None:
 
 
 def test_the_table_is_distinct_and_known_by_its_seed() -> None:
-    layer = MoELayer(replace(BASE, vocab_size=20_000))
+    layer = MoELayer(replace(BASE, hash_vocab_size=20_000))
     layer.init_weights(key="a")
     table = table_of(layer).clone()
     assert (table.sort(1).values.diff(dim=1) > 0).all() and 0 <= table.min() <= table.max() < 6
@@ -94,7 +94,7 @@ def test_a_recording_replays_its_own_bits_and_another_choice_wins() -> None:
 
 
 def test_a_decoder_is_one_whose_first_layers_replay_their_tables() -> None:
-    moe = replace(BASE, assignment="learned", vocab_size=0, expert_bias=True)
+    moe = replace(BASE, assignment="learned", hash_vocab_size=0, expert_bias=True)
     sizes: Any = dict(vocab_size=11, dim=16, num_heads=2, num_kv_heads=2, head_dim=8)
     config = DecoderConfig(
         **sizes, num_layers=4, dense_layers=(0,), mlp_hidden_dim=8, hash_layers=2, moe=moe
@@ -130,8 +130,8 @@ def test_no_tokens_need_no_ids_and_tokens_need_theirs() -> None:
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        (dict(vocab_size=0), r"vocab_size \(0\) must be > 0 with assignment \('hash'\)"),
-        (dict(assignment="learned"), r"vocab_size \(11\) must .* 0 with 'learned'"),
+        (dict(hash_vocab_size=0), r"hash_vocab_size \(0\) must be > 0 with assignment \('hash'\)"),
+        (dict(assignment="learned"), r"hash_vocab_size \(11\) must .* 0 with 'learned'"),
         (dict(expert_bias=True), r"expert_bias \(True\) must be False with assignment \('hash'\)"),
         (dict(num_groups=2, top_groups=1, top_k=2), r"top_groups \(1\) must equal num_groups"),
         (dict(balance=BalanceConfig(sequence_coef=0.1)), "must have no loss on counts"),
@@ -147,7 +147,11 @@ def test_what_makes_no_sense_is_refused(fields: dict[str, Any], rule: str) -> No
     ("moe", "layers", "rule"),
     [
         (BASE, 0, r"moe.assignment \('hash'\) must not be 'hash' in a decoder"),
-        (replace(BASE, assignment="learned", vocab_size=0), 1, r"hash_layers \(1\) must be < the"),
+        (
+            replace(BASE, assignment="learned", hash_vocab_size=0),
+            1,
+            r"hash_layers \(1\) must be < the",
+        ),
     ],
 )
 def test_a_decoder_says_how_many_layers(moe: MoEConfig, layers: int, rule: str) -> None:

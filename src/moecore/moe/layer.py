@@ -268,7 +268,7 @@ class MoELayer(RoutedLayer):
                 and drops by position are per sequence. None = every row is one sequence.
             cp: number of context parallel ranks of this forward, with `ContextOptions.dynamic`;
                 None = the cp degree of the meshes.
-            token_ids: integers, shape of x without D, in [0, vocab_size); read with assignment
+            token_ids: integers, shape of x without D, in [0, hash_vocab_size); read with assignment
                 "hash" alone, where padding has any of them.
 
         Returns:

@@ -41,8 +41,8 @@ class Router(nn.Module):
 
     Parameters and buffers: `weight` [E, D]; `bias` [E] when `config.router_bias`; buffer
     `expert_bias` [E] fp32 when `config.expert_bias`, under the name `expert_bias_name`; buffer
-    `token_experts` int64 [vocab_size, K], distinct ids in a row, when experts are chosen by token
-    id, under the name `token_experts_name`.
+    `token_experts` int64 [hash_vocab_size, K], distinct ids in a row, with assignment "hash", under
+    the name `token_experts_name`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Router(nn.Module):
             buffer = torch.zeros(E, device=device, dtype=torch.float32)
             self.register_buffer(expert_bias_name, buffer)
         if config.assignment == "hash":
-            shape = config.vocab_size, config.top_k
+            shape = config.hash_vocab_size, config.top_k
             table = torch.empty(shape, device=device, dtype=torch.int64)
             self.register_buffer(token_experts_name, table)
 

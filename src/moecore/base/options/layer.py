@@ -167,7 +167,7 @@ class MoEConfig(CheckedRecord):
             causal.
             "hash": a table has K experts for each token id, and is not trained (DeepSeek-V4's first
             layers, after Hash Layers, arXiv:2106.04426). The layer's forward gets `token_ids`.
-        vocab_size: rows of the table of assignment "hash", else 0.
+        hash_vocab_size: rows of the table of assignment "hash", else 0.
         capacity: token dropping; None = none.
         weights_on_input: multiply the experts' input by the routing weight instead of their
             output; needs top_k = 1 (Llama 4).
@@ -204,7 +204,7 @@ class MoEConfig(CheckedRecord):
     router_dtype: RouterDtype = "float32"
     router_jitter: Jitter = 0.0
     assignment: Assignment = "learned"
-    vocab_size: CountOrZero = 0
+    hash_vocab_size: CountOrZero = 0
     capacity: Annotated[CapacityConfig | None, "pass CapacityConfig(factor=1.25)"] = None
     weights_on_input: bool = False
     latent_dim: CountOrZero = 0
@@ -226,9 +226,9 @@ class MoEConfig(CheckedRecord):
         yield from self._expert_rules()
         if self.zero_experts:
             yield from self._zero_rules()
-        if (self.assignment == "hash") != (self.vocab_size > 0):
+        if (self.assignment == "hash") != (self.hash_vocab_size > 0):
             yield (
-                "vocab_size",
+                "hash_vocab_size",
                 f"be > 0 with assignment ('hash'), whose table it sizes, and 0 with "
                 f"{self.assignment!r}: set or drop it",
             )
@@ -376,7 +376,7 @@ class MoEConfig(CheckedRecord):
         return replace(
             self,
             assignment="hash",
-            vocab_size=vocab_size,
+            hash_vocab_size=vocab_size,
             expert_bias=False,
             num_groups=1,
             top_groups=1,

@@ -108,7 +108,7 @@ def _deepseek_v4(block: Any, model: nn.Module) -> MoELayer:
     gate = block.gate
     routing: dict[str, Any] = {"expert_bias": True}
     if block.is_hash:
-        routing = {"assignment": "hash", "vocab_size": len(gate.tid2eid)}
+        routing = {"assignment": "hash", "hash_vocab_size": len(gate.tid2eid)}
     function = type(gate.score_fn).__name__
     routing |= {"top_k": gate.top_k, "score_function": SCORES.get(function, function)}
     routing |= {"normalize_weights": True, "routed_scaling_factor": gate.routed_scaling_factor}
