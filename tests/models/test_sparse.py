@@ -45,7 +45,7 @@ def trained(model: nn.Module, config: IndexerConfig, **given: Any) -> dict[str, 
 
 @pytest.mark.parametrize("stage", ["sparse", "warm_up"])
 def test_packed_documents_and_what_indexers_learn(stage: Any) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="its class is what is compared with")
     hf, config = make_pair("deepseek-v3.2")
     ours, given = Decoder(config), batch()
     ours.load_state_dict(native_state(hf.state_dict(), config))

@@ -37,7 +37,10 @@ from moecore.kernels.common import is_gpu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMask(CheckedRecord):
-    """Which keys a query sees, unchecked; `AttentionMask()` is causal attention in each row."""
+    """Which keys a query sees; `AttentionMask()` is causal attention in each row.
+
+    Values of `cu_seqlens` are not checked.
+    """
 
     causal: bool = True  # no key after the query: note "alignment"
     # so many keys at most, the query's own included (sliding window); None = all. Only with
