@@ -25,6 +25,7 @@ from moecore.families.transformers.guards import (
     warn_about_cache,
 )
 from moecore.families.transformers.head import fuse_loss
+from moecore.families.transformers.hyper_connections import fuse_hyper_connections
 from moecore.families.transformers.log_probs import take_log_prob_losses
 from moecore.families.transformers.lora import (
     adapt_experts,
@@ -153,6 +154,7 @@ class Transformers(Plain):
         run_vision_experts(model)
         take_log_prob_losses(model)
         fuse_norms(model)
+        fuse_hyper_connections(model)
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
