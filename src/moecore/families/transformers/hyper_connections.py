@@ -47,8 +47,7 @@ def _layer(
     layer: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     """Stand before the forward of a decoder layer; hidden_states are [B, T, N, D]."""
-    device = hidden_states.device.type
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
+    if torch.compiler.is_compiling() or _has_autocast(hidden_states):
         out: Tensor = type(layer).forward(layer, hidden_states, input_ids=input_ids, **kwargs)
         return out
     x_BTD, collapsed = layer.attn_hc(hidden_states, fused=True)
@@ -59,6 +58,10 @@ def _layer(
     return _expand(y_BTD, collapsed)
 
 
+def _has_autocast(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def _collapse(
     connection: Any, hidden_streams: Tensor, *, fused: bool = False
 ) -> tuple[Tensor, CollapsedStreams] | tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +70,7 @@ def _collapse(
         own: tuple[Tensor, Tensor, Tensor] = type(connection).forward(connection, hidden_streams)
         return own
     options = SinkhornOptions(
-        iterations=connection.hc_sinkhorn_iters,
+        iterations=max(1, connection.hc_sinkhorn_iters),
         eps=connection.hc_eps,
         norm_eps=connection.input_norm.eps,
     )
