@@ -156,10 +156,10 @@ def _collapse_backward(
 ) -> Gradients:
     (T, N, D), M, new = streams_TND.shape, len(fn_MC), raw_TM.new_empty
     pre_TN, draw_TM, factor_T, sums_T2M = new(T, N), new(T, M), new(T), new(T, 2, M)
-    args = (streams_TND, raw_TM, r_T, base_M, scale_3, dx_TD, dweights_TW)
-    args = (*args, new(T, iterations - 1, N, N), pre_TN, draw_TM, factor_T, sums_T2M)
+    inputs = (streams_TND, raw_TM, r_T, base_M, scale_3, dx_TD, dweights_TW)
+    outputs = (new(T, iterations - 1, N, N), pre_TN, draw_TM, factor_T, sums_T2M)
     by_token = _by_token(streams_TND)
-    launch(collapse_streams_bwd_mixes_kernel, T, *args, eps, iterations, **by_token)
+    launch(collapse_streams_bwd_mixes_kernel, T, *inputs, *outputs, eps, iterations, **by_token)
     dbase_M, dscale_M = sums_T2M.sum(0)
     dscale_3 = torch.stack([group.sum() for group in dscale_M.split((N, N, N * N))])
     dstreams_TND, dfn_MC = torch.empty_like(streams_TND), torch.empty_like(fn_MC)
