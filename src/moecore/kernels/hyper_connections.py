@@ -13,7 +13,7 @@ post, of comb row by row; W = N + N * N weights of a token after the sublayer: p
 
 Budget, with b bytes per element. Forward moves (4C + 2D) T b: the product with fn reads streams, a
 program per token reads them, the second time from L2, and expand reads and writes streams. Backward
-moves (8C + 5D) T b: streams are read four times. Saved: streams once, y, and M + W + 1 fp32 numbers
+moves (8C + 4D) T b: streams are read four times. Saved: streams once, y, and M + W + 1 fp32 numbers
 per token.
 
 Source: manifold-constrained hyper-connections, arXiv:2512.24880; DeepSeek-V4.

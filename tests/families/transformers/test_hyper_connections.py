@@ -27,7 +27,7 @@ def stock() -> Any:
 
 def fused(stock: nn.Module) -> Any:
     model = copy.deepcopy(stock)
-    fuse_hyper_connections(model)
+    fuse_hyper_connections(model.model.layers)
     return model
 
 
@@ -98,3 +98,24 @@ def test_autocast_and_compilers_get_the_class_own_code(
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=by == "autocast"):
         assert torch.equal(model(**given).logits, stock(**given).logits)
     assert len(calls) == (0 if by == "autocast" else 2)  # of the layer that is not compiled
+
+
+def test_transformers_keeps_four_times_the_bytes(stock: Any) -> None:
+    """tests/kernels/test_hyper_connections.py has what kernels keep."""
+    connection, (T, N, D) = stock.model.layers[0].attn_hc, (6, 4, 32)
+    streams = torch.randn(1, T, N, D).bfloat16().requires_grad_()
+    y = torch.randn(1, T, D).bfloat16().requires_grad_()
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        post, comb, _ = connection(streams)
+        mixed = comb.to(streams.dtype).transpose(-1, -2) @ streams
+        _ = post.to(streams.dtype).unsqueeze(-1) * y.unsqueeze(-2) + mixed
+    num_bytes = sum(s.nbytes() for s in kept.values())
+    num_bytes -= sum(p.nbytes for p in connection.parameters())
+    assert num_bytes >= 4 * T * (2 * N * D + 2 * D + 4 * (24 + 20 + 1))

@@ -8,13 +8,14 @@ get the class's own code, and so does a layer of which something was changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moecore.families.transformers.stock import is_hf, is_stock
+from moecore.families.transformers.stock import runs_class_forward
 from moecore.kernels.hyper_connections import (
     CollapsedStreams,
     SinkhornOptions,
@@ -25,22 +26,14 @@ from moecore.kernels.hyper_connections import (
 LAYER, CONNECTION = "DeepseekV4DecoderLayer", "DeepseekV4HyperConnection"
 
 
-def fuse_hyper_connections(model: nn.Module) -> None:
-    """Let the decoder layers of DeepSeek-V4 mix their streams by kernels. No communication."""
-    for layer in model.modules():
-        if not _is_stock(layer, LAYER):
-            continue
-        connections = [getattr(layer, name) for name in ("attn_hc", "ffn_hc")]
-        if all(_is_stock(connection, CONNECTION) for connection in connections):
-            layer.forward = MethodType(_layer, layer)  # type: ignore[method-assign]
+def fuse_hyper_connections(layers: Iterable[Any]) -> None:
+    """Let decoder layers of DeepSeek-V4 mix their streams by kernels. No communication."""
+    for layer in layers:
+        connections = (layer.attn_hc, layer.ffn_hc)
+        if all(runs_class_forward(connection, CONNECTION) for connection in connections):
+            layer.forward = MethodType(_layer, layer)
             for connection in connections:
                 connection.forward = MethodType(_collapse, connection)
-
-
-def _is_stock(module: nn.Module, name: str) -> bool:
-    """Whether a module is of transformers' class of this name, and runs its forward."""
-    is_class = is_hf(module) and type(module).__name__ == name
-    return is_class and "forward" not in vars(module) and is_stock(type(module).forward)
 
 
 def _layer(
