@@ -188,6 +188,49 @@ def balance_statistics_bwd(inputs: Inputs) -> Work:
     )
 
 
+def _streams(inputs: Inputs) -> tuple[Callable[..., Any], Callable[..., Any], list[Tensor]]:
+    """Return the mix of four streams around a sublayer, transformers' own, and their inputs."""
+    from moecore.kernels import hyper_connections as module
+
+    modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    configuration = pytest.importorskip("transformers.models.deepseek_v4")
+    T, D, device = inputs.shape.tokens, inputs.shape.dim, inputs.device
+    config = configuration.DeepseekV4Config(hidden_size=D, hc_mult=4)
+    connection = modeling.DeepseekV4HyperConnection(config).to(device)
+    options = module.SinkhornOptions(
+        iterations=config.hc_sinkhorn_iters, eps=config.hc_eps, norm_eps=config.rms_norm_eps
+    )
+
+    def op(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, y: Tensor) -> Any:
+        x, collapsed = module.collapse_streams(streams, fn, base, scale, options)
+        return x, module.expand_streams(y, collapsed)
+
+    def plain(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, y: Tensor) -> Any:
+        weights = dict(fn=fn, base=base, scale=scale)
+        post, comb, x = torch.func.functional_call(connection, weights, (streams[None],))
+        post, comb = post[0].to(y.dtype), comb[0].to(y.dtype)
+        return x[0], post[..., None] * y[:, None] + comb.mT @ streams
+
+    sizes = ((24, 4 * D), (24,), (3,))
+    weights = [0.02 * torch.randn(size, device=device) for size in sizes]
+    return op, plain, [inputs.random(T, 4, D), *weights, inputs.random(T, D)]
+
+
+def hyper_connection(inputs: Inputs) -> Work:
+    """Four streams read and written, T 8 D b; the sublayer's input written, its output read."""
+    op, plain, given = _streams(inputs)
+    num_bytes = 2 * 10 * inputs.shape.tokens * inputs.shape.dim
+    return Work(lambda: op(*given), lambda: plain(*given), num_bytes, baseline="transformers")
+
+
+def hyper_connection_bwd(inputs: Inputs) -> Work:
+    """Streams, y and both gradients read, T 10 D b; the gradients of streams and y written, 5."""
+    op, plain, given = _streams(inputs)
+    num_bytes = 2 * 15 * inputs.shape.tokens * inputs.shape.dim
+    ours, theirs = backward(op, *given), backward(plain, *given)
+    return Work(ours, theirs, num_bytes, baseline="transformers")
+
+
 def _adamw(inputs: Inputs, moment_dtype: torch.dtype, *, split: bool = False) -> Work:
     from moecore.kernels import adamw as module
     from moecore.kernels.adamw_formats import num_moment_blocks
@@ -276,6 +319,8 @@ OPS = (
     Op(count_experts, "tests/kernels/routing/test_counts.py"),
     Op(balance_statistics, "tests/kernels/routing/test_balance_kernels.py"),
     Op(balance_statistics_bwd, "tests/kernels/routing/test_balance_kernels.py"),
+    Op(hyper_connection, "tests/kernels/test_hyper_connections.py"),
+    Op(hyper_connection_bwd, "tests/kernels/test_hyper_connections.py"),
     Op(adamw, "tests/kernels/test_adamw.py"),
     Op(adamw_bf16_moments, "tests/kernels/test_adamw.py"),
     Op(adamw_fp8_moments, "tests/kernels/test_adamw.py"),

@@ -25,6 +25,7 @@ from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.scaled_kernel import mixed_gemm, mixed_wgrad
+from moecore.kernels.hyper_connections import SinkhornOptions, collapse_streams, expand_streams
 from moecore.kernels.invariant.product import invariant_product
 from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.clones import physical_ids, plan_clones
@@ -120,6 +121,7 @@ def run_pieces(device: str) -> None:
     angles_Td = torch.randn(T, 4, device=device)
     rotary(x_TD.view(1, T, 9, 8).requires_grad_(), angles_Td, angles_Td).sum().backward()
     invariant_product(x_TD, x_TD.t(), x_TD[:, 0])
+    run_streams(x_TD.view(T, 4, 18))
     run_adamw(device)
     flags = torch.ones(2, device=device)
     how = dict(grad_scale=flags[0], found_inf=flags[1])
@@ -157,6 +159,15 @@ def run_pieces(device: str) -> None:
     x_TD = torch.randn(T, 128, device=device, dtype=torch.bfloat16)
     run_experts("swiglu", True, x_TD, index, hidden_dim=128, recipe=Recipe(keep_hidden="fp8"))
     run_mixed(x_TD[:32])
+
+
+def run_streams(streams_TND: Tensor) -> None:
+    """A collapse and an expansion of streams, and their gradients."""
+    weights = (torch.randn(24, 72), torch.randn(24), torch.randn(3))
+    options = SinkhornOptions(iterations=20, eps=1e-6, norm_eps=1e-6)
+    given = (weight.to(streams_TND.device).requires_grad_() for weight in weights)
+    x_TD, collapsed = collapse_streams(streams_TND, *given, options)
+    expand_streams(x_TD, collapsed).sum().backward()
 
 
 def run_quantised(device: str, index: Any) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import moecore.kernels
 from moecore.base.options.precision import Recipe
-from moecore.kernels import adamw, cross_entropy, momentum
+from moecore.kernels import adamw, cross_entropy, hyper_connections, momentum
 from moecore.kernels.common import BLOCK_SCALED_TRITON
 from moecore.kernels.experts import contract, expert_mlp
 from moecore.kernels.grouped import block_scaled, fp8, scaled_kernel, wgrad
@@ -459,6 +459,15 @@ def run_cross_entropy_of_parts(V: int) -> None:
         cross_entropy.softmax_gradient_(logits, labels, high, total, dtype)
 
 
+def run_hyper_connections(D: int, dtype: torch.dtype) -> None:
+    """A collapse and an expansion of four streams, and their gradients."""
+    streams = torch.zeros(T, 4, D, dtype=dtype, requires_grad=True)
+    weights = (torch.zeros(24, 4 * D, requires_grad=True), torch.zeros(24), torch.zeros(3))
+    options = hyper_connections.SinkhornOptions(iterations=20, eps=1e-6, norm_eps=1e-6)
+    x, mixed = hyper_connections.collapse_streams(streams, *weights, options)
+    hyper_connections.expand_streams(x, mixed).sum().backward()
+
+
 def run_index_scores(heads: int, dim: int) -> None:
     own = torch.arange(T)
     index_of = IndexerHeads(bf16(T, heads, dim), bf16(4 * T, dim), torch.zeros(T, heads))
@@ -538,6 +547,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "AdamW, FP8 moments": (lambda: run_adamw(torch.uint8), 1),
     "AdamW, FP8 moments, remainders": (lambda: run_adamw(torch.uint8, split=True), 1),
     "AdamW, fp32 moments, remainders": (lambda: run_adamw(torch.float32, split=True), 1),
+    "hyper-connections": (lambda: run_hyper_connections(7168, torch.bfloat16), 7),
+    "hyper-connections of fp32": (lambda: run_hyper_connections(4096, torch.float32), 5),
     "pages": (lambda: run_pages(2 * D, 6 * F), 6),
     "pages of odd rows, of the host too": (lambda: run_pages(1001, 24, 4, 128), 6),
     "used rows": (lambda: run_used(6 * D), 1),

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 from moecore.kernels.common import cdiv, next_power_of_2, on_device
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
+from moecore.kernels.hyper_connections import SinkhornOptions, collapse_streams, expand_streams
 from moecore.kernels.ops import Op
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
@@ -122,6 +123,12 @@ def run_rows(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     return sum_rows(gather_rows(x, *where) * index.weights_R[:, None], *where)
 
 
+def run_streams(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> Tensor:
+    options = SinkhornOptions(iterations=3, eps=1e-6, norm_eps=1e-6)
+    x, collapsed = collapse_streams(streams, fn, base, scale, options)
+    return expand_streams(x, collapsed)
+
+
 Case = tuple[Callable[..., Any], tuple[Tensor, ...], set[str]]
 CASES: dict[str, Case] = {
     "rows": (
@@ -159,6 +166,14 @@ CASES: dict[str, Case] = {
         lambda h, w, ids: weighted_activation(h, w, None, ActivationOptions(kind="swiglu")),
         (leaf(T, 2 * F), leaf(T)),
         {"weighted_activation", "weighted_activation_bwd"},
+    ),
+    "hyper-connections": (
+        lambda *given: run_streams(*given[:4]),
+        (leaf(T, 2, D), leaf(8, 2 * D), leaf(8), leaf(3)),
+        {
+            *("collapse_streams", "collapse_streams_bwd"),
+            *("expand_streams", "expand_streams_bwd"),
+        },
     ),
     "experts": (
         run_experts,

@@ -41,6 +41,7 @@ KERNELS: dict[str, dict[str, str]] = {
     "loss": {"name": "cross_entropy_kernel"},
     "optimizer": {"name": "multi_tensor_apply"},
     "pages": {"name": "_store_pages_kernel"},
+    "residual streams": {"name": "expand_streams_bwd_kernel"},
     "fsdp copies": {"name": "Memcpy DtoD (Device -> Device)"},
     "compiled": {"name": "triton_poi_fused"},
     "other": {"name": "elementwise"},

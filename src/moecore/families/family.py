@@ -25,6 +25,7 @@ from moecore.families.transformers.guards import (
     warn_about_cache,
 )
 from moecore.families.transformers.head import fuse_loss
+from moecore.families.transformers.hyper_connections import LAYER, fuse_hyper_connections
 from moecore.families.transformers.log_probs import take_log_prob_losses
 from moecore.families.transformers.lora import (
     adapt_experts,
@@ -38,7 +39,12 @@ from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.rows import tell_layers
 from moecore.families.transformers.sparse_attention import sparse_layers, train_indexers
-from moecore.families.transformers.stock import is_hf, is_pretrained, outermost
+from moecore.families.transformers.stock import (
+    is_hf,
+    is_pretrained,
+    outermost,
+    runs_class_forward,
+)
 from moecore.families.transformers.tensor_parallel import CutTransformer
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
@@ -153,6 +159,7 @@ class Transformers(Plain):
         run_vision_experts(model)
         take_log_prob_losses(model)
         fuse_norms(model)
+        fuse_hyper_connections([m for m in model.modules() if runs_class_forward(m, LAYER)])
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:

@@ -35,6 +35,7 @@ CATEGORIES = {
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"
     r"|add_margins|even_bias|add_entropy|^_(split|product|sum_splits)_kernel"
     r"|plan_clones|physical_ids",
+    "residual streams": r"(collapse|expand)_streams",
     "loss": r"cross_entropy|_row_statistics|_softmax_gradient",
     "attention": r"sdpa|flash|fmha|attn|attention|_rotary_kernel",
     "dense products": r"nvjet|gemm|cutlass|cublas|splitK|_invariant_product",
@@ -62,8 +63,8 @@ NCCL = (
 PARTS = {
     "compute": ("experts", "experts by other products", "attention", "dense products"),
     "memory-bound operations": (
-        *("quantisation", "routing", "loss", "optimizer", "pages", "fsdp copies", "compiled"),
-        OTHER,
+        *("quantisation", "routing", "residual streams", "loss", "optimizer", "pages"),
+        *("fsdp copies", "compiled", OTHER),
     ),
     "communication": (
         *("dispatch by collectives", "nvlink dispatch", "copies to peers", "sharding", "pipeline"),

@@ -64,6 +64,12 @@ def has_stock_loss(model: nn.Module) -> bool:
     return "loss_function" in names_in_forward(model)
 
 
+def runs_class_forward(module: nn.Module, name: str) -> bool:
+    """Return whether a module is of transformers' class of this name, and runs its forward."""
+    is_class = is_hf(module) and type(module).__name__ == name
+    return is_class and "forward" not in vars(module) and is_stock(type(module).forward)
+
+
 def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
     """Raise for a part of a block that is not stock; adapters take over the layout's children."""
     home = (type(block).__module__,)

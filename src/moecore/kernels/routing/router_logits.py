@@ -371,6 +371,13 @@ def gradients(
     return dx_TD if need_dx else None, dweight_ED if need_dweight else None, dbias_E
 
 
+def router_dweight(dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """Return the gradient of the weight alone, as `router_logits` has it; not differentiable."""
+    if has_kernel(x_TD, weight_ED):
+        return _router_logits_bwd(dlogits_TE, x_TD, weight_ED, False, True)[1]
+    return (dlogits_TE.T @ x_TD.to(dlogits_TE.dtype)).to(weight_ED.dtype)
+
+
 def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
     return gradients(ctx.needs_input_grad, ctx.bias_dtype, dlogits_TE, *ctx.saved_tensors)
 

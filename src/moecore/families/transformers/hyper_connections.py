@@ -1,0 +1,77 @@
+"""DeepSeek-V4's hyper-connections by one kernel before and one after a sublayer, on GPUs.
+
+Its class mixes residual streams in 146 small operations per sublayer, most in fp32. What stands
+in the place of a decoder layer's forward calls the layer's own modules in their order; parameters
+and names stay. On CPUs the same functions are plain PyTorch. Autocast and compilers, which fuse,
+get the class's own code, and so does a layer of which something was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.families.transformers.stock import runs_class_forward
+from moecore.kernels.hyper_connections import (
+    CollapsedStreams,
+    SinkhornOptions,
+    collapse_streams,
+    expand_streams,
+)
+
+LAYER, CONNECTION = "DeepseekV4DecoderLayer", "DeepseekV4HyperConnection"
+
+
+def fuse_hyper_connections(layers: Iterable[Any]) -> None:
+    """Let decoder layers of DeepSeek-V4 mix their streams by kernels. No communication."""
+    for layer in layers:
+        connections = (layer.attn_hc, layer.ffn_hc)
+        if all(runs_class_forward(connection, CONNECTION) for connection in connections):
+            layer.forward = MethodType(_layer, layer)
+            for connection in connections:
+                connection.forward = MethodType(_collapse, connection)
+
+
+def _layer(
+    layer: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any
+) -> Tensor:
+    """Stand before the forward of a decoder layer; hidden_states are [B, T, N, D]."""
+    if torch.compiler.is_compiling() or _has_autocast(hidden_states):
+        out: Tensor = type(layer).forward(layer, hidden_states, input_ids=input_ids, **kwargs)
+        return out
+    x_BTD, collapsed = layer.attn_hc(hidden_states, fused=True)
+    y_BTD, _ = layer.self_attn(layer.input_layernorm(x_BTD), **kwargs)
+    hidden_states = _expand(y_BTD, collapsed)
+    x_BTD, collapsed = layer.ffn_hc(hidden_states, fused=True)
+    y_BTD = layer.mlp(layer.post_attention_layernorm(x_BTD), input_ids=input_ids)
+    return _expand(y_BTD, collapsed)
+
+
+def _has_autocast(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def _collapse(
+    connection: Any, hidden_streams: Tensor, *, fused: bool = False
+) -> tuple[Tensor, CollapsedStreams] | tuple[Tensor, Tensor, Tensor]:
+    """Return a sublayer's input and its collapsed streams; as the class does where not `fused`."""
+    if not fused:
+        own: tuple[Tensor, Tensor, Tensor] = type(connection).forward(connection, hidden_streams)
+        return own
+    options = SinkhornOptions(
+        iterations=max(1, connection.hc_sinkhorn_iters),
+        eps=connection.hc_eps,
+        norm_eps=connection.input_norm.eps,
+    )
+    weights = (connection.fn, connection.base, connection.scale)
+    x_TD, collapsed = collapse_streams(hidden_streams.flatten(0, 1), *weights, options)
+    return x_TD.unflatten(0, hidden_streams.shape[:2]), collapsed
+
+
+def _expand(y_BTD: Tensor, collapsed: CollapsedStreams) -> Tensor:
+    """Return the streams after a sublayer, [B, T, N, D]."""
+    return expand_streams(y_BTD.flatten(0, 1), collapsed).unflatten(0, y_BTD.shape[:2])

@@ -1,0 +1,273 @@
+"""Hyper-connections: N residual streams per token, collapsed before a sublayer and mixed after it.
+
+    mix[m]     = sum over c of fn[m, c] * streams[c] / sqrt(mean of streams^2 + norm_eps)
+    pre[n]     = sigmoid(mix * scale[0] + base) + eps
+    post[n]    = 2 * sigmoid(mix * scale[1] + base)
+    comb[j, k] = softmax over k of (mix * scale[2] + base), plus eps; then columns are divided by
+                 their sums plus eps, and iterations - 1 times rows and columns (Sinkhorn)
+    x[d]       = sum over n of pre[n] * streams[n, d]                              collapse
+    out[k, d]  = post[k] * y[d] + sum over j of comb[j, k] * streams[j, d]         expand
+
+Letters: T tokens, N streams, D model dim, C = N * D, M = (2 + N) * N mixes of a token: of pre, of
+post, of comb row by row; W = N + N * N weights of a token after the sublayer: post, then comb.
+
+Budget, with b bytes per element. Forward moves (4C + 2D) T b: the product with fn reads streams, a
+program per token reads them, the second time from L2, and expand reads and writes streams. Backward
+moves (8C + 4D) T b: streams are read four times. Saved: streams once, y, and M + W + 1 fp32 numbers
+per token.
+
+Source: manifold-constrained hyper-connections, arXiv:2512.24880; DeepSeek-V4.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.kernels.common import KERNEL_DTYPES, cdiv, launch, next_power_of_2, use_kernel
+from moecore.kernels.hyper_connections_kernel import (
+    collapse_streams_bwd_kernel,
+    collapse_streams_bwd_mixes_kernel,
+    collapse_streams_fwd_kernel,
+    expand_streams_bwd_kernel,
+    expand_streams_fwd_kernel,
+)
+from moecore.kernels.ops import Op
+from moecore.kernels.routing.router_logits import router_dweight, router_logits
+
+BLOCK_D = 1024  # elements of each stream in one step of a token's program
+TILE = dict(BLOCK_T=128, BLOCK_D=64)  # of collapse_streams_bwd_kernel
+TILE_WARPS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SinkhornOptions:
+    """Constants of a hyper-connection."""
+
+    iterations: int  # of columns, >= 1; rows are divided once less
+    eps: float
+    norm_eps: float  # of the mean square of a token's streams
+
+
+@dataclass(frozen=True, slots=True)
+class CollapsedStreams:
+    """The streams of a sublayer's tokens, and the weights with which they are mixed after it."""
+
+    streams_TND: Tensor
+    weights_TW: Tensor  # fp32
+    # Of kernels: takes the gradient of streams from `expand_streams` to the backward that adds it
+    # to the others, and has the memory of one element. None = streams take it.
+    link_TND: Tensor | None = None
+
+
+def collapse_streams_ref(
+    streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, options: SinkhornOptions
+) -> tuple[Tensor, Tensor]:
+    """Return x_TD and weights_TW in plain differentiable PyTorch."""
+    (T, N, _), eps = streams_TND.shape, options.eps
+    wide_TND = streams_TND.to(torch.promote_types(streams_TND.dtype, torch.float32))
+    flat_TC, sizes = wide_TND.flatten(1), (N, N, N * N)
+    r_T1 = (flat_TC.square().mean(-1, keepdim=True) + options.norm_eps).rsqrt()
+    mixes = F.linear(flat_TC * r_T1, fn_MC.to(flat_TC.dtype)).split(sizes, dim=-1)
+    groups = zip(mixes, scale_3, base_M.split(sizes), strict=True)
+    pre, post, comb = (mix * scale + base for mix, scale, base in groups)
+    comb = comb.view(T, N, N).softmax(-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(options.iterations - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    x_TD = ((pre.sigmoid() + eps)[..., None] * wide_TND).sum(1)
+    weights_TW = torch.cat((2 * post.sigmoid(), comb.flatten(1)), dim=-1)
+    return x_TD.to(streams_TND.dtype), weights_TW
+
+
+def expand_streams_ref(streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor) -> Tensor:
+    """Return the expanded streams in plain differentiable PyTorch."""
+    T, N, _ = streams_TND.shape
+    post_TN, comb_TW = weights_TW.split((N, N * N), dim=-1)
+    mixed_TND = comb_TW.view(T, N, N).mT @ streams_TND.to(weights_TW.dtype)
+    return (post_TN[..., None] * y_TD[:, None] + mixed_TND).to(streams_TND.dtype)
+
+
+def _by_token(streams_TND: Tensor) -> dict[str, Any]:
+    """Return the constants of a kernel with one program per token."""
+    _, N, D = streams_TND.shape
+    return dict(N=N, D=D, NP=next_power_of_2(N), BLOCK_D=min(BLOCK_D, next_power_of_2(D)))
+
+
+Collapsed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _empty_collapsed(streams_TND: Tensor, fn_MC: Tensor, *_: Any) -> Collapsed:
+    """Return x_TD, weights_TW, raw_TM, r_T and link_TND."""
+    (T, N, D), M = streams_TND.shape, len(fn_MC)
+    weights, raw, r = (
+        streams_TND.new_empty(shape, dtype=torch.float32) for shape in ((T, M - N), (T, M), (T,))
+    )
+    return streams_TND.new_empty(T, D), weights, raw, r, streams_TND.new_empty(()).expand(T, N, D)
+
+
+def _collapse_forward(
+    streams_TND: Tensor,
+    fn_MC: Tensor,
+    base_M: Tensor,
+    scale_3: Tensor,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> Collapsed:
+    x_TD, weights_TW, _, r_T, link_TND = _empty_collapsed(streams_TND, fn_MC)
+    raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
+    args = (streams_TND, raw_TM, base_M, scale_3, x_TD, weights_TW, r_T, norm_eps, eps, iterations)
+    launch(collapse_streams_fwd_kernel, len(x_TD), *args, **_by_token(streams_TND))
+    return x_TD, weights_TW, raw_TM, r_T, link_TND
+
+
+def _save_collapse(ctx: Any, inputs: tuple[Any, ...], output: Collapsed) -> None:
+    ctx.save_for_backward(*inputs[:4], *output[2:4])
+    ctx.others = inputs[4:6]
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _empty_gradients(
+    streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, *_: Any
+) -> Gradients:
+    streams, fn, base, scale = map(torch.empty_like, (streams_TND, fn_MC, base_M, scale_3))
+    return streams, fn, base, scale
+
+
+def _collapse_backward(
+    streams_TND: Tensor,
+    fn_MC: Tensor,
+    base_M: Tensor,
+    scale_3: Tensor,
+    raw_TM: Tensor,
+    r_T: Tensor,
+    dx_TD: Tensor,
+    dweights_TW: Tensor,
+    dlink_TND: Tensor,
+    iterations: int,
+    eps: float,
+    need_dfn: bool,
+) -> Gradients:
+    (T, N, D), M, new = streams_TND.shape, len(fn_MC), raw_TM.new_empty
+    pre_TN, draw_TM, factor_T, sums_T2M = new(T, N), new(T, M), new(T), new(T, 2, M)
+    inputs = (streams_TND, raw_TM, r_T, base_M, scale_3, dx_TD, dweights_TW)
+    outputs = (new(T, iterations - 1, N, N), pre_TN, draw_TM, factor_T, sums_T2M)
+    by_token = _by_token(streams_TND)
+    launch(collapse_streams_bwd_mixes_kernel, T, *inputs, *outputs, eps, iterations, **by_token)
+    dbase_M, dscale_M = sums_T2M.sum(0)
+    dscale_3 = torch.stack([group.sum() for group in dscale_M.split((N, N, N * N))])
+    dstreams_TND, dfn_MC = torch.empty_like(streams_TND), torch.empty_like(fn_MC)
+    args = (streams_TND, fn_MC, dx_TD, dlink_TND, pre_TN, draw_TM, factor_T, dstreams_TND, T)
+    how = dict(N=N, D=D, M=M, MP=max(16, next_power_of_2(M)), num_warps=TILE_WARPS, **TILE)
+    grid = cdiv(T, TILE["BLOCK_T"]) * N * cdiv(D, TILE["BLOCK_D"])
+    launch(collapse_streams_bwd_kernel, grid, *args, **how)
+    if need_dfn:
+        dfn_MC = router_dweight(draw_TM, streams_TND.flatten(1), fn_MC)
+    return dstreams_TND, dfn_MC, dbase_M, dscale_3
+
+
+_collapse_bwd = Op("collapse_streams_bwd", _collapse_backward, _empty_gradients)
+
+
+def _collapse_grads(ctx: Any, dx: Tensor, dweights: Tensor, *rest: Tensor) -> tuple[Any, ...]:
+    needs, grads = ctx.needs_input_grad, (dx, dweights, rest[-1])
+    args = (*ctx.saved_tensors, *(grad.contiguous() for grad in grads), *ctx.others)
+    found = _collapse_bwd(*args, needs[1])
+    wanted = (grad if need else None for grad, need in zip(found, needs, strict=False))
+    return *wanted, None, None, None
+
+
+_collapse = Op(
+    "collapse_streams",
+    _collapse_forward,
+    _empty_collapsed,
+    save=_save_collapse,
+    backward=_collapse_grads,
+)
+
+
+def _expand_forward(
+    streams_TND: Tensor, link_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
+) -> Tensor:
+    out_TND = torch.empty_like(streams_TND)
+    args = (streams_TND, y_TD, weights_TW, out_TND)
+    launch(expand_streams_fwd_kernel, len(y_TD), *args, **_by_token(streams_TND))
+    return out_TND
+
+
+def _expand_backward(
+    dout_TND: Tensor, streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = _empty_like(dout_TND, streams_TND, y_TD, weights_TW)
+    args = (dout_TND, streams_TND, y_TD, weights_TW, *grads)
+    launch(expand_streams_bwd_kernel, len(y_TD), *args, **_by_token(streams_TND))
+    return grads
+
+
+def _empty_like(_: Tensor, streams_TND: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dstreams, dy, dweights = map(torch.empty_like, (streams_TND, *others))
+    return dstreams, dy, dweights
+
+
+def _save_expand(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], *inputs[2:])
+
+
+_expand_bwd = Op("expand_streams_bwd", _expand_backward, _empty_like)
+_expand = Op(
+    "expand_streams",
+    _expand_forward,
+    lambda streams_TND, *_: torch.empty_like(streams_TND),
+    save=_save_expand,
+    backward=lambda ctx, dout: (None, *_expand_bwd(dout.contiguous(), *ctx.saved_tensors)),
+)
+
+
+def collapse_streams(
+    streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, options: SinkhornOptions
+) -> tuple[Tensor, CollapsedStreams]:
+    """Return a sublayer's input, and what `expand_streams` takes with the sublayer's output.
+
+    Computed in fp32, rounded once. Differentiable once; in plain PyTorch (CPUs, fp64) as often as
+    asked. No host sync; the same bits in every run.
+
+    Args:
+        streams_TND: any float dtype; copied when not contiguous.
+        fn_MC, base_M: any float dtype.
+        scale_3: of pre, of post and of comb, any float dtype.
+        options: constants.
+
+    Returns:
+        x_TD in the dtype of streams, and the record.
+    """
+    plain = torch.compiler.is_compiling() or not use_kernel(streams_TND, fn_MC)
+    if plain or streams_TND.dtype not in KERNEL_DTYPES:
+        x_TD, weights_TW = collapse_streams_ref(streams_TND, fn_MC, base_M, scale_3, options)
+        return x_TD, CollapsedStreams(streams_TND, weights_TW)
+    streams_TND = streams_TND.contiguous()
+    weights = (fn_MC.contiguous(), base_M.float().contiguous(), scale_3.float().contiguous())
+    how = (options.iterations, options.eps, options.norm_eps)
+    x_TD, weights_TW, _, _, link_TND = _collapse(streams_TND, *weights, *how)
+    return x_TD, CollapsedStreams(streams_TND.detach(), weights_TW, link_TND)
+
+
+def expand_streams(y_TD: Tensor, collapsed: CollapsedStreams) -> Tensor:
+    """Return the streams after a sublayer, [T, N, D] in their dtype: fp32 inside, rounded once.
+
+    Differentiable as `collapse_streams` is.
+
+    Args:
+        y_TD: the sublayer's output, any float dtype; copied when not contiguous.
+        collapsed: of `collapse_streams`.
+    """
+    streams_TND, weights_TW = collapsed.streams_TND, collapsed.weights_TW
+    if collapsed.link_TND is None:
+        return expand_streams_ref(streams_TND, y_TD, weights_TW)
+    out_TND: Tensor = _expand(streams_TND, collapsed.link_TND, y_TD.contiguous(), weights_TW)
+    return out_TND

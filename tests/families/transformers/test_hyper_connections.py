@@ -1,0 +1,121 @@
+"""DeepSeek-V4 whose streams are mixed by moecore's functions: the numbers of transformers' code."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecore.families.family import family_of
+from moecore.families.transformers import hyper_connections
+from moecore.families.transformers.hyper_connections import fuse_hyper_connections
+from tests.families.transformers.family_models import batch, loss_of, tiny_model
+
+
+@pytest.fixture(scope="module")
+def stock() -> Any:
+    model = tiny_model("deepseek_v4", vocab_size=64)
+    with torch.no_grad():  # weights of a trained model: all three scales count
+        for layer in model.model.layers:
+            for connection in (layer.attn_hc, layer.ffn_hc):
+                connection.scale.copy_(torch.tensor([0.7, -1.3, 0.9]))
+    return model
+
+
+def fused(stock: nn.Module) -> Any:
+    model = copy.deepcopy(stock)
+    fuse_hyper_connections(model.model.layers)
+    return model
+
+
+def padded(model: nn.Module) -> dict[str, Tensor]:
+    """A batch whose second row ends early."""
+    given = batch(model, 1)
+    mask = torch.ones_like(given["input_ids"])
+    mask[1, -3:] = 0
+    return given | {"attention_mask": mask}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each call of moecore's function."""
+    found: list[int] = []
+    collapse = hyper_connections.collapse_streams
+
+    def spy(streams_TND: Tensor, *given: Any) -> Any:
+        found.append(len(streams_TND))
+        return collapse(streams_TND, *given)
+
+    monkeypatch.setattr(hyper_connections, "collapse_streams", spy)
+    return found
+
+
+def run(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return logits, loss and gradients, by name."""
+    model.zero_grad()
+    loss = loss_of(model, given)
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        return {"logits": model(**given).logits, "loss": loss.detach(), **grads}
+
+
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_logits_loss_and_gradients_are_transformers(
+    stock: Any, has_padding: bool, calls: list[int]
+) -> None:
+    given, model = padded(stock) if has_padding else batch(stock, 0), fused(stock)
+    found, want = run(model, given), run(stock, given)
+    assert found.keys() == want.keys()
+    assert calls == [given["input_ids"].numel()] * 8  # two layers of two sublayers, two forwards
+    for name, tensor in want.items():
+        apart = (found[name] - tensor).abs().max()
+        assert apart <= 1e-5 * tensor.abs().max(), name
+    assert model.state_dict().keys() == stock.state_dict().keys()
+
+
+def test_parallelized_models_get_them_and_customised_layers_stay(stock: Any) -> None:
+    model = copy.deepcopy(stock)
+    first, second = model.model.layers
+    own = second.ffn_hc.forward = lambda streams: type(second.ffn_hc).forward(
+        second.ffn_hc, streams
+    )
+    family_of(model).swapped(model)
+    assert "forward" in vars(first) and "forward" in vars(first.attn_hc)
+    assert "forward" not in vars(second) and second.ffn_hc.forward is own
+
+
+@pytest.mark.parametrize("by", ["autocast", "compiler"])
+def test_autocast_and_compilers_get_the_class_own_code(
+    stock: Any, by: str, calls: list[int]
+) -> None:
+    given, model = batch(stock, 0), fused(stock)
+    if by == "compiler":
+        model.model.layers[0].compile(backend="eager")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=by == "autocast"):
+        assert torch.equal(model(**given).logits, stock(**given).logits)
+    assert len(calls) == (0 if by == "autocast" else 2)  # of the layer that is not compiled
+
+
+def test_transformers_keeps_four_times_the_bytes(stock: Any) -> None:
+    """tests/kernels/test_hyper_connections.py has what kernels keep."""
+    connection, (T, N, D) = stock.model.layers[0].attn_hc, (6, 4, 32)
+    streams = torch.randn(1, T, N, D).bfloat16().requires_grad_()
+    y = torch.randn(1, T, D).bfloat16().requires_grad_()
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        post, comb, _ = connection(streams)
+        mixed = comb.to(streams.dtype).transpose(-1, -2) @ streams
+        _ = post.to(streams.dtype).unsqueeze(-1) * y.unsqueeze(-2) + mixed
+    num_bytes = sum(s.nbytes() for s in kept.values())
+    num_bytes -= sum(p.nbytes for p in connection.parameters())
+    assert num_bytes >= 4 * T * (2 * N * D + 2 * D + 4 * (24 + 20 + 1))
