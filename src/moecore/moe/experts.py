@@ -309,7 +309,7 @@ class Experts(nn.Module):
         history = self.history
         if history is None:
             return None
-        seen = history.record(device) if torch.is_grad_enabled() else {}
+        seen = history.record(device, training=self.training)
         past = {operand: history.amax(operand) for operand in OPERANDS}
         return Magnitudes(past, {operand: seen[operand] for operand in OPERANDS if seen})
 
