@@ -15,6 +15,7 @@ Bytes moved, with b bytes per element and U <= R rows in use: forward (U * C + R
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any
 
 import torch
@@ -27,6 +28,7 @@ from moecore.kernels.ops import Op, keep
 from moecore.kernels.rows.activation_kernel import (
     BWD_TILE,
     FWD_TILE,
+    ActivationConstants,
     column_blocks,
     weighted_activation_bwd_kernel,
     weighted_activation_fwd_kernel,
@@ -35,6 +37,7 @@ from moecore.kernels.rows.activation_kernel import (
 GATED_KINDS = ("swiglu", "geglu", "clamped_swiglu", "limited_swiglu")
 PLAIN_KINDS = ("gelu", "relu", "relu2", "silu")
 KINDS = GATED_KINDS + PLAIN_KINDS
+FLAT = "str kind, float limit, float alpha, bool interleaved"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +63,20 @@ class ActivationOptions(CheckedRecord):
         return self.kind in GATED_KINDS
 
     @property
-    def constants(self) -> dict[str, Any]:
+    def constants(self) -> ActivationConstants:
         """The activation as kernels take it."""
-        return {"KIND": self.kind, "LIMIT": self.limit, "ALPHA": self.alpha}
+        return ActivationConstants(self.kind, self.gated, self.limit, self.alpha)
+
+    @property
+    def flat(self) -> tuple[str, float, float, bool]:
+        """The activation as custom ops take it: the arguments of `FLAT`."""
+        return self.kind, self.limit, self.alpha, self.interleaved
+
+
+@cache
+def options_of(kind: str, limit: float, alpha: float, interleaved: bool) -> ActivationOptions:
+    """Return the options whose `flat` these are."""
+    return ActivationOptions(kind=kind, limit=limit, alpha=alpha, interleaved=interleaved)
 
 
 def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
@@ -178,9 +192,9 @@ def _used(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
     return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
 
 
-def _constants(kind: str, limit: float, alpha: float, interleaved: bool) -> dict[str, Any]:
-    gated, how = kind in GATED_KINDS, dict(KIND=kind, LIMIT=limit, ALPHA=alpha)
-    return dict(GATED=gated, INTERLEAVED=interleaved and gated, **how)
+def _constants(*flat: Any) -> dict[str, Any]:
+    options = options_of(*flat)
+    return dict(ACT=options.constants, INTERLEAVED=options.interleaved and options.gated)
 
 
 def _forward(h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *how: Any) -> Tensor:
@@ -221,7 +235,7 @@ def _empty_gradients(h_RC: Tensor, kind: str, with_output: bool) -> tuple[Tensor
     return h_RC.new_empty(h_RC.shape), h_RC.new_empty(h_RC.shape[0], dtype=torch.float32), a_RF
 
 
-_HOW = "Tensor? weights_R, Tensor? num_rows, str kind, float limit, float alpha, bool interleaved"
+_HOW = f"Tensor? weights_R, Tensor? num_rows, {FLAT}"
 _weighted_activation_bwd = Op(
     "weighted_activation_bwd",
     _backward,
@@ -235,7 +249,7 @@ def _weighted_activation_backward(ctx, da_RF):  # type: ignore[no-untyped-def]
     dh_RC, dweights_R, _ = _weighted_activation_bwd(h_RC, da_RF, *rest, *ctx.others, False)
     wanted = ctx.needs_input_grad
     grads = (dh_RC if wanted[0] else None, dweights_R if wanted[1] else None)
-    return *grads, None, None, None, None, None
+    return *grads, *[None] * (len(wanted) - 2)
 
 
 _weighted_activation = Op(
@@ -265,8 +279,7 @@ def weighted_activation_bwd(
         none; a_RF, the forward's output. Rows from num_rows on are zero.
     """
     if h_RC.dtype in KERNEL_DTYPES and use_kernel(h_RC, da_RF):
-        args = (options.kind, options.limit, options.alpha, options.interleaved)
-        return _weighted_activation_bwd(h_RC, da_RF, weights_R, num_rows, *args, True)
+        return _weighted_activation_bwd(h_RC, da_RF, weights_R, num_rows, *options.flat, True)
     return weighted_activation_bwd_ref(h_RC, da_RF, weights_R, num_rows, options)
 
 
@@ -287,6 +300,5 @@ def weighted_activation(
         [R, F], dtype of h_RC. Rows from num_rows on are zero.
     """
     if h_RC.dtype in KERNEL_DTYPES and use_kernel(h_RC):
-        args = (options.kind, options.limit, options.alpha, options.interleaved)
-        return _weighted_activation(h_RC, weights_R, num_rows, *args)
+        return _weighted_activation(h_RC, weights_R, num_rows, *options.flat)
     return weighted_activation_ref(h_RC, weights_R, num_rows, options)

@@ -4,12 +4,22 @@ Letters: as there.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 from moecore.kernels.common import next_power_of_2, tl, triton
 
 # Output elements of one program and loop step; the backward keeps five operands in registers.
 FWD_TILE = 2048
 BWD_TILE = 1024
+
+
+class ActivationConstants(NamedTuple):
+    """An activation as kernels take it: the resolved numbers of `ActivationOptions`."""
+
+    KIND: str
+    GATED: bool
+    LIMIT: float
+    ALPHA: float
 
 
 @cache
@@ -47,11 +57,12 @@ def _gelu_tanh(gate):
 def activate(
     gate,  # fp32, any shape
     up,  # fp32, same shape; ignored without a gate
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    ACT: tl.constexpr,  # ActivationConstants
 ):
     """Return the activation, fp32."""
+    KIND: tl.constexpr = ACT.KIND
+    LIMIT: tl.constexpr = ACT.LIMIT
+    ALPHA: tl.constexpr = ACT.ALPHA
     if KIND == "swiglu":
         a = gate * tl.sigmoid(gate) * up
     elif KIND == "geglu":
@@ -81,11 +92,12 @@ def activate(
 def activate_with_gradients(
     gate,  # fp32, any shape
     up,  # fp32, same shape; ignored without a gate
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    ACT: tl.constexpr,  # ActivationConstants
 ):
     """Return the activation and its derivatives by gate and by up, fp32."""
+    KIND: tl.constexpr = ACT.KIND
+    LIMIT: tl.constexpr = ACT.LIMIT
+    ALPHA: tl.constexpr = ACT.ALPHA
     if KIND == "swiglu":
         s = tl.sigmoid(gate)
         da_dup = gate * s
@@ -164,17 +176,14 @@ def weighted_activation_fwd_kernel(
     a_ptr,  # [R, F], out
     num_expert_rows,  # R
     F: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    ACT: tl.constexpr,  # ActivationConstants
     INTERLEAVED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
     """Write the weighted activation of BLOCK_R rows, column block by column block."""
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    C: tl.constexpr = 2 * F if GATED else F
+    C: tl.constexpr = 2 * F if ACT.GATED else F
     pid = tl.program_id(0)
     block = pid % BLOCKS
     rows = (pid // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -182,8 +191,10 @@ def weighted_activation_fwd_kernel(
     if num_rows_ptr is not None:
         used = used & (rows < tl.load(num_rows_ptr))
     h_rows = h_ptr + rows[:, None] * C
-    gate, up = _load_halves(h_rows, block, used[:, None], F, BLOCK_R, BLOCK_F, GATED, INTERLEAVED)
-    a = activate(gate, up, KIND, LIMIT, ALPHA)
+    gate, up = _load_halves(
+        h_rows, block, used[:, None], F, BLOCK_R, BLOCK_F, ACT.GATED, INTERLEAVED
+    )
+    a = activate(gate, up, ACT)
     if weights_ptr is not None:
         a = a * tl.load(weights_ptr + rows, mask=used, other=0.0)[:, None]
     columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -203,17 +214,14 @@ def weighted_activation_bwd_kernel(
     a_ptr,  # [R, F], out, or None: not wanted
     num_expert_rows,  # R
     F: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    ACT: tl.constexpr,  # ActivationConstants
     INTERLEAVED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
     """Write dh, dweights and the weighted activation again of BLOCK_R rows."""
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    C: tl.constexpr = 2 * F if GATED else F
+    C: tl.constexpr = 2 * F if ACT.GATED else F
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     exists = (rows < num_expert_rows)[:, None]
     used = rows < num_expert_rows
@@ -229,10 +237,10 @@ def weighted_activation_bwd_kernel(
         inside = (columns < F)[None, :]
         cells = rows[:, None] * F + columns[None, :]
         gate, up = _load_halves(
-            h_ptr + rows[:, None] * C, block, used, F, BLOCK_R, BLOCK_F, GATED, INTERLEAVED
+            h_ptr + rows[:, None] * C, block, used, F, BLOCK_R, BLOCK_F, ACT.GATED, INTERLEAVED
         )
         da = tl.load(da_ptr + cells, mask=used & inside, other=0.0).to(tl.float32)
-        a, da_dgate, da_dup = activate_with_gradients(gate, up, KIND, LIMIT, ALPHA)
+        a, da_dgate, da_dup = activate_with_gradients(gate, up, ACT)
         dweights += da * a
         da = da * weights[:, None]
         if a_ptr is not None:
@@ -247,6 +255,6 @@ def weighted_activation_bwd_kernel(
             tl.store(dh_rows + both[None, :], tl.interleave(dgate, dup), mask=mask)
         else:
             tl.store(dh_rows + columns[None, :], dgate, mask=exists & inside)
-            if GATED:
+            if ACT.GATED:
                 tl.store(dh_rows + F + columns[None, :], dup, mask=exists & inside)
     tl.store(dweights_ptr + rows, tl.sum(dweights, axis=1), mask=rows < num_expert_rows)
