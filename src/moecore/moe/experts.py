@@ -418,6 +418,7 @@ def activation_options(
     return ActivationOptions(
         kind=config.activation,
         limit=config.activation_limit,
+        up_limit=config.activation_up_limit,
         alpha=config.activation_alpha,
         interleaved=interleaved,
         function=function,

@@ -64,7 +64,7 @@ _BackwardInputs = _record("_BackwardInputs", _BACKWARD)
 
 
 def _options(args: Any) -> ExpertMLPOptions:
-    activation = options_of(args.kind, args.limit, args.alpha, args.interleaved)
+    activation = options_of(args.kind, args.limit, args.up_limit, args.alpha, args.interleaved)
     recipe = None
     if args.scaling:
         names = [field.name for field in fields(Recipe)]

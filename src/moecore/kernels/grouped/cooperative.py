@@ -68,6 +68,7 @@ from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
 GROUP_M = 8  # row tiles that share weights in L2
 EPILOGUE_ROWS = 16  # of an activation, at a time in registers
+FEWER_ROWS = {"situ_glu": 8}  # of activations of which 16 rows do not fit the registers
 CONSUMER_REGISTERS = {False: 240, True: 208}  # without and with an activation
 EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
@@ -302,7 +303,7 @@ def _constants(
         return const
     return const._replace(
         EPILOGUE_REGISTERS=EPILOGUE_REGISTERS,
-        EPILOGUE_ROWS=EPILOGUE_ROWS,
+        EPILOGUE_ROWS=FEWER_ROWS.get(options.kind, EPILOGUE_ROWS),
         ACT=options.constants,
     )
 

@@ -19,6 +19,7 @@ class ActivationConstants(NamedTuple):
     KIND: str
     GATED: bool
     LIMIT: float
+    UP_LIMIT: float
     ALPHA: float
 
 
@@ -54,6 +55,24 @@ def _gelu_tanh(gate):
 
 
 @triton.jit
+def _tanh(x):
+    """Return tanh to 3 fp32 ulps; Triton has none of its own, and 2 sigmoid(2x) - 1 cancels."""
+    square = x * x
+    # A least relative error up to 0.625, beyond which 1 - exp(-2x) loses no bit.
+    series = -0.0537434965 + square * (0.0206505824 - square * 0.0057170405)
+    series = -0.3333328366 + square * (0.1333149076 + square * series)
+    decay = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < 0.625, x + x * square * series, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _clamp(x, LIMIT: tl.constexpr):
+    """Return x within +- LIMIT."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+
+
+@triton.jit
 def activate(
     gate,  # fp32, any shape
     up,  # fp32, same shape; ignored without a gate
@@ -62,6 +81,7 @@ def activate(
     """Return the activation, fp32."""
     KIND: tl.constexpr = ACT.KIND
     LIMIT: tl.constexpr = ACT.LIMIT
+    UP_LIMIT: tl.constexpr = ACT.UP_LIMIT
     ALPHA: tl.constexpr = ACT.ALPHA
     if KIND == "swiglu":
         a = gate * tl.sigmoid(gate) * up
@@ -70,12 +90,14 @@ def activate(
         a = gelu * up
     elif KIND == "clamped_swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        up = _clamp(up, UP_LIMIT)
         a = (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
     elif KIND == "limited_swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        up = _clamp(up, UP_LIMIT)
         a = gate * tl.sigmoid(gate) * up
+    elif KIND == "situ_glu":
+        a = LIMIT * _tanh(gate / LIMIT) * tl.sigmoid(gate) * (UP_LIMIT * _tanh(up / UP_LIMIT))
     elif KIND == "gelu":
         a, _ = _gelu_erf(gate)
     elif KIND == "silu":
@@ -97,6 +119,7 @@ def activate_with_gradients(
     """Return the activation and its derivatives by gate and by up, fp32."""
     KIND: tl.constexpr = ACT.KIND
     LIMIT: tl.constexpr = ACT.LIMIT
+    UP_LIMIT: tl.constexpr = ACT.UP_LIMIT
     ALPHA: tl.constexpr = ACT.ALPHA
     if KIND == "swiglu":
         s = tl.sigmoid(gate)
@@ -109,19 +132,24 @@ def activate_with_gradients(
         da_dgate = up * derivative
     elif KIND == "clamped_swiglu":
         low = tl.where(gate > LIMIT, LIMIT, gate)
-        near = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        near = _clamp(up, UP_LIMIT)
         s = tl.sigmoid(ALPHA * low)
         a = (near + 1.0) * low * s
         slope = (near + 1.0) * s * (1.0 + ALPHA * low * (1.0 - s))
         da_dgate = tl.where(gate > LIMIT, 0.0, slope)
-        da_dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, low * s)
+        da_dup = tl.where((up > UP_LIMIT) | (up < -UP_LIMIT), 0.0, low * s)
     elif KIND == "limited_swiglu":
         low = tl.where(gate > LIMIT, LIMIT, gate)
-        near = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        near = _clamp(up, UP_LIMIT)
         s = tl.sigmoid(low)
         a = low * s * near
         da_dgate = tl.where(gate > LIMIT, 0.0, near * s * (1.0 + low * (1.0 - s)))
-        da_dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, low * s)
+        da_dup = tl.where((up > UP_LIMIT) | (up < -UP_LIMIT), 0.0, low * s)
+    elif KIND == "situ_glu":
+        s, low, near = tl.sigmoid(gate), _tanh(gate / LIMIT), _tanh(up / UP_LIMIT)
+        a = LIMIT * low * s * (UP_LIMIT * near)
+        da_dgate = UP_LIMIT * near * s * (1.0 - low * low + LIMIT * low * (1.0 - s))
+        da_dup = LIMIT * low * s * (1.0 - near * near)
     elif KIND == "gelu":
         a, da_dgate = _gelu_erf(gate)
         da_dup = gate * 0.0
