@@ -313,14 +313,15 @@ def test_kernel_at_the_bend_and_in_the_tails(device: str, kind: str) -> None:
 def test_kernel_keeps_the_bits_of_small_values_under_smooth_limits(device: str) -> None:
     """Each element by itself, from far inside of both limits to far outside."""
     options = ActivationOptions(kind="situ_glu", limit=4.0, up_limit=25.0)
-    small = torch.logspace(-15, 1.5, 111)
-    values = torch.cat([small, -small, torch.linspace(-40, 40, 161)])
-    h = torch.stack([values, values.roll(100)], dim=1).to(device)
+    small = torch.logspace(-15, 1.3, 111)
+    values = torch.cat([small, -small, torch.linspace(-20, 20, 161)])
+    h = torch.stack([values, 5 * values.roll(100)], dim=1).to(device)
     found = weighted_activation_bwd(h, torch.ones_like(h[:, :1]), None, None, options)
     exact = h.double().requires_grad_()
     a = activation(exact, options)
     (slopes,) = torch.autograd.grad(a.sum(), exact)
-    torch.testing.assert_close(found[2].double(), a.detach(), rtol=1.5e-6, atol=0)
+    # An exp of a GPU rounds x * log2(e) first: 20 * 2^-24 of the sigmoid.
+    torch.testing.assert_close(found[2].double(), a.detach(), rtol=2e-6, atol=0)
     cancelled = 4 * 25 * torch.finfo(torch.float32).eps  # of 1 - tanh^2 near 1, as in torch
     torch.testing.assert_close(found[0].double(), slopes, rtol=2e-6, atol=cancelled)
 

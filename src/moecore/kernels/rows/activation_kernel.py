@@ -97,7 +97,12 @@ def activate(
         up = _clamp(up, UP_LIMIT)
         a = gate * tl.sigmoid(gate) * up
     elif KIND == "situ_glu":
-        a = LIMIT * _tanh(gate / LIMIT) * tl.sigmoid(gate) * (UP_LIMIT * _tanh(up / UP_LIMIT))
+        a = (
+            LIMIT
+            * _tanh(gate * (1.0 / LIMIT))
+            * tl.sigmoid(gate)
+            * (UP_LIMIT * _tanh(up * (1.0 / UP_LIMIT)))
+        )
     elif KIND == "gelu":
         a, _ = _gelu_erf(gate)
     elif KIND == "silu":
@@ -146,7 +151,7 @@ def activate_with_gradients(
         da_dgate = tl.where(gate > LIMIT, 0.0, near * s * (1.0 + low * (1.0 - s)))
         da_dup = tl.where((up > UP_LIMIT) | (up < -UP_LIMIT), 0.0, low * s)
     elif KIND == "situ_glu":
-        s, low, near = tl.sigmoid(gate), _tanh(gate / LIMIT), _tanh(up / UP_LIMIT)
+        s, low, near = tl.sigmoid(gate), _tanh(gate * (1.0 / LIMIT)), _tanh(up * (1.0 / UP_LIMIT))
         a = LIMIT * low * s * (UP_LIMIT * near)
         da_dgate = UP_LIMIT * near * s * (1.0 - low * low + LIMIT * low * (1.0 - s))
         da_dup = LIMIT * low * s * (1.0 - near * near)
