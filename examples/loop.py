@@ -219,7 +219,8 @@ def train_step(job: Job, step: int) -> Launched:
     """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
     args, began = job.args, Moment(job.device)
     for group in (group for one in job.optimizers for group in one.param_groups):
-        group["lr"] = lr_at(step, peak=args.lr, steps=args.schedule_steps or args.steps)
+        lr = lr_at(step, peak=args.lr, steps=args.schedule_steps or args.steps)
+        group["lr"] = lr * group.get("width_factor", 1.0)
     batch = job.next_batch(step)
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
     counts = to_device(batch.counts(), job.device)

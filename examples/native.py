@@ -19,7 +19,14 @@ from torch import Tensor
 
 from moecore import MoELayer, TrainStep
 from moecore.models import Decoder
-from moecore.train import AdamW, GraphedForwardBackward, Muon, StateOffload, assign_matrices
+from moecore.train import (
+    AdamW,
+    GraphedForwardBackward,
+    Muon,
+    StateOffload,
+    WidthRates,
+    assign_matrices,
+)
 
 ForwardBackward = Callable[..., Tensor]
 
@@ -75,6 +82,7 @@ def make_optimizers(
     *,
     master_remainder: bool = False,
     state_offload: float | None = None,
+    rates: WidthRates | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Return AdamW, behind Muon for the matrices with --optimizer muon."""
     assignment = assign_matrices(model) if args.optimizer else None
@@ -82,9 +90,13 @@ def make_optimizers(
     moments = MOMENT_DTYPES[args.moment_dtype]
     how: dict[str, Any] = {"moment_dtype": moments, "master_remainder": master_remainder}
     adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, **how)
+    optimizers = [Muon(assignment), adamw] if assignment else [adamw]
+    if rates is not None:
+        for one in optimizers:
+            rates.regroup(one, model)
     if state_offload:
         StateOffload(adamw, model, fraction=state_offload)
-    return [Muon(assignment), adamw] if assignment else [adamw]
+    return optimizers
 
 
 def dispatcher_of(model: Decoder) -> str:

@@ -88,9 +88,10 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.io import decoder_config_from_hf, export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.models import Decoder, DecoderConfig, document_cost, preset
+from moecore.models import Decoder, DecoderConfig, at_width, document_cost, preset
 from moecore.packing import CorpusOptions, ScheduledBatch
 from moecore.packing.split import multiple_of
+from moecore.train import WidthRates, width_rates
 
 EXPORT = "export"
 
@@ -251,7 +252,8 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     on_first_rank(lambda: write_config(args, config, records))
     if max_tokens is not None:
         records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
-    model = build_model(args, config, meshes, records)
+    rates = rates_of(args, config)
+    model = build_model(args, config, meshes, records, rates)
     shape = batch_shape(args, meshes)
     steps: Any = partial(CorpusSteps, data_rank=meshes.data_rank)
     if max_tokens is not None:
@@ -264,7 +266,11 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
         meshes=meshes,
         model=model,
         optimizers=make_optimizers(
-            model, args, master_remainder=args.master_remainder, state_offload=args.state_offload
+            model,
+            args,
+            master_remainder=args.master_remainder,
+            state_offload=args.state_offload,
+            rates=rates,
         ),
         shape=shape,
         config=config,
@@ -341,8 +347,20 @@ def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[
     (args.run_dir / "config.toml").write_text(as_toml(args, present, without=TAKEN))
 
 
+def rates_of(args: argparse.Namespace, config: DecoderConfig) -> WidthRates | None:
+    """Return the factors of --base-width."""
+    if args.base_width is None:
+        return None
+    base = at_width(config, args.base_width)
+    return width_rates(Decoder(config, device="meta"), Decoder(base, device="meta"))
+
+
 def build_model(
-    args: argparse.Namespace, config: DecoderConfig, meshes: Meshes, records: dict[str, Any]
+    args: argparse.Namespace,
+    config: DecoderConfig,
+    meshes: Meshes,
+    records: dict[str, Any],
+    rates: WidthRates | None,
 ) -> Decoder:
     """Return this rank's shards of the model: the same weights on every layout."""
     dtype, sharding = torch.float32, records["sharding"]
@@ -365,6 +383,8 @@ def build_model(
     )
     model.to_empty(device=torch.device(meshes.device_type))
     model.init_weights(args.seed)
+    if rates is not None:
+        rates.scale_weights(model)
     return model
 
 
@@ -375,6 +395,8 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
     if args.eval_every and not args.validation:
         raise ValueError(f"--eval-every ({args.eval_every}) must go with --validation: name a file")
     config, tokenizer = model_config(args), Tokenizer(args.tokenizer)
+    if args.base_width is not None:
+        at_width(config, args.base_width)
     if args.seq_len > config.max_seq_len:
         raise ValueError(
             f"--seq-len ({args.seq_len}) must be <= max_seq_len ({config.max_seq_len}) of the model"
@@ -441,6 +463,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
     add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
     add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
+    add("--base-width", type=whole, help="dim of which --lr is, see width_rates (None = its own)")
     add("--master-remainder", action="store_true", help="bf16 weights, see moecore.train.AdamW")
     add("--state-offload", type=positive, help="of AdamW's state in host memory (None = nothing)")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")

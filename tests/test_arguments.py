@@ -74,7 +74,7 @@ TOKENS = torch.ones(1, 4, dtype=torch.long)
 NO_CALLS = {
     *("Adapter", "Choices", "Dispatcher", "DispatcherName", "ExpertBackend", "LossConvention"),
     *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
-    "MatrixAssignment",
+    *("MatrixAssignment", "WidthRates"),
     *(
         "Bins",
         "CorpusError",
@@ -161,7 +161,7 @@ VALID: dict[str, Any] = {
     **dict(model=META, meshes=None, parallel=ParallelConfig(), path="no", root="no", out="no"),
     **dict(optimizer=None, step=1, keep=1, name="tiny", config=TINY, options=OPTIONS, key="a"),
     **dict(layout=LayerLayout(), router={}, experts={}, dense={}, state={}, mlps=[], blocks=[]),
-    **dict(names="dcp", plan=PLAN),
+    **dict(names="dcp", plan=PLAN, base=META),
     **dict(moe=LAYER, latent_dim=8),
     **dict(loads_E=TOKENS[0], num_ranks=1, layer=MoELayer(LAYER), order_E=TOKENS[0]),
     **dict(rows=1, lengths=[1], bin_tokens=4, max_tokens=4, ranks=1, cp=1, rank=0, epoch=0),

@@ -72,6 +72,7 @@ from moecore.planning.gpus import GPUS
 from moecore.rl import DPO, GRPO, GSPO, PPO, OwnObjective, Rollouts
 from moecore.train import AdamW, Cut
 from moecore.train.optim.matrices import MatrixLayout
+from moecore.train.optim.muon import MuonOptions
 
 # --------------------------------------------------------------------------- the checker
 
@@ -160,6 +161,16 @@ DECODER: dict[str, Any] = dict(
 WORK: dict[str, Any] = dict(
     name="aten.mm", kind="product", flops=16, num_bytes=24, shape=(2, 2, 2), dtype="bfloat16"
 )
+MUON: dict[str, Any] = dict(
+    lr=0.1,
+    weight_decay=0.1,
+    momentum=0.9,
+    nesterov=True,
+    ns_coefficients=(3.0, -4.0, 2.0),
+    eps=1e-7,
+    ns_steps=5,
+    adjust_lr_fn="original",
+)
 H200 = replace(CostTable.of("h200-141"), points=())
 RECORDS: list[tuple[type, dict[str, Any]]] = [
     (MoEConfig, LAYER),
@@ -202,6 +213,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (CorpusOptions, {"row_tokens": 4}),
     (CorpusSource, {"name": "a", "documents": [[1]]}),
     (AdamWOptions, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
+    (MuonOptions, MUON),
     (AttentionMask, {}),
     (LayoutCosts, {"layers": (1.0, 2.0)}),
     (Costs, dict.fromkeys(("forward", "backward_inputs", "backward_weights"), (1.0, 2.0))),

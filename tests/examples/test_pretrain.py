@@ -65,6 +65,7 @@ def words(corpus: Path, run_dir: Path, more: str = "") -> list[str]:
     data = f"{corpus}/text.jsonl,name=text {corpus}/ids.jsonl,weight=2,field=ids,name=ids"
     held_out = f"{corpus}/held_out.jsonl,name=web --eval-rows {EVAL_ROWS} --eval-every 3"
     model = f"--hf-config {corpus} --tokenizer {corpus} --run-dir {run_dir} --steps {STEPS}"
+    shape += " --base-width 16"  # rates of half the width: groups in checkpoints, a stock export
     return f"{shape} --data {data} --validation {held_out} {model} {more}".split()
 
 
@@ -183,6 +184,7 @@ ERRORS = {
     "--data a.jsonl,weight=x": "must have a number as weight",
     "--data a.jsonl,weight=0": "CorpusSource.weight (0.0) must be",
     "--tokenizer .": "--tokenizer (.) must have a tokenizer: copy tokenizer.json there",
+    "--base-width 3": "dim (3) must leave DecoderConfig.num_heads whole, which is 4 with dim 128",
     "--num-layers 0": "DecoderConfig.num_layers (0) must be",
     "--vocab-size 200": "--tokenizer (bytes, 256 ids) must have <= vocab_size (200)",
     "--offload-fraction 0.5": "MemoryOptions.offload_fraction (0.5) must go with offload",

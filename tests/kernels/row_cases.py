@@ -18,7 +18,7 @@ COUNTS = {
     "more tiles than multiprocessors": [300] * 128,
 }
 SIZES = [(24, 40), (64, 128), (136, 328), (320, 256)]  # K, N
-KINDS = ["swiglu", "geglu", "clamped_swiglu", "limited_swiglu"]
+KINDS = ["swiglu", "geglu", "clamped_swiglu", "limited_swiglu", "situ_glu"]
 SPARE = 70  # rows of an index that belong to nobody
 
 

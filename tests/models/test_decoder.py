@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from moecore.models import PRESETS, Decoder, preset
+from moecore.models.layers import MLP
 from moecore.moe.layer import MoELayer
 from tests.io.hf.states import native_state
 from tests.models.hf_pairs import PAIRS, gradients, make_pair
@@ -246,3 +247,28 @@ def test_cuda_equals_cpu(name):
     for key, param in cpu.named_parameters():
         scale = param.grad.abs().max()
         assert (ours[key].grad.cpu() - param.grad).abs().max() <= 5e-4 * scale, key
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_dense_mlp_with_smooth_limits(dtype: torch.dtype) -> None:
+    """Kimi K3's formula with numbers past both limits, in fp64; bf16 is rounded from fp32."""
+    config = replace(preset("tiny-deepseek-v3"), mlp_activation="situ_glu")
+    mlp = MLP(config, dtype=torch.float64)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for param in mlp.parameters():
+            param.normal_(std=2)
+    mlp.to(dtype)
+    x = torch.randn(2, 5, config.dim, dtype=dtype, requires_grad=True)
+    leaves = [x, *mlp.parameters()]
+    y = mlp(x)
+    found = [y, *torch.autograd.grad(y.sum(), leaves)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    by_name = dict(zip(dict(mlp.named_parameters()), exact[1:], strict=True))
+    gate, up = (exact[0] @ by_name[f"{name}_proj.weight"].T for name in ("gate", "up"))
+    assert up.abs().max() > 25 > 4 > gate.abs().min()
+    a = 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * (25 * torch.tanh(up / 25))
+    expected = a @ by_name["down_proj.weight"].T
+    wanted = [expected, *torch.autograd.grad(expected.sum(), exact)]
+    for one, true in zip(found, wanted, strict=True):
+        assert (one.double() - true).norm() < 4 * torch.finfo(dtype).eps * true.norm()

@@ -74,6 +74,11 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = {
         "geglu": {"activation": "geglu"},
         "clamped_swiglu": {"activation": "clamped_swiglu", "activation_limit": 1.0},
         "limited_swiglu": {"activation": "limited_swiglu", "activation_limit": 0.5},
+        "situ_glu": {
+            "activation": "situ_glu",
+            "activation_limit": 0.5,
+            "activation_up_limit": 1.0,
+        },
         "gelu": {"activation": "gelu"},
         "relu": {"activation": "relu"},
         "relu2": {"activation": "relu2"},

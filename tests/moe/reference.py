@@ -163,8 +163,11 @@ def _activation(h: Tensor, config: MoEConfig) -> Tensor:
     if config.activation == "geglu":
         inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
         return 0.5 * gate * (1 + torch.tanh(inner)) * up
-    gate = torch.minimum(gate, torch.tensor(config.activation_limit))
-    up = torch.clip(up, -config.activation_limit, config.activation_limit)
+    b, c = config.activation_limit, config.activation_up_limit or config.activation_limit
+    if config.activation == "situ_glu":
+        return b * torch.tanh(gate / b) * torch.sigmoid(gate) * (c * torch.tanh(up / c))
+    gate = torch.minimum(gate, torch.tensor(b))
+    up = torch.clip(up, -c, c)
     if config.activation == "limited_swiglu":
         return gate * torch.sigmoid(gate) * up
     return gate * torch.sigmoid(config.activation_alpha * gate) * (1 + up)

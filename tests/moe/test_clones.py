@@ -269,7 +269,11 @@ def skewed(options: CloneOptions | None, *, over_peers: bool = False) -> list[fl
     compute = layer._compute
     layer._compute = lambda inp: (rows.append(int(inp.index.num_rows)), compute(inp))[1]
     torch.manual_seed(dist.get_rank())
-    y = layer(torch.randn(64, D))
+    x = torch.randn(64, D)
+    layer.eval()(x)  # with gradients
+    assert layer.cloner is None or not layer.cloner.counted(x.device).any()
+    rows.clear()
+    y = layer.train()(x)
     y.sum().backward()
     metrics = state_of(layer).finish_step()
     numbers = metrics.to_dict(per_expert=False)

@@ -35,7 +35,7 @@ from tests.moe.moe_cases import (
 )
 from tests.moe.reference import moe_reference
 
-ACTIVATIONS = ["swiglu", "geglu", "relu2", "clamped_swiglu", "limited_swiglu"]
+ACTIVATIONS = ["swiglu", "geglu", "relu2", "clamped_swiglu", "limited_swiglu", "situ_glu"]
 LAYOUTS = {
     "own": ExpertLayout(),
     "concatenated": ExpertLayout(gate_up="concatenated"),
@@ -93,6 +93,10 @@ def expert_by_hand(module: Experts, x_D: Tensor, weight: Tensor, e: int) -> Tens
             a = gate * torch.sigmoid(gate) * up
         elif config.activation == "geglu":
             a = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        elif config.activation == "situ_glu":
+            limit = config.activation_limit
+            gate = limit * torch.tanh(gate / limit) * torch.sigmoid(gate)
+            a = gate * limit * torch.tanh(up / limit)
         else:
             limit, alpha = config.activation_limit, config.activation_alpha
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -347,7 +347,12 @@ def test_a_skipped_step_and_what_is_not_trained_change_no_scale() -> None:
     before = {operand: steps.clone() for operand, steps in history.steps.items()}
     with torch.no_grad():
         model(100 * tokens())
+    model.eval()
+    with step.micro_batch():  # for attributions, say
+        model(100 * tokens()).sum().backward()
     assert not any(history.seen.values())
+    step.drop()
+    model.train()
     with step.micro_batch():
         model(tokens()).sum().backward()
     with step.micro_batch():

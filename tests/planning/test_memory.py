@@ -23,6 +23,7 @@ from moecore import (
 from moecore.cli import main
 from moecore.models import Decoder, SparseKeysConfig, preset
 from moecore.planning import OptimizerOptions, TrainingRun, fake_world, plan_memory
+from moecore.planning.gpus import GPUS
 from moecore.planning.stored import sizes_of
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
@@ -142,6 +143,16 @@ def test_what_is_offloaded_is_in_host_memory() -> None:
     kept = plan_memory(deep).largest
     assert gone.host["activations"] > 0 and not kept.host
     assert gone.activations < kept.activations and gone.num_bytes < kept.num_bytes
+
+
+def test_pinned_memory_is_that_of_the_gpus_of_a_server() -> None:
+    """16 ranks are 2 servers of H100 and 4 of GB200, which has half of the host memory."""
+    optimizer = OptimizerOptions(offload_fraction=1.0)
+    plan = plan_memory(replace(RUNS["sharded"], num_gpus=16, optimizer=optimizer))
+    (own,) = {sum(rank.host.values()) for rank in plan.ranks}
+    h100, gb200 = GPUS["h100-80"], GPUS["gb200-186"]
+    assert own > 0 and plan.pinned_bytes(h100) == 8 * own and plan.pinned_bytes(gb200) == 4 * own
+    assert gb200.host_memory == 2 * 480 * 10**9  # of a tray: two Graces, four GPUs
 
 
 def test_a_world_is_fake_alone() -> None:

@@ -190,6 +190,14 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
     found = planned(request, folding, request.costs)
     assert isinstance(found, Fitting)
     assert found.host == pytest.approx(8 * num_params(TINY), rel=0.02)  # two moments in fp32
+    tray = replace(request, gpu="gb200-186")  # of 4 GPUs
+    half = planned(tray, folding, tray.costs)
+    assert isinstance(half, Fitting) and half.host == found.host / 2
+    of_8, of_4 = (
+        Estimate(each, each.costs).host_bytes(folding, rungs_of(each)[0])
+        for each in (request, tray)
+    )
+    assert of_4 == of_8 / 2 > 0
     small = replace(own, host_memory=found.host)  # a tenth of which no plan may pin
     tight = replace(request, gpu=small)
     refused = planned(tight, folding, tight.costs)

@@ -209,7 +209,7 @@ def test_history_worked_example() -> None:
         for micro_batch in step:
             past = history.amax("input")
             scaled_by.append(micro_batch if past is None else past.item())
-            seen = history.record(CPU)["input"]
+            seen = history.record(CPU, training=True)["input"]
             seen.copy_(seen.clamp(min=micro_batch))
         advance_together([history], CPU, None)
     assert scaled_by == [3, 5, 5, 5, 2]
@@ -223,7 +223,7 @@ def test_history_worked_example() -> None:
 def test_history_of_a_replayed_graph() -> None:
     """A replay adds to `seen` as a training forward does, but runs no Python."""
     history = AmaxHistory(2)
-    seen = history.record(CPU)["input"]
+    seen = history.record(CPU, training=True)["input"]
     for amax in (3.0, 2.0, 1.0):
         seen.fill_(amax)
         advance_together([history], CPU, None)
@@ -237,11 +237,11 @@ def test_history_of_a_rank_that_comes_later() -> None:
     advance_together([history], CPU, None)  # a step of no rank
     history.push([torch.tensor([amax]) for amax in (3.0, 2.0, 0.0)])
     assert history.amax("input") is None and history.largest("weight") == 2
-    history.record(CPU)
+    history.record(CPU, training=True)
     assert history.amax("input") == 3 and history.amax("gradient") is None
     unused = AmaxHistory(2)
     advance_together([unused], CPU, None)
-    unused.record(CPU)
+    unused.record(CPU, training=True)
     assert unused.amax("input") is None
 
 

@@ -97,6 +97,8 @@ def test_delayed_scales_are_those_of_earlier_steps() -> None:
             linear.weight.copy_(weight)
             linear.bias.copy_(bias)
         values(linear, x, dy=dy)
+        values(linear.eval(), 100 * x, dy=100 * dy)  # collects nothing, in forward and backward
+        linear.train()
         advance_amax(linear)
         found.append(values(linear, x.detach().mul(3).requires_grad_(), dy=dy))
         assert products.history is not None and not products.history.seen["weight"].isinf()

@@ -11,12 +11,12 @@ from moecore.models.config import (
 from moecore.models.decoder import Decoder
 from moecore.models.log_probs import LogProbLoss, linear_log_probs
 from moecore.models.loss import linear_cross_entropy
-from moecore.models.presets import PRESETS, preset, with_latent_experts
+from moecore.models.presets import PRESETS, at_width, preset, with_latent_experts
 from moecore.models.size import active_params, document_cost, flops_per_token, num_params
 
 __all__ = [
     "PRESETS", "Decoder", "DecoderConfig", "GatedDeltaConfig", "LogProbLoss", "MLAConfig",
     "Mamba2Config", "SparseKeysConfig", "YarnConfig",
-    "active_params", "document_cost", "flops_per_token", "linear_cross_entropy",
+    "active_params", "at_width", "document_cost", "flops_per_token", "linear_cross_entropy",
     "linear_log_probs", "num_params", "preset", "with_latent_experts",
 ]  # fmt: skip

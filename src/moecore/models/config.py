@@ -24,7 +24,7 @@ from moecore.base.fields import (
 from moecore.base.options.layer import MoEConfig
 
 QKNorm = Literal["head", "full"]
-MLPActivation = Literal["swiglu", "relu2"]
+MLPActivation = Literal["swiglu", "situ_glu", "relu2"]
 Mixer = Literal["attention", "linear"]
 Feedforward = Literal["dense", "moe"]
 MIXERS: Mapping[str, Mixer] = MappingProxyType({"M": "linear", "*": "attention"})
@@ -213,7 +213,9 @@ class DecoderConfig(CheckedRecord):
             else they are `moe`: see `MoEConfig.by_token_id`.
         dense_layers: indices of the layers with a plain MLP, in rising order.
         mlp_hidden_dim: hidden dim of that MLP; 0 when no layer is dense.
-        mlp_activation: of that MLP: "swiglu" with a gate, "relu2", relu squared, without.
+        mlp_activation: of that MLP: "swiglu" or "situ_glu" (as of `MoEConfig`) with a gate,
+            "relu2", relu squared, without.
+        mlp_activation_limit, mlp_activation_up_limit: of gate and up of "situ_glu".
         mla: multi-head latent attention; None = grouped-query attention. With it num_kv_heads is
             num_heads, and head_dim is that of queries and keys.
         num_mtp_layers: modules that predict further tokens in training (multi-token prediction,
@@ -262,6 +264,8 @@ class DecoderConfig(CheckedRecord):
     dense_layers: tuple[CountOrZero, ...] = ()
     mlp_hidden_dim: CountOrZero = 0
     mlp_activation: MLPActivation = "swiglu"
+    mlp_activation_limit: Positive = 4.0
+    mlp_activation_up_limit: Positive = 25.0
     mla: MLAConfig | None = None
     num_mtp_layers: CountOrZero = 0
     mtp_repeats: Count = 1

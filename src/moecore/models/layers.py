@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moecore.attention.function import attend
 from moecore.attention.sequence import RotaryTable, Sequence
+from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.models.config import DecoderConfig, YarnConfig
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.models.tp_products import column_products, row_product
@@ -161,14 +162,21 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """The feed-forward part of a dense layer.
 
-    down(silu(gate(x)) * up(x)), or down(relu(up(x)) ** 2) without a gate.
+    down(silu(gate(x)) * up(x)), down(relu(up(x)) ** 2) without a gate, or with "situ_glu".
     """
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.tp: TensorParallel | None = None
         D, F_ = config.dim, config.mlp_hidden_dim
-        self.is_gated = config.mlp_activation == "swiglu"
+        self.is_gated = config.mlp_activation != "relu2"
+        self.limited: ActivationOptions | None = None
+        if config.mlp_activation == "situ_glu":
+            self.limited = ActivationOptions(
+                kind="situ_glu",
+                limit=config.mlp_activation_limit,
+                up_limit=config.mlp_activation_up_limit,
+            )
         if self.is_gated:
             self.gate_proj = Linear(D, F_, tp_shard_dim=0, dtype=dtype)
         self.up_proj = Linear(D, F_, tp_shard_dim=0, dtype=dtype)
@@ -183,6 +191,9 @@ class MLP(nn.Module):
             (up_BTF,) = column_products(x_BTD, (self.up_proj,), self.tp)
             return F.relu(up_BTF).square()
         gate_BTF, up_BTF = column_products(x_BTD, (self.gate_proj, self.up_proj), self.tp)
+        if self.limited is not None:
+            h_NC = torch.cat((gate_BTF, up_BTF), dim=-1).flatten(0, -2)
+            return weighted_activation(h_NC, None, None, self.limited).view_as(up_BTF)
         return F.silu(gate_BTF) * up_BTF
 
 

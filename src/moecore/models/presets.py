@@ -80,6 +80,37 @@ def with_latent_experts(
     return replace(moe, latent_dim=latent_dim, num_experts=moe.num_experts * ratio, top_k=top_k)
 
 
+def at_width(
+    config: Annotated[DecoderConfig, "pass the decoder of a preset"], dim: Count
+) -> DecoderConfig:
+    """Return the decoder with another model dim, and heads and hidden dims in proportion.
+
+    The dims of a head, ranks of latent attention, layers and experts stay.
+
+    Raises:
+        ValueError: where a number would not be whole.
+    """
+    check_arguments(at_width, locals())
+
+    def scaled(record: Any, *names: str) -> Any:
+        for name in names:
+            if getattr(record, name) * dim % config.dim:
+                raise ValueError(
+                    f"dim ({dim}) must leave {type(record).__name__}.{name} whole, which is "
+                    f"{getattr(record, name)} with dim {config.dim}: choose another"
+                )
+        return {name: getattr(record, name) * dim // config.dim for name in names}
+
+    moe, linear = config.moe, config.linear_attention
+    if moe is not None:
+        sizes = scaled(moe, "dim", "hidden_dim", "shared_hidden_dim", "latent_dim")
+        moe = replace(moe, **sizes)
+    if linear is not None:
+        linear = replace(linear, **scaled(linear, "num_k_heads", "num_v_heads"))
+    sizes = scaled(config, "dim", "num_heads", "num_kv_heads", "mlp_hidden_dim")
+    return replace(config, moe=moe, linear_attention=linear, **sizes)
+
+
 # Sizes are V, D and the number of layers; heads are H, h and the dim of a head.
 Triple = tuple[int, int, int]
 

@@ -50,8 +50,10 @@ class AmaxHistory:
         """Return fp32 [1], 0 where no step had it; None before the first advance."""
         return self.steps[operand].amax().reshape(1) if operand in self.steps else None
 
-    def record(self, device: torch.device) -> dict[str, Tensor]:
-        """Return `seen`, to which a training forward and its backward add."""
+    def record(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
+        """Return `seen`, to which a forward that trains and its backward add; {} in others."""
+        if not (training and torch.is_grad_enabled()):
+            return {}
         # {} under torch.compile before there are tensors: a graph cannot make what its backward
         # writes to. The next `advance` makes them.
         if not self.seen:

@@ -91,7 +91,9 @@ class Cloner:
             self._kept.clear()
 
     @torch.compiler.disable
-    def place(self, routing: Routing, pairs: Pairs | None) -> tuple[Routing, AnyClones | None]:
+    def place(
+        self, routing: Routing, pairs: Pairs | None, *, training: bool
+    ) -> tuple[Routing, AnyClones | None]:
         """Return the routing with its physical experts, and this forward's clones; None = none."""
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so nobody has clones
@@ -99,7 +101,8 @@ class Cloner:
         plan, before_E = self._plan(ids_TK, pairs)
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
         routing = replace(routing, physical_TK=physical_ids(ids_TK, before_E, plan, **sizes))
-        self._count(plan.experts_N)
+        if training and torch.is_grad_enabled() and not is_recomputing():
+            self._count(plan.experts_N)
         return routing, self._clones(plan.experts_N, pairs)
 
     def _plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
@@ -128,9 +131,7 @@ class Cloner:
         return None if max(experts) < 0 else Clones.of(experts, p, self._group, pairs)
 
     def _count(self, experts_N: Tensor) -> None:
-        """Count the clones on this rank, on the device, in forwards that train."""
-        if not torch.is_grad_enabled() or is_recomputing():
-            return
+        """Count the clones on this rank, on the device."""
         here_c = experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
         counted_2 = self.counted(experts_N.device)
         counted_2[0] += here_c.sum()

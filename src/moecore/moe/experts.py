@@ -309,7 +309,7 @@ class Experts(nn.Module):
         history = self.history
         if history is None:
             return None
-        seen = history.record(device) if torch.is_grad_enabled() else {}
+        seen = history.record(device, training=self.training)
         past = {operand: history.amax(operand) for operand in OPERANDS}
         return Magnitudes(past, {operand: seen[operand] for operand in OPERANDS if seen})
 
@@ -418,6 +418,7 @@ def activation_options(
     return ActivationOptions(
         kind=config.activation,
         limit=config.activation_limit,
+        up_limit=config.activation_up_limit,
         alpha=config.activation_alpha,
         interleaved=interleaved,
         function=function,

@@ -146,7 +146,8 @@ class RoutedLayer(nn.Module):
             routing = replace(routing, rows_multiple=multiple)
         if self.cloner is None:
             return self.dispatcher.dispatch(rows_TL, routing)
-        routing, clones = self.cloner.place(routing, self.dispatcher.pairs)
+        pairs, training = self.dispatcher.pairs, self.training
+        routing, clones = self.cloner.place(routing, pairs, training=training)
         return self.cloner.cut(self.dispatcher.dispatch(rows_TL, routing), clones)
 
     def _counted(

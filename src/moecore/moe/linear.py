@@ -46,8 +46,13 @@ class LinearProducts(ABC):
     weight_grad: ClassVar[Callable[..., Tensor]]
 
     @abstractmethod
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x [..., K] @ weight^T + bias; both parameters may be this rank's of a DTensor."""
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
+    ) -> Tensor:
+        """Return x [..., K] @ weight^T + bias; both parameters may be this rank's of a DTensor.
+
+        `training` is the module's mode: in eval no magnitudes are collected.
+        """
 
 
 def linear(inputs: tuple[Any, ...], products: type[LinearProducts], sink: GradSink) -> Tensor:
@@ -85,7 +90,9 @@ class PlainProducts(LinearProducts):
     """Products in the dtype of the weight."""
 
     @override
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
+    ) -> Tensor:
         if self.defers and is_plain_eager():
             y: Tensor = as_product(self._multiply, x, weight, bias)
             return y

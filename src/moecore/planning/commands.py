@@ -77,8 +77,8 @@ def run_plan(args: Any) -> int:
     peaks = [rank.num_bytes for rank in plan.ranks]
     _write(args, plan, time)
     gpu, largest = gpu_of(kind_of(args)), plan.largest
-    memory, host = gpu.memory, gpu.host_memory
-    fits = max(peaks) <= memory and plan.node_host_bytes <= host
+    memory, host, pinned = gpu.memory, gpu.host_memory, plan.pinned_bytes(gpu)
+    fits = max(peaks) <= memory and pinned <= host
     if args.json:
         ranks = [
             asdict(rank) | {"peak": peak} for rank, peak in zip(plan.ranks, peaks, strict=True)
@@ -93,9 +93,9 @@ def run_plan(args: Any) -> int:
         f"pipeline rank {peaks.index(max(peaks))} has most at once: {shown_bytes(max(peaks))} of "
         f"{shown_bytes(memory)} ({shown_gpu(args)})"
     )
-    pinned = f"{shown_bytes(plan.node_host_bytes)} of {shown_bytes(host)}"
     print(
-        f"pinned host memory of a node: {pinned}{': does not fit' * (plan.node_host_bytes > host)}"
+        f"pinned host memory of a server: {shown_bytes(pinned)} of {shown_bytes(host)}"
+        f"{': does not fit' * (pinned > host)}"
     )
     if max(peaks) > memory:
         kind, size = max(largest.device.items(), key=lambda item: item[1])

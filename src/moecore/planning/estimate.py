@@ -28,7 +28,7 @@ from moecore.parallel.mesh import build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
 from moecore.planning.foldings import Folding, SearchRequest, levers_of, run_of, rungs_of
-from moecore.planning.gpus import NODE
+from moecore.planning.gpus import gpu_of
 from moecore.planning.levers import Levers
 from moecore.planning.pieces import MIDDLE, passes_of, timed_layers, timed_stages
 from moecore.planning.record import PASSES, Pass, Work
@@ -144,7 +144,8 @@ class Estimate:
         in_flight = 1 + 1 / chunks if chunks > 1 else 1
         state = options.offload_fraction * state_bytes(options, _dtype(rung)) * self._everything
         rows = folding.batch_size / (folding.tp * folding.cp)
-        return min(NODE, num_gpus) * (in_flight * away * rows + state / num_gpus)
+        ranks = min(gpu_of(self._request.gpu).server, num_gpus)
+        return ranks * (in_flight * away * rows + state / num_gpus)
 
     def _seconds_of_step(self, folding: Folding, rung: Levers) -> float:
         """Return the estimated seconds of a step without clipping and the optimizer."""

@@ -1,8 +1,8 @@
 """GPUs that a plan knows by name, or reads from a file. Numbers of their makers' data sheets.
 
 Memory is what torch reports. Host memory is that of the maker's own servers: DGX A100 640GB, H100,
-H200 and B200 have 2 TB. `measured` are those that moecore has been timed on; of all others nobody
-has compared a plan with a run.
+H200 and B200 have 2 TB, trays of GB200 and GB300 0.96 TB. `measured` are those that moecore has
+been timed on; of all others nobody has compared a plan with a run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Gpu(CheckedRecord):
         nvlink: bytes, both directions together; of GPUs without it, those of PCIe.
         pcie: bytes in one direction, to and from the host.
         network: bytes, both directions together, of a GPU's share of the network cards.
-        host_memory: bytes of a server, or of as many as have 8 GPUs.
-        server: GPUs of a server.
+        host_memory: bytes of a server.
+        server: GPUs of a server, whose ranks pin its host memory.
         domain: GPUs that NVLink connects.
         has_blockwise: whether moecore has products in blockwise FP8 for it.
         has_peer_access: whether GPUs of a server reach each other's memory.
@@ -88,7 +88,7 @@ GB200 = replace(  # a 72nd of GB200 NVL72
     fp8_flops=5000 * TERA,
     fp32_flops=80 * TERA,
     pcie=225 * GIGA,  # NVLink-C2C: 450 GB/s each way of a Grace, which two GPUs share
-    host_memory=1920 * GIGA,  # 480 GB of LPDDR5X of a Grace
+    host_memory=960 * GIGA,  # of two Graces, 480 GB of LPDDR5X each
     server=4,
     domain=72,
 )

@@ -20,7 +20,7 @@ from moecore.base.tables import columns, shown_bytes
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.orders import Action, Item, actions_of
 from moecore.parallel.pipeline.schedule import make_schedule
-from moecore.planning.gpus import NODE
+from moecore.planning.gpus import Gpu
 from moecore.planning.pieces import (
     MIDDLE,
     Pieces,
@@ -119,10 +119,9 @@ class MemoryPlan:
         """The rank that holds most."""
         return max(self.ranks, key=lambda rank: rank.num_bytes)
 
-    @property
-    def node_host_bytes(self) -> int:
-        """Pinned host memory of a node, where each GPU's rank holds as much as the largest."""
-        ranks = min(NODE, self.run.num_gpus)
+    def pinned_bytes(self, gpu: Gpu) -> int:
+        """Return the host memory that a server pins whose ranks all hold as much as the largest."""
+        ranks = min(gpu.server, self.run.num_gpus)
         return ranks * max(sum(rank.host.values()) for rank in self.ranks)
 
     def table(self) -> str:

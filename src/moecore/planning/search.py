@@ -328,7 +328,8 @@ def planned_with(
     """Plan a folding with the levers of one rung, or with a run that differs from theirs."""
     run = run_of(request, folding, levers) if run is None else run
     pins = run.memory.offload or run.optimizer.offload_fraction
-    peaks, host = plan_peak(run), plan_memory(run).node_host_bytes if pins else 0
+    host = plan_memory(run).pinned_bytes(gpu_of(request.gpu)) if pins else 0
+    peaks = plan_peak(run)
     return Candidate(
         folding=folding,
         run=run,

@@ -139,7 +139,7 @@ class EmulatedLinearProducts(Fp8Products):
     """What `Fp8Products` is, of recipes "mxfp8" and "nvfp4"."""
 
     @override
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         recipe, weight_NK = self.recipe, local_param(weight, reads=False)
         check_operands(x, weight_NK, recipe)
         packed: Parts = (None, None)

@@ -190,19 +190,21 @@ class Fp8Products(LinearProducts):
         self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
 
     @override
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y: Tensor = as_product(self._multiply, x, weight, bias)
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
+    ) -> Tensor:
+        y: Tensor = as_product(self._multiply, x, weight, bias, training)
         return y
 
     def __repr__(self) -> str:
         return self.recipe.describe()
 
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         weight_NK = local_param(weight, reads=False)
         check_operands(x, weight_NK, self.recipe)
-        with_grad = torch.is_grad_enabled()
-        seen = self.history.record(x.device) if self.history is not None and with_grad else {}
-        columns = with_grad and weight_NK.requires_grad
+        history = self.history
+        seen = {} if history is None else history.record(x.device, training=training)
+        columns = torch.is_grad_enabled() and weight_NK.requires_grad
         x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
         weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))

@@ -43,7 +43,7 @@ class ProductLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., N] in the dtype of the input, or autocast's."""
-        return self.products(input, self.weight, self.bias)
+        return self.products(input, self.weight, self.bias, training=self.training)
 
     def extra_repr(self) -> str:
         """Return the linear's own, and what its products are."""

@@ -135,7 +135,7 @@ class TELinearProducts(Fp8Products):
     """What `Fp8Products` is, of recipes of backend "te"."""
 
     @override
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         recipe, weight_NK = self.recipe, local_param(weight)
         check_operands(x, weight_NK, recipe)
         check_values(weight_NK)
@@ -147,8 +147,8 @@ class TELinearProducts(Fp8Products):
                 f"Recipe.amax_history ({recipe.amax_history}) must be 0 with backend ('te') under "
                 "torch.compile and dispatch modes: use backend='moecore'"
             )
-        with_grad = torch.is_grad_enabled()
-        seen = self.history.record(x.device) if self.history is not None and with_grad else {}
+        history = self.history
+        seen = {} if history is None else history.record(x.device, training=training)
         weight_amax = self._past("weight")
         if weight_amax is None and recipe.scaling == "tensorwise":  # as one rank would quantise it
             with torch.no_grad():

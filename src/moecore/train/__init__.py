@@ -9,8 +9,10 @@ from moecore.train.optim.matrices import Cut, MatrixAssignment, assign_matrices
 from moecore.train.optim.muon import Muon
 from moecore.train.optim.qk_clip import QKClip
 from moecore.train.optim.state_offload import StateOffload
+from moecore.train.optim.width import WidthRates, width_rates
 
 __all__ = [
     "AdamW", "Cut", "GraphedForwardBackward", "HostAdamW", "MatrixAssignment", "Muon", "QKClip",
-    "StateOffload", "TrainingOffload", "assign_matrices", "compile_blocks",
+    "StateOffload", "TrainingOffload", "WidthRates", "assign_matrices", "compile_blocks",
+    "width_rates",
 ]  # fmt: skip

@@ -102,6 +102,7 @@ RELATIONS: list[tuple[dict[str, Any], list[str]]] = [
         ["balance.bias_update_rate (0.5)", "expert_bias (False)"],
     ),
     ({"activation": "clamped_swiglu", "activation_limit": -7.0}, ["activation_limit (-7.0)"]),
+    ({"activation_up_limit": 25.0}, ["activation_up_limit (25.0)", "activation ('swiglu')"]),
     (
         {"num_groups": 4, "top_groups": 2, "group_experts": 3},
         ["num_groups (4)", "group_experts (3)", "num_experts (8)"],
@@ -210,6 +211,7 @@ def test_the_edge_of_each_rule_is_allowed(fields: dict[str, Any]) -> None:
         ("swiglu", True, 64),
         ("geglu", True, 64),
         ("clamped_swiglu", True, 64),
+        ("situ_glu", True, 64),
         ("gelu", False, 32),
         ("relu", False, 32),
         ("relu2", False, 32),

@@ -40,12 +40,13 @@ ACTIVATIONS = (
     "geglu",
     "clamped_swiglu",
     "limited_swiglu",
+    "situ_glu",
     "gelu",
     "relu",
     "relu2",
     "silu",
 )
-GATED = ACTIVATIONS[:4]
+GATED = ACTIVATIONS[:5]
 
 
 def randn(*shape: int, seed: int, std: float = 1.0) -> Tensor:
@@ -70,6 +71,8 @@ def dense_mlp(x_TD: Tensor, dense: dict[str, Tensor], activation: str = "swiglu"
             h = gate * torch.sigmoid(1.702 * gate) * (1 + up)
         elif activation == "limited_swiglu":
             h = F.silu(gate.clamp(max=7.0)) * up.clamp(-7.0, 7.0)
+        elif activation == "situ_glu":
+            h = 7 * torch.tanh(gate / 7) * torch.sigmoid(gate) * 7 * torch.tanh(up / 7)
         else:
             h = (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
     else:

@@ -302,7 +302,7 @@ def test_opcheck(scaling: str) -> None:
     none = (None, None, None, None)
     args = (leaves["x"], leaves["w1"], leaves["w2"], *none, weights, None, False, None)
     args += (rows.row_ids_R, rows.slots_SK, rows.offsets_e)
-    args += ("swiglu", 7.0, 1.702, False, "triton", True)
+    args += ("swiglu", 7.0, 7.0, 1.702, False, "triton", True)
     args += (scaling, True, "e4m3", 0, "wide", True, True, "moecore", torch.float32)
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
 

@@ -12,7 +12,7 @@ from moecore.kernels.grouped.gemm import (
     grouped_gemm_activation_ref,
     grouped_gemm_ref,
 )
-from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.activation import GATED_KINDS, ActivationOptions
 from tests.helpers.grids import grid
 
 # Rows of each expert: empty ones, one row, one expert, primes, tiles that are just full.
@@ -88,7 +88,7 @@ def test_grouped_gemm(
     assert torch.equal(out[used:], old[used:])
 
 
-@grid(name=COUNTS, sizes=SIZES, kind=["swiglu", "geglu", "clamped_swiglu", "limited_swiglu"])
+@grid(name=COUNTS, sizes=SIZES, kind=list(GATED_KINDS))
 def test_grouped_gemm_activation(name: str, sizes: tuple[int, int], kind: str, device: str) -> None:
     D, F = sizes
     torch.manual_seed(1)

@@ -26,7 +26,7 @@ from moecore.kernels.rows.activation import (
 from tests.kernels.conftest import poison
 
 ALL = [
-    ActivationOptions(kind=kind, limit=1.5, interleaved=interleaved)
+    ActivationOptions(kind=kind, limit=1.5, up_limit=2.5, interleaved=interleaved)
     for kind in KINDS
     for interleaved in (False, True)
 ]
@@ -68,6 +68,7 @@ def count(n: int, device: str = "cpu") -> Tensor:
         ("clamped_swiglu", -10.0, 9.0, 8 * -10 / (1 + math.exp(1.702 * 10))),
         ("limited_swiglu", 10.0, -9.0, 7 / (1 + math.exp(-7)) * -7),
         ("limited_swiglu", -10.0, 9.0, -10 / (1 + math.exp(10)) * 7),
+        ("situ_glu", 3.0, -9.0, 7 * math.tanh(3 / 7) / (1 + math.exp(-3)) * 7 * math.tanh(-9 / 7)),
     ],
 )
 def test_known_values(kind: str, gate: float, up: float, expected: float) -> None:
@@ -80,6 +81,21 @@ def test_known_values(kind: str, gate: float, up: float, expected: float) -> Non
     assert activation(h.bfloat16(), options).dtype == torch.float32
     weighted = weighted_activation(h, torch.tensor([0.5]), None, options)
     torch.testing.assert_close(weighted, torch.tensor(wanted, dtype=torch.float64) / 2)
+
+
+def test_gate_and_up_have_limits_of_their_own() -> None:
+    """Kimi K3's 4 and 25, by the published formula; slopes by the chain rule."""
+    gate, up, options = 5.0, -30.0, ActivationOptions(kind="situ_glu", limit=4.0, up_limit=25.0)
+    s, t, v = 1 / (1 + math.exp(-gate)), math.tanh(gate / 4), math.tanh(up / 25)
+    h = torch.tensor([[gate, up]], dtype=torch.float64)
+    assert activation(h, options).item() == pytest.approx(4 * t * s * 25 * v, rel=1e-12)
+    slopes = ((1 - t * t) * s + 4 * t * s * (1 - s)) * 25 * v, 4 * t * s * (1 - v * v)
+    assert activation_gradients(h, options).tolist()[0] == pytest.approx(slopes, rel=1e-12)
+    clamped = ActivationOptions(kind="limited_swiglu", limit=4.0, up_limit=25.0)
+    expected = 4 / (1 + math.exp(-4)) * -25
+    assert activation(h, clamped).item() == pytest.approx(expected, rel=1e-12)
+    near = activation(h / 1e3, options), activation(h / 1e3, ActivationOptions(kind="swiglu"))
+    torch.testing.assert_close(*near, rtol=1e-5, atol=0)  # as SwiGLU around 0
 
 
 def test_unknown_kind_is_refused() -> None:
@@ -237,7 +253,11 @@ def plain_pytorch(h: Tensor, w: Tensor, options: ActivationOptions) -> Tensor:
         return F.silu(gate) * up * w[:, None]
     if options.kind == "geglu":
         return F.gelu(gate, approximate="tanh") * up * w[:, None]
-    gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+    limit, up_limit = options.limit, options.up_limit or options.limit
+    if options.kind == "situ_glu":
+        capped = up_limit * torch.tanh(up / up_limit)
+        return limit * torch.tanh(gate / limit) * torch.sigmoid(gate) * capped * w[:, None]
+    gate, up = gate.clamp(max=limit), up.clamp(-up_limit, up_limit)
     if options.kind == "limited_swiglu":
         return F.silu(gate) * up * w[:, None]
     return (up + 1) * (gate * torch.sigmoid(options.alpha * gate)) * w[:, None]
@@ -290,6 +310,22 @@ def test_kernel_at_the_bend_and_in_the_tails(device: str, kind: str) -> None:
     torch.testing.assert_close(found[0].double(), slopes, rtol=1e-6, atol=1e-6)
 
 
+def test_kernel_keeps_the_bits_of_small_values_under_smooth_limits(device: str) -> None:
+    """Each element by itself, from far inside of both limits to far outside."""
+    options = ActivationOptions(kind="situ_glu", limit=4.0, up_limit=25.0)
+    small = torch.logspace(-15, 1.3, 111)
+    values = torch.cat([small, -small, torch.linspace(-20, 20, 161)])
+    h = torch.stack([values, 5 * values.roll(100)], dim=1).to(device)
+    found = weighted_activation_bwd(h, torch.ones_like(h[:, :1]), None, None, options)
+    exact = h.double().requires_grad_()
+    a = activation(exact, options)
+    (slopes,) = torch.autograd.grad(a.sum(), exact)
+    # An exp of a GPU rounds x * log2(e) first: 20 * 2^-24 of the sigmoid.
+    torch.testing.assert_close(found[2].double(), a.detach(), rtol=2e-6, atol=0)
+    cancelled = 4 * 25 * torch.finfo(torch.float32).eps  # of 1 - tanh^2 near 1, as in torch
+    torch.testing.assert_close(found[0].double(), slopes, rtol=2e-6, atol=cancelled)
+
+
 def test_kernel_reads_strided_input(device: str) -> None:
     options = ActivationOptions(kind="swiglu")
     h, w, da = inputs(9, 6, options, device=device, dtype=torch.float32)
@@ -305,7 +341,7 @@ def test_kernel_reads_strided_input(device: str) -> None:
 def test_ops_tell_the_truth_to_the_compiler(device: str) -> None:
     options = ActivationOptions(kind="geglu")
     h, w, da = inputs(9, 6, options, device=device, dtype=torch.float32)
-    rest = (count(7, device), "geglu", 7.0, 1.702, False)
+    rest = (count(7, device), "geglu", 7.0, 7.0, 1.702, False)
     backward = torch.ops.moecore.weighted_activation_bwd.default
     for with_output in (False, True):
         torch.library.opcheck(backward, (h, da, w, *rest, with_output))

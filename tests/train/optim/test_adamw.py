@@ -359,6 +359,13 @@ def test_refusals() -> None:
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(ValueError, match=r"amsgrad .True. must be False"):
         optimizer.step()
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = AdamW([{"params": [first]}, {"params": [second], "lr": 0.1}])
+    optimizer.param_groups[1]["lr"] = float("nan")
+    first.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=r"AdamWOptions\.lr \(nan\) must be"):
+        optimizer.step()
+    assert torch.equal(first.detach(), torch.ones(2)), "no group has moved"
     weight = nn.Embedding(4, 2, sparse=True).weight
     torch.nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
     with pytest.raises(ValueError, match="must be dense and real"):

@@ -292,6 +292,29 @@ def test_overrides() -> None:
         Muon(assign_matrices(model), momentum=1.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", float("nan")),
+        ("weight_decay", -0.1),
+        ("momentum", 1.0),
+        ("ns_steps", 0),
+        ("adjust_lr_fn", "rms"),
+        ("beta2", 1.5),
+    ],
+)
+def test_groups_that_were_edited_are_checked(name: str, value: Any) -> None:
+    """By a step, before any group has moved."""
+    model = linears()
+    optimizer = Muon(assign_matrices(model), beta2=0.9)
+    optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()]})
+    optimizer.param_groups[1][name] = value
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=rf"MuonOptions\.{name} \({value!r}\) must be"):
+        train(model, optimizer, range(1))
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_queries_keys_and_values_in_one() -> None:
     """transformers' own split of rows, by numbers in their place."""
     pytest.importorskip("transformers")

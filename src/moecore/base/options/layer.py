@@ -21,7 +21,7 @@ from moecore.base.fields import (
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 ScoreOrder = Literal["pre", "post"]
-GatedActivation = Literal["swiglu", "geglu", "clamped_swiglu", "limited_swiglu"]
+GatedActivation = Literal["swiglu", "geglu", "clamped_swiglu", "limited_swiglu", "situ_glu"]
 Activation = Literal[GatedActivation, "gelu", "relu", "relu2", "silu"]
 RouterDtype = Literal["float32", "float64"]
 Assignment = Literal["learned", "sinkhorn", "expert_choice", "hash"]
@@ -33,6 +33,7 @@ CapacityFactor = Annotated[float, Bound(">", 0), Bound("<=", 1e6), "use 1.0 for 
 Jitter = Annotated[float, Bound(">=", 0), Bound("<", 1), "use about 0.01, or 0.0 for none"]
 
 GATED_ACTIVATIONS: tuple[Activation, ...] = get_args(GatedActivation)
+LIMITED_ACTIVATIONS = ("clamped_swiglu", "limited_swiglu", "situ_glu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,9 +176,11 @@ class MoEConfig(CheckedRecord):
             up-projection after combine (LatentMoE). Router and shared experts keep `dim`. 0 = off.
         activation: activation between the two expert matrices. Gated ones read 2F columns; "gelu"
             is the exact one, "geglu" has the tanh form. "limited_swiglu" is silu(gate) * up with
-            gate clamped from above and up on both sides (DeepSeek-V4).
-        activation_limit: clamp of "clamped_swiglu" (gpt-oss: 7.0) and "limited_swiglu"
-            (DeepSeek-V4: 10.0).
+            gate clamped from above and up on both sides (DeepSeek-V4). "situ_glu" is b * tanh(gate
+            / b) * sigmoid(gate) * c * tanh(up / c), with smooth limits b and c (Kimi K3).
+        activation_limit: of the gate of "clamped_swiglu" (gpt-oss: 7.0), "limited_swiglu"
+            (DeepSeek-V4: 10.0) and "situ_glu" (Kimi K3: 4.0).
+        activation_up_limit: of their up (Kimi K3: 25.0); None = activation_limit.
         activation_alpha: sigmoid slope of "clamped_swiglu" (gpt-oss: 1.702).
         fc1_bias: per-expert bias before the activation.
         fc2_bias: per-expert bias on the output; it is multiplied by the routing weight too.
@@ -210,6 +213,7 @@ class MoEConfig(CheckedRecord):
     latent_dim: CountOrZero = 0
     activation: Activation = "swiglu"
     activation_limit: Positive = 7.0
+    activation_up_limit: Positive | None = None
     activation_alpha: Positive = 1.702
     fc1_bias: bool = False
     fc2_bias: bool = False
@@ -325,6 +329,8 @@ class MoEConfig(CheckedRecord):
                 f"({self.assignment!r}), because a token travels once: use top_k=1 and an "
                 "assignment by tokens",
             )
+        if self.activation_up_limit is not None and self.activation not in LIMITED_ACTIVATIONS:
+            yield "activation_up_limit", f"be None with activation ({self.activation!r}): drop it"
         if self.latent_dim >= self.dim:
             yield "latent_dim", f"be < dim ({self.dim}): lower it, or use 0 for none"
         for name, used in (

@@ -80,7 +80,7 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
     unnamed += ["norm.weight"] if config.zero_centered_norms or config.pattern else []
-    unnamed += ["mlp.up_proj.weight"] if config.mlp_activation != "swiglu" else []
+    unnamed += ["mlp.up_proj.weight"] if config.mlp_activation == "relu2" else []
     for name in shapes:
         if name.endswith(tuple(unnamed)):
             _refuse(name, shapes)

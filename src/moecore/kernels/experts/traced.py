@@ -27,7 +27,7 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.activation import FLAT, options_of
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
@@ -36,7 +36,7 @@ from moecore.kernels.rows.record import Rows
 _INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e"
 _UPDATES = "Tensor? a1_erD, Tensor? b1_eCr, Tensor? a2_erF, Tensor? b2_eDr"
 _OPTIONS = (
-    "str kind, float limit, float alpha, bool interleaved, str products, bool keep_h, "
+    f"{FLAT}, str products, bool keep_h, "
     "str scaling, bool power_of_two, str grad_format, int amax_history, str keep_hidden, "
     "bool hadamard, bool stochastic_rounding, str backend, ScalarType dtype"
 )
@@ -64,9 +64,7 @@ _BackwardInputs = _record("_BackwardInputs", _BACKWARD)
 
 
 def _options(args: Any) -> ExpertMLPOptions:
-    activation = ActivationOptions(
-        kind=args.kind, limit=args.limit, alpha=args.alpha, interleaved=args.interleaved
-    )
+    activation = options_of(args.kind, args.limit, args.up_limit, args.alpha, args.interleaved)
     recipe = None
     if args.scaling:
         names = [field.name for field in fields(Recipe)]
@@ -78,10 +76,9 @@ def _options(args: Any) -> ExpertMLPOptions:
 
 def _flat(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any, ...]:
     activation, recipe = options.activation, options.recipe
-    how = (activation.kind, activation.limit, activation.alpha, activation.interleaved)
     flat = astuple(recipe or Recipe())
     scaling = "" if recipe is None else recipe.scaling
-    return *how, options.products, options.keep_h, scaling, *flat[1:], dtype
+    return *activation.flat, options.products, options.keep_h, scaling, *flat[1:], dtype
 
 
 def _rows(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Rows:

@@ -68,6 +68,7 @@ from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
 GROUP_M = 8  # row tiles that share weights in L2
 EPILOGUE_ROWS = 16  # of an activation, at a time in registers
+FEWER_ROWS = {"situ_glu": 8}  # of activations of which 16 rows do not fit the registers
 CONSUMER_REGISTERS = {False: 240, True: 208}  # without and with an activation
 EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
@@ -94,7 +95,7 @@ def _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST: gl.cons
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     b = ring.b.index(slot)
     tma_load(a_desc, [row, k], bar, ring.a.index(slot))
-    if CONST.ACTIVATION:  # gate columns, then the up columns that belong to them
+    if CONST.ACT is not None:  # gate columns, then the up columns that belong to them
         first = expert * 2 * N + n * HALF_N
         tma_load(b_desc, [first, k], bar, b.slice(0, HALF_N, 0))
         tma_load(b_desc, [first + N, k], bar, b.slice(HALF_N, HALF_N, 0))
@@ -119,7 +120,7 @@ def _activate(
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     ROWS: gl.constexpr = CONST.EPILOGUE_ROWS
-    KIND: gl.constexpr = CONST.KIND
+    ACT: gl.constexpr = CONST.ACT
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     out_smem, staged, taken = stage
@@ -144,7 +145,7 @@ def _activate(
                 weights = gl.load(weights_ptr + rows, mask=rows < end, other=0.0)
                 # The activation reads h as it is stored: the backward recomputes it from there.
                 gate, up = gate.to(gl.float32), up.to(gl.float32)
-                a = activate(gate, up, KIND, CONST.LIMIT, CONST.ALPHA)
+                a = activate(gate, up, ACT)
                 out = (a * weights[:, None]).to(dtype)
                 store_part(out_ptr, out, row, end, column, N, N)
         parity = 1 - parity
@@ -192,7 +193,7 @@ def _consume(
         total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
         end_stage_before(ring, step, True)
         out = total_MN.to(dtype)
-        if CONST.ACTIVATION:
+        if CONST.ACT is not None:
             column = n * HALF_N
             gate, up = halves(out)
             staged, taken = stage[1], stage[2]
@@ -249,13 +250,13 @@ def sm90_bf16_grouped_kernel(
         b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
     else:
         b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
-    blocks: gl.constexpr = 4 if CONST.ACTIVATION else 2
+    blocks: gl.constexpr = 4 if CONST.ACT is not None else 2
     block: gl.constexpr = out_desc.block_type.shape
     out_smem = gl.allocate_shared_memory(dtype, [blocks, block[0], block[1]], out_desc.layout)
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
-    num_n = gl.cdiv(N, BLOCK_N // 2 if CONST.ACTIVATION else BLOCK_N)
+    num_n = gl.cdiv(N, BLOCK_N // 2 if CONST.ACT is not None else BLOCK_N)
     ring = Ring(a_smem, b_smem, full, empty)
-    if CONST.ACTIVATION:
+    if CONST.ACT is not None:
         stage = (out_smem, make_barriers(2, 1), make_barriers(2, 1))
     else:
         stage = (out_smem,)  # type: ignore[assignment]
@@ -265,7 +266,7 @@ def sm90_bf16_grouped_kernel(
         K = gl.cdiv(K, BLOCK_K) * BLOCK_K + rank  # what is summed
     else:
         operands = (a_desc, b_desc, K, N)  # type: ignore[assignment]
-    if CONST.ACTIVATION:
+    if CONST.ACT is not None:
         gl.warp_specialize(
             [
                 (_consume, (0, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
@@ -302,9 +303,8 @@ def _constants(
         return const
     return const._replace(
         EPILOGUE_REGISTERS=EPILOGUE_REGISTERS,
-        EPILOGUE_ROWS=EPILOGUE_ROWS,
-        ACTIVATION=True,
-        **options.constants,
+        EPILOGUE_ROWS=FEWER_ROWS.get(options.kind, EPILOGUE_ROWS),
+        ACT=options.constants,
     )
 
 

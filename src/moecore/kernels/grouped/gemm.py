@@ -227,9 +227,7 @@ def _grouped_gemm_activation_fwd_kernel(
     num_experts,
     F,
     D,
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    ACT: tl.constexpr,  # ActivationConstants
     E_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr,
@@ -262,7 +260,7 @@ def _grouped_gemm_activation_fwd_kernel(
         h = total_MC.to(h_ptr.dtype.element_ty)
         gate, up = tl.split(tl.permute(tl.reshape(h, (BLOCK_M, 2, BLOCK_F)), (0, 2, 1)))
         # The activation reads h as it is stored: the backward recomputes it from there.
-        a = activate(gate.to(tl.float32), up.to(tl.float32), KIND, LIMIT, ALPHA)
+        a = activate(gate.to(tl.float32), up.to(tl.float32), ACT)
         a = a * tl.load(weights_ptr + rows, mask=in_rows, other=0.0)[:, None]
         rows = rows.to(tl.int64)
         _store(h_ptr, gate, rows, in_rows, column, F, 2 * F)
@@ -353,7 +351,7 @@ def grouped_gemm_activation(
         _grouped_gemm_activation_fwd_kernel,
         num_sms(x_SD.device),
         *(x_SD, w1_desc, row_ids_R, weights_R, offsets_e, h_RC, a_RF, e, F, D),
-        **options.constants,
+        ACT=options.constants,
         **_shared(c, e),
         BLOCK_F=c.block_n // 2,
     )

@@ -161,7 +161,7 @@ def _store(
 ):
     """The first half of h is on its way; each quarter read makes room for that after the next."""
     # Those are this tile's second half, then the next tile's first one.
-    KIND: gl.constexpr = CONST.KIND
+    ACT: gl.constexpr = CONST.ACT
     da_smem, h_desc, h_smem, arrived = stage
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     left, right = halves(total_MN.to(dtype))
@@ -193,7 +193,7 @@ def _store(
             coming = gl.where(is_own, column, next_column) + (i + 2) % 4 * PART
             _fetch_h(h_desc, h_smem, arrived, i % 2, coming_row, coming, F)
         gate, up = gate.to(gl.float32), up.to(gl.float32)
-        a, da_dgate, da_dup = activate_with_gradients(gate, up, KIND, CONST.LIMIT, CONST.ALPHA)
+        a, da_dgate, da_dup = activate_with_gradients(gate, up, ACT)
         da = da_smem.index(i).load(layout).to(gl.float32)
         if i == 3:
             thread_barrier()  # all have read da
@@ -389,7 +389,7 @@ def _constants(gathers: bool, options: ActivationOptions, has_addend: bool) -> G
     return GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
-        **options.constants,
+        ACT=options.constants,
         GATHER=gathers,
         ADDEND=has_addend,
     )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from moecore.kernels.common import gl, gluon, hopper, thread_barrier, tma_store
+from moecore.kernels.rows.activation_kernel import ActivationConstants
 from moecore.kernels.rows.row_tiles import MAP_FIELDS
 
 FIELDS = gl.constexpr(MAP_FIELDS)
@@ -36,10 +37,7 @@ class GroupedConstants(NamedTuple):
     CONSUMER_REGISTERS: int = 0
     EPILOGUE_REGISTERS: int = 0
     EPILOGUE_ROWS: int = 0  # of an activation, at a time in registers
-    ACTIVATION: bool = False
-    KIND: str = ""  # this and the next two: of the activation
-    LIMIT: float = 0.0
-    ALPHA: float = 0.0
+    ACT: ActivationConstants | None = None
     B_IS_NK: bool = False
     GATHER: bool = False
     ADD: bool = False

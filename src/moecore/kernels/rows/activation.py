@@ -15,6 +15,7 @@ Bytes moved, with b bytes per element and U <= R rows in use: forward (U * C + R
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any
 
 import torch
@@ -27,14 +28,16 @@ from moecore.kernels.ops import Op, keep
 from moecore.kernels.rows.activation_kernel import (
     BWD_TILE,
     FWD_TILE,
+    ActivationConstants,
     column_blocks,
     weighted_activation_bwd_kernel,
     weighted_activation_fwd_kernel,
 )
 
-GATED_KINDS = ("swiglu", "geglu", "clamped_swiglu", "limited_swiglu")
+GATED_KINDS = ("swiglu", "geglu", "clamped_swiglu", "limited_swiglu", "situ_glu")
 PLAIN_KINDS = ("gelu", "relu", "relu2", "silu")
 KINDS = GATED_KINDS + PLAIN_KINDS
+FLAT = "str kind, float limit, float up_limit, float alpha, bool interleaved"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +47,13 @@ class ActivationOptions(CheckedRecord):
     # "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "clamped_swiglu"
     # (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above and up on both sides
     # (Source: gpt-oss); "limited_swiglu" silu(gate) * up, clamped alike (Source: DeepSeek-V4);
+    # "situ_glu" cap(gate, limit) * sigmoid(gate) * cap(up, up_limit), where cap(x, b) is
+    # b * tanh(x / b) (Source: Kimi K3, equation 12);
     # without a gate "gelu" h * Phi(h), the exact form by erf, "relu", "relu2"
     # relu(h)^2 and "silu" h * sigmoid(h)
     kind: Annotated[str, OneOf(KINDS)]
-    limit: Positive = 7.0  # clamp of "clamped_swiglu" and "limited_swiglu"
+    limit: Positive = 7.0  # of the gate of "clamped_swiglu", "limited_swiglu" and "situ_glu"
+    up_limit: Positive | None = None  # of their up; None = limit
     alpha: Positive = 1.702  # sigmoid slope of "clamped_swiglu"
     interleaved: bool = False  # gate and up columns alternate; else all of gate comes first
     # fp32 [..., C] -> [..., F], in place of `kind`, which then tells whether there is a gate; known
@@ -60,9 +66,26 @@ class ActivationOptions(CheckedRecord):
         return self.kind in GATED_KINDS
 
     @property
-    def constants(self) -> dict[str, Any]:
+    def constants(self) -> ActivationConstants:
         """The activation as kernels take it."""
-        return {"KIND": self.kind, "LIMIT": self.limit, "ALPHA": self.alpha}
+        kind, limit, up_limit, alpha, _ = self.flat
+        return ActivationConstants(kind, self.gated, limit, up_limit, alpha)
+
+    @property
+    def flat(self) -> tuple[str, float, float, float, bool]:
+        """The activation as custom ops take it: the arguments of `FLAT`."""
+        up_limit = self.limit if self.up_limit is None else self.up_limit
+        return self.kind, self.limit, up_limit, self.alpha, self.interleaved
+
+
+@cache
+def options_of(
+    kind: str, limit: float, up_limit: float, alpha: float, interleaved: bool
+) -> ActivationOptions:
+    """Return the options whose `flat` these are."""
+    return ActivationOptions(
+        kind=kind, limit=limit, up_limit=up_limit, alpha=alpha, interleaved=interleaved
+    )
 
 
 def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
@@ -77,10 +100,17 @@ def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
         return F.silu(gate) * up
     if options.kind == "geglu":
         return F.gelu(gate, approximate="tanh") * up
-    gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+    _, limit, up_limit, alpha, _ = options.flat
+    if options.kind == "situ_glu":
+        return _cap(gate, limit) * torch.sigmoid(gate) * _cap(up, up_limit)
+    gate, up = gate.clamp(max=limit), up.clamp(-up_limit, up_limit)
     if options.kind == "limited_swiglu":
         return F.silu(gate) * up
-    return (up + 1) * gate * torch.sigmoid(options.alpha * gate)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def _cap(x: Tensor, limit: float) -> Tensor:
+    return limit * torch.tanh(x / limit)
 
 
 def _plain(h_RF: Tensor, kind: str) -> Tensor:
@@ -114,6 +144,7 @@ def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
     if not options.gated:
         return _plain_slope(h_RC, options.kind)
     gate, up = halves(h_RC, options)
+    _, limit, up_limit, alpha, _ = options.flat
     if options.kind == "swiglu":
         s = torch.sigmoid(gate)
         parts = up * s * (1 + gate * (1 - s)), gate * s
@@ -122,12 +153,16 @@ def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
             torch.ops.aten.gelu_backward(up, gate, approximate="tanh"),
             F.gelu(gate, approximate="tanh"),
         )
+    elif options.kind == "situ_glu":
+        s, low, near = torch.sigmoid(gate), torch.tanh(gate / limit), torch.tanh(up / up_limit)
+        slope = s * (1 - low.square() + limit * low * (1 - s))
+        parts = up_limit * near * slope, limit * low * s * (1 - near.square())
     else:
-        low, near = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
-        alpha, near = (1.0, near) if options.kind == "limited_swiglu" else (options.alpha, near + 1)
+        low, near = gate.clamp(max=limit), up.clamp(-up_limit, up_limit)
+        alpha, near = (1.0, near) if options.kind == "limited_swiglu" else (alpha, near + 1)
         s = torch.sigmoid(alpha * low)
         slope = near * s * (1 + alpha * low * (1 - s))
-        parts = slope * (gate <= options.limit), low * s * (up.abs() <= options.limit)
+        parts = slope * (gate <= limit), low * s * (up.abs() <= up_limit)
     out_RC = torch.empty_like(h_RC)
     for half, part in zip(halves(out_RC, options), parts, strict=True):
         half.copy_(part)
@@ -178,9 +213,9 @@ def _used(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
     return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
 
 
-def _constants(kind: str, limit: float, alpha: float, interleaved: bool) -> dict[str, Any]:
-    gated, how = kind in GATED_KINDS, dict(KIND=kind, LIMIT=limit, ALPHA=alpha)
-    return dict(GATED=gated, INTERLEAVED=interleaved and gated, **how)
+def _constants(*flat: Any) -> dict[str, Any]:
+    options = options_of(*flat)
+    return dict(ACT=options.constants, INTERLEAVED=options.interleaved and options.gated)
 
 
 def _forward(h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *how: Any) -> Tensor:
@@ -221,7 +256,7 @@ def _empty_gradients(h_RC: Tensor, kind: str, with_output: bool) -> tuple[Tensor
     return h_RC.new_empty(h_RC.shape), h_RC.new_empty(h_RC.shape[0], dtype=torch.float32), a_RF
 
 
-_HOW = "Tensor? weights_R, Tensor? num_rows, str kind, float limit, float alpha, bool interleaved"
+_HOW = f"Tensor? weights_R, Tensor? num_rows, {FLAT}"
 _weighted_activation_bwd = Op(
     "weighted_activation_bwd",
     _backward,
@@ -235,7 +270,7 @@ def _weighted_activation_backward(ctx, da_RF):  # type: ignore[no-untyped-def]
     dh_RC, dweights_R, _ = _weighted_activation_bwd(h_RC, da_RF, *rest, *ctx.others, False)
     wanted = ctx.needs_input_grad
     grads = (dh_RC if wanted[0] else None, dweights_R if wanted[1] else None)
-    return *grads, None, None, None, None, None
+    return *grads, *[None] * (len(wanted) - 2)
 
 
 _weighted_activation = Op(
@@ -265,8 +300,7 @@ def weighted_activation_bwd(
         none; a_RF, the forward's output. Rows from num_rows on are zero.
     """
     if h_RC.dtype in KERNEL_DTYPES and use_kernel(h_RC, da_RF):
-        args = (options.kind, options.limit, options.alpha, options.interleaved)
-        return _weighted_activation_bwd(h_RC, da_RF, weights_R, num_rows, *args, True)
+        return _weighted_activation_bwd(h_RC, da_RF, weights_R, num_rows, *options.flat, True)
     return weighted_activation_bwd_ref(h_RC, da_RF, weights_R, num_rows, options)
 
 
@@ -287,6 +321,5 @@ def weighted_activation(
         [R, F], dtype of h_RC. Rows from num_rows on are zero.
     """
     if h_RC.dtype in KERNEL_DTYPES and use_kernel(h_RC):
-        args = (options.kind, options.limit, options.alpha, options.interleaved)
-        return _weighted_activation(h_RC, weights_R, num_rows, *args)
+        return _weighted_activation(h_RC, weights_R, num_rows, *options.flat)
     return weighted_activation_ref(h_RC, weights_R, num_rows, options)

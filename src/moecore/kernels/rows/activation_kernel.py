@@ -4,12 +4,23 @@ Letters: as there.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 from moecore.kernels.common import next_power_of_2, tl, triton
 
 # Output elements of one program and loop step; the backward keeps five operands in registers.
 FWD_TILE = 2048
 BWD_TILE = 1024
+
+
+class ActivationConstants(NamedTuple):
+    """An activation as kernels take it: the resolved numbers of `ActivationOptions`."""
+
+    KIND: str
+    GATED: bool
+    LIMIT: float
+    UP_LIMIT: float
+    ALPHA: float
 
 
 @cache
@@ -44,14 +55,34 @@ def _gelu_tanh(gate):
 
 
 @triton.jit
+def _tanh(x):
+    """Return tanh to 3 fp32 ulps; Triton has none of its own, and 2 sigmoid(2x) - 1 cancels."""
+    square = x * x
+    # A least relative error up to 0.625, beyond which 1 - exp(-2x) loses no bit.
+    series = -0.0537434965 + square * (0.0206505824 - square * 0.0057170405)
+    series = -0.3333328366 + square * (0.1333149076 + square * series)
+    decay = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < 0.625, x + x * square * series, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _clamp(x, LIMIT: tl.constexpr):
+    """Return x within +- LIMIT."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+
+
+@triton.jit
 def activate(
     gate,  # fp32, any shape
     up,  # fp32, same shape; ignored without a gate
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    ACT: tl.constexpr,  # ActivationConstants
 ):
     """Return the activation, fp32."""
+    KIND: tl.constexpr = ACT.KIND
+    LIMIT: tl.constexpr = ACT.LIMIT
+    UP_LIMIT: tl.constexpr = ACT.UP_LIMIT
+    ALPHA: tl.constexpr = ACT.ALPHA
     if KIND == "swiglu":
         a = gate * tl.sigmoid(gate) * up
     elif KIND == "geglu":
@@ -59,12 +90,19 @@ def activate(
         a = gelu * up
     elif KIND == "clamped_swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        up = _clamp(up, UP_LIMIT)
         a = (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
     elif KIND == "limited_swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        up = _clamp(up, UP_LIMIT)
         a = gate * tl.sigmoid(gate) * up
+    elif KIND == "situ_glu":
+        a = (
+            LIMIT
+            * _tanh(gate * (1.0 / LIMIT))
+            * tl.sigmoid(gate)
+            * (UP_LIMIT * _tanh(up * (1.0 / UP_LIMIT)))
+        )
     elif KIND == "gelu":
         a, _ = _gelu_erf(gate)
     elif KIND == "silu":
@@ -81,11 +119,13 @@ def activate(
 def activate_with_gradients(
     gate,  # fp32, any shape
     up,  # fp32, same shape; ignored without a gate
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    ACT: tl.constexpr,  # ActivationConstants
 ):
     """Return the activation and its derivatives by gate and by up, fp32."""
+    KIND: tl.constexpr = ACT.KIND
+    LIMIT: tl.constexpr = ACT.LIMIT
+    UP_LIMIT: tl.constexpr = ACT.UP_LIMIT
+    ALPHA: tl.constexpr = ACT.ALPHA
     if KIND == "swiglu":
         s = tl.sigmoid(gate)
         da_dup = gate * s
@@ -97,19 +137,24 @@ def activate_with_gradients(
         da_dgate = up * derivative
     elif KIND == "clamped_swiglu":
         low = tl.where(gate > LIMIT, LIMIT, gate)
-        near = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        near = _clamp(up, UP_LIMIT)
         s = tl.sigmoid(ALPHA * low)
         a = (near + 1.0) * low * s
         slope = (near + 1.0) * s * (1.0 + ALPHA * low * (1.0 - s))
         da_dgate = tl.where(gate > LIMIT, 0.0, slope)
-        da_dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, low * s)
+        da_dup = tl.where((up > UP_LIMIT) | (up < -UP_LIMIT), 0.0, low * s)
     elif KIND == "limited_swiglu":
         low = tl.where(gate > LIMIT, LIMIT, gate)
-        near = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        near = _clamp(up, UP_LIMIT)
         s = tl.sigmoid(low)
         a = low * s * near
         da_dgate = tl.where(gate > LIMIT, 0.0, near * s * (1.0 + low * (1.0 - s)))
-        da_dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, low * s)
+        da_dup = tl.where((up > UP_LIMIT) | (up < -UP_LIMIT), 0.0, low * s)
+    elif KIND == "situ_glu":
+        s, low, near = tl.sigmoid(gate), _tanh(gate * (1.0 / LIMIT)), _tanh(up * (1.0 / UP_LIMIT))
+        a = LIMIT * low * s * (UP_LIMIT * near)
+        da_dgate = UP_LIMIT * near * s * (1.0 - low * low + LIMIT * low * (1.0 - s))
+        da_dup = LIMIT * low * s * (1.0 - near * near)
     elif KIND == "gelu":
         a, da_dgate = _gelu_erf(gate)
         da_dup = gate * 0.0
@@ -164,17 +209,14 @@ def weighted_activation_fwd_kernel(
     a_ptr,  # [R, F], out
     num_expert_rows,  # R
     F: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    ACT: tl.constexpr,  # ActivationConstants
     INTERLEAVED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
     """Write the weighted activation of BLOCK_R rows, column block by column block."""
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    C: tl.constexpr = 2 * F if GATED else F
+    C: tl.constexpr = 2 * F if ACT.GATED else F
     pid = tl.program_id(0)
     block = pid % BLOCKS
     rows = (pid // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -182,8 +224,10 @@ def weighted_activation_fwd_kernel(
     if num_rows_ptr is not None:
         used = used & (rows < tl.load(num_rows_ptr))
     h_rows = h_ptr + rows[:, None] * C
-    gate, up = _load_halves(h_rows, block, used[:, None], F, BLOCK_R, BLOCK_F, GATED, INTERLEAVED)
-    a = activate(gate, up, KIND, LIMIT, ALPHA)
+    gate, up = _load_halves(
+        h_rows, block, used[:, None], F, BLOCK_R, BLOCK_F, ACT.GATED, INTERLEAVED
+    )
+    a = activate(gate, up, ACT)
     if weights_ptr is not None:
         a = a * tl.load(weights_ptr + rows, mask=used, other=0.0)[:, None]
     columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -203,17 +247,14 @@ def weighted_activation_bwd_kernel(
     a_ptr,  # [R, F], out, or None: not wanted
     num_expert_rows,  # R
     F: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    ACT: tl.constexpr,  # ActivationConstants
     INTERLEAVED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
     """Write dh, dweights and the weighted activation again of BLOCK_R rows."""
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    C: tl.constexpr = 2 * F if GATED else F
+    C: tl.constexpr = 2 * F if ACT.GATED else F
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     exists = (rows < num_expert_rows)[:, None]
     used = rows < num_expert_rows
@@ -229,10 +270,10 @@ def weighted_activation_bwd_kernel(
         inside = (columns < F)[None, :]
         cells = rows[:, None] * F + columns[None, :]
         gate, up = _load_halves(
-            h_ptr + rows[:, None] * C, block, used, F, BLOCK_R, BLOCK_F, GATED, INTERLEAVED
+            h_ptr + rows[:, None] * C, block, used, F, BLOCK_R, BLOCK_F, ACT.GATED, INTERLEAVED
         )
         da = tl.load(da_ptr + cells, mask=used & inside, other=0.0).to(tl.float32)
-        a, da_dgate, da_dup = activate_with_gradients(gate, up, KIND, LIMIT, ALPHA)
+        a, da_dgate, da_dup = activate_with_gradients(gate, up, ACT)
         dweights += da * a
         da = da * weights[:, None]
         if a_ptr is not None:
@@ -247,6 +288,6 @@ def weighted_activation_bwd_kernel(
             tl.store(dh_rows + both[None, :], tl.interleave(dgate, dup), mask=mask)
         else:
             tl.store(dh_rows + columns[None, :], dgate, mask=exists & inside)
-            if GATED:
+            if ACT.GATED:
                 tl.store(dh_rows + F + columns[None, :], dup, mask=exists & inside)
     tl.store(dweights_ptr + rows, tl.sum(dweights, axis=1), mask=rows < num_expert_rows)

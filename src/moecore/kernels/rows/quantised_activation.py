@@ -73,16 +73,13 @@ def quantised_activation_fwd_kernel(
     num_expert_rows,  # R
     stride,  # R4
     F: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    ACT: tl.constexpr,  # ActivationConstants
     POWER_OF_TWO: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """Write the weighted activation of BLOCK_R rows and 128 columns."""
     BLOCKS: tl.constexpr = F // 128
-    C: tl.constexpr = 2 * F if GATED else F
+    C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     used = rows < num_expert_rows
@@ -91,9 +88,9 @@ def quantised_activation_fwd_kernel(
     at = h_ptr + rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     gate = tl.load(at, mask=used[:, None], other=0.0).to(tl.float32)
     up = gate
-    if GATED:
+    if ACT.GATED:
         up = tl.load(at + F, mask=used[:, None], other=0.0).to(tl.float32)
-    a = activate(gate, up, KIND, LIMIT, ALPHA)
+    a = activate(gate, up, ACT)
     if weights_ptr is not None:
         a = a * tl.load(weights_ptr + rows, mask=used, other=0.0)[:, None]
     store_row_blocks(a, values_ptr, scales_ptr, rows, used, block, stride, F, POWER_OF_TWO)
@@ -113,16 +110,13 @@ def quantised_activation_bwd_kernel(
     num_expert_rows,  # R
     stride,  # R4
     F: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    ACT: tl.constexpr,  # ActivationConstants
     POWER_OF_TWO: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """Write all of BLOCK_R rows and 128 columns of F."""
     BLOCKS: tl.constexpr = F // 128
-    C: tl.constexpr = 2 * F if GATED else F
+    C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     used = rows < num_expert_rows
@@ -132,11 +126,11 @@ def quantised_activation_bwd_kernel(
     at = h_ptr + rows[:, None] * C + columns
     gate = tl.load(at, mask=used[:, None], other=0.0).to(tl.float32)
     up = gate
-    if GATED:
+    if ACT.GATED:
         up = tl.load(at + F, mask=used[:, None], other=0.0).to(tl.float32)
     da = tl.load(da_ptr + rows[:, None] * F + columns, mask=used[:, None], other=0.0)
     da = da.to(tl.float32)
-    a, dgate, dup = activate_with_gradients(gate, up, KIND, LIMIT, ALPHA)
+    a, dgate, dup = activate_with_gradients(gate, up, ACT)
     tl.store(
         sums_ptr + block.to(tl.int64) * num_expert_rows + rows, tl.sum(da * a, axis=1), mask=used
     )
@@ -147,7 +141,7 @@ def quantised_activation_bwd_kernel(
     store_row_blocks(a, a_ptr, a_scales_ptr, rows, used, block, stride, F, POWER_OF_TWO)
     dgate = da * dgate
     store_row_blocks(dgate, dh_ptr, dh_scales_ptr, rows, used, block, stride, C, POWER_OF_TWO)
-    if GATED:
+    if ACT.GATED:
         dup, block = da * dup, block + BLOCKS
         store_row_blocks(dup, dh_ptr, dh_scales_ptr, rows, used, block, stride, C, POWER_OF_TWO)
 
@@ -175,7 +169,7 @@ def sum_parts_kernel(
 
 
 def _constants(options: ActivationOptions, power_of_two: bool) -> dict[str, Any]:
-    return dict(GATED=options.gated, POWER_OF_TWO=power_of_two, **options.constants)
+    return dict(ACT=options.constants, POWER_OF_TWO=power_of_two)
 
 
 def quantised_activation(

@@ -168,8 +168,9 @@ class AdamW(torch.optim.AdamW):
         """Update all parameters that have a gradient.
 
         Raises:
-            ValueError: when a group has `amsgrad` or `maximize`, a gradient is sparse or complex,
-                or a CUDA graph is captured.
+            ValueError: when a group has `amsgrad`, `maximize` or an option of another type or range
+                (nothing has changed then), a gradient is sparse or complex, or a CUDA graph is
+                captured.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ValueError(
@@ -177,19 +178,8 @@ class AdamW(torch.optim.AdamW):
                 "forward and backward, and step outside"
             )
         loss, first = loss_of_closure(closure), 0
-        for group in self.param_groups:
-            for name in ("amsgrad", "maximize"):
-                if group[name]:
-                    raise ValueError(
-                        f"{name} ({group[name]}) must be False: use torch.optim.AdamW(fused=True)"
-                    )
-            lr, (beta1, beta2) = group["lr"], group["betas"]
-            options = AdamWOptions(
-                lr=lr.view(()) if isinstance(lr, Tensor) else lr,
-                betas=(float(beta1), float(beta2)),
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-            )
+        all_options = [_options_of(group) for group in self.param_groups]
+        for group, options in zip(self.param_groups, all_options, strict=True):
             for tensors in self._tensors(group, first):
                 self._update(tensors, options)
             first += len(group["params"])
@@ -256,6 +246,22 @@ class AdamW(torch.optim.AdamW):
         if self._is_fp8(param):
             return torch.uint8  # torch pickles no FP8
         return torch.float64 if param.dtype == torch.float64 else self.moment_dtype
+
+
+def _options_of(group: dict[str, Any]) -> AdamWOptions:
+    """Return the options of a param group, which callers and schedulers may have changed."""
+    for name in ("amsgrad", "maximize"):
+        if group[name]:
+            raise ValueError(
+                f"{name} ({group[name]}) must be False: use torch.optim.AdamW(fused=True)"
+            )
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    return AdamWOptions(
+        lr=lr.view(()) if isinstance(lr, Tensor) else lr,
+        betas=(float(beta1), float(beta2)),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+    )
 
 
 def loss_of_closure(closure: Callable[[], Any] | None) -> Any:

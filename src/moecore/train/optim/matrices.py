@@ -27,6 +27,7 @@ from moecore.moe.shared import Latent, SharedExpert
 
 HEADS = frozenset(("lm_head", "output", "score", "embed_out"))
 ROUTERS = frozenset(("gate", "router"))  # last parts of names of transformers' own routers
+VECTOR, BIAS, EMBEDDING, HEAD = "a vector", "a bias", "an embedding", "a head"  # reasons
 FUSED = ("qkv", "query_key_value", "c_attn")  # parts of names
 
 
@@ -249,11 +250,11 @@ def _decide(
     if isinstance(module, Experts):
         return _expert_layout(module, leaf)
     if param.ndim < 2 or 1 in param.shape:
-        return None, "a vector"
+        return None, VECTOR
     if isinstance(module, nn.Embedding | Embedding) or "embed" in last:
-        return None, "an embedding"
+        return None, EMBEDDING
     if getattr(module, "is_fsdp_head", False) or last in HEADS:
-        return None, "a head"
+        return None, HEAD
     if "lora_" in path or "lora_" in leaf:
         return None, "a low-rank factor"
     if isinstance(module, SharedExpert):
@@ -278,7 +279,7 @@ def _expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | None, st
     """One matrix per expert; gate and up of FC1 apart, wherever the layout has them."""
     layout, config, param = experts.layout, experts.config, getattr(experts, leaf)
     if leaf not in (layout.w1, layout.w2, layout.w3):
-        return None, "a bias"
+        return None, BIAS
     E, D, F = config.num_experts, config.expert_dim, config.hidden_dim
     outputs, inputs, cut = (D, F, None) if leaf == layout.w2 else (F, D, None)
     if leaf == layout.w1 and config.gated and not experts.is_separate:

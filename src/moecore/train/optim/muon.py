@@ -17,13 +17,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.fields import Bound, Count, OneOf, Positive, PositiveOrZero, check_arguments
+from moecore.base.fields import (
+    Bound,
+    CheckedRecord,
+    Count,
+    OneOf,
+    Positive,
+    PositiveOrZero,
+    check_arguments,
+)
 from moecore.base.torch_names import local_of, zeros_like
 from moecore.kernels.momentum import momentum_
 from moecore.train.optim.adamw import grad_of, loss_of_closure, signals_of
@@ -38,6 +47,28 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz
 MEANS = "second_momentum_buffer"
 BATCH_NUMEL = 1 << 26  # elements of the matrices that are multiplied at once
 CHUNK_NUMEL = 1 << 26  # elements that are stepped at once, of matrices that are whole on a rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonOptions(CheckedRecord):
+    """Options of a step of one param group; see `Muon`."""
+
+    lr: PositiveOrZero | Tensor
+    weight_decay: PositiveOrZero
+    momentum: Momentum
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float]
+    eps: Positive
+    ns_steps: Count
+    adjust_lr_fn: AdjustLR
+    beta2: Momentum | None = None
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> MuonOptions:
+        """Return the options of a param group, which callers and schedulers may have changed."""
+        found = {one.name: group[one.name] for one in fields(cls) if one.name in group}
+        found["ns_coefficients"] = tuple(found["ns_coefficients"])
+        return cls(**found | {"adjust_lr_fn": found["adjust_lr_fn"] or "original"})  # torch's None
 
 
 class Muon(torch.optim.Optimizer):
@@ -164,13 +195,18 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have a gradient; collective where matrices are sharded."""
+        """Update all parameters that have a gradient; collective where matrices are sharded.
+
+        Raises:
+            ValueError: when an option of a group has another type or range; nothing has changed.
+        """
         loss = loss_of_closure(closure)
-        for group in self.param_groups:
+        found = [MuonOptions.of(group) for group in self.param_groups]
+        for group, options in zip(self.param_groups, found, strict=True):
             params = [p for p in group["params"] if p.grad is not None]
             if params:
-                step = _Step(self, group, params)
-                step.run(self._plan(params, has_means="beta2" in group))
+                step = _Step(self, options, params)
+                step.run(self._plan(params, has_means=options.beta2 is not None))
         return loss
 
     def _plan(self, params: list[nn.Parameter], *, has_means: bool) -> MatrixPlan:
@@ -210,24 +246,24 @@ class _MatrixViews(NamedTuple):
 class _Step:
     """One step of some parameters with one set of options."""
 
-    def __init__(self, optimizer: Muon, group: dict[str, Any], params: list[nn.Parameter]) -> None:
-        self.group, self.dtype = group, optimizer.ns_dtype
+    def __init__(self, optimizer: Muon, options: MuonOptions, params: list[nn.Parameter]) -> None:
+        self.options, self.dtype = options, optimizer.ns_dtype
         self.layouts = [optimizer.layouts[param] for param in params]
-        slots = ["momentum_buffer"] + [MEANS] * ("beta2" in group)
+        slots = ["momentum_buffer"] + [MEANS] * (options.beta2 is not None)
         self.views = [
             _views(param, layout, [_state_of(optimizer, param, slot) for slot in slots])
             for param, layout in zip(params, self.layouts, strict=True)
         ]
         device = self.views[0].weight.device
         self.grad_scale, self.found_inf = signals_of(optimizer, device)
-        lr = group["lr"]
+        lr = options.lr
         lr = lr.to(device).view(()) if isinstance(lr, Tensor) else torch.full((), lr, device=device)
         self.lr = lr.float()
         if self.found_inf is not None:
             self.lr = self.lr.masked_fill(self.found_inf > 0, 0.0)
-        self.decay = 1 - self.lr * group["weight_decay"]
-        self.options = {"steps": group["ns_steps"], "coefficients": group["ns_coefficients"]}
-        self.options["eps"] = group["eps"]
+        self.decay = 1 - self.lr * options.weight_decay
+        self.how: dict[str, Any] = {"steps": options.ns_steps, "eps": options.eps}
+        self.how["coefficients"] = options.ns_coefficients
 
     def run(self, plan: MatrixPlan) -> None:
         """Step all parameters of the plan."""
@@ -266,7 +302,7 @@ class _Step:
                 here, there = (b._replace(place=0, batch=slice(None)) for b in (block, of_means))
                 matrices.append(here.read([update]))
                 targets.append((place, here, there, views))
-        done = orthogonalize_all(matrices, **self.options)
+        done = orthogonalize_all(matrices, **self.how)
         for (place, here, there, views), values in zip(targets, done, strict=True):
             if views.means is not None:
                 means = there.read([views.means])
@@ -285,7 +321,7 @@ class _Step:
         for block, values in one.unpack(received, back=False):
             block.write(owned, values)
         del updates, received
-        done = orthogonalize_all(owned, **self.options)
+        done = orthogonalize_all(owned, **self.how)
         if of_means is not None:
             self._divide_together(done, of_means, group)
         received = one.exchange(some, done, back=True, group=group)
@@ -309,7 +345,9 @@ class _Step:
             block.write(means, values)
 
     def _divide(self, values: Tensor, means: Tensor) -> None:
-        divide_by_means_(values, means, beta2=self.group["beta2"], found_inf=self.found_inf)
+        beta2 = self.options.beta2
+        assert beta2 is not None, "there are means"
+        divide_by_means_(values, means, beta2=beta2, found_inf=self.found_inf)
 
     def _update_momentum(self, grad: Tensor, momentum: Tensor) -> Tensor:
         """Move momentum towards a gradient, in place; return the update to orthogonalise."""
@@ -317,8 +355,8 @@ class _Step:
             grad,
             momentum,
             self.dtype,
-            decay=self.group["momentum"],
-            nesterov=self.group["nesterov"],
+            decay=self.options.momentum,
+            nesterov=self.options.nesterov,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
         )
@@ -327,7 +365,7 @@ class _Step:
         self, weight: Tensor, block: MatrixBlock, values: Tensor, layout: MatrixLayout
     ) -> None:
         """Subtract decay and update from the weights of a block, computed in fp32 or fp64."""
-        factor = scale_of(layout, layout.shapes[block.part], self.group["adjust_lr_fn"])
+        factor = scale_of(layout, layout.shapes[block.part], self.options.adjust_lr_fn)
         here = block._replace(place=0)
         old = here.read([weight])
         wide = torch.promote_types(weight.dtype, torch.float32)

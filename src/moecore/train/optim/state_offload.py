@@ -93,7 +93,8 @@ class StateOffload:
                 "close() that one"
             )
         self._optimizer, self._fraction = optimizer, fraction
-        self._device = local_of(optimizer.param_groups[0]["params"][0]).device
+        first = next(param for group in optimizer.param_groups for param in group["params"])
+        self._device = local_of(first).device
         self._copies, self._stream = HostCopies(), CopyStream(self._device)
         self._parts: list[_StatePart] = []  # none while all state is on the device
         self._blocks = find_blocks(model) or [model]

@@ -1,0 +1,133 @@
+"""Learning rates and initial weights that were tuned at one width, for another one (muP).
+
+With m = inputs of a parameter over those of the base model's, its factors are:
+
+    kind             sides that grow    AdamW's lr    std of the initial weights
+    embedding        outputs            1             1
+    vector           outputs            1             1
+    hidden matrix    both               1 / m         1 / sqrt(m)
+    head, router     inputs             1 / m         1 / m
+
+Muon's factor makes the spectral norm of an update grow as sqrt(outputs / inputs).
+
+Source: Tensor Programs V (arXiv:2203.03466), table 3. By its lemma J.1 that is tables 8 and 9
+without multipliers in forward, so models stay those of their classes. Muon: arXiv:2310.17813.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import nn
+
+from moecore.base.fields import check_arguments
+from moecore.base.torch_names import local_of
+from moecore.moe.params import clean_name
+from moecore.train.optim import matrices
+from moecore.train.optim.matrices import Decision, MatrixLayout, assign_matrices, scale_of
+from moecore.train.optim.muon import AdjustLR, Muon
+
+
+class WidthRate(NamedTuple):
+    """Factors of one parameter: on its initial weights, and on lr, by optimizer."""
+
+    std: float
+    lr: Mapping[str, float]  # of "adamw", and by `adjust_lr_fn` of Muon
+
+
+@dataclass(frozen=True, slots=True)
+class WidthRates:
+    """What `width_rates` found, by name."""
+
+    rates: Mapping[str, WidthRate]
+
+    @torch.no_grad()
+    def scale_weights(self, model: nn.Module) -> None:
+        """Multiply new weights by their factors, in place; after `init_weights`, on any layout."""
+        for name, param in model.named_parameters():
+            if clean_name(name) in self.rates:
+                local_of(param).mul_(self.rates[clean_name(name)].std)
+
+    def regroup(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Split each group of a new optimizer by factor, in place.
+
+        Its lr is multiplied and its weight_decay divided by the factor, `width_factor`, so a step
+        decays as much at every width. Schedulers of torch keep the factor; a loop that sets lr
+        itself multiplies by it. All ranks have the same groups, the first of factor 1; those of
+        which a pipeline stage has no parameter are empty.
+
+        Raises:
+            ValueError: when the optimizer has parameters that are not the model's.
+        """
+        names = {param: clean_name(name) for name, param in model.named_parameters()}
+        if not all(p in names for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError("optimizer must hold parameters of model alone: pass that model")
+        groups = []
+        for group in optimizer.param_groups:
+            is_muon = isinstance(optimizer, Muon)
+            how = (group["adjust_lr_fn"] or "original") if is_muon else "adamw"
+            factors = {name: rate.lr[how] for name, rate in self.rates.items() if how in rate.lr}
+            for factor in [1.0, *sorted({*factors.values()} - {1.0})]:
+                params = [p for p in group["params"] if factors.get(names[p], 1.0) == factor]
+                more: dict[str, Any] = {"params": params, "width_factor": factor}
+                more |= {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}
+                groups.append({**group, **more})
+        optimizer.param_groups[:] = groups
+
+
+def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
+    """Return factors for a model from the shapes of a narrower one, whose rates were tuned.
+
+    Args:
+        model: as it is trained, whole, before `parallelize_moe`; meta will do.
+        base: the same at another width: as many layers, and heads of the same dim.
+
+    Raises:
+        ValueError: when their trained parameters differ in name, the head is tied to an embedding,
+            or the inputs of a parameter are unknown.
+    """
+    check_arguments(width_rates, locals())
+    ours, bases = (assign_matrices(one).decisions for one in (model, base))
+    if ours.keys() != bases.keys():
+        odd = min(ours.keys() ^ bases.keys())
+        raise ValueError(f"base ({odd}) must have the parameters of model: change widths alone")
+    if not any(decision.reason == matrices.HEAD for decision in ours.values()):
+        raise ValueError(
+            f"model ({type(model).__name__}) must have a trained head that is not tied to an "
+            "embedding, because the rates of both differ: untie it"
+        )
+    return WidthRates({name: _rate(name, ours[name], bases[name]) for name in ours})
+
+
+def _rate(name: str, own: Decision, base: Decision) -> WidthRate:
+    inputs, outputs = (a / b for a, b in zip(_sides(name, own), _sides(name, base), strict=True))
+    lr = {"adamw": 1 / inputs}
+    if own.layout is not None and base.layout is not None:
+        for adjust in get_args(AdjustLR):
+            ratio = _spectral(own.layout, adjust) / _spectral(base.layout, adjust)
+            lr[adjust] = round(ratio, 9)  # equal ones are one group
+    return WidthRate(1 / inputs if outputs == 1 else inputs**-0.5, lr)
+
+
+def _sides(name: str, decision: Decision) -> tuple[int, int]:
+    """Return the inputs and outputs of a parameter; a vector has one input."""
+    param, layout, reason = decision
+    if layout is not None:
+        sides = layout.columns, layout.rows
+        return sides[::-1] if layout.transposed else sides
+    if reason in (matrices.VECTOR, matrices.BIAS):
+        return 1, param.numel()
+    if param.ndim != 2:
+        raise ValueError(f"model ({name}: {reason}) must have matrices with known inputs")
+    outputs, inputs = param.shape
+    return (outputs, inputs) if reason == matrices.EMBEDDING else (inputs, outputs)
+
+
+def _spectral(layout: MatrixLayout, adjust: str) -> float:
+    """Return the wanted spectral norm of an update over the one that Muon gives it."""
+    shape = layout.shapes[0]
+    outputs, inputs = reversed(shape) if layout.transposed else shape
+    return float((outputs / inputs) ** 0.5 / scale_of(layout, shape, adjust))

@@ -1,0 +1,208 @@
+"""Rates by width: the paper's table, and changes of activations that do not grow with the width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.models import Decoder, DecoderConfig, at_width, preset
+from moecore.train import AdamW, Muon, WidthRates, assign_matrices, width_rates
+
+MOE = replace(
+    preset("tiny").moe, dim=64, hidden_dim=32, num_experts=8, top_k=2, shared_hidden_dim=32
+)
+BASE = DecoderConfig(
+    vocab_size=96,
+    dim=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    moe=MOE,
+    dense_layers=(0,),
+    mlp_hidden_dim=128,
+)
+TOKENS = torch.randint(0, 96, (4, 33), generator=torch.Generator().manual_seed(1))
+
+
+def rates_of(config: DecoderConfig, base: DecoderConfig = BASE) -> WidthRates:
+    return width_rates(Decoder(config, device="meta"), Decoder(base, device="meta"))
+
+
+def test_the_papers_table_by_hand() -> None:
+    """Four times as wide, m = 4: Tensor Programs V, table 3; Muon's by sqrt(outputs / inputs)."""
+    found = rates_of(at_width(BASE, 256)).rates
+    layer = "model.layers.1"
+    for name, std, adamw in (
+        ("model.embed_tokens.weight", 1, 1),
+        ("model.norm.weight", 1, 1),
+        (f"{layer}.self_attn.q_proj.weight", 1 / 2, 1 / 4),
+        (f"{layer}.self_attn.o_proj.weight", 1 / 2, 1 / 4),
+        ("model.layers.0.mlp.down_proj.weight", 1 / 2, 1 / 4),
+        (f"{layer}.mlp.experts.w1", 1 / 2, 1 / 4),
+        (f"{layer}.mlp.experts.w2", 1 / 2, 1 / 4),
+        (f"{layer}.mlp.shared.w1", 1 / 2, 1 / 4),
+        (f"{layer}.mlp.router.weight", 1 / 4, 1 / 4),
+        ("lm_head.weight", 1 / 4, 1 / 4),
+    ):
+        assert found[name].std == pytest.approx(std), name
+        assert found[name].lr["adamw"] == pytest.approx(adamw), name
+    # 0.2 sqrt(256) in place of 0.2 sqrt(64), where both sides grow; outputs of a router stay.
+    for name, rms, original in (
+        (f"{layer}.self_attn.q_proj.weight", 1 / 2, 1),
+        (f"{layer}.mlp.experts.w2", 1 / 2, 1 / 1),
+        (f"{layer}.mlp.router.weight", 1 / 4, 1 / 2),
+    ):
+        assert found[name].lr["match_rms_adamw"] == pytest.approx(rms), name
+        assert found[name].lr["original"] == pytest.approx(original), name
+    assert "original" not in found["lm_head.weight"].lr
+    wide = at_width(BASE, 256)  # experts that stay as small: their FC2 has as many inputs as before
+    small = replace(wide, moe=replace(wide.moe, hidden_dim=32))
+    assert rates_of(small).rates[f"{layer}.mlp.experts.w2"][:1] == (1.0,)
+    assert rates_of(small).rates[f"{layer}.mlp.experts.w2"].lr["adamw"] == 1
+    assert rates_of(small).rates[f"{layer}.mlp.experts.w1"].lr["adamw"] == pytest.approx(1 / 4)
+    assert all(
+        set(rate.lr.values()) == {1} and rate.std == 1 for rate in rates_of(BASE).rates.values()
+    )
+
+
+def test_a_head_is_that_of_table_8() -> None:
+    """Table 8 multiplies outputs by 1 / m, and has lr and initial weights of the base."""
+    m, found = 4.0, []
+    x = torch.randn(32, 16, dtype=torch.float64)
+    first = torch.randn(8, 16, dtype=torch.float64)
+    for multiplier, std, lr in ((1 / m, 1.0, 1.0), (1.0, 1 / m, 1 / m)):
+        weight = nn.Parameter(first * std)
+        optimizer = torch.optim.AdamW([weight], lr=0.1 * lr, eps=0.0, weight_decay=0.3 / lr)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (x @ weight.T * multiplier).logsumexp(-1).sum().backward()
+            optimizer.step()
+        found.append((x @ weight.T * multiplier).detach())
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def optimizers_of(model: Decoder, kind: str, rates: WidthRates | None) -> list[Any]:
+    if kind == "adamw":
+        made: list[Any] = [AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)]
+    else:
+        matrices = assign_matrices(model)
+        lr = 0.04 if kind == "original" else 0.02
+        made = [Muon(matrices, lr=lr, adjust_lr_fn=kind), AdamW(matrices.others, lr=5e-3)]
+    if rates is not None:
+        for one in made:
+            rates.regroup(one, model)
+    return made
+
+
+def changes(config: DecoderConfig, kind: str, rates: WidthRates | None) -> tuple[float, float]:
+    """Return by how much five steps change a mean hidden value and a mean logit."""
+    model = Decoder(config)
+    model.init_weights(0)
+    if rates is not None:
+        rates.scale_weights(model)
+    seen: list[Tensor] = []
+    model.model.norm.register_forward_hook(lambda _, args, y: seen.append(args[0].detach()))
+    made = optimizers_of(model, kind, rates)
+
+    def outputs() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            logits = model(TOKENS[:, :-1])
+        return seen[-1], logits
+
+    before = outputs()
+    for _ in range(5):
+        model(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
+        for one in made:
+            one.step()
+            one.zero_grad()
+    hidden, logits = ((b - a).abs().mean().item() for a, b in zip(before, outputs(), strict=True))
+    return hidden, logits
+
+
+@pytest.mark.parametrize("kind", ["adamw", "match_rms_adamw", "original"])
+def test_changes_stay_flat_with_the_width(kind: str) -> None:
+    """The coordinate check of the paper, at 64, 128 and 256."""
+    configs = [at_width(BASE, dim) for dim in (64, 128, 256)]
+    flat = [changes(config, kind, rates_of(config)) for config in configs]
+    grown = [changes(config, kind, None) for config in configs]
+    assert flat[0] == grown[0]
+    for values, others in zip(zip(*flat, strict=True), zip(*grown, strict=True), strict=True):
+        assert max(values) < 1.6 * min(values)
+        assert others[2] > 2.2 * others[0] and others[0] < others[1] < others[2]
+
+
+def test_groups_on_any_layout() -> None:
+    """As of plain models; a rank with some parameters has all groups, and a step all its rates."""
+    config = at_width(BASE, 128)
+    rates, plain = rates_of(config), Decoder(config)
+    plain.init_weights(0)
+    first = plain.get_parameter("lm_head.weight").detach().clone()
+    rates.scale_weights(plain)
+    assert torch.equal(plain.get_parameter("lm_head.weight"), first / 2)
+    model = Decoder(config, device="meta")
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    rates.scale_weights(model)
+    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.full_tensor() if hasattr(a, "full_tensor") else a, b), name
+
+    optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.2)
+    part = AdamW([model.get_parameter("model.norm.weight")], lr=0.1, weight_decay=0.2)
+    for one in (optimizer, part):
+        rates.regroup(one, model)
+        assert [(g["lr"], g["weight_decay"]) for g in one.param_groups] == [(0.1, 0.2), (0.05, 0.4)]
+    assert [len(g["params"]) for g in part.param_groups] == [1, 0]
+    muon = Muon(assign_matrices(model), lr=1.0)
+    rates.regroup(muon, model)
+    # A router's longest side grows too, and its outputs do not.
+    lrs = [group["lr"] for group in muon.param_groups]
+    assert lrs == pytest.approx([1.0, 0.5, 0.5**0.5])
+    assert [len(g["params"]) for g in muon.param_groups[:2]] == [0, 1]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    names = {p: n for n, p in model.named_parameters()}
+    slow = {names[p] for p in optimizer.param_groups[1]["params"]}
+    assert slow == {n for n, rate in rates.rates.items() if rate.lr["adamw"] == 0.5}
+    before = {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}
+    step = TrainStep(model, optimizer)
+    with step.micro_batch():
+        model(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
+    assert step.finish().lr == 0.1
+    schedule.step()
+    assert [g["lr"] for g in optimizer.param_groups] == [0.05, 0.025]
+    for name, param in model.named_parameters():  # the first step of Adam is its lr
+        moved = (param.full_tensor().detach() - before[name] * (1 - 0.1 * 0.2)).abs().max()
+        assert moved == pytest.approx(0.05 if name in slow else 0.1, rel=1e-3), name
+
+
+def test_refusals() -> None:
+    tied = replace(BASE, tie_embeddings=True)
+    with pytest.raises(
+        ValueError, match=r"model \(Decoder\) must have a trained head that is not tied"
+    ):
+        rates_of(tied, tied)
+    with pytest.raises(ValueError, match=r"base \(.*\) must have the parameters of model"):
+        rates_of(replace(BASE, num_layers=3))
+    with pytest.raises(ValueError, match=r"optimizer must hold parameters of model alone"):
+        rates_of(BASE).regroup(AdamW([nn.Parameter(torch.ones(2))]), Decoder(BASE, device="meta"))
+    with pytest.raises(ValueError, match=r"dim \(72\) must leave DecoderConfig.num_heads whole"):
+        at_width(BASE, 72)
+
+
+def test_presets_at_another_width() -> None:
+    for name in ("deepseek-v3", "tiny-deepseek-v3", "qwen3-30b-a3b"):
+        config = preset(name)
+        half = at_width(config, config.dim // 2)
+        assert (half.dim, half.moe.dim, half.head_dim) == (*[config.dim // 2] * 2, config.head_dim)
+        assert half.num_heads * 2 == config.num_heads
+        assert half.moe.hidden_dim * 2 == config.moe.hidden_dim
+        assert at_width(half, config.dim) == config
+    deep = replace(preset("tiny-deepseek-v3"), num_mtp_layers=1, mtp_loss_coef=0.1)
+    found = rates_of(deep, at_width(deep, deep.dim // 2)).rates
+    assert found["model.embed_tokens.weight"].lr["adamw"] == 1
