@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.options.precision import KeepHidden, Recipe
+from moecore.base.options.precision import Hidden, Recipe
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.experts.contract import (
     ExpertSpec,
@@ -143,8 +143,7 @@ class BlockwiseProducts(QuantisedProducts):
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, _OperandBlocks]:
         h_RC = self._fc1(rows)
-        h_format = self.recipe.keep_hidden if keep else None
-        return self._activation(h_RC, h_format)
+        return self._activation(h_RC, self.recipe.hidden if keep else None)
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
         y_RD = self._forward(self._blocks(a), "w2", a.dtype)
@@ -232,7 +231,7 @@ class BlockwiseProducts(QuantisedProducts):
         return gather_row_blocks(self._quantised(x.wide.rows, num_rows), None, None, num_rows)
 
     def _activation(
-        self, h_RC: Tensor, h_format: KeepHidden | None
+        self, h_RC: Tensor, h_format: Hidden | None
     ) -> tuple[Rows | None, _OperandBlocks]:
         """Return H in a format, or None without one, and the activation."""
         where = (self.weights_R, self.where[2], self.activation)

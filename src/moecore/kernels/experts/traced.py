@@ -116,7 +116,8 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     (S, D), R, C = args.x_SD.shape, args.weights_R.shape[0], args.w1_eCD.shape[1]
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
     y = empty((R if args.unsummed else S, D))
-    if args.keep_hidden == "fp8":
+    recipe = _options(args).recipe
+    if args.keep_h and recipe is not None and recipe.hidden == "fp8":
         return y, empty((R, C), dtype=FP8), empty((R, C // BLOCK), dtype=torch.float32)
     return y, empty((R, C) if args.keep_h else (0,)), empty((0,), dtype=torch.float32)
 
