@@ -266,7 +266,7 @@ def quantised_activation(inputs: Inputs) -> Work:
 def quantised_activation_bwd(inputs: Inputs) -> Work:
     """3 R F b and 4 R read; dH and A, 3 R F values and scales, and 4 R written."""
     o, s = Operands(inputs), inputs.shape
-    args = (inputs.h_RC, o.a_RF, inputs.weights_R, o.num_rows, SWIGLU)
+    args = (Rows(inputs.h_RC), o.a_RF, inputs.weights_R, o.num_rows, SWIGLU)
     return _both(
         lambda: qa.quantised_activation_bwd(*args, **HOW),
         lambda: qa.quantised_activation_bwd_ref(*args, **HOW),

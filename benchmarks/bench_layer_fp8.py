@@ -4,7 +4,7 @@ Rows `layer_fwd` and `layer_fwd_bwd` as in `bench_layer.py`, with moecore's bf16
 
     blockwise           weights quantised before, as the micro-batches of a step share them
     blockwise+weights   weights quantised in every forward, and kept for its backward
-    blockwise-h8        the first, with FC1's output kept in FP8
+    blockwise-wide      the first, with FC1's output kept in bf16
     rowwise, tensorwise measured where --backend names them; their products are torch's
     tensorwise-e5m2     likewise, with gradients in E5M2, whose products are moecore's
     te-blockwise        Transformer Engine's products, which quantise weights too, in backward again
@@ -61,7 +61,7 @@ HYBRID = Recipe(scaling="tensorwise", grad_format="e5m2")
 WAYS = {
     "blockwise": Way(recipe=Recipe(), shares=True),
     "blockwise+weights": Way(recipe=Recipe(), shares=False),
-    "blockwise-h8": Way(recipe=Recipe(keep_hidden="fp8"), shares=True),
+    "blockwise-wide": Way(recipe=Recipe(keep_hidden="wide"), shares=True),
     "rowwise": Way(recipe=Recipe(scaling="rowwise"), shares=True, by_name=True),
     "tensorwise": Way(recipe=Recipe(scaling="tensorwise"), shares=True, by_name=True),
     "tensorwise-e5m2": Way(recipe=HYBRID, shares=True, by_name=True),

@@ -57,7 +57,7 @@ How to read the rows:
 - A `transformers` row is the Qwen3-MoE block of transformers with its grouped_mm experts.
 """
 
-FP8_BACKENDS = ("blockwise", "blockwise+weights", "blockwise-h8", "rowwise", "tensorwise")
+FP8_BACKENDS = ("blockwise", "blockwise+weights", "blockwise-wide", "rowwise", "tensorwise")
 FP8_BACKENDS += ("tensorwise-e5m2", "te-blockwise", "te-tensorwise")
 BACKENDS = ("triton", "torch", "te", "transformers", *FP8_BACKENDS)
 MOVES = ("dispatch", "combine")

@@ -75,7 +75,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from schedule import lr_at
 
-EXPERTS_ALONE = Precision(recipe=Recipe(keep_hidden="fp8"), roles=("experts",))
+WIDE_HIDDEN = Precision(recipe=Recipe(keep_hidden="wide"), roles=("experts",))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ VARIANTS: dict[str, Variant] = {
     "auto": in_fp8("auto"),
     "blockwise": in_fp8("blockwise"),
     f"blockwise{GATHERED}": in_fp8("blockwise", fp8_param_gather=True),
-    "auto-fp8-hidden": in_fp8(EXPERTS_ALONE),
+    "auto-wide-hidden": in_fp8(WIDE_HIDDEN),
     "rowwise": in_fp8("rowwise"),
     "tensorwise": in_fp8("tensorwise"),
     "mxfp8": in_fp8("mxfp8"),

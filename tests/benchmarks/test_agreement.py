@@ -15,8 +15,8 @@ from moecore.base.options.precision import Recipe
 FP8 = torch.float8_e4m3fn
 RECIPES = {
     "bf16": None,
-    "blockwise": Recipe(),
-    "h8": Recipe(keep_hidden="fp8"),
+    "blockwise": Recipe(keep_hidden="wide"),
+    "h8": Recipe(),
     "hybrid": Recipe(scaling="rowwise", grad_format="e5m2"),
 }
 

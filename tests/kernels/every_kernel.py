@@ -186,7 +186,7 @@ def run_quantised(device: str, index: Any) -> None:
     args = (h_RC.abs()[:, :256].contiguous(), index.weights_R)
     options = ActivationOptions(kind="swiglu")
     quantised_activation(h_RC, index.weights_R, index.num_rows, options, **how)
-    dh, _, _ = quantised_activation_bwd(h_RC, *args, index.num_rows, options, **how)
+    dh, _, _ = quantised_activation_bwd(Rows(h_RC), *args, index.num_rows, options, **how)
     tile_tokens(dh, None, tiles)
     for kind in KINDS.values():
         cast(x_TD[:, 16:161], kind, seen=amax(x_TD), **how)

@@ -53,6 +53,7 @@ from moecore.kernels.rows import (
 from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
 from moecore.kernels.rows import scaled_cast as scaled
+from moecore.kernels.rows.record import Rows
 from moecore.kernels.sparse_attention import span_scores
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
@@ -345,13 +346,16 @@ def run_shard_squares() -> None:
             shard_squares.pack_part_(part, place, *where, recipe)
 
 
-def run_quantised_activation(kind: str, power_of_two: bool, dtype: torch.dtype) -> None:
+def run_quantised_activation(
+    kind: str, power_of_two: bool, dtype: torch.dtype, in_fp8: bool = False
+) -> None:
     options = activation.ActivationOptions(kind=kind)
     weights = torch.zeros(T * K)
     h = torch.zeros(T * K, 2 * F if options.gated else F, dtype=dtype)
     da, how = h[:, :F].contiguous(), {"power_of_two": power_of_two}
-    quantised_activation.quantised_activation(h, weights, ints(), options, **how)
-    quantised_activation.quantised_activation_bwd(h, da, weights, ints(), options, **how)
+    place = weights, ints(), options
+    _, kept = quantised_activation.quantised_activation(h, *place, quantise_h=in_fp8, **how)
+    quantised_activation.quantised_activation_bwd(kept or Rows(h), da, *place, **how)
 
 
 def run_activation(kind: str, interleaved: bool) -> None:
@@ -540,6 +544,10 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
         )
         for kind in activation.KINDS
     },
+    "quantised, H in FP8": (
+        lambda: run_quantised_activation("swiglu", True, torch.bfloat16, in_fp8=True),
+        3,
+    ),
     "quantised fp32": (lambda: run_quantised_activation("geglu", True, torch.float32), 3),
     "AdamW": (lambda: run_adamw(torch.float32), 1),
     "AdamW, bf16 moments": (lambda: run_adamw(torch.bfloat16), 1),

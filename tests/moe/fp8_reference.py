@@ -105,7 +105,7 @@ def experts_fp8(
     *,
     kind: str = "swiglu",
     power_of_two: bool = True,
-    keep_hidden: str = "wide",
+    keep_hidden: str = "fp8",
 ) -> Result:
     """Return the output for dy and every gradient.
 

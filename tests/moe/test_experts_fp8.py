@@ -251,7 +251,7 @@ def test_roles_and_overrides_decide_by_name() -> None:
     config = MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2, shared_hidden_dim=128)
     model = nn.Sequential(*(MoELayer(config) for _ in range(3)))
     precision = Precision(
-        recipe=Recipe(keep_hidden="fp8"),
+        recipe=Recipe(),
         roles=("experts",),
         overrides=(("1.experts", None), ("2.shared", Recipe())),
     )

@@ -72,7 +72,7 @@ NVLINK = {
     "nvlink": NVLinkOptions(max_tokens=80, row_factor=None),
     "nvlink-fp8": NVLinkOptions(max_tokens=80, row_factor=None, keep_rows=False),
 }
-ALL = Precision(recipe=Recipe(keep_hidden="fp8"))
+ALL = Precision(recipe=Recipe())
 KEPT, FREED = FSDPOptions(dense_strategy="optim"), FSDPOptions()
 
 

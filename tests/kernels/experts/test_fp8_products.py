@@ -89,7 +89,7 @@ def check(
         assert wrong.norm(dim=1).max() <= worst * rows.max(), name
 
 
-@pytest.mark.parametrize("recipe", [{}, {"power_of_two": False}, {"keep_hidden": "fp8"}], ids=str)
+@pytest.mark.parametrize("recipe", [{}, {"power_of_two": False}, {"keep_hidden": "wide"}], ids=str)
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "relu2", "gelu"])
 def test_equals_the_oracle(kind: str, recipe: dict[str, Any]) -> None:
     leaves, ids = make(kind, **SIZES)
@@ -108,15 +108,16 @@ def test_tiles_of_one_expert_and_bf16() -> None:
 
 def test_all_ways_of_keeping_give_the_same_bits() -> None:
     leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of())
-    for options in (options_of(), options_of(keep_h=False)):
+    wide: dict[str, Any] = dict(keep_hidden="wide")
+    expected = run(leaves, ids, options_of(**wide))
+    for options in (options_of(**wide), options_of(**wide, keep_h=False)):
         found = run(leaves, ids, options)
         assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
     weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
     pair = tuple(quantise_matrices(leaves[n], Recipe()) for n in ("w1", "w2"))
     index = rows_of(ids, leaves["weights"], 5)
     kept = replace(weights, quantised=pair)
-    y = expert_mlp(Rows(leaves["x"]), kept, index, options_of())
+    y = expert_mlp(Rows(leaves["x"]), kept, index, options_of(**wide))
     y.backward(gradient_of(y))
     assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]
 
@@ -276,7 +277,7 @@ def test_gradients_of_wide_weights_are_not_rounded() -> None:
     assert not torch.equal(found["w1"], rounded)
 
 
-@pytest.mark.parametrize("recipe", [{}, {"keep_hidden": "fp8", "power_of_two": False}], ids=str)
+@pytest.mark.parametrize("recipe", [{}, {"keep_hidden": "wide", "power_of_two": False}], ids=str)
 def test_compiles_to_the_same_bits(recipe: dict[str, Any]) -> None:
     leaves, ids = make("swiglu", **SIZES)
     options = options_of(**recipe)
@@ -376,7 +377,7 @@ def test_options_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("S", [0, 45])
-@pytest.mark.parametrize("recipe", [{}, {"power_of_two": False, "keep_hidden": "fp8"}], ids=str)
+@pytest.mark.parametrize("recipe", [{}, {"power_of_two": False, "keep_hidden": "wide"}], ids=str)
 def test_kernels_equal_the_oracle(recipe: dict[str, Any], S: int, device: str) -> None:
     """The quantisers' kernels, and on a GPU the products': repeat runs have the same bits."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -405,7 +406,7 @@ class Watch(TorchDispatchMode):
 def test_under_a_dispatch_mode(scaling: Any, where: str) -> None:
     """What the autograd function kept goes to the op; quantised weights are made again there."""
     leaves, ids = make("swiglu", **SIZES)
-    fp8 = {"keep_hidden": "fp8"} if scaling == "blockwise" else {}
+    fp8 = {"keep_hidden": "wide"} if scaling == "blockwise" else {}
     options = options_of(scaling=scaling, power_of_two=False, **fp8)
     expected = run(leaves, ids, options)
     pair = tuple(quantise_matrices(leaves[n], options.recipe) for n in ("w1", "w2"))

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from moecore.kernels.rows import quantised_activation as qa
 from moecore.kernels.rows.activation import KINDS, ActivationOptions, weighted_activation_bwd_ref
+from moecore.kernels.rows.quantised import quantise_rows_ref
+from moecore.kernels.rows.record import Rows, widen_rows
 from moecore.kernels.rows.scaling import Blocks
 from tests.kernels.rows.test_quantised import DTYPES, codes, values_of
 
@@ -43,6 +45,10 @@ def assert_rows(ours: Blocks, theirs: Blocks, used: int) -> None:
     assert_close(*parts[0], *parts[1])
 
 
+def assert_bits(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
+
+
 def inputs(
     R: int, F: int, options: ActivationOptions, dtype: torch.dtype, device: str, used: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,9 +68,17 @@ def test_forward_of_the_reference(kind: str, device: str) -> None:
     for R, F, used in ((77, 256, 70), (1, 128, 1), (0, 128, 0), (64, 640, 64)):
         h, _, weights, num_rows = inputs(R, F, options, torch.bfloat16, device, used)
         for power_of_two in (True, False):
-            got = qa.quantised_activation(h, weights, num_rows, options, power_of_two=power_of_two)
-            want = qa.quantised_activation_ref(h, weights, options, power_of_two=power_of_two)
+            how = dict(power_of_two=power_of_two)
+            got, none = qa.quantised_activation(h, weights, num_rows, options, **how)
+            want, _ = qa.quantised_activation_ref(h, weights, options, **how)
             assert_rows(got, want, used)
+            assert none is None
+            how["quantise_h"] = True
+            again, kept = qa.quantised_activation(h, weights, num_rows, options, **how)
+            expected = quantise_rows_ref(h[:used], power_of_two=power_of_two)
+            assert_bits(again.values[:used], got.values[:used])
+            assert_bits(kept.values[:used], expected.values)
+            assert_bits(kept.scales[:used], expected.scales)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,8 +86,8 @@ def test_forward_without_weights(dtype: torch.dtype, device: str) -> None:
     options = ActivationOptions(kind="swiglu")
     h, *_ = inputs(35, 384, options, dtype, device, 35)
     h[0], h[1, 3], h[2, 500], h[3, 0] = 0, torch.nan, torch.inf, 30000.0
-    got = qa.quantised_activation(h, None, None, options, power_of_two=True)
-    want = qa.quantised_activation_ref(h, None, options, power_of_two=True)
+    got, _ = qa.quantised_activation(h, None, None, options, power_of_two=True)
+    want, _ = qa.quantised_activation_ref(h, None, options, power_of_two=True)
     assert_rows(got, want, 35)
     assert (got.values[0].float() == 0).all() and got.scales.shape == (3, 36)
     wide = got.values.float() * got.scales.T[:35].repeat_interleave(128, 1)
@@ -85,7 +99,7 @@ def test_backward_of_the_reference(kind: str, device: str) -> None:
     options = ActivationOptions(kind=kind)
     for R, F, used in ((77, 256, 70), (1, 128, 1), (64, 640, 64)):
         h, da, weights, num_rows = inputs(R, F, options, torch.bfloat16, device, used)
-        args = (h, da, weights, num_rows, options)
+        args = (Rows(h), da, weights, num_rows, options)
         for power_of_two in (True, False):
             got = qa.quantised_activation_bwd(*args, power_of_two=power_of_two)
             want = qa.quantised_activation_bwd_ref(*args, power_of_two=power_of_two)
@@ -94,6 +108,13 @@ def test_backward_of_the_reference(kind: str, device: str) -> None:
             scale = (da.float().abs() * want_output(h, da, options)).nan_to_num().sum(1)
             assert ((got[1] - want[1]).abs() <= 1e-5 * scale).all()
             assert (got[1][used:] == 0).all()
+            kept = quantise_rows_ref(h, power_of_two=power_of_two)
+            of_kept = qa.quantised_activation_bwd(kept, *args[1:], power_of_two=power_of_two)
+            wide = Rows(widen_rows(kept)), *args[1:]
+            want = qa.quantised_activation_bwd(*wide, power_of_two=power_of_two)
+            for i in (0, 2):
+                assert_bits(of_kept[i].values[:used], want[i].values[:used])
+            assert torch.equal(of_kept[1], want[1])
             if device == "cuda":
                 again = qa.quantised_activation_bwd(*args, power_of_two=power_of_two)
                 assert torch.equal(again[1], got[1])
@@ -108,8 +129,8 @@ def test_backward_without_weights(dtype: torch.dtype, device: str) -> None:
     options = ActivationOptions(kind="swiglu")
     h, da, *_ = inputs(35, 128, options, dtype, device, 35)
     h[0], da[1], h[2, 3], da[31, 4] = 0, 0, torch.nan, torch.inf
-    got = qa.quantised_activation_bwd(h, da, None, None, options, power_of_two=True)
-    want = qa.quantised_activation_bwd_ref(h, da, None, None, options, power_of_two=True)
+    got = qa.quantised_activation_bwd(Rows(h), da, None, None, options, power_of_two=True)
+    want = qa.quantised_activation_bwd_ref(Rows(h), da, None, None, options, power_of_two=True)
     for ours, theirs in ((got[0], want[0]), (got[2], want[2])):
         assert_rows(ours, theirs, 35)
     assert got[2].values.float().isnan().nonzero().tolist() == [[2, 3]]
@@ -118,7 +139,7 @@ def test_backward_without_weights(dtype: torch.dtype, device: str) -> None:
 def test_no_rows(device: str) -> None:
     options = ActivationOptions(kind="relu2")
     h, da, weights, num_rows = inputs(0, 128, options, torch.bfloat16, device, 0)
-    args = (h, da, weights, num_rows, options)
+    args = (Rows(h), da, weights, num_rows, options)
     dh, dweights, _ = qa.quantised_activation_bwd(*args, power_of_two=True)
     assert dh.values.shape == (0, 128) and dweights.shape == (0,)
 

@@ -145,7 +145,7 @@ LAYERS: dict[str, tuple[MoEConfig, dict[str, Any]]] = {
         ("plain", {}, {}),
         ("fc1", {}, dict(recompute_fc1=True)),
         ("fp8 rows", {}, dict(recipe=Recipe())),
-        ("fp8 hidden", {}, dict(recipe=Recipe(keep_hidden="fp8"))),
+        ("fp8 rows alone", {}, dict(recipe=Recipe(keep_hidden="wide"))),
         ("rowwise", {}, dict(recipe=Recipe(scaling="rowwise"))),
         ("mxfp8", {}, dict(recipe=Recipe(scaling="mxfp8"))),
         ("nvfp4", {}, dict(recipe=Recipe(scaling="nvfp4"))),

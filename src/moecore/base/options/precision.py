@@ -15,7 +15,8 @@ from moecore.base.options.names import PrecisionName as PrecisionName
 
 Scaling = Literal["blockwise", "rowwise", "tensorwise", "mxfp8", "nvfp4"]
 Format = Literal["e4m3", "e5m2"]
-KeepHidden = Literal["wide", "fp8"]
+Hidden = Literal["wide", "fp8"]
+KeepHidden = Literal["auto", Hidden]
 RecipeBackend = Literal["moecore", "te"]
 Block = tuple[int | None, int | None]  # rows and columns of one scale; None = all of them
 
@@ -68,7 +69,7 @@ class Recipe(CheckedRecord):
             the scale of its own values. 0 is recommended: delayed scaling clips an outlier that no
             earlier step had.
         keep_hidden: how the experts keep FC1's output for backward: "wide", in the dtype of the
-            products, or "fp8", in blocks of 1 x 128 ("blockwise").
+            products, or "fp8", in blocks of 1 x 128 ("blockwise"). "auto" is "fp8" where it can be.
         hadamard: of "nvfp4": whether both inputs of a weight gradient pass a random Hadamard
             transform over each 16 tokens before they are quantised, which spreads outliers.
         stochastic_rounding: of "nvfp4": whether gradients are rounded up or down at random, so that
@@ -89,7 +90,7 @@ class Recipe(CheckedRecord):
     power_of_two: bool = True
     grad_format: Format = "e4m3"
     amax_history: History = 0
-    keep_hidden: KeepHidden = "wide"
+    keep_hidden: KeepHidden = "auto"
     hadamard: bool = True
     stochastic_rounding: bool = True
     backend: RecipeBackend = "moecore"
@@ -138,6 +139,13 @@ class Recipe(CheckedRecord):
                 "keep_hidden",
                 "be 'wide' with backend ('te'), whose products read H wide: drop it",
             )
+
+    @property
+    def hidden(self) -> Hidden:
+        """How the experts keep FC1's output for backward."""
+        if self.keep_hidden != "auto":
+            return self.keep_hidden
+        return "fp8" if (self.scaling, self.backend) == ("blockwise", "moecore") else "wide"
 
     @property
     def is_emulated(self) -> bool:
@@ -200,7 +208,7 @@ class Recipe(CheckedRecord):
         line = f"{self.scaling} FP8{who}: {formats}, {blocks}, scales {scales}"
         if self.amax_history:
             line += f" of the last {self.amax_history} steps"
-        return line if self.keep_hidden == "wide" else f"{line}, hidden kept in fp8"
+        return line if self.hidden == "wide" else f"{line}, hidden kept in fp8"
 
 
 Role = Literal["experts", "shared_experts", "mlp", "attention"]

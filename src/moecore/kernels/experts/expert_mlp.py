@@ -70,9 +70,7 @@ class _ExpertMLP(torch.autograd.Function):
         products = make_products(options, index, weights)
         ctx.of_index = products.of_index  # a few kB, which nobody offloads
         x = products.as_kept(rows)
-        h, a = products.fc1(x)
-        h_kept = products.h_as_kept(h) if options.keep_h and any(ctx.needs_input_grad) else None
-        del h
+        h, a = products.fc1(x, keep=options.keep_h and any(ctx.needs_input_grad))
         y = products.fc2(a)
         if unsummed is None:
             y = sum_rows_plain(y, *products.where)
@@ -82,7 +80,7 @@ class _ExpertMLP(torch.autograd.Function):
             receiver.takes_packed = products.takes_packed
         kept = () if refetch is None else refetch.kept
         x = rows if rows.is_kept else x
-        saved = Saved(x if refetch is None else None, h_kept, weights, index)
+        saved = Saved(x if refetch is None else None, h, weights, index)
         matrices: list[Tensor] = []
         tensors, ctx.pair = saved.tensors(), None
         if weights.quantised is not None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.options.precision import Recipe
+from moecore.base.options.precision import Hidden, Recipe
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.experts.contract import (
     ExpertSpec,
@@ -141,15 +141,9 @@ class BlockwiseProducts(QuantisedProducts):
         """Return source rows in FP8; those that travelled so, as they came."""
         return rows if rows.scales is not None else self._quantised(rows.values)
 
-    def fc1(self, rows: Rows) -> tuple[Tensor, _OperandBlocks]:
+    def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, _OperandBlocks]:
         h_RC = self._fc1(rows)
-        return h_RC, self._activation(h_RC)
-
-    def h_as_kept(self, h_RC: Tensor) -> Rows:
-        """Return H, in FP8 if the recipe keeps it so."""
-        if self.recipe.keep_hidden == "wide":
-            return Rows(h_RC)
-        return self._quantised(h_RC, self.where[2])
+        return self._activation(h_RC, self.recipe.hidden if keep else None)
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
         y_RD = self._forward(self._blocks(a), "w2", a.dtype)
@@ -159,7 +153,7 @@ class BlockwiseProducts(QuantisedProducts):
         return Rows(self._fc1(rows))
 
     def activation_again(self, h: Rows) -> _OperandBlocks:
-        return self._activation(widen_rows(h, self.where[2]))
+        return self._activation(widen_rows(h, self.where[2]), None)[1]
 
     @property
     def takes_packed(self) -> bool:
@@ -185,14 +179,14 @@ class BlockwiseProducts(QuantisedProducts):
         del dy_rows
         da_RF = self.low2.add(da_RF, self.low2.backward(dy.wide))
         where = (self.weights_R, num_rows, self.activation)
-        h_RC = widen_rows(h, num_rows)
         if self.low1.update or self.low2.update:
+            h_RC = widen_rows(h, num_rows)
             dh_RC, dweights_R, a_RF = weighted_activation_bwd(h_RC, da_RF, *where)
             sources = (ProductSource(x, None, is_finite=True) for x in (dh_RC, a_RF))
             of_h, of_a = (_OperandBlocks(None, h.dtype, x) for x in sources)
             return of_h._replace(rows=self._blocks(of_h)), dweights_R, of_a
         power_of_two = self.recipe.power_of_two
-        dh, dweights_R, a = quantised_activation_bwd(h_RC, da_RF, *where, power_of_two=power_of_two)
+        dh, dweights_R, a = quantised_activation_bwd(h, da_RF, *where, power_of_two=power_of_two)
         return _OperandBlocks(dh, h.dtype), dweights_R, _OperandBlocks(a, h.dtype)
 
     def fc1_bwd(self, dh: _OperandBlocks) -> Tensor:
@@ -236,13 +230,19 @@ class BlockwiseProducts(QuantisedProducts):
         num_rows = self.where[2]
         return gather_row_blocks(self._quantised(x.wide.rows, num_rows), None, None, num_rows)
 
-    def _activation(self, h_RC: Tensor) -> _OperandBlocks:
+    def _activation(
+        self, h_RC: Tensor, h_format: Hidden | None
+    ) -> tuple[Rows | None, _OperandBlocks]:
+        """Return H in a format, or None without one, and the activation."""
         where = (self.weights_R, self.where[2], self.activation)
-        a = quantised_activation(h_RC, *where, power_of_two=self.recipe.power_of_two)
+        how: dict[str, Any] = dict(
+            power_of_two=self.recipe.power_of_two, quantise_h=h_format == "fp8"
+        )
+        a, h = quantised_activation(h_RC, *where, **how)
         wide = None
         if self.low2.update:
             wide = ProductSource(weighted_activation(h_RC, *where), None, is_finite=True)
-        return _OperandBlocks(a, h_RC.dtype, wide)
+        return Rows(h_RC) if h_format == "wide" else h, _OperandBlocks(a, h_RC.dtype, wide)
 
     def _forward(self, rows: Blocks, role: Role, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix, transposed."""

@@ -61,17 +61,15 @@ class Products(Protocol):
     def as_kept(self, rows: Rows) -> Rows:
         """Return source rows as they are multiplied, and kept for backward; such rows as is."""
 
-    def fc1(self, rows: Rows) -> tuple[Any, Any]:
-        """Return H and the weighted activation, of rows `as_kept`."""
-
-    def h_as_kept(self, h: Any) -> Rows:
-        """Return H, [R, C], as it is kept for backward."""
+    def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Any]:
+        """Return H, [R, C], as it is kept for backward, and the weighted activation."""
+        # Of rows `as_kept`; without H where nobody keeps it.
 
     def fc2(self, a: Any) -> Tensor:
         """Return y_RD, the output of each expert row, of the activation."""
 
     def fc1_again(self, rows: Rows) -> Rows:
-        """Return H `h_as_kept`, of rows `as_kept`."""
+        """Return H, of rows `as_kept`."""
 
     def activation_again(self, h: Rows) -> Any:
         """Return the activation as `activation_bwd` does, without a gradient."""

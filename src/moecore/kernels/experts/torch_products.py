@@ -58,12 +58,10 @@ class TorchProducts:
     def as_kept(self, rows: Rows) -> Rows:
         return rows
 
-    def fc1(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
         x = self._source(rows, "fc1")
-        return self._fc1(x, self.low1.forward(x))
-
-    def h_as_kept(self, h_RC: Tensor) -> Rows:
-        return Rows(h_RC)
+        h_RC, a_RF = self._fc1(x, self.low1.forward(x))
+        return Rows(h_RC) if keep else None, a_RF
 
     def fc1_again(self, rows: Rows) -> Rows:
         x = self._source(rows, "fc1_again")

@@ -101,9 +101,10 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return y_SD, or y_RD unsummed, and H: values (empty unless kept), scales or empty."""
     args = _Inputs(*flat)
     products = make_products(_options(args), _index(args), _weights(args))
-    h, a = products.fc1(products.as_kept(_rows(args.x_SD, args.x_scales, args.dtype)))
+    x = products.as_kept(_rows(args.x_SD, args.x_scales, args.dtype))
+    h, a = products.fc1(x, keep=args.keep_h)
     none = args.x_SD.new_empty(0, dtype=args.dtype)
-    kept = products.h_as_kept(h) if args.keep_h else Rows(none)
+    kept = Rows(none) if h is None else h
     y = products.fc2(a)
     if not args.unsummed:
         y = sum_rows_plain(y, *products.where)
@@ -115,7 +116,8 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     (S, D), R, C = args.x_SD.shape, args.weights_R.shape[0], args.w1_eCD.shape[1]
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
     y = empty((R if args.unsummed else S, D))
-    if args.keep_hidden == "fp8":
+    recipe = _options(args).recipe
+    if args.keep_h and recipe is not None and recipe.hidden == "fp8":
         return y, empty((R, C), dtype=FP8), empty((R, C // BLOCK), dtype=torch.float32)
     return y, empty((R, C) if args.keep_h else (0,)), empty((0,), dtype=torch.float32)
 

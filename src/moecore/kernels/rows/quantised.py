@@ -143,6 +143,13 @@ def empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
     )
 
 
+def empty_rows(like_SD: Tensor) -> Rows:
+    """Return uninitialised rows of the same shape, in FP8."""
+    S, D = like_SD.shape
+    scales_SB = like_SD.new_empty(S, D // BLOCK, dtype=torch.float32)
+    return Rows(torch.empty_like(like_SD, dtype=FP8), scales_SB, like_SD.dtype)
+
+
 def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None = None) -> Rows:
     """Return rows as FP8 with one scale per 128 columns, in two contiguous tensors.
 
@@ -161,13 +168,11 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
     check_columns("D", D)
     if not use_kernel(x_SD):
         return quantise_rows_ref(x_SD, power_of_two=power_of_two)
-    values_SD = torch.empty_like(x_SD, dtype=FP8)
-    scales_SB = x_SD.new_empty(S, D // BLOCK, dtype=torch.float32)
-    num_blocks = scales_SB.numel()
-    args = (x_SD, num_rows, values_SD.view(torch.uint8), scales_SB, num_blocks)
+    out, num_blocks = empty_rows(x_SD), S * D // BLOCK
+    args = (x_SD, num_rows, out.values.view(torch.uint8), out.scales, num_blocks)
     how = dict(ROW_BLOCKS=D // BLOCK, POWER_OF_TWO=power_of_two, **ROWS_PROGRAM)
     launch(quantise_rows_kernel, cdiv(num_blocks, ROWS_PROGRAM["BLOCKS"]), *args, **how)
-    return Rows(values_SD, scales_SB, x_SD.dtype)
+    return out
 
 
 def gather_row_blocks(

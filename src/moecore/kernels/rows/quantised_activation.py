@@ -10,8 +10,12 @@
 Letters: R expert rows (length), F hidden dim, C columns of h (2F for gated activations, else F).
 Gate columns come first, then up columns.
 
-Bytes moved per expert row, with b bytes per element: forward C * b + F, backward
-(C + F) * b + C + F; the scales are 1/32 of the FP8 bytes, the parts of dweights 1/16 of F.
+H may be kept for backward in FP8, as `quantise_rows` gives it: the forward writes it beside a, and
+the backward reads it.
+
+Bytes moved per expert row, with b bytes per element, b of H being 1 where backward reads FP8:
+forward C * b + F, and C for H in FP8; backward C * b + F * b + C + F; the scales are 1/32 of the
+FP8 bytes, the parts of dweights 1/16 of F.
 """
 
 from __future__ import annotations
@@ -28,9 +32,16 @@ from moecore.kernels.rows.activation import (
     weighted_activation_bwd_ref,
 )
 from moecore.kernels.rows.activation_kernel import activate, activate_with_gradients
-from moecore.kernels.rows.e4m3 import BLOCK
-from moecore.kernels.rows.quantised import check_columns, empty_row_blocks, row_blocks_ref
+from moecore.kernels.rows.e4m3 import BLOCK, block_scale, from_e4m3, magnitude, to_e4m3
+from moecore.kernels.rows.quantised import (
+    check_columns,
+    empty_row_blocks,
+    empty_rows,
+    quantise_rows_ref,
+    row_blocks_ref,
+)
 from moecore.kernels.rows.quantised_kernel import store_row_blocks
+from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import Blocks
 
 FWD_PROGRAM = {"BLOCK_R": 32, "num_warps": 4}  # 32 elements per thread
@@ -39,17 +50,23 @@ SUM_ROWS = 256  # whose parts a program adds
 
 
 def quantised_activation_ref(
-    h_RC: Tensor, weights_R: Tensor | None, options: ActivationOptions, *, power_of_two: bool
-) -> Blocks:
+    h_RC: Tensor,
+    weights_R: Tensor | None,
+    options: ActivationOptions,
+    *,
+    power_of_two: bool,
+    quantise_h: bool = False,
+) -> tuple[Blocks, Rows | None]:
     """Return what `quantised_activation` returns, in plain PyTorch."""
+    h = quantise_rows_ref(h_RC, power_of_two=power_of_two) if quantise_h else None
     a_RF = activation(h_RC, options)
     if weights_R is not None:
         a_RF = a_RF * weights_R[:, None]
-    return row_blocks_ref(a_RF, power_of_two)
+    return row_blocks_ref(a_RF, power_of_two), h
 
 
 def quantised_activation_bwd_ref(
-    h_RC: Tensor,
+    h: Rows,
     da_RF: Tensor,
     weights_R: Tensor | None,
     num_rows: Tensor | None,
@@ -58,9 +75,38 @@ def quantised_activation_bwd_ref(
     power_of_two: bool,
 ) -> tuple[Blocks, Tensor, Blocks]:
     """Return what `quantised_activation_bwd` returns, in plain PyTorch."""
-    wide = h_RC.float(), da_RF.float()  # in which nothing is rounded before it is quantised
+    wide = h.widen().float(), da_RF.float()  # in which nothing is rounded before it is quantised
     dh_RC, dweights_R, a_RF = weighted_activation_bwd_ref(*wide, weights_R, num_rows, options)
     return row_blocks_ref(dh_RC, power_of_two), dweights_R, row_blocks_ref(a_RF, power_of_two)
+
+
+@triton.jit
+def store_kept(
+    x,  # fp32 [rows, 128]
+    values_ptr,  # [R, C] uint8, out
+    scales_ptr,  # [R, C / 128] fp32, out
+    rows,  # int64
+    used,  # bool, of each row
+    block,  # which 128 columns
+    C: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """Quantise the part of each row and store it as `quantise_rows` does."""
+    scale, inverse = block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
+    at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
+    tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=used[:, None])
+    tl.store(scales_ptr + rows * (C // 128) + block, scale, mask=used)
+
+
+@triton.jit
+def load_kept(h_ptr, h_scales_ptr, rows, used, block, wide: tl.constexpr, C: tl.constexpr):
+    """Return 128 columns of H in fp32, rounded to its wide dtype."""
+    at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
+    h = tl.load(h_ptr + at, mask=used[:, None], other=0)
+    if h_scales_ptr is not None:
+        scales = tl.load(h_scales_ptr + rows * (C // 128) + block, mask=used, other=0.0)
+        h = (from_e4m3(h) * scales[:, None]).to(wide)
+    return h.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_expert_rows", "stride"])
@@ -70,6 +116,8 @@ def quantised_activation_fwd_kernel(
     num_rows_ptr,  # 0-dim int32, or None for R
     values_ptr,  # [R, F] uint8, out
     scales_ptr,  # [F / 128, R4] fp32, out
+    h_values_ptr,  # [R, C] uint8, out, or None
+    h_scales_ptr,  # [R, C / 128] fp32, out, or None
     num_expert_rows,  # R
     stride,  # R4
     F: tl.constexpr,
@@ -90,6 +138,10 @@ def quantised_activation_fwd_kernel(
     up = gate
     if ACT.GATED:
         up = tl.load(at + F, mask=used[:, None], other=0.0).to(tl.float32)
+    if h_values_ptr is not None:
+        store_kept(gate, h_values_ptr, h_scales_ptr, rows, used, block, C, POWER_OF_TWO)
+        if ACT.GATED:
+            store_kept(up, h_values_ptr, h_scales_ptr, rows, used, block + BLOCKS, C, POWER_OF_TWO)
     a = activate(gate, up, ACT)
     if weights_ptr is not None:
         a = a * tl.load(weights_ptr + rows, mask=used, other=0.0)[:, None]
@@ -98,7 +150,8 @@ def quantised_activation_fwd_kernel(
 
 @triton.jit(do_not_specialize=["num_expert_rows", "stride"])
 def quantised_activation_bwd_kernel(
-    h_ptr,  # [R, C]
+    h_ptr,  # [R, C], uint8 with scales
+    h_scales_ptr,  # [R, C / 128] fp32, or None
     da_ptr,  # [R, F]
     weights_ptr,  # [R] fp32, or None for 1
     num_rows_ptr,  # 0-dim int32, or None for R
@@ -122,14 +175,17 @@ def quantised_activation_bwd_kernel(
     used = rows < num_expert_rows
     if num_rows_ptr is not None:
         used = used & (rows < tl.load(num_rows_ptr))
-    columns = block * 128 + tl.arange(0, 128)[None, :]
-    at = h_ptr + rows[:, None] * C + columns
-    gate = tl.load(at, mask=used[:, None], other=0.0).to(tl.float32)
+    da = tl.load(
+        da_ptr + rows[:, None] * F + block * 128 + tl.arange(0, 128)[None, :],
+        mask=used[:, None],
+        other=0.0,
+    )
+    wide: tl.constexpr = da.dtype
+    da = da.to(tl.float32)
+    gate = load_kept(h_ptr, h_scales_ptr, rows, used, block, wide, C)
     up = gate
     if ACT.GATED:
-        up = tl.load(at + F, mask=used[:, None], other=0.0).to(tl.float32)
-    da = tl.load(da_ptr + rows[:, None] * F + columns, mask=used[:, None], other=0.0)
-    da = da.to(tl.float32)
+        up = load_kept(h_ptr, h_scales_ptr, rows, used, block + BLOCKS, wide, C)
     a, dgate, dup = activate_with_gradients(gate, up, ACT)
     tl.store(
         sums_ptr + block.to(tl.int64) * num_expert_rows + rows, tl.sum(da * a, axis=1), mask=used
@@ -179,32 +235,39 @@ def quantised_activation(
     options: ActivationOptions,
     *,
     power_of_two: bool,
-) -> Blocks:
+    quantise_h: bool = False,
+) -> tuple[Blocks, Rows | None]:
     """Return activated rows times their weight, quantised from fp32. No autograd, no host sync.
 
     Args:
         h_RC: FC1's output, bf16, fp16 or fp32, contiguous: [R, 2F] with gate columns first for
             gated activations, else [R, F]; F a multiple of 128.
         weights_R, num_rows: as for `weighted_activation`; weights are contiguous.
+        quantise_h: whether h_RC is wanted in FP8 too, as `quantise_rows` returns it.
 
     Returns:
-        [R, F]. Rows from num_rows on are uninitialised.
+        [R, F], and H or None. Rows from num_rows on are uninitialised.
     """
     R, C = h_RC.shape
     F = C // 2 if options.gated else C
     check_columns("F", F)
     if not use_kernel(h_RC):
-        return quantised_activation_ref(h_RC, weights_R, options, power_of_two=power_of_two)
-    out = empty_row_blocks(h_RC, R, F)
-    args = (h_RC, weights_R, num_rows, out.values.view(torch.uint8), out.scales)
+        to = dict(power_of_two=power_of_two, quantise_h=quantise_h)
+        return quantised_activation_ref(h_RC, weights_R, options, **to)
+    out, h = empty_row_blocks(h_RC, R, F), None
+    h_out: tuple[Tensor | None, Tensor | None] = (None, None)
+    if quantise_h:
+        h = empty_rows(h_RC)
+        h_out = h.values.view(torch.uint8), h.scales
+    args = (h_RC, weights_R, num_rows, out.values.view(torch.uint8), out.scales, *h_out)
     grid, how = cdiv(R, FWD_PROGRAM["BLOCK_R"]) * (F // BLOCK), _constants(options, power_of_two)
     sizes = (R, out.scales.shape[1])
     launch(quantised_activation_fwd_kernel, grid, *args, *sizes, F=F, **how, **FWD_PROGRAM)
-    return out
+    return out, h
 
 
 def quantised_activation_bwd(
-    h_RC: Tensor,
+    h: Rows,
     da_RF: Tensor,
     weights_R: Tensor | None,
     num_rows: Tensor | None,
@@ -214,24 +277,25 @@ def quantised_activation_bwd(
 ) -> tuple[Blocks, Tensor, Blocks]:
     """Return dh, dweights and the weighted activation again. No autograd, no host sync.
 
-    The same bits in every run. da_RF, the gradient of the output, is contiguous and in the dtype of
-    h_RC; the rest is as given to the forward.
+    The same bits in every run. h is H as it was kept, contiguous; da_RF, the gradient of the
+    output, is contiguous and in the dtype of H; the rest is as given to the forward.
 
     Returns:
         dh [R, C], quantised from fp32 values; dweights_R fp32, zero from num_rows on; the forward's
         output [R, F]. Rows of the first and the last from num_rows on are uninitialised.
     """
-    (R, C), F = h_RC.shape, da_RF.shape[1]
+    (R, C), F = h.values.shape, da_RF.shape[1]
     check_columns("F", F)
-    if not use_kernel(h_RC, da_RF):
+    if not use_kernel(h.values, da_RF):
         how = (weights_R, num_rows, options)
-        return quantised_activation_bwd_ref(h_RC, da_RF, *how, power_of_two=power_of_two)
-    dh, a = empty_row_blocks(h_RC, R, C), empty_row_blocks(h_RC, R, F)
-    dweights_R = h_RC.new_empty(R, dtype=torch.float32)
-    sums = h_RC.new_empty(F // BLOCK, R, dtype=torch.float32)
+        return quantised_activation_bwd_ref(h, da_RF, *how, power_of_two=power_of_two)
+    dh, a = empty_row_blocks(da_RF, R, C), empty_row_blocks(da_RF, R, F)
+    dweights_R = da_RF.new_empty(R, dtype=torch.float32)
+    sums = da_RF.new_empty(F // BLOCK, R, dtype=torch.float32)
     if F:
         outputs = (dh.values.view(torch.uint8), dh.scales, a.values.view(torch.uint8), a.scales)
-        args = (h_RC, da_RF, weights_R, num_rows, *outputs, sums, R, dh.scales.shape[1])
+        h_in = h.values if h.scales is None else h.values.view(torch.uint8)
+        args = (h_in, h.scales, da_RF, weights_R, num_rows, *outputs, sums, R, dh.scales.shape[1])
         constants = dict(F=F, **_constants(options, power_of_two), **BWD_PROGRAM)
         grid = cdiv(R, BWD_PROGRAM["BLOCK_R"]) * (F // BLOCK)
         launch(quantised_activation_bwd_kernel, grid, *args, **constants)
