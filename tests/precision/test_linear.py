@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Recipe
-from moecore.moe.amax_history import AmaxHistory, advance_together
+from moecore.moe.amax_history import AmaxHistory, advance_together, push_together
 from moecore.precision.linear import Fp8Products, InputCast
 from tests.precision.plain import (
     RECIPES,
@@ -235,7 +235,7 @@ def test_history_of_a_rank_that_comes_later() -> None:
     history = AmaxHistory(2)
     assert history.largest("weight") is None  # as on all ranks
     advance_together([history], CPU, None)  # a step of no rank
-    history.push([torch.tensor([amax]) for amax in (3.0, 2.0, 0.0)])
+    push_together([history], torch.tensor([3.0, 2.0, 0.0]))
     assert history.amax("input") is None and history.largest("weight") == 2
     history.record(CPU)
     assert history.amax("input") == 3 and history.amax("gradient") is None
