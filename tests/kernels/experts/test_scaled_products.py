@@ -19,13 +19,12 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.grouped import scaled
-from moecore.kernels.grouped.scaled import (
+from moecore.kernels.grouped.scaled import scaled_gemm, scaled_wgrad
+from moecore.kernels.grouped.scaled_rows import (
+    pad_offsets,
     pad_rows,
-    scaled_columns,
-    scaled_gemm,
+    scaled_matrices,
     scaled_rows,
-    scaled_weights,
-    scaled_wgrad,
 )
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
@@ -238,17 +237,18 @@ def test_torch_takes_these_layouts(per_row: bool, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(scaled, "scaled_grouped_mm", on_meta)
     monkeypatch.setattr(scaled, "is_reference", lambda _: False)
-    how = {"per_row": per_row, "power_of_two": True}
+    how: dict[str, Any] = {"per_row": per_row, "power_of_two": True}
     offsets_e = torch.tensor([3, 3, 20], dtype=torch.int32)
     x, y = torch.randn(22, 32).bfloat16(), torch.randn(22, 48).bfloat16()
-    w = scaled_weights(torch.randn(3, 48, 32), **how)
-    assert w.rows is not None and w.columns is not None
-    out = scaled_gemm(scaled_rows(x, **how), w.rows, offsets_e, x.dtype)
+    w: Any = scaled_matrices(torch.randn(3, 48, 32), **how)
+    padded_e = pad_offsets(offsets_e)
+    of_x, of_y = (scaled_rows(rows, offsets_e, padded_e, **how) for rows in (x, y))
+    out = scaled_gemm(of_x[0], w.rows, offsets_e, x.dtype)  # type: ignore[arg-type]
     assert out.shape == (22, 48) and out.dtype == torch.bfloat16
-    assert scaled_gemm(scaled_rows(y, **how), w.columns, offsets_e, x.dtype).shape == (22, 32)
-    padded = pad_rows(offsets_e, 22)
-    columns = (scaled_columns(rows, padded, **how) for rows in (x, y))
-    assert scaled_wgrad(*columns, padded.offsets_e, x.dtype).shape == (3, 32, 48)
+    dx = scaled_gemm(of_y[0], w.columns, offsets_e, x.dtype)  # type: ignore[arg-type]
+    assert dx.shape == (22, 32)
+    grad = scaled_wgrad(of_x[1], of_y[1], padded_e, x.dtype)  # type: ignore[arg-type]
+    assert grad.shape == (3, 32, 48)
 
 
 @pytest.mark.gpu
