@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Recipe
+from moecore.kernels.common import launches_on_meta
 from moecore.moe.amax_history import AmaxHistory, advance_together, push_together
 from moecore.precision.linear import Fp8Products, InputCast
 from tests.precision.plain import (
@@ -287,6 +290,60 @@ def test_compiled_as_eager(recipe: Recipe) -> None:
                 advance_together([products.history], CPU, None)
     if traced.history is not None:
         assert traced.history.amax("gradient").item() == dy.abs().max().item()  # type: ignore[union-attr]
+
+
+LAUNCHES = {  # of forward and backward: casts, and what finds their scales
+    "blockwise": ((), ()),
+    "rowwise": (("zeros", "amax_kernel"), 2 * ("zeros", "amax_kernel")),
+    "tensorwise": (2 * ("amax_parts_kernel",), ("amax_parts_kernel",)),
+    "delayed": ((), ()),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_and_operations(name: str) -> None:
+    """What a linear launches, and that little else passes torch's dispatcher."""
+    history = {"scaling": "tensorwise", "amax_history": 2}
+    products = Fp8Products(Recipe(**history if name == "delayed" else {"scaling": name}))  # type: ignore[arg-type]
+    new: Any = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    x, weight = new(2, 64, 256, requires_grad=True), new(384, 256, requires_grad=True)
+    dy, launched = new(2, 64, 384), Launched()
+    with launches_on_meta(lambda kernel, _: launched.names.append(kernel)):
+        if products.history is not None:
+            products(x, weight).backward(dy)
+            push_together([products.history], torch.zeros(3, device="meta"))
+            launched.names.clear()
+            x.grad = weight.grad = None
+        with launched:
+            y = products(x, weight)
+        forward, launched.names = launched.names, []
+        with launched:
+            y.backward(dy)
+    rows_alone = ("cast_rows_kernel",) if name == "rowwise" else ("cast_kernel",)
+    of_forward, of_backward = LAUNCHES[name]
+    assert sorted(forward) == sorted(
+        (*of_forward, "cast_kernel", *rows_alone, "_scaled_mm_v2")
+    )
+    both = 2 * ("cast_kernel", "_scaled_mm_v2")
+    assert sorted(launched.names) == sorted((*of_backward, *both))
+    assert launched.operations <= 40, launched.operations
+    assert x.grad is not None and x.grad.shape == x.shape and weight.grad.shape == weight.shape
+
+
+class Launched(TorchDispatchMode):
+    """Names of what computes something, and the number of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.operations = 0
+
+    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        name = f._schema.name.removeprefix("aten::")
+        if not (f.is_view or name in ("empty", "_unsafe_view", "detach")):
+            self.names.append(name)
+        return f(*args, **kwargs or {})
 
 
 def test_refusals() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.base.options.precision import Recipe, Scaling
+from moecore.kernels.experts import scaled_products
 from moecore.kernels.experts.contract import (
     OPERANDS,
     ExpertMLPOptions,
@@ -201,6 +202,34 @@ def test_frozen_inputs(frozen: tuple[str, ...]) -> None:
     part = run(leaves, ids, options_of("rowwise"))
     assert part.keys() == whole.keys() - set(frozen)
     assert all(torch.equal(grad, whole[name]) for name, grad in part.items())
+
+
+WANTED: dict[tuple[str, ...], list[tuple[int, bool, bool]]] = {  # columns, rows?, columns?
+    (): [(32, True, False), (48, True, False), (32, True, True), (96, True, True)],
+    ("w1",): [(32, True, False), (48, True, False), (32, True, True), (96, True, False)],
+    ("w2", "x"): [(32, True, False), (48, True, False), (32, True, False), (96, False, True)],
+}
+COLUMNS_AGAIN = {(): [(48, False, True), (32, False, True)], ("w1",): [(48, False, True)]}
+
+
+@pytest.mark.parametrize("frozen", WANTED, ids=str)
+def test_a_gradient_is_read_once_for_both_layouts(
+    frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X and A are rows in forward and columns in backward; dY and dH what is asked for, at once."""
+    made, real = [], scaled_products.scaled_rows
+
+    def record(x: Tensor, *where: Any, rows: bool, columns: bool, **how: Any) -> Any:
+        made.append((x.shape[1], rows, columns))
+        return real(x, *where, rows=rows, columns=columns, **how)
+
+    monkeypatch.setattr(scaled_products, "scaled_rows", record)
+    leaves, ids = make("swiglu", **SIZES)
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    run(leaves, ids, options_of("tensorwise"))
+    of_columns = COLUMNS_AGAIN.get(frozen, [(32, False, True)])
+    assert sorted(made) == sorted(WANTED[frozen] + of_columns)
 
 
 def test_compiles_to_the_same_bits() -> None:

@@ -66,9 +66,32 @@ def test_one_operand_alone_and_rows_apart(device: str) -> None:
             assert_same(casts._cast(part, *how), casts._cast_ref(part, *how))
 
 
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_whole_rows(fmt: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows alone take one kernel, which reads rows twice that it cannot hold."""
+    for elements in (casts.ROW_ELEMENTS, 64):
+        monkeypatch.setattr(casts, "ROW_ELEMENTS", elements)
+        for T, D in ((130, 150), (3, 208)):
+            x = hard((T, D), torch.float32, device)
+            for power_of_two in (True, False):
+                how = (None, None, "row", fmt, power_of_two, True, False)
+                assert_same(casts._cast(x, *how), casts._cast_ref(x, *how))
+    how = (None, None, "row", fmt, False, False, True)  # columns alone
+    assert_same(casts._cast(x, *how), casts._cast_ref(x, *how))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_in_any_shape(kind: str, device: str) -> None:
+    x = hard((2 * 9, 48), torch.bfloat16, device)
+    how = (None, None, kind, "e4m3", True, True, True)
+    for part in (x.view(2, 9, 48), x.view(2, 9, 48).transpose(0, 1)):
+        rows = part.reshape(-1, 48)
+        assert_same(casts._cast(part, *how), casts._cast_ref(rows, *how))
+
+
 def test_delayed(device: str) -> None:
     x = hard((130, 144), torch.float32, device)
-    given = torch.tensor([2.0], device=device)
+    given = torch.tensor([0.0, 2.0, 1.0, 0.5], device=device)  # of parts
     for seen in (0.0, 1e38):
         ours, truth = (torch.tensor([seen], device=device) for _ in range(2))
         how = ("tensor", "e5m2", False, True, True)

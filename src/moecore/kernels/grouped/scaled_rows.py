@@ -291,8 +291,9 @@ def cast_of_experts_kernel(
                 to, place, stop = columns_ptr + expert * D * P, first + lane, P
             else:
                 before = tl.load(padded_ptr + expert - 1, mask=expert > 0, other=0)
+                # so that the compiler writes 16 bytes at a time
                 to, place = columns_ptr, tl.multiple_of(before, 16) + first + lane
-                stop = tl.load(padded_ptr + expert)
+                stop = tl.multiple_of(tl.load(padded_ptr + expert), 16)
             at = to + d.to(tl.int64)[:, None] * P + place[None, :]
             tl.store(at, value, mask=is_column[:, None] & (place < stop)[None, :])
 
