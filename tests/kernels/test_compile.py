@@ -37,7 +37,6 @@ from moecore.kernels.routing import (
 )
 from moecore.kernels.rows import (
     activation,
-    cast,
     e4m3,
     free_list,
     index,
@@ -321,19 +320,6 @@ def run_mixed() -> None:
     scaled_kernel.mixed_wgrad(*sides, ints(E), torch.bfloat16)
 
 
-def run_casts(kind: str) -> None:
-    """Operands of dense linears: a gradient in bf16, and a weight in fp32."""
-    amax, seen = (torch.ones(1), torch.ones(1)) if kind == "tensor" else (None, None)
-    for dtype in (torch.bfloat16, torch.float32):
-        x = torch.zeros(T, D, dtype=dtype)
-        for fmt, power_of_two in (("e4m3", True), ("e5m2", False)):
-            for rows, columns in ((True, True), (True, False), (False, True)):
-                how: dict[str, Any] = dict(power_of_two=power_of_two, rows=rows, columns=columns)
-                cast.cast(x, kind, fmt, **how)
-            if amax is not None:
-                cast.cast(x, kind, fmt, power_of_two=power_of_two, amax=amax, seen=seen)
-
-
 def run_scaled_rows(per_row: bool) -> None:
     """Operands of experts, with a scale per row or one."""
     offsets_e, padded_e = ints(E), scaled_rows.pad_offsets(ints(E))
@@ -342,8 +328,7 @@ def run_scaled_rows(per_row: bool) -> None:
         x_RD, w_eND = torch.zeros(T * K, D, dtype=dtype), torch.zeros(E, F, D, dtype=dtype)
         for fmt, power_of_two in (("e4m3", True), ("e5m2", False)):
             how |= dict(power_of_two=power_of_two)
-            for rows, columns in ((True, True), (True, False), (False, True)):
-                layouts = dict(rows=rows, columns=columns)
+            for layouts in ({}, {"columns": False}, {"rows": False}):
                 scaled_rows.scaled_rows(x_RD, offsets_e, padded_e, fmt=fmt, **how, **layouts)
                 if fmt == "e4m3":
                     scaled_rows.scaled_matrices(w_eND, **how, **layouts)
@@ -551,10 +536,6 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 8),
     "weights of FP8 products": (run_quantised_weights, 12),
     "parts of such weights": (run_shard_blocks, 7),
-    "casts by tile": (lambda: run_casts("tile"), 12),
-    "casts by block": (lambda: run_casts("block"), 12),
-    "casts by row": (lambda: run_casts("row"), 14),
-    "casts by tensor": (lambda: run_casts("tensor"), 18),
     "expert rows and matrices by row": (lambda: run_scaled_rows(True), 24),
     "expert rows and matrices by tensor": (lambda: run_scaled_rows(False), 26),
     "products of two FP8 formats": (run_mixed, 2),

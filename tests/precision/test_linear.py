@@ -321,9 +321,7 @@ def test_launches_and_operations(name: str) -> None:
             y.backward(dy)
     rows_alone = ("cast_rows_kernel",) if name == "rowwise" else ("cast_kernel",)
     of_forward, of_backward = LAUNCHES[name]
-    assert sorted(forward) == sorted(
-        (*of_forward, "cast_kernel", *rows_alone, "_scaled_mm_v2")
-    )
+    assert sorted(forward) == sorted((*of_forward, "cast_kernel", *rows_alone, "_scaled_mm_v2"))
     both = 2 * ("cast_kernel", "_scaled_mm_v2")
     assert sorted(launched.names) == sorted((*of_backward, *both))
     assert launched.operations <= 40, launched.operations

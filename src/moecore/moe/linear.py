@@ -50,7 +50,9 @@ class LinearProducts(ABC):
         """Return x [..., K] @ weight^T + bias; both parameters may be this rank's of a DTensor."""
 
 
-def linear(inputs: tuple[Any, ...], products: type[LinearProducts], sink: GradSink) -> Tensor:
+def linear(
+    inputs: tuple[Any, ...], products: type[LinearProducts], sink: GradSink | None
+) -> Tensor:
     """Return y of x, weight, bias and the products' other inputs; the sink may defer dweight."""
     y: Tensor = _LinearFunction.apply(*inputs, products, sink)
     return y

@@ -41,7 +41,6 @@ class Operands:
             (torch.randn(R, n, generator=generator) * of_rows).to(device) for n in (K, N)
         )
 
-
     def rows(self, x_RN: Tensor, fmt: str) -> Both:
         """Return rows and columns of experts."""
         return scaled_rows(x_RN, self.offsets_e, self.padded_e, **HOW, fmt=fmt)
@@ -84,9 +83,7 @@ def test_products(N: int, K: int, formats: tuple[str, str], device: str) -> None
 @pytest.mark.parametrize(("N", "K"), SIZES)
 def test_weight_gradients(N: int, K: int, formats: tuple[str, str], device: str) -> None:
     o = Operands(N, K, device)
-    y, x = (
-        o.rows(rows, fmt).columns for rows, fmt in zip((o.y_RN, o.x_RK), formats, strict=True)
-    )
+    y, x = (o.rows(rows, fmt).columns for rows, fmt in zip((o.y_RN, o.x_RK), formats, strict=True))
     assert y is not None and x is not None
     for dtype in (torch.float32, torch.bfloat16):
         found, start = mixed_wgrad(y, x, o.padded_e, dtype), 0

@@ -1,4 +1,4 @@
-"""The kernels of FP8 operands with a scale per row, or one: against their references, bit for bit."""
+"""Kernels of FP8 operands with a scale per row, or one: their references bit for bit."""
 
 from __future__ import annotations
 

@@ -63,7 +63,10 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
         recipe: Recipe,
     ) -> None:
         super().__init__(index, activation, weights, recipe)
-        self.how = {"per_row": recipe.scaling == "rowwise", "power_of_two": recipe.power_of_two}
+        self.how: dict[str, Any] = {
+            "per_row": recipe.scaling == "rowwise",
+            "power_of_two": recipe.power_of_two,
+        }
         self.magnitudes = weights.magnitudes
         # by operand and whether its columns: made beside the other layout
         self._beside: dict[tuple[Operand, bool], Blocks] = {}

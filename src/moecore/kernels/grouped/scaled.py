@@ -4,8 +4,8 @@
     scaled_wgrad   out[i] = sum over the rows r of expert i of  x[r]^T y[r]
 
 A scale belongs to all of the summed dim, so it is multiplied at the end. Operands are of the kind
-"row", by `scaled_rows.py`; "tensorwise" ones have the same scale in every row. Torch's grouped product multiplies E4M3 alone; where an
-operand is E5M2 the kernels of `scaled_kernel.py` do.
+"row", by `scaled_rows.py`; "tensorwise" ones have the same scale in every row. Torch's grouped
+product multiplies E4M3 alone; where an operand is E5M2 the kernels of `scaled_kernel.py` do.
 
 Letters: R expert rows (length), e experts, K the summed dim, N columns, M columns of x, P rows with
 each expert's padded to a multiple of 16 (bytes, from which torch's product may read).

@@ -269,9 +269,7 @@ _cast_op = Op(
     schema=_SCHEMA.format(""),
 )
 _SEEN = _SCHEMA.format(", Tensor(a!) seen")
-_cast_seen_op = Op(
-    "fp8_cast_seen", _all_of_cast, _cast_fake, mutates_args=("seen",), schema=_SEEN
-)
+_cast_seen_op = Op("fp8_cast_seen", _all_of_cast, _cast_fake, mutates_args=("seen",), schema=_SEEN)
 _amax_op = Op("fp8_amax", _amax, _amax_fake)
 
 

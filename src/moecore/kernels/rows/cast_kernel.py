@@ -235,6 +235,7 @@ def cast_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
 ):
+    """Write a tile of x along rows, along columns, or both."""
     WIDTH: tl.constexpr = BLOCK if KIND < 2 else 16  # of which K and k are multiples
     M, K = tl.cdiv(T, 16) * 16, tl.cdiv(D, WIDTH) * WIDTH
     m, k = tl.cdiv(D, 16) * 16, tl.cdiv(T, WIDTH) * WIDTH
