@@ -57,6 +57,7 @@ def test_nothing_ran() -> None:
         ("Memcpy DtoH (Device -> Pinned)", "host copies"),
         ("_gather_packed_rows_kernel", "experts"),
         ("quantise_weights_kernel", "quantisation"),
+        ("_cast_kernel", "quantisation"),
         ("cast_kernel", "quantisation"),
         ("amax_parts_kernel", "quantisation"),
         ("cast_of_experts_kernel", "quantisation"),
