@@ -28,13 +28,16 @@ from benchmarks.ops import Inputs, Op, Work, params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore.base.options.precision import Recipe, Scaling
+from moecore.kernels.grouped import scaled_rows as sr
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.rows import quantised as q
 from moecore.kernels.rows import quantised_activation as qa
 from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.cast import cast
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
-from moecore.kernels.rows.scaling import Blocks
+from moecore.kernels.rows.scaling import Blocks, cast_ref
+from moecore.moe.amax_history import advance_together
 from moecore.precision.linear import Fp8Products
 
 ROUTINGS = ("learned",)
@@ -274,12 +277,105 @@ def quantised_activation_bwd(inputs: Inputs) -> Work:
     )
 
 
-def _linear(inputs: Inputs, scaling: Scaling) -> Work:
+def _scaled_rows(inputs: Inputs, *, per_row: bool, delayed: bool = False) -> Work:
+    """Expert rows of D columns as both operands, as of dY and dH."""
+    x_RD, offsets_E = Operands(inputs).dy_RD, inputs.offsets_E
+    how: dict[str, Any] = dict(per_row=per_row, **HOW)
+    if delayed:
+        how |= dict(amax=x_RD.new_ones(1).float(), seen=x_RD.new_zeros(1).float())
+    return _both(
+        lambda: sr.scaled_rows(x_RD, offsets_E, sr.pad_offsets(offsets_E), **how),
+        lambda: sr.scaled_rows_ref(x_RD, offsets_E, **how),
+        x_RD.numel() * (4 if delayed else 6),
+    )
+
+
+def scaled_rows_rowwise(inputs: Inputs) -> Work:
+    """2 R D b read; the values written in both layouts."""
+    return _scaled_rows(inputs, per_row=True)
+
+
+def scaled_rows_tensorwise(inputs: Inputs) -> Work:
+    """2 R D b read; the values written in both layouts."""
+    return _scaled_rows(inputs, per_row=False)
+
+
+def scaled_rows_delayed(inputs: Inputs) -> Work:
+    """R D b read; the values written in both layouts."""
+    return _scaled_rows(inputs, per_row=False, delayed=True)
+
+
+def scaled_rows_alone(inputs: Inputs) -> Work:
+    """R D b read; the values written along rows, each with its scale."""
+    x_RD, offsets_E = Operands(inputs).dy_RD, inputs.offsets_E
+    how: dict[str, Any] = dict(per_row=True, columns=False, **HOW)
+    return _both(
+        lambda: sr.scaled_rows(x_RD, offsets_E, None, **how),
+        lambda: sr.scaled_rows_ref(x_RD, offsets_E, **how),
+        x_RD.numel() * 3,
+    )
+
+
+def _scaled_matrices(inputs: Inputs, *, per_row: bool) -> Work:
+    w1_ECD, how = Operands(inputs).w1_ECD, dict(per_row=per_row, **HOW)
+    return _both(
+        lambda: sr.scaled_matrices(w1_ECD, **how),
+        lambda: sr.scaled_matrices_ref(w1_ECD, **how),
+        w1_ECD.numel() * 6,
+    )
+
+
+def scaled_matrices_rowwise(inputs: Inputs) -> Work:
+    """2 * 2 E F D b of FC1 read; the values written in both layouts."""
+    return _scaled_matrices(inputs, per_row=True)
+
+
+def scaled_matrices_tensorwise(inputs: Inputs) -> Work:
+    """2 * 2 E F D b of FC1 read; the values written in both layouts."""
+    return _scaled_matrices(inputs, per_row=False)
+
+
+def _cast(inputs: Inputs, kind: str, num_bytes: int, **more: Any) -> Work:
+    """T rows of D columns as both operands, as of a dense linear's dY."""
+    x_TD, amax = inputs.x_TD, more.get("amax")
+    return _both(
+        lambda: cast(x_TD, kind, **HOW, **more),
+        lambda: [cast_ref(x, amax, kind, "e4m3", True) for x in (x_TD, x_TD.T)],
+        x_TD.numel() * num_bytes,
+    )
+
+
+def cast_blockwise(inputs: Inputs) -> Work:
+    """T D b read; the values written in both layouts."""
+    return _cast(inputs, "tile", 4)
+
+
+def cast_rowwise(inputs: Inputs) -> Work:
+    """2 T D b read; the values written in both layouts."""
+    return _cast(inputs, "row", 6)
+
+
+def cast_tensorwise(inputs: Inputs) -> Work:
+    """2 T D b read; the values written in both layouts."""
+    return _cast(inputs, "tensor", 6)
+
+
+def cast_delayed(inputs: Inputs) -> Work:
+    """T D b read; the values written in both layouts. The baseline finds no new amax."""
+    amax, seen = (inputs.x_TD.new_ones(1).float() for _ in range(2))
+    return _cast(inputs, "tensor", 4, amax=amax, seen=seen)
+
+
+def _linear(inputs: Inputs, scaling: Scaling, amax_history: int = 0) -> Work:
     """Forward, input and weight gradients of one dense linear."""
-    s, products = inputs.shape, Fp8Products(Recipe(scaling=scaling))
+    s, products = inputs.shape, Fp8Products(Recipe(scaling=scaling, amax_history=amax_history))
     x_TD = inputs.x_TD.detach().requires_grad_()
     w_DD = (0.02 * inputs.random(s.dim, s.dim)).requires_grad_()
     dy_TD = inputs.random(s.tokens, s.dim)
+
+    if products.history is not None:  # after a first step
+        products.history.record(inputs.device)
+        advance_together([products.history], inputs.device, None)
 
     def each(op: Callable[[Tensor, Tensor], Tensor]) -> Call:
         def call() -> tuple[Tensor, ...]:
@@ -307,8 +403,14 @@ def fp8_linear_tensorwise(inputs: Inputs) -> Work:
     return _linear(inputs, "tensorwise")
 
 
+def fp8_linear_delayed(inputs: Inputs) -> Work:
+    """The same by tensor, with scales of earlier steps."""
+    return _linear(inputs, "tensorwise", amax_history=16)
+
+
 PRODUCTS, QUANTISERS, ACTIVATION = FP8_TESTS
-LINEAR = f"tests/precision/test_{'cast' if torch.cuda.is_available() else 'linear'}.py"
+SCALED, CASTS = "tests/kernels/grouped/test_scaled_rows.py", "tests/kernels/rows/test_cast.py"
+LINEAR = CASTS if torch.cuda.is_available() else "tests/precision/test_linear.py"
 OPS = (
     Op(fp8_fc1, PRODUCTS),
     Op(fp8_fc2, PRODUCTS),
@@ -327,6 +429,17 @@ OPS = (
     Op(fp8_linear, LINEAR),
     Op(fp8_linear_rowwise, LINEAR),
     Op(fp8_linear_tensorwise, LINEAR),
+    Op(fp8_linear_delayed, LINEAR),
+    Op(scaled_rows_rowwise, SCALED),
+    Op(scaled_rows_tensorwise, SCALED),
+    Op(scaled_rows_delayed, SCALED),
+    Op(scaled_rows_alone, SCALED),
+    Op(scaled_matrices_rowwise, SCALED),
+    Op(scaled_matrices_tensorwise, SCALED),
+    Op(cast_blockwise, CASTS),
+    Op(cast_rowwise, CASTS),
+    Op(cast_tensorwise, CASTS),
+    Op(cast_delayed, CASTS),
 )
 
 

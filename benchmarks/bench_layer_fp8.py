@@ -36,7 +36,7 @@ from moecore.kernels.common import has_hopper_kernels
 from moecore.moe.experts import Experts
 
 TESTS = [*(layers.GPU_TESTS if torch.cuda.is_available() else layers.CPU_TESTS), *layers.FP8_TESTS]
-TESTS += layers.TE_TESTS
+TESTS += ["tests/kernels/grouped/test_scaled_rows.py", *layers.TE_TESTS]
 
 BF16 = "bf16"
 

@@ -26,6 +26,7 @@ from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.scaled_kernel import mixed_gemm, mixed_wgrad
 from moecore.kernels.hyper_connections import SinkhornOptions, collapse_streams, expand_streams
+from moecore.kernels.grouped.scaled_rows import pad_offsets, scaled_matrices, scaled_rows
 from moecore.kernels.invariant.product import invariant_product
 from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.clones import physical_ids, plan_clones
@@ -188,8 +189,15 @@ def run_quantised(device: str, index: Any) -> None:
     quantised_activation(h_RC, index.weights_R, index.num_rows, options, **how)
     dh, _, _ = quantised_activation_bwd(Rows(h_RC), *args, index.num_rows, options, **how)
     tile_tokens(dh, None, tiles)
+    end = torch.full((1,), len(x_TD) - 5, device=device).int()
     for kind in KINDS.values():
-        cast(x_TD[:, 16:161], kind, seen=amax(x_TD), **how)
+        cast(x_TD[:, 16:161], kind, seen=amax(x_TD)[:1], **how)
+    cast(x_TD[:, 16:161], "row", columns=False, **how)
+    for per_row in (False, True):
+        for columns in (False, True):
+            more = dict(per_row=per_row, columns=columns, **how)
+            scaled_rows(x_TD[: len(x_TD) - 3, 32:], end, pad_offsets(end), **more)
+            scaled_matrices(x_TD[None, :48], **more)
     for recipe in (Recipe(scaling="mxfp8"), Recipe(scaling="nvfp4")):
         for packed in (False, True):
             for over_rows in (False, True):

@@ -23,7 +23,7 @@ from moecore.base.options.precision import Recipe
 from moecore.kernels import adamw, cross_entropy, hyper_connections, momentum
 from moecore.kernels.common import BLOCK_SCALED_TRITON
 from moecore.kernels.experts import contract, expert_mlp
-from moecore.kernels.grouped import block_scaled, fp8, scaled_kernel, wgrad
+from moecore.kernels.grouped import block_scaled, fp8, scaled_kernel, scaled_rows, wgrad
 from moecore.kernels.invariant import product
 from moecore.kernels.routing import (
     balance,
@@ -321,6 +321,23 @@ def run_mixed() -> None:
     scaled_kernel.mixed_wgrad(*sides, ints(E), torch.bfloat16)
 
 
+def run_scaled_rows(per_row: bool) -> None:
+    """Operands of experts, with a scale per row or one."""
+    offsets_e, padded_e = ints(E), scaled_rows.pad_offsets(ints(E))
+    how: dict[str, Any] = dict(per_row=per_row)
+    for dtype in (torch.bfloat16, torch.float32):
+        x_RD, w_eND = torch.zeros(T * K, D, dtype=dtype), torch.zeros(E, F, D, dtype=dtype)
+        for fmt, power_of_two in (("e4m3", True), ("e5m2", False)):
+            how |= dict(power_of_two=power_of_two)
+            for layouts in ({}, {"columns": False}, {"rows": False}):
+                scaled_rows.scaled_rows(x_RD, offsets_e, padded_e, fmt=fmt, **how, **layouts)
+                if fmt == "e4m3":
+                    scaled_rows.scaled_matrices(w_eND, **how, **layouts)
+            if not per_row:
+                one = dict(amax=torch.ones(1), seen=torch.ones(1))
+                scaled_rows.scaled_rows(x_RD, offsets_e, padded_e, fmt=fmt, **how, **one)
+
+
 def run_shard_blocks() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         part = torch.zeros(2, F, D // 8, dtype=dtype)
@@ -534,6 +551,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 8),
     "weights of FP8 products": (run_quantised_weights, 12),
     "parts of such weights": (run_shard_blocks, 7),
+    "expert rows and matrices by row": (lambda: run_scaled_rows(True), 24),
+    "expert rows and matrices by tensor": (lambda: run_scaled_rows(False), 26),
     "products of two FP8 formats": (run_mixed, 2),
     "products of MXFP8": (lambda: run_block_scaled(Recipe(scaling="mxfp8")), 6),
     "parts of NVFP4 weights": (run_shard_squares, 8),
@@ -640,6 +659,15 @@ def test_products_of_blocks(
         assert "cp.async.c" in kernel.asm["ptx"], f"{name} reads byte by byte"
         assert kernel.metadata.shared <= shared_bytes, name
         assert spilled_bytes(kernel, tmp_path) == 0, name
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+def test_transposed_rows_are_written_16_bytes_at_a_time(
+    per_row: bool, compiled: dict[str, Any]
+) -> None:
+    run_scaled_rows(per_row)
+    for name, kernel in compiled.items():
+        assert "st.global.b8" not in kernel.asm["ptx"], name
 
 
 def test_two_fp8_formats_are_multiplied_by_tensor_cores(compiled: dict[str, Any]) -> None:

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Recipe
-from moecore.moe.amax_history import AmaxHistory, advance_together
+from moecore.kernels.common import launches_on_meta
+from moecore.moe.amax_history import AmaxHistory, advance_together, push_together
 from moecore.precision.linear import Fp8Products, InputCast
 from tests.precision.plain import (
     RECIPES,
@@ -112,7 +115,7 @@ def test_what_is_not_wanted_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> 
     assert made == [(True, False), (True, False)]  # x and weight
     made.clear()
     y, kept = kept_by(Fp8Products(Recipe()), x, weight.detach())
-    assert [t.numel() for t in kept] == [weight.numel(), 0, 0]
+    assert [t.numel() for t in kept] == [weight.numel()]
     y.backward(dy)
     assert made == [(True, False), (True, False), (True, False), (False, True)]  # dy and weight
     made.clear()
@@ -235,7 +238,7 @@ def test_history_of_a_rank_that_comes_later() -> None:
     history = AmaxHistory(2)
     assert history.largest("weight") is None  # as on all ranks
     advance_together([history], CPU, None)  # a step of no rank
-    history.push([torch.tensor([amax]) for amax in (3.0, 2.0, 0.0)])
+    push_together([history], torch.tensor([3.0, 2.0, 0.0]))
     assert history.amax("input") is None and history.largest("weight") == 2
     history.record(CPU, training=True)
     assert history.amax("input") == 3 and history.amax("gradient") is None
@@ -287,6 +290,58 @@ def test_compiled_as_eager(recipe: Recipe) -> None:
                 advance_together([products.history], CPU, None)
     if traced.history is not None:
         assert traced.history.amax("gradient").item() == dy.abs().max().item()  # type: ignore[union-attr]
+
+
+LAUNCHES = {  # of forward and backward: casts, and what finds their scales
+    "blockwise": ((), ()),
+    "rowwise": (("zeros", "amax_kernel"), 2 * ("zeros", "amax_kernel")),
+    "tensorwise": (2 * ("amax_parts_kernel",), ("amax_parts_kernel",)),
+    "delayed": ((), ()),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_and_operations(name: str) -> None:
+    """What a linear launches, and that little else passes torch's dispatcher."""
+    history = {"scaling": "tensorwise", "amax_history": 2}
+    products = Fp8Products(Recipe(**history if name == "delayed" else {"scaling": name}))  # type: ignore[arg-type]
+    new: Any = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    x, weight = new(2, 64, 256, requires_grad=True), new(384, 256, requires_grad=True)
+    dy, launched = new(2, 64, 384), Launched()
+    with launches_on_meta(lambda kernel, _: launched.names.append(kernel)):
+        if products.history is not None:
+            products(x, weight).backward(dy)
+            push_together([products.history], torch.zeros(3, device="meta"))
+            launched.names.clear()
+            x.grad = weight.grad = None
+        with launched:
+            y = products(x, weight)
+        forward, launched.names = launched.names, []
+        with launched:
+            y.backward(dy)
+    rows_alone = ("cast_rows_kernel",) if name == "rowwise" else ("cast_kernel",)
+    of_forward, of_backward = LAUNCHES[name]
+    assert sorted(forward) == sorted((*of_forward, "cast_kernel", *rows_alone, "_scaled_mm_v2"))
+    both = 2 * ("cast_kernel", "_scaled_mm_v2")
+    assert sorted(launched.names) == sorted((*of_backward, *both))
+    assert launched.operations <= 40, launched.operations
+    assert x.grad is not None and x.grad.shape == x.shape and weight.grad.shape == weight.shape
+
+
+class Launched(TorchDispatchMode):
+    """Names of what computes something, and the number of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.operations = 0
+
+    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        name = f._schema.name.removeprefix("aten::")
+        if not (f.is_view or name in ("empty", "_unsafe_view", "detach")):
+            self.names.append(name)
+        return f(*args, **kwargs or {})
 
 
 def test_refusals() -> None:

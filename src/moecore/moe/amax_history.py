@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.streams import wait_on_host
+from moecore.base.torch_names import foreach_copy_
 
 OperandName = Literal["input", "weight", "gradient"]
 GRADIENTS = frozenset(("gradient", "dy", "dh"))  # of linears and of experts
@@ -37,14 +38,14 @@ class AmaxHistory:
         self.seen: dict[str, Tensor] = {}  # fp32 [1], the largest of this step so far
         # fp32 [num_steps], the newest step first, 0 where there was none; {} before `push`.
         self.steps: dict[str, Tensor] = {}
+        self._past: dict[str, Tensor] = {}  # fp32 [1], the largest of the steps, or 1 for none
         self._has_recorded = False  # and stays so: a replayed CUDA graph adds, but runs no Python
         self._known: set[str] = set()  # operands that `steps` gives a scale to, as this rank knows
 
     def amax(self, operand: str) -> Tensor | None:
         """Return fp32 [1], the largest of the steps; None before the first, when it is its own."""
         # 1 for an operand that no step had, like the gradient after forwards without backward.
-        largest = self.largest(operand) if operand in self._known else None
-        return None if largest is None else torch.where(largest > 0, largest, 1.0)
+        return self._past[operand] if operand in self._known else None
 
     def largest(self, operand: str) -> Tensor | None:
         """Return fp32 [1], 0 where no step had it; None before the first advance."""
@@ -76,16 +77,12 @@ class AmaxHistory:
         for seen in self.seen.values():
             seen.zero_()
 
-    def push(self, step: Sequence[Tensor]) -> None:
-        """Add a step, fp32 [1] of each operand; 0 = the step did not have it. No host sync."""
-        for operand, largest in zip(self.operands, step, strict=True):
-            steps = self.steps.get(operand)
-            if steps is None:
-                steps = self.steps[operand] = largest.new_zeros(self.num_steps)
-            steps.copy_(torch.where(largest > 0, torch.cat((largest, steps[:-1])), steps))
-        self.drop()
-        if self._has_recorded:
-            self._known.update(self.operands)
+    def grow(self, device: torch.device) -> None:
+        """Make the tensors of the steps, unless they are there."""
+        if not self.steps:
+            for operand in self.operands:
+                self.steps[operand] = torch.zeros(self.num_steps, device=device)
+                self._past[operand] = torch.ones(1, device=device)
 
     def load(self, saved: Mapping[str, Tensor], device: torch.device) -> None:
         """Go on from saved `steps`, the newest that there is room for. Host sync.
@@ -94,12 +91,20 @@ class AmaxHistory:
         """
         if not (saved or self.steps):
             return
-        for operand in self.operands:
-            steps = self.steps.setdefault(operand, torch.zeros(self.num_steps, device=device))
+        self.grow(device)
+        for operand, steps in self.steps.items():
             newest = saved.get(operand, steps[:0])[: self.num_steps]
             steps[len(newest) :] = 0
-            steps[: len(newest)] = newest  # in place, where a CUDA graph reads them
+            steps[: len(newest)] = newest
+            largest = steps.amax().reshape(1)
+            # in place, where a CUDA graph reads it
+            self._past[operand].copy_(torch.where(largest > 0, largest, 1.0))
         self._find_known()
+
+    def know(self) -> None:
+        """Let scales come from the steps, once this rank had a training forward."""
+        if self._has_recorded:
+            self._known.update(self.operands)
 
     def _find_known(self) -> None:
         wait_on_host()
@@ -119,6 +124,29 @@ def advance_together(
     largest = torch.cat([seen for history in histories for seen in history.seen.values()])
     if group is not None and group.size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    steps = iter(largest.split(1))
+    push_together(histories, largest)
+
+
+@torch.no_grad()
+def push_together(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
+    """Add a step to histories: fp32 of each operand of each one; 0 = the step did not have it."""
+    # A few launches however many there are. No host sync.
+    of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
+    values = iter(largest.split(1))
     for history in histories:
-        history.push([next(steps) for _ in history.operands])
+        history.grow(largest.device)
+        entries = of_length.setdefault(history.num_steps, [])
+        entries += [(history, operand, next(values)) for operand in history.operands]
+        history.know()
+    for entries in of_length.values():
+        newest = torch.cat([value for _, _, value in entries])[:, None]
+        before = torch.stack([history.steps[operand] for history, operand, _ in entries])
+        after = torch.where(newest > 0, torch.cat((newest, before[:, :-1]), 1), before)
+        of_all = after.amax(1)
+        of_all = torch.where(of_all > 0, of_all, 1.0)
+        # in place, where a CUDA graph reads it
+        foreach_copy_([history.steps[operand] for history, operand, _ in entries], after.unbind())
+        foreach_copy_([history._past[operand] for history, operand, _ in entries], of_all.split(1))
+    collected = [seen for history in histories for seen in history.seen.values()]
+    if collected:
+        foreach_copy_(collected, torch.zeros(len(collected), device=largest.device).split(1))

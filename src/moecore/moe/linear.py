@@ -55,7 +55,9 @@ class LinearProducts(ABC):
         """
 
 
-def linear(inputs: tuple[Any, ...], products: type[LinearProducts], sink: GradSink) -> Tensor:
+def linear(
+    inputs: tuple[Any, ...], products: type[LinearProducts], sink: GradSink | None
+) -> Tensor:
     """Return y of x, weight, bias and the products' other inputs; the sink may defer dweight."""
     y: Tensor = _LinearFunction.apply(*inputs, products, sink)
     return y

@@ -38,13 +38,20 @@ from moecore.kernels.rows.microscaling import (
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
 from moecore.moe.linear import Gradients, backward
 from moecore.moe.params import has_values, local_param
-from moecore.precision.linear import Fp8Products, check_operands, gathered_as, max_over_cut
+from moecore.precision.linear import (
+    Fp8Products,
+    check_operands,
+    gathered_as,
+    max_over_cut,
+    rows_of,
+    with_dims_of,
+)
 
 Parts = Sequence[Tensor | None]  # E2M1 in pairs and E4M3 scales of a gathered weight, or nothing
 
 
 def _linear(
-    x_TK: Tensor,
+    x: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None,
     weight_amax: Tensor | None,
@@ -56,11 +63,11 @@ def _linear(
     stochastic_rounding: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return y_TN."""
+    """Return y [..., N]."""
     recipe = _recipe(scaling, power_of_two, hadamard, stochastic_rounding)
     weight = _weight(weight_NK, weight_amax, (packed, packed_scales), recipe, transposed=False)
-    y_TN = _product(_operand(x_TK, recipe), weight, recipe, dtype)
-    return y_TN if bias_N is None else y_TN.add_(bias_N)
+    y = with_dims_of(_product(_operand(rows_of(x), recipe), weight, recipe, dtype), x)
+    return y if bias_N is None else y.add_(bias_N)
 
 
 def _recipe(scaling: Any, power_of_two: bool, hadamard: bool, stochastic: bool) -> Recipe:
@@ -102,34 +109,37 @@ def _one_group(rows: Blocks, num_rows: int) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_TK, weight_NK, bias_N, weight_amax, *ctx.packed = inputs[:6]
+    x, weight_NK, bias_N, weight_amax, *ctx.packed = inputs[:6]
     wants_x, wants_weight, *_ = ctx.needs_input_grad
-    kept = (x_TK if wants_weight else None, weight_NK if wants_x else None, weight_amax)
+    kept = (x if wants_weight else None, weight_NK if wants_x else None, weight_amax)
     ctx.save_for_backward(*kept)
     ctx.how = inputs[6:10]
-    ctx.dtypes = (x_TK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
+    ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
     ctx.products, ctx.sink = EmulatedLinearProducts, None
 
 
-def _gradients(ctx: Any, dy_TN: Tensor) -> Gradients:
-    x_TK, weight_NK, weight_amax = ctx.saved_tensors
+def _gradients(ctx: Any, dy: Tensor) -> Gradients:
+    x, weight_NK, weight_amax = ctx.saved_tensors
+    dy_TN = rows_of(dy)
     recipe = _recipe(*ctx.how)
     x_dtype, weight_dtype, bias_dtype = ctx.dtypes
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    dx_TK = dbias_N = None
+    dx = operands = dbias_N = None
     if wants_x:
         weight = _weight(weight_NK, weight_amax, ctx.packed, recipe, transposed=True)
-        dy = _operand(dy_TN, recipe, is_gradient=True)
-        dx_TK = _product(dy, weight, recipe, x_dtype)
+        of_dy = _operand(dy_TN, recipe, is_gradient=True)
+        dx = with_dims_of(_product(of_dy, weight, recipe, x_dtype), dy)
     if wants_bias:
         dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype)
-    return dx_TK, (dy_TN, x_TK, recipe, weight_dtype) if wants_weight else None, dbias_N
+    if wants_weight:
+        operands = (dy_TN, rows_of(x), recipe, weight_dtype)
+    return dx, operands, dbias_N
 
 
 _linear_op = Op(
     "emulated_linear",
     _linear,
-    lambda x_TK, w_NK, *how: x_TK.new_empty(x_TK.shape[0], w_NK.shape[0], dtype=how[-1]),
+    lambda x, w_NK, *how: x.new_empty(*x.shape[:-1], w_NK.shape[0], dtype=how[-1]),
     save=_save,
     backward=backward,
 )

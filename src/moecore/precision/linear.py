@@ -4,6 +4,9 @@
     input gradient   dx = dy (over N, recipe's format)  @ weight (over N, e4m3)
     weight gradient  dw = dy (over T, recipe's format)  @ x      (over T, e4m3)
 
+In plain eager code a linear is one node of autograd, and nothing lies between it and the launches
+of `cast` and torch's product. Compilers and dispatch modes see custom operators.
+
 Letters: T tokens, K input features, N output features; M and N rows of the operands of `product`.
 """
 
@@ -25,25 +28,42 @@ from moecore.base.torch_names import autocast_dtype, is_plain_eager, scaled_mm, 
 from moecore.kernels.common import has_hopper_kernels, no_autocast
 from moecore.kernels.experts.contract import GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.ops import Op
-from moecore.kernels.rows.cast import amax, cast, operand
+from moecore.kernels.ops import Op, is_plain
+from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, product_ref
 from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
 from moecore.moe.amax_history import AmaxHistory, OperandName
 from moecore.moe.linear import Gradients, LinearProducts, backward, linear
 from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
 
-Parts = tuple[Tensor, Tensor]  # values as bytes, scales
+Parts = tuple[Tensor | None, Tensor | None]  # values, scales
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return the rows [T, K] of x [..., K]."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def with_dims_of(y_MN: Tensor, x: Tensor) -> Tensor:
+    """Return [..., N], the rows of y that are those of x [..., K]; others fill it up."""
+    # No view, as of `nn.Linear`: what follows may change it in place.
+    T = x.numel() // x.shape[-1]
+    if y_MN.shape[0] != T:
+        y_MN = y_MN[:T]
+    elif x.ndim == 2:
+        return y_MN
+    y: Tensor = unsafe_view(y_MN, [*x.shape[:-1], y_MN.shape[1]])
+    return y
 
 
 def _linear(
-    x_TK: Tensor,
+    x: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None,
     rows: Tensor,
     row_scales: Tensor,
-    columns: Tensor,
-    column_scales: Tensor,
+    columns: Tensor | None,
+    column_scales: Tensor | None,
     weight_rows: Tensor,
     weight_row_scales: Tensor,
     weight_amax: Tensor | None,
@@ -55,15 +75,14 @@ def _linear(
     power_of_two: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return y_TN; `columns` and what follows the weight's scales are for backward."""
-    x = operand(rows, row_scales, activation_kind, "e4m3")
-    weight = operand(weight_rows, weight_row_scales, weight_kind, "e4m3")
-    y_TN = product(x, weight, dtype)[: x_TK.shape[0]]
-    return y_TN if bias_N is None else y_TN.add_(bias_N)
+    """Return y [..., N]; `columns` and what follows the weight's scales are for backward."""
+    weight = Blocks(weight_rows, weight_row_scales, weight_kind)
+    y = with_dims_of(product(Blocks(rows, row_scales, activation_kind), weight, dtype), x)
+    return y if bias_N is None else y.add_(bias_N)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_TK, weight_NK, bias_N = inputs[:3]
+    x, weight_NK, bias_N = inputs[:3]
     # Of x the operand that is summed over tokens, in FP8, which the pass that makes the forward's
     # operand makes too; nothing where no gradient of the weight is wanted. The weight as it is,
     # because units free and gather it, and to quantise it again takes little beside a product.
@@ -72,18 +91,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.gathered = None if has_values(weight_NK) else inputs[7:9]
     ctx.dy_seen = inputs[11]  # grows from one backward to the next, so autograd must not check it
     ctx.how = inputs[12:16]
-    ctx.dtypes = (x_TK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
+    ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
     ctx.products, ctx.sink = Fp8Products, None
 
 
-def _gradients(ctx: Any, dy_TN: Tensor) -> Gradients:
+def _gradients(ctx: Any, dy: Tensor) -> Gradients:
     weight_NK, columns, column_scales, w_amax, dy_amax = ctx.saved_tensors
     activation_kind, _, grad_fmt, power_of_two = ctx.how
     x_dtype, weight_dtype, bias_dtype = ctx.dtypes
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    dx_TK = operands = dbias_N = None
-    dy = cast(
-        dy_TN,
+    dx = operands = dbias_N = None
+    both = cast(
+        dy,
         activation_kind,
         grad_fmt,
         power_of_two=power_of_two,
@@ -92,15 +111,14 @@ def _gradients(ctx: Any, dy_TN: Tensor) -> Gradients:
         amax=dy_amax,
         seen=ctx.dy_seen,
     )
-    if dy.rows is not None:
+    if both.rows is not None:
         weight = _weight_columns(ctx, weight_NK, w_amax)
-        dx_TK = product(dy.rows, weight, x_dtype)[: dy_TN.shape[0]]
-    if dy.columns is not None:
-        x = operand(columns, column_scales, activation_kind, "e4m3")
-        operands = (dy.columns, x, weight_dtype)
+        dx = with_dims_of(product(both.rows, weight, x_dtype), dy)
+    if both.columns is not None:
+        operands = (both.columns, Blocks(columns, column_scales, activation_kind), weight_dtype)
     if wants_bias:
-        dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype)
-    return dx_TK, operands, dbias_N
+        dbias_N = rows_of(dy).sum(0, dtype=torch.float32).to(bias_dtype)
+    return dx, operands, dbias_N
 
 
 def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Blocks:
@@ -108,7 +126,7 @@ def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Blocks:
     _, kind, _, power_of_two = ctx.how
     if ctx.gathered is not None:
         rows, scales = ctx.gathered
-        return transpose_operand(operand(rows, scales, kind, "e4m3"), weight_NK.shape[1])
+        return transpose_operand(Blocks(rows, scales, kind), weight_NK.shape[1])
     both = cast(weight_NK, kind, power_of_two=power_of_two, rows=False, amax=amax)
     assert both.columns is not None
     return both.columns
@@ -118,7 +136,7 @@ def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Blocks:
 _linear_op = Op(
     "fp8_linear",
     _linear,
-    lambda x_TK, w_NK, *how: x_TK.new_empty(x_TK.shape[0], w_NK.shape[0], dtype=how[-1]),
+    lambda x, w_NK, *how: x.new_empty(*x.shape[:-1], w_NK.shape[0], dtype=how[-1]),
     save=_save,
     backward=backward,
 )
@@ -147,11 +165,11 @@ class InputCast:
         return InputCast, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> Both:
-        """Return what `cast_input` returns of the flat input [..., K]."""
+        """Return what `cast_input` returns."""
         both = self._both
         is_same = self._input is not None and self._input() is x and self._version == version(x)
         if both is None or not is_same or user in self._users or (columns and not both.columns):
-            both = cast_input(x.reshape(-1, x.shape[-1]), recipe, columns=columns)
+            both = cast_input(x, recipe, columns=columns)
             self._input, self._version = weakref.ref(x, self._drop), version(x)
             self._both, self._users = both, []
         self._users.append(user)
@@ -163,17 +181,16 @@ class InputCast:
 
 
 def cast_input(
-    x_TK: Tensor,
+    x: Tensor,
     recipe: Recipe,
     *,
     columns: bool,
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> Both:
-    """Return an input as operands of the forward and, with `columns`, of the weight gradient."""
-    kind = KINDS[recipe.activation_block]
-    how: dict[str, Any] = dict(power_of_two=recipe.power_of_two, columns=columns)
-    return cast(x_TK, kind, **how, amax=amax, seen=seen)
+    """Return x [..., K] as operands of the forward and, with `columns`, of the weight gradient."""
+    kind, power_of_two = KINDS[recipe.activation_block], recipe.power_of_two
+    return cast(x, kind, power_of_two=power_of_two, columns=columns, amax=amax, seen=seen)
 
 
 class Fp8Products(LinearProducts):
@@ -208,7 +225,7 @@ class Fp8Products(LinearProducts):
         x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
         weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))
-        operands = (*_parts(x_both.rows), *_parts(x_both.columns, x), *_parts(weight_rows))
+        operands = (*_parts(x_both.rows), *_parts(x_both.columns), *_parts(weight_rows))
         scales = weight_amax, self._past("gradient"), seen.get("gradient")
         how = *kinds, self.recipe.grad_format, self.recipe.power_of_two
         return self._run(_linear_op, x, weight, weight_NK, bias, *operands, *scales, *how)
@@ -222,20 +239,18 @@ class Fp8Products(LinearProducts):
         bias: Tensor | None,
         *more: Any,
     ) -> Tensor:
-        """Return y of x [..., K], by an op of the flat x, weight, bias, more, and y's dtype."""
-        sink = None
-        if self.defers and torch.is_grad_enabled() and is_plain_eager() and weight_NK.requires_grad:
-            sink = sink_of(weight, weight_NK.shape)
-        inputs = (
-            x.reshape(-1, x.shape[-1]),
-            weight_NK,
-            None if bias is None else local_param(bias),
-            *more,
-            autocast_dtype(x) or x.dtype,  # as of `nn.Linear`
-        )
-        y_TN = op(*inputs) if sink is None else linear(inputs, type(self), sink)
-        # No view, as of `nn.Linear`: what follows may change it in place.
-        y: Tensor = unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
+        """Return y of x [..., K], by an op of x, weight, bias, more, and y's dtype."""
+        bias_N = None if bias is None else local_param(bias)
+        inputs = (x, weight_NK, bias_N, *more, autocast_dtype(x) or x.dtype)  # as of `nn.Linear`
+        if not (is_plain_eager() and is_plain(x) and is_plain(weight_NK)):
+            y: Tensor = op(*inputs)
+        elif torch.is_grad_enabled():
+            sink = None
+            if self.defers and weight_NK.requires_grad:
+                sink = sink_of(weight, weight_NK.shape)
+            y = linear(inputs, type(self), sink)
+        else:
+            y = self.forward(*inputs)
         return y
 
     def _cast_weight(
@@ -256,8 +271,11 @@ class Fp8Products(LinearProducts):
             # slowest.
             with torch.no_grad():
                 largest = max_over_cut(amax(local_param(weight)), weight)
-        how: dict[str, Any] = dict(power_of_two=self.recipe.power_of_two, amax=largest)
-        return cast(weight_NK, kind, **how, columns=False, seen=seen).rows, largest
+        power_of_two = self.recipe.power_of_two
+        both = cast(
+            weight_NK, kind, power_of_two=power_of_two, columns=False, amax=largest, seen=seen
+        )
+        return both.rows, largest
 
     def _past(self, operand: OperandName) -> Tensor | None:
         return None if self.history is None else self.history.amax(operand)
@@ -266,8 +284,7 @@ class Fp8Products(LinearProducts):
         if self.history is None and not torch.compiler.is_compiling():
             return self.inputs.get(x, self, self.recipe, columns)
         # A compiler computes equal casts once by itself.
-        x_TK = x.reshape(-1, x.shape[-1])
-        return cast_input(x_TK, self.recipe, columns=columns, amax=amax, seen=seen)
+        return cast_input(x, self.recipe, columns=columns, amax=amax, seen=seen)
 
     forward = staticmethod(_linear)
     save = staticmethod(_save)
@@ -342,12 +359,9 @@ def _gathered_rows(weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | 
     return as_operand(found)
 
 
-def _parts(side: Any, like: Tensor | None = None) -> Parts:
-    """Return an operand's bytes and scales; empty ones on a tensor's device where there is none."""
-    if side is None:
-        assert like is not None
-        return like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.float32)
-    return side.values.view(torch.uint8), side.scales
+def _parts(side: Blocks | None) -> Parts:
+    """Return an operand's values and scales."""
+    return (None, None) if side is None else (side.values, side.scales)
 
 
 # Of torch.nn.functional.ScalingType; the operator takes numbers.
@@ -368,8 +382,7 @@ def _has_product(device: torch.device, kind: str) -> bool:
     return capability == (9, 0) if kind in ("tile", "block") else capability >= (8, 9)
 
 
-def _product(*flat: Any) -> Tensor:
-    a, b, dtype = operand(*flat[:4]), operand(*flat[4:8]), flat[8]
+def _product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     (M, K), N = a.values.shape, b.values.shape[0]
     if not M * N * K or not _has_scaled_product(a.values.device, a.kind):
         with no_autocast(a.values):
@@ -400,10 +413,10 @@ def _as_torch_takes_it(side: Blocks, *, is_first: bool) -> Tensor:
 
 _product_op = Op(
     "fp8_product",
-    _product,
-    lambda a, _, __, ___, b, *how: a.new_empty(a.shape[0], b.shape[0], dtype=how[-1]),
-    schema="(Tensor a_MK, Tensor a_scales, str a_kind, str a_fmt, "
-    "Tensor b_NK, Tensor b_scales, str b_kind, str b_fmt, ScalarType dtype) -> Tensor",
+    lambda *flat: _product(Blocks(*flat[:3]), Blocks(*flat[3:6]), flat[6]),
+    lambda a, _, __, b, *how: a.new_empty(a.shape[0], b.shape[0], dtype=how[-1]),
+    schema="(Tensor a_MK, Tensor a_scales, str a_kind, "
+    "Tensor b_NK, Tensor b_scales, str b_kind, ScalarType dtype) -> Tensor",
 )
 
 
@@ -411,9 +424,7 @@ def product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     """Return a [M, K] @ b [N, K]^T with their padded sizes. Not differentiable, no host sync."""
     # Summed in fp32, rounded once to bf16, fp16 or fp32. GPUs run torch's scaled product:
     # cuBLASLt's "scaling factors layouts", as torch's `_scaled_mm_v2` checks them.
-    sides = [(*_parts(side), side.kind, _format(side)) for side in (a, b)]
-    return _product_op(*sides[0], *sides[1], dtype)
-
-
-def _format(side: Blocks) -> str:
-    return "e5m2" if side.values.dtype == torch.float8_e5m2 else "e4m3"
+    if is_plain_eager() and is_plain(a.values):
+        return _product(a, b, dtype)
+    y_MN: Tensor = _product_op(a.values, a.scales, a.kind, b.values, b.scales, b.kind, dtype)
+    return y_MN

@@ -32,11 +32,17 @@ from moecore.kernels.rows.e4m3 import block_scale_ref
 from moecore.kernels.rows.scaling import LARGEST
 from moecore.moe.linear import Gradients, backward
 from moecore.moe.params import check_values, local_param
-from moecore.precision.linear import Fp8Products, check_operands, max_over_cut
+from moecore.precision.linear import (
+    Fp8Products,
+    check_operands,
+    max_over_cut,
+    rows_of,
+    with_dims_of,
+)
 
 
 def _linear(
-    x_TK: Tensor,
+    x: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None,
     x_amax: Tensor | None,
@@ -52,14 +58,14 @@ def _linear(
     stochastic_rounding: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return y_TN; what is of dy is for backward."""
+    """Return y [..., N]; what is of dy is for backward."""
     recipe = _recipe(scaling, power_of_two, grad_format, hadamard, stochastic_rounding)
-    if not x_TK.shape[0] or x_TK.is_meta:
-        return x_TK.new_zeros(x_TK.shape[0], weight_NK.shape[0], dtype=dtype)
-    x = _operand(x_TK, recipe, "activation", x_amax, x_seen)
+    if not x.numel() or x.is_meta:
+        return x.new_zeros(*x.shape[:-1], weight_NK.shape[0], dtype=dtype)
+    of_x = _operand(rows_of(x), recipe, "activation", x_amax, x_seen)
     weight = _operand(weight_NK, recipe, "weight", weight_amax, weight_seen)
-    y_TN = te_names.multiply(weight, x, "TN", dtype)[: x_TK.shape[0]]
-    return y_TN if bias_N is None else y_TN.add_(bias_N)
+    y = with_dims_of(te_names.multiply(weight, of_x, "TN", dtype), x)
+    return y if bias_N is None else y.add_(bias_N)
 
 
 def _recipe(
@@ -85,47 +91,47 @@ def _operand(
     if largest is None and seen is None:
         return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows)
     fmt = recipe.grad_format if operand == "gradient" else "e4m3"
-    of_own = amax(x_RC) if largest is None else largest
+    of_own = amax(x_RC).amax().reshape(1) if largest is None else largest
     _, scale = block_scale_ref(of_own, recipe.power_of_two, LARGEST[fmt])
     return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=seen)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_TK, weight_NK, bias_N, x_amax, weight_amax, dy_amax = inputs[:6]
+    x, weight_NK, bias_N, x_amax, weight_amax, dy_amax = inputs[:6]
     wants_x, wants_weight, *_ = ctx.needs_input_grad
-    kept = (x_TK if wants_weight else None, weight_NK if wants_x else None)
+    kept = (x if wants_weight else None, weight_NK if wants_x else None)
     ctx.save_for_backward(*kept, x_amax, weight_amax, dy_amax)
     ctx.dy_seen = inputs[8]  # grows from one backward to the next, so autograd must not check it
     ctx.how = inputs[9:14]
-    ctx.dtypes = (x_TK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
+    ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
     ctx.products, ctx.sink = TELinearProducts, None
 
 
-def _gradients(ctx: Any, dy_TN: Tensor) -> Gradients:
-    x_TK, weight_NK, x_amax, weight_amax, dy_amax = ctx.saved_tensors
+def _gradients(ctx: Any, dy: Tensor) -> Gradients:
+    x, weight_NK, x_amax, weight_amax, dy_amax = ctx.saved_tensors
     recipe, (x_dtype, weight_dtype, bias_dtype) = _recipe(*ctx.how), ctx.dtypes
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    dx_TK = operands = dbias_N = None
-    T, seen = dy_TN.shape[0], ctx.dy_seen
+    dx = operands = dbias_N = None
+    dy_TN, seen = rows_of(dy), ctx.dy_seen
     if wants_x:
-        if T and not dy_TN.is_meta:
-            dy = _operand(dy_TN, recipe, "gradient", dy_amax, seen)
+        if dy_TN.shape[0] and not dy.is_meta:
+            of_dy = _operand(dy_TN, recipe, "gradient", dy_amax, seen)
             weight = _operand(weight_NK, recipe, "weight", weight_amax, over_rows=True)
-            dx_TK, seen = te_names.multiply(weight, dy, "NN", x_dtype)[:T], None
+            dx, seen = with_dims_of(te_names.multiply(weight, of_dy, "NN", x_dtype), dy), None
         else:
-            dx_TK = dy_TN.new_zeros(T, weight_NK.shape[1], dtype=x_dtype)
+            dx = dy.new_zeros(*dy.shape[:-1], weight_NK.shape[1], dtype=x_dtype)
     if wants_bias:
         dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype)
     if wants_weight:
-        operands = (dy_TN, x_TK, dy_amax, x_amax, seen, recipe, weight_dtype)
-    return dx_TK, operands, dbias_N
+        operands = (dy_TN, rows_of(x), dy_amax, x_amax, seen, recipe, weight_dtype)
+    return dx, operands, dbias_N
 
 
 # What compilers and modes know of `linear` with these products; an operator takes no sink.
 _linear_op = Op(
     "te_linear",
     _linear,
-    lambda x_TK, w_NK, *how: x_TK.new_empty(x_TK.shape[0], w_NK.shape[0], dtype=how[-1]),
+    lambda x, w_NK, *how: x.new_empty(*x.shape[:-1], w_NK.shape[0], dtype=how[-1]),
     save=_save,
     backward=backward,
 )
@@ -152,7 +158,7 @@ class TELinearProducts(Fp8Products):
         weight_amax = self._past("weight")
         if weight_amax is None and recipe.scaling == "tensorwise":  # as one rank would quantise it
             with torch.no_grad():
-                weight_amax = max_over_cut(amax(weight_NK), weight)
+                weight_amax = max_over_cut(amax(weight_NK), weight).amax().reshape(1)
         how = (
             self._past("input"),
             weight_amax,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.base.options.precision import Recipe, Scaling
+from moecore.kernels.experts import scaled_products
 from moecore.kernels.experts.contract import (
     OPERANDS,
     ExpertMLPOptions,
@@ -19,13 +20,12 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.grouped import scaled
-from moecore.kernels.grouped.scaled import (
+from moecore.kernels.grouped.scaled import scaled_gemm, scaled_wgrad
+from moecore.kernels.grouped.scaled_rows import (
+    pad_offsets,
     pad_rows,
-    scaled_columns,
-    scaled_gemm,
+    scaled_matrices,
     scaled_rows,
-    scaled_weights,
-    scaled_wgrad,
 )
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
@@ -204,6 +204,34 @@ def test_frozen_inputs(frozen: tuple[str, ...]) -> None:
     assert all(torch.equal(grad, whole[name]) for name, grad in part.items())
 
 
+WANTED: dict[tuple[str, ...], list[tuple[int, bool, bool]]] = {  # columns, rows?, columns?
+    (): [(32, True, False), (48, True, False), (32, True, True), (96, True, True)],
+    ("w1",): [(32, True, False), (48, True, False), (32, True, True), (96, True, False)],
+    ("w2", "x"): [(32, True, False), (48, True, False), (32, True, False), (96, False, True)],
+}
+COLUMNS_AGAIN = {(): [(48, False, True), (32, False, True)], ("w1",): [(48, False, True)]}
+
+
+@pytest.mark.parametrize("frozen", WANTED, ids=str)
+def test_a_gradient_is_read_once_for_both_layouts(
+    frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X and A are rows in forward and columns in backward; dY and dH what is asked for, at once."""
+    made, real = [], scaled_products.scaled_rows
+
+    def record(x: Tensor, *where: Any, rows: bool, columns: bool, **how: Any) -> Any:
+        made.append((x.shape[1], rows, columns))
+        return real(x, *where, rows=rows, columns=columns, **how)
+
+    monkeypatch.setattr(scaled_products, "scaled_rows", record)
+    leaves, ids = make("swiglu", **SIZES)
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    run(leaves, ids, options_of("tensorwise"))
+    of_columns = COLUMNS_AGAIN.get(frozen, [(32, False, True)])
+    assert sorted(made) == sorted(WANTED[frozen] + of_columns)
+
+
 def test_compiles_to_the_same_bits() -> None:
     leaves, ids = make("swiglu", **SIZES)
 
@@ -238,17 +266,18 @@ def test_torch_takes_these_layouts(per_row: bool, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(scaled, "scaled_grouped_mm", on_meta)
     monkeypatch.setattr(scaled, "is_reference", lambda _: False)
-    how = {"per_row": per_row, "power_of_two": True}
+    how: dict[str, Any] = {"per_row": per_row, "power_of_two": True}
     offsets_e = torch.tensor([3, 3, 20], dtype=torch.int32)
     x, y = torch.randn(22, 32).bfloat16(), torch.randn(22, 48).bfloat16()
-    w = scaled_weights(torch.randn(3, 48, 32), **how)
-    assert w.rows is not None and w.columns is not None
-    out = scaled_gemm(scaled_rows(x, **how), w.rows, offsets_e, x.dtype)
+    w: Any = scaled_matrices(torch.randn(3, 48, 32), **how)
+    padded_e = pad_offsets(offsets_e)
+    of_x, of_y = (scaled_rows(rows, offsets_e, padded_e, **how) for rows in (x, y))
+    out = scaled_gemm(of_x[0], w.rows, offsets_e, x.dtype)  # type: ignore[arg-type]
     assert out.shape == (22, 48) and out.dtype == torch.bfloat16
-    assert scaled_gemm(scaled_rows(y, **how), w.columns, offsets_e, x.dtype).shape == (22, 32)
-    padded = pad_rows(offsets_e, 22)
-    columns = (scaled_columns(rows, padded, **how) for rows in (x, y))
-    assert scaled_wgrad(*columns, padded.offsets_e, x.dtype).shape == (3, 32, 48)
+    dx = scaled_gemm(of_y[0], w.columns, offsets_e, x.dtype)  # type: ignore[arg-type]
+    assert dx.shape == (22, 32)
+    grad = scaled_wgrad(of_x[1], of_y[1], padded_e, x.dtype)  # type: ignore[arg-type]
+    assert grad.shape == (3, 32, 48)
 
 
 @pytest.mark.gpu

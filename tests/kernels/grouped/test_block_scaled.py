@@ -17,7 +17,7 @@ from moecore.kernels.grouped.block_scaled import (
     block_scaled_wgrad,
     block_scaled_wgrad_ref,
 )
-from moecore.kernels.grouped.scaled import pad_rows
+from moecore.kernels.grouped.scaled_rows import pad_rows
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.microscaled import emulated_matrices
 from moecore.kernels.rows.microscaling import emulated_ref, transposed_matrices

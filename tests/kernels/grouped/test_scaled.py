@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET
-from moecore.kernels.grouped.scaled import pad_rows, scaled_columns, scaled_rows, scaled_weights
 from moecore.kernels.grouped.scaled_kernel import mixed_gemm, mixed_wgrad
-from moecore.kernels.rows.scaling import DTYPES, Blocks
+from moecore.kernels.grouped.scaled_rows import pad_offsets, scaled_matrices, scaled_rows
+from moecore.kernels.rows.scaling import DTYPES, Blocks, Both
 
 COUNTS = [
     5,
@@ -33,13 +33,17 @@ class Operands:
     def __init__(self, N: int, K: int, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
         self.offsets_e = torch.tensor(COUNTS, device=device).cumsum(0).int()
-        self.padded = pad_rows(self.offsets_e, R)
+        self.padded_e = pad_offsets(self.offsets_e)
         sizes = 2.0 ** torch.arange(-3, 3)[:, None, None]
         self.w_eNK = (torch.randn(len(COUNTS), N, K, generator=generator) * sizes).to(device)
         of_rows = 2.0 ** (torch.arange(R) // 7 % 9)[:, None]
         self.x_RK, self.y_RN = (
             (torch.randn(R, n, generator=generator) * of_rows).to(device) for n in (K, N)
         )
+
+    def rows(self, x_RN: Tensor, fmt: str) -> Both:
+        """Return rows and columns of experts."""
+        return scaled_rows(x_RN, self.offsets_e, self.padded_e, **HOW, fmt=fmt)
 
 
 def wide(side: Blocks) -> Tensor:
@@ -78,9 +82,8 @@ def check(found: Tensor, left: Tensor, right: Tensor, scales: Tensor) -> None:
 @pytest.mark.parametrize(("N", "K"), SIZES)
 def test_products(N: int, K: int, formats: tuple[str, str], device: str) -> None:
     o = Operands(N, K, device)
-    a = scaled_rows(o.x_RK, **HOW, fmt=formats[0])
-    b = scaled_weights(o.w_eNK, **HOW).rows
-    assert b is not None
+    a, b = o.rows(o.x_RK, formats[0]).rows, scaled_matrices(o.w_eNK, **HOW).rows
+    assert a is not None and b is not None
     if formats[1] == "e5m2":
         b = Blocks(b.values.to(torch.float32).to(DTYPES["e5m2"]), b.scales, b.kind)
     for dtype in (torch.float32, torch.bfloat16):
@@ -97,14 +100,12 @@ def test_products(N: int, K: int, formats: tuple[str, str], device: str) -> None
 @pytest.mark.parametrize(("N", "K"), SIZES)
 def test_weight_gradients(N: int, K: int, formats: tuple[str, str], device: str) -> None:
     o = Operands(N, K, device)
-    y, x = (
-        scaled_columns(rows, o.padded, **HOW, fmt=fmt)
-        for rows, fmt in zip((o.y_RN, o.x_RK), formats, strict=True)
-    )
+    y, x = (o.rows(rows, fmt).columns for rows, fmt in zip((o.y_RN, o.x_RK), formats, strict=True))
+    assert y is not None and x is not None
     for dtype in (torch.float32, torch.bfloat16):
-        found, start = mixed_wgrad(y, x, o.padded.offsets_e, dtype), 0
+        found, start = mixed_wgrad(y, x, o.padded_e, dtype), 0
         assert found.dtype == dtype
-        for i, end in enumerate(o.padded.offsets_e.tolist()):
+        for i, end in enumerate(o.padded_e.tolist()):
             left, right = wide(y)[:, start:end], wide(x)[:, start:end]
             scales = y.scales[i, :, None].double() * x.scales[i].double()
             check(found[i], left, right, scales)
@@ -114,31 +115,13 @@ def test_weight_gradients(N: int, K: int, formats: tuple[str, str], device: str)
 
 def test_what_is_not_finite_stays_in_its_row_and_its_expert(device: str) -> None:
     o = Operands(32, 64, device)
-    b = scaled_weights(o.w_eNK, **HOW).rows
-    assert b is not None
+    b = scaled_matrices(o.w_eNK, **HOW).rows
     o.x_RK[7, 3] = torch.inf
-    a = scaled_rows(o.x_RK, **HOW, fmt="e5m2")
-    y = mixed_gemm(a, b, o.offsets_e, torch.float32)
+    a, x = o.rows(o.x_RK, "e5m2")
+    y = o.rows(o.y_RN, "e5m2").columns
+    assert a is not None and b is not None and x is not None and y is not None
+    out = mixed_gemm(a, b, o.offsets_e, torch.float32)
     others = torch.arange(sum(COUNTS)) != 7
-    assert y[7].isnan().all() and y[: sum(COUNTS)][others.to(device)].isfinite().all()
-    columns = [scaled_columns(t, o.padded, **HOW, fmt="e5m2") for t in (o.x_RK, o.y_RN)]
-    grad = mixed_wgrad(*columns, o.padded.offsets_e, torch.float32)
+    assert out[7].isnan().all() and out[: sum(COUNTS)][others.to(device)].isfinite().all()
+    grad = mixed_wgrad(x, y, o.padded_e, torch.float32)
     assert grad[2, 3].isnan().all() and grad[[0, 1, 3, 4, 5]].isfinite().all()
-
-
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-def test_an_amax_of_other_values_saturates(fmt: str) -> None:
-    """What exceeds it is clipped, infinity is NaN, and both layouts have the same values."""
-    x = torch.tensor([[1.0, -3.0], [0.5, 8.0], [torch.inf, 2.0]]).repeat(1, 8)
-    how: dict[str, Any] = dict(per_row=False, power_of_two=False, fmt=fmt)
-    how["amax"] = torch.tensor([4.0])
-    rows = scaled_rows(x, **how)
-    expected = x.clamp(-4, 4)
-    expected[2, ::2] = torch.nan
-    found = rows.values.float() * rows.scales[:, None]
-    torch.testing.assert_close(found, expected, rtol=2**-3, atol=0, equal_nan=True)
-    assert float(found[1, 1]) == 4.0
-    padded = pad_rows(torch.tensor([1, 3]).int(), 3)
-    columns = scaled_columns(x, padded, **how)
-    same = columns.values.float()[:, padded.place_R] * columns.scales[padded.expert_R].T
-    torch.testing.assert_close(same.T, found, rtol=0, atol=0, equal_nan=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import INTERPRET, launches_on_meta
-from moecore.kernels.grouped.scaled import pad_rows
+from moecore.kernels.grouped.scaled_rows import pad_rows
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.microscaled import emulated, emulated_matrices
 from moecore.kernels.rows.microscaling import (

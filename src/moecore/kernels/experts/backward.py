@@ -19,23 +19,12 @@ from moecore.kernels.experts.contract import (
     GradSink,
     GradTarget,
     LowRankUpdate,
+    Wants,
 )
 from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.record import Rows
-
-
-class Wants(NamedTuple):
-    """Which gradients are asked for; x is that of source rows, or of expert rows unsummed."""
-
-    x: bool
-    w1: bool
-    w2: bool
-    weights: bool
-    # of A or B
-    update1: bool = False
-    update2: bool = False
 
 
 class Grads(NamedTuple):
@@ -96,6 +85,7 @@ def differentiate(
     # contiguous [S, D], or of expert rows [R, D] when unsummed, which may be quantised; dx comes
     # back alike. Gradients that the sinks of w1 and w2 take come back as None. `sender` gets dx and
     # dweights before the gradients of weights.
+    products.wants = wants
     gradient = products.dy(dy, unsummed=unsummed)
     h = saved.h
     if h is None:

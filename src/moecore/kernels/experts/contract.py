@@ -128,6 +128,18 @@ class ExpertWeights:
         return replace(self, update1=update1, update2=update2)
 
 
+class Wants(NamedTuple):
+    """Which gradients are asked for; x is that of source rows, or of expert rows unsummed."""
+
+    x: bool
+    w1: bool
+    w2: bool
+    weights: bool
+    # of A or B
+    update1: bool = False
+    update2: bool = False
+
+
 class GradientSender(Protocol):
     """A dispatcher's part in the experts' backward: it sends gradients of rows home early."""
 

@@ -25,7 +25,7 @@ from moecore.kernels.experts.contract import ExpertSpec, GradTarget, ProductSour
 from moecore.kernels.experts.fp8_products import QuantisedProducts
 from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.grouped.gemm import grouped_gemm
-from moecore.kernels.grouped.scaled import pad_rows
+from moecore.kernels.grouped.scaled_rows import pad_rows
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import grouped_wgrad, put_grad
 from moecore.kernels.rows.index import ExpertIndex

@@ -30,13 +30,14 @@ from moecore.base.torch_names import (
     tree_unflatten,
     will_run,
 )
-from moecore.kernels.experts.backward import Saved, Wants, differentiate
+from moecore.kernels.experts.backward import Saved, differentiate
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertSpec,
     ExpertWeights,
     GradientReceiver,
     UnsummedInput,
+    Wants,
 )
 from moecore.kernels.experts.products import choose_products, make_products
 from moecore.kernels.experts.traced import traced_backward, traced_expert_mlp

@@ -25,6 +25,7 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     LowRankUpdate,
     ProductSource,
+    Wants,
 )
 from moecore.kernels.experts.low_rank import LowRankProducts
 from moecore.kernels.experts.torch_products import Role
@@ -76,6 +77,7 @@ class QuantisedProducts:
     operand of a matrix that was gathered quantised.
     """
 
+    wants: Wants | None = None  # see the contract
     quantise: Callable[..., Both]
     gathered: Callable[..., Any]
 

@@ -31,6 +31,7 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     LowRankUpdate,
     ProductsName,
+    Wants,
 )
 from moecore.kernels.experts.emulated_products import EmulatedProducts
 from moecore.kernels.experts.fp8_products import BlockwiseProducts
@@ -52,6 +53,7 @@ class Products(Protocol):
 
     # row_ids_R, slots_SK and the number of used rows, as row movers take them
     where: tuple[Tensor, Tensor, Tensor]
+    wants: Wants | None  # what a backward asks for, which puts it here
     of_index: Any  # what later products of the same options and index need not find again; or None
 
     @property

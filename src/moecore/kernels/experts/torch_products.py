@@ -16,6 +16,7 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     LowRankUpdate,
     ProductSource,
+    Wants,
 )
 from moecore.kernels.experts.low_rank import LowRankProducts
 from moecore.kernels.grouped.skeleton import Addend
@@ -38,7 +39,9 @@ class TorchProducts:
 
     has_kernels = False  # for products with low-rank updates
     takes_packed = False
-    of_index: Any = None  # see the contract
+    # see the contract
+    of_index: Any = None
+    wants: Wants | None = None
 
     def __init__(
         self, index: ExpertIndex, activation: ActivationOptions, weights: ExpertWeights

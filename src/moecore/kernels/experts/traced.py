@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
+from moecore.kernels.experts.backward import Grads, Saved, differentiate
 from moecore.kernels.experts.contract import (
     LEAVE_OUT,
     ExpertMLPOptions,
     ExpertWeights,
     LowRankUpdate,
+    Wants,
 )
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.ops import Op

@@ -1,212 +1,70 @@
 """Quantisation of one matrix for its products: along rows, along columns, or both in one pass.
 
     cast   [T, D] -> an operand summed over D, and one summed over T that lies transposed
-    amax   [T, D] -> the largest magnitude, fp32 [1]
+    amax   [T, D] -> the largest magnitudes of parts, fp32 [n]
 
 FP8 tensor cores want the summed dim innermost, and gradients of a linear sum over another dim than
 its forward: hence the transposed copy. Kinds and layouts of scales are those of `scaling.py`, which
 is also the reference.
 
+    kind      kernels of an operand, or of both
+    "tile"    one: a tile of x has its scales
+    "block"   one
+    "tensor"  the largest magnitudes of parts of x, and a cast that takes the largest of them; the
+              cast alone where an amax is given
+    "row"     rows alone: one, which has whole rows; else the largest magnitudes of rows and
+              columns, and a cast
+
 Letters: T rows and D columns of what is quantised; M, K rows and columns of the first operand, m, k
-of the second. Bytes moved with b per element: T * D * (b + 1 per operand), plus scales; "row" and
-"tensor" read T * D * b once more for the largest magnitudes, unless one is given.
+of the second. Bytes moved with b per element: T * D * (b + 1 per operand), plus scales, and T * D *
+b once more where a kernel finds the largest magnitudes.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, cdiv, launch, tl, triton, use_kernel
-from moecore.kernels.ops import Op
-from moecore.kernels.rows.e4m3 import BLOCK, encode, magnitude
+from moecore.base.torch_names import is_plain_eager
+from moecore.kernels.common import (
+    INTERPRET,
+    KERNEL_DTYPES,
+    cdiv,
+    launch,
+    next_power_of_2,
+    use_kernel,
+)
+from moecore.kernels.ops import Op, is_plain
+from moecore.kernels.rows.cast_kernel import (
+    amax_kernel,
+    amax_parts_kernel,
+    cast_kernel,
+    cast_rows_kernel,
+)
+from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.scaling import (
-    BY_BLOCKS,
+    ALIGNED,
     DTYPES,
-    SCALE_COLUMNS,
     Blocks,
     Both,
     add_seen_ref_,
     amax_ref,
     cast_ref,
     operand_shape,
+    padded,
     scales_shape,
 )
 
 PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
 WIDE_PROGRAM = {"num_warps": 8}  # where that would spill
 KIND_CODES = {"tile": 0, "block": 1, "row": 2, "tensor": 3}
-
-
-@triton.jit
-def _scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Return what `block_scale` does, of either format. To divide by a number would spill."""
-    if POWER_OF_TWO:
-        # Both formats end at 1.75 times a power of two: more than that needs the next one.
-        bits = amax.to(tl.int32, bitcast=True) + 0x001FFFFF & 0x7F800000
-        bits = tl.maximum(bits - ((15 if E5M2 else 8) << 23), 0x00800000)
-        scale = bits.to(tl.float32, bitcast=True)
-        inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
-    else:
-        largest = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
-        scale = tl.maximum(tl.div_rn(amax, largest), 1.1754943508222875e-38)
-        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    is_finite = amax < float("inf")
-    return tl.where(is_finite, scale, float("inf")), tl.where(is_finite, inverse, float("nan"))
-
-
-@triton.jit
-def _encode(x, E5M2: tl.constexpr):  # fp32
-    """Return FP8 as uint8: nearest, ties to even, saturated."""
-    # The GPU's own conversion takes one instruction for two values; Triton's interpreter rounds FP8
-    # otherwise (3.6), so there integer operations do it.
-    largest: tl.constexpr = 57344.0 if E5M2 else 448.0
-    x = tl.where(x == x, tl.minimum(tl.maximum(x, -largest), largest), x)
-    if E5M2:
-        bits = x.to(tl.int32, bitcast=True)
-        positive = bits & 0x7FFFFFFF
-        # A normal result keeps the upper bits of the mantissa; a smaller one is a multiple of
-        # 2^-16, to which the sum with 2^7 rounds.
-        normal = (positive + 0x000FFFFF + ((positive >> 21) & 1) >> 21) - (112 << 2)
-        small = (tl.abs(x) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
-        code = tl.where(positive < 0x38800000, small, normal)
-        code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
-    else:
-        code = encode(x)
-    return code.to(tl.uint8)
-
-
-@triton.jit(do_not_specialize=["T"])
-def _amax_kernel(
-    x_ptr,  # [T, D]
-    row_ptr,  # fp32 [T]: largest of each row, or [1]: of all; at least 0 on entry, in and out
-    column_ptr,  # fp32 [D], likewise
-    T,
-    D,
-    stride,
-    WHOLE: tl.constexpr,  # the largest of all
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    tiles = tl.cdiv(D, BLOCK)
-    t = tl.program_id(0) // tiles * BLOCK + tl.arange(0, BLOCK)
-    d = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
-    inside = (t < T)[:, None] & (d < D)[None, :]
-    x = tl.load(x_ptr + t.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0.0)
-    x = magnitude(x.to(tl.float32))
-    # Magnitudes are ordered as their bits, and a maximum is the same in any order.
-    if WHOLE:
-        tl.atomic_max(row_ptr, tl.max(tl.max(x, 1), 0))
-    if ROWS:
-        tl.atomic_max(row_ptr + t, tl.max(x, 1), mask=t < T)
-    if COLUMNS:
-        tl.atomic_max(column_ptr + d, tl.max(x, 0), mask=d < D)
-
-
-@triton.jit
-def _cast_along(
-    x,  # fp32 tile
-    i,  # of the operand's rows
-    j,  # of its columns
-    tile_i,
-    tile_j,
-    amax_ptr,  # "row": fp32, of each row; "tensor": of all
-    values_ptr,  # FP8 [M, K], out
-    scales_ptr,  # out
-    num_rows,  # without padding
-    M,
-    K,
-    AXIS: tl.constexpr,  # of x that is summed: 1, or 0 for the transposed operand
-    KIND: tl.constexpr,
-    E5M2: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Store a tile of an operand, and its scales."""
-    is_first = tl.arange(0, BLOCK) == 0
-    if KIND == 0:
-        amax = tl.max(magnitude(x), AXIS)
-        place = tile_j.to(tl.int64) * M + i
-        is_mine = (i < M) & (tile_j * BLOCK < K)
-    elif KIND == 1:
-        amax = tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(magnitude(x), AXIS), 0)
-        place = tile_i * (tl.cdiv(tl.cdiv(K, BLOCK), 4) * 4) + tile_j + tl.zeros_like(i)
-        is_mine = is_first & (tile_i * BLOCK < M) & (tile_j * BLOCK < K)
-    elif KIND == 2:
-        amax = tl.load(amax_ptr + i, mask=i < num_rows, other=0.0)
-        place = i
-        is_mine = (i < M) & (tile_j == 0)
-    else:
-        amax = tl.zeros((BLOCK,), tl.float32) + tl.load(amax_ptr)
-        place = tl.zeros_like(i)
-        is_mine = is_first & (tile_i == 0) & (tile_j == 0)
-    scale, inverse = _scale_of(amax, E5M2, POWER_OF_TWO)
-    tl.store(scales_ptr + place, scale, mask=is_mine)
-    value = x * tl.expand_dims(inverse, AXIS)
-    if INTERPRETED:
-        value = _encode(value, E5M2)
-    else:  # saturates
-        value = value.to(values_ptr.dtype.element_ty)
-    if AXIS == 0:
-        value = tl.trans(value)
-    at = values_ptr + i.to(tl.int64)[:, None] * K + j[None, :]
-    tl.store(at, value, mask=(i < M)[:, None] & (j < K)[None, :])
-
-
-@triton.jit(do_not_specialize=["T"])
-def _cast_kernel(
-    x_ptr,  # [T, D]
-    row_amax_ptr,  # "row": fp32 [T]; "tensor": fp32 [1]
-    column_amax_ptr,  # "row": fp32 [D]; "tensor": fp32 [1]
-    seen_ptr,  # fp32 [1]: grows to the largest finite magnitude, in and out
-    rows_ptr,  # FP8 [M, K], out
-    row_scales_ptr,  # out
-    columns_ptr,  # FP8 [m, k], out
-    column_scales_ptr,  # out
-    T,
-    D,
-    stride,  # of x's rows
-    M,
-    K,
-    m,
-    k,
-    KIND: tl.constexpr,  # 0 "tile", 1 "block", 2 "row", 3 "tensor"
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SEEN: tl.constexpr,
-    GIVEN: tl.constexpr,  # the amax is another tensor's
-    E5M2: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
-):
-    tiles = tl.cdiv(tl.maximum(K, m), BLOCK)
-    tile_t, tile_d = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    t = tile_t * BLOCK + tl.arange(0, BLOCK)
-    d = tile_d * BLOCK + tl.arange(0, BLOCK)
-    inside = (t < T)[:, None] & (d < D)[None, :]
-    at = x_ptr + t.to(tl.int64)[:, None] * stride + d[None, :]
-    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if SEEN:
-        largest = magnitude(x)
-        largest = tl.where(largest < float("inf"), largest, 0.0)
-        tl.atomic_max(seen_ptr, tl.max(tl.max(largest, 1), 0))
-    if GIVEN:  # else an infinity is its scale's
-        x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
-    if ROWS:
-        _cast_along(
-            x, t, d, tile_t, tile_d, row_amax_ptr, rows_ptr, row_scales_ptr, T, M, K,
-            1, KIND, E5M2, POWER_OF_TWO, BLOCK, INTERPRETED,
-        )  # fmt: skip
-    if COLUMNS:
-        _cast_along(
-            x, d, t, tile_d, tile_t, column_amax_ptr, columns_ptr, column_scales_ptr, D, m, k,
-            0, KIND, E5M2, POWER_OF_TWO, BLOCK, INTERPRETED,
-        )  # fmt: skip
+ROW_ELEMENTS = 8192  # of whole rows, that a program has at a time
+PART_ROWS, PART_COLUMNS = 16, 512  # of x, whose largest magnitude a program finds at a time
+MOST_PARTS = 512  # whose largest magnitudes a program of a cast reads
 
 
 class _CastOptions(NamedTuple):
@@ -219,123 +77,204 @@ class _CastOptions(NamedTuple):
     columns: bool
 
 
-def _cast(x_TD: Tensor, amax: Tensor | None, seen: Tensor | None, *flat: Any) -> tuple[Tensor, ...]:
-    """Return values and scales of both operands, as bytes and fp32; empty where not asked for."""
-    kind, fmt, power_of_two, rows, columns = options = _CastOptions(*flat)
-    if not _has_kernel(x_TD):
-        return _cast_ref(x_TD, amax, seen, *options)
-    if x_TD.stride(1) != 1:
-        x_TD = x_TD.contiguous()
-    T, D = x_TD.shape
-    outputs = _cast_fake(x_TD, amax, seen, *options)
-    row_amax, column_amax = _amaxes(x_TD, amax, kind, rows, columns)
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+@functools.lru_cache(4096)
+def _shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of values and scales of both operands."""
     (M, K), (m, k) = operand_shape(T, D, kind), operand_shape(D, T, kind)
-    for width, wanted, scales in ((K, rows, outputs[1]), (k, columns, outputs[3])):
-        if kind == "block" and wanted and width % (SCALE_COLUMNS * BLOCK):
-            scales.zero_()  # what fills their rows is read
+    return (M, K), scales_shape(M, K, kind), (m, k), scales_shape(m, k, kind)
+
+
+def _cast(
+    x: Tensor,
+    amax: Tensor | None,
+    seen: Tensor | None,
+    kind: str,
+    fmt: str,
+    power_of_two: bool,
+    rows: bool,
+    columns: bool,
+) -> Parts:
+    """Return values and scales of both operands; None where not asked for."""
+    if not has_kernel(x):
+        return _cast_ref(x, amax, seen, kind, fmt, power_of_two, rows, columns)
+    x = _with_rows(x)
+    D = x.shape[-1]
+    T, device, dtype = x.numel() // D, x.device, DTYPES[fmt]
+    shapes = _shapes(T, D, kind)
+    outputs: list[Tensor | None] = [None] * 4
+    for i in ((0,) if rows else ()) + ((2,) if columns else ()):
+        outputs[i] = torch.empty(shapes[i], dtype=dtype, device=device)
+        outputs[i + 1] = torch.empty(shapes[i + 1], dtype=torch.float32, device=device)
+    stored = [stored_as_bytes(t) for t in outputs] if INTERPRET else outputs
+    size, how = (T, D, x.stride(-2)), dict(E5M2=fmt == "e5m2", POWER_OF_TWO=power_of_two)
+    if kind == "row" and not columns and seen is None:
+        assert outputs[0] is not None
+        cast_rows(x, None, stored[0], stored[1], *size, 0, **how)
+        return tuple(outputs)  # type: ignore[return-value]
+    given, parts = amax is not None, 1
+    if kind == "row":
+        amax = torch.zeros(T + D, device=device)
+        grid = cdiv(T, BLOCK) * cdiv(D, BLOCK)
+        launch(amax_kernel, grid, x, amax, *size, ROWS=rows, BLOCK=BLOCK, num_warps=8)
+    elif kind == "tensor":
+        amax = _amax(x) if amax is None else amax
+        parts = amax.shape[0]
+    (M, K), _, (m, k), _ = shapes
     is_narrow = power_of_two and kind != "block" and seen is None
-    stored = torch.uint8 if INTERPRET else DTYPES[fmt]
-    values = (outputs[0].view(stored), outputs[2].view(stored))
-    operands = (values[0], outputs[1], values[1], outputs[3])
     launch(
-        _cast_kernel,
+        cast_kernel,
         cdiv(max(M, k), BLOCK) * cdiv(max(K, m), BLOCK),
-        *(x_TD, row_amax, column_amax, seen, *operands, T, D, x_TD.stride(0), M, K, m, k),
+        *(x, amax, seen, *stored, *size),
         KIND=KIND_CODES[kind],
-        ROWS=rows,
-        COLUMNS=columns,
-        SEEN=seen is not None,
-        GIVEN=amax is not None,
-        E5M2=fmt == "e5m2",
-        POWER_OF_TWO=power_of_two,
+        PARTS=parts,
+        GIVEN=given,
+        **how,
         BLOCK=BLOCK,
         INTERPRETED=INTERPRET,
         **(PROGRAM if is_narrow else WIDE_PROGRAM),
     )
-    return outputs
+    return tuple(outputs)  # type: ignore[return-value]
 
 
-def _amaxes(
-    x_TD: Tensor, amax: Tensor | None, kind: str, rows: bool, columns: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return what the scales of both operands come from where that is not their own tile."""
-    if kind in BY_BLOCKS:
-        return None, None
-    if kind == "tensor":
-        amax = _amax(x_TD) if amax is None else amax
-        return amax, amax
-    T, D = x_TD.shape
-    row_amax, column_amax = torch.zeros(T + D, device=x_TD.device).split((T, D))
-    _launch_amax(x_TD, row_amax, column_amax, WHOLE=False, ROWS=rows, COLUMNS=columns)
-    return row_amax, column_amax
+def _with_rows(x: Tensor) -> Tensor:
+    """Return x [..., D] in rows of neighbouring columns, each as far from the next."""
+    is_so = x.stride(1) == 1 if x.ndim == 2 else x.is_contiguous()
+    return x if is_so else x.detach().contiguous()
 
 
-def _launch_amax(x_TD: Tensor, rows: Tensor, columns: Tensor, **which: bool) -> None:
-    (T, D), how = x_TD.shape, dict(**which, BLOCK=BLOCK, num_warps=8)
-    args = (x_TD, rows, columns, T, D, x_TD.stride(0))
-    launch(_amax_kernel, cdiv(T, BLOCK) * cdiv(D, BLOCK), *args, **how)
+def stored_as_bytes(t: Tensor | None) -> Tensor | None:
+    """Return FP8 as the interpreter stores it."""
+    return t if t is None or t.dtype == torch.float32 else t.view(torch.uint8)
 
 
-def _has_kernel(x_TD: Tensor) -> bool:
-    return use_kernel(x_TD) and x_TD.numel() > 0 and x_TD.dtype != torch.float64
+def cast_rows(
+    x_TD: Tensor,
+    ends_e: Tensor | None,
+    values: Tensor | None,
+    scales: Tensor | None,
+    T: int,
+    D: int,
+    stride: int,
+    num_experts: int,
+    **how: bool,
+) -> None:
+    """Write rows of the kind "row", whose values are bytes to the interpreter."""
+    columns = min(next_power_of_2(padded(D, ALIGNED)), ROW_ELEMENTS)
+    rows = ROW_ELEMENTS // columns
+    launch(
+        cast_rows_kernel,
+        cdiv(padded(T, ALIGNED), rows),
+        *(x_TD, ends_e, values, scales, T, D, stride, num_experts),
+        **how,
+        ROWS=rows,
+        COLUMNS=columns,
+        FITS=columns >= D,
+        INTERPRETED=INTERPRET,
+        num_warps=8,
+    )
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Return whether a kernel casts a tensor."""
+    return use_kernel(x) and x.numel() > 0 and x.dtype in KERNEL_DTYPES
 
 
 def _cast_ref(
-    x_TD: Tensor, amax: Tensor | None, seen: Tensor | None, *flat: Any
-) -> tuple[Tensor, ...]:
+    x: Tensor,
+    amax: Tensor | None,
+    seen: Tensor | None,
+    kind: str,
+    fmt: str,
+    power_of_two: bool,
+    rows: bool,
+    columns: bool,
+) -> Parts:
     """Return what `_cast` returns, in plain PyTorch."""
-    how = _CastOptions(*flat)
+    x_TD = x.detach().reshape(-1, x.shape[-1])
     if seen is not None:
         add_seen_ref_(x_TD, seen)
-    outputs: list[Tensor] = []
-    for wanted, x in ((how.rows, x_TD), (how.columns, x_TD.T)):
-        if wanted:
-            operand = cast_ref(x, amax, *how[:3])
-            outputs += [operand.values.view(torch.uint8), operand.scales]
-        else:
-            outputs += [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)]
+    outputs: list[Tensor | None] = []
+    for wanted, part in ((rows, x_TD), (columns, x_TD.T)):
+        made = cast_ref(part, amax, kind, fmt, power_of_two) if wanted else None
+        outputs += (None, None) if made is None else (made.values, made.scales)
+    return tuple(outputs)  # type: ignore[return-value]
+
+
+def _cast_fake(x, _, __, kind, fmt, ___, rows, columns):  # type: ignore[no-untyped-def]
+    T, D, outputs = math.prod(x.shape[:-1]), x.shape[-1], []
+    for wanted, shape in ((rows, (T, D)), (columns, (D, T))):
+        M, K = operand_shape(*shape, kind)
+        sizes = ((M, K), scales_shape(M, K, kind)) if wanted else ((0,), (0,))
+        outputs.append(x.new_empty(sizes[0], dtype=DTYPES[fmt]))
+        outputs.append(x.new_empty(sizes[1], dtype=torch.float32))
     return tuple(outputs)
 
 
-def _cast_fake(x_TD, amax, seen, *flat):  # type: ignore[no-untyped-def]
-    outputs: list[Tensor] = []
-    (T, D), how = x_TD.shape, _CastOptions(*flat)
-    for wanted, shape in ((how.rows, (T, D)), (how.columns, (D, T))):
-        M, K = operand_shape(*shape, how.kind)
-        sizes = ((M, K), scales_shape(M, K, how.kind)) if wanted else ((0,), (0,))
-        outputs.append(x_TD.new_empty(sizes[0], dtype=torch.uint8))
-        outputs.append(x_TD.new_empty(sizes[1], dtype=torch.float32))
-    return tuple(outputs)
+def _all_of_cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, *how: Any) -> Any:
+    """Return what `_cast` returns, and empty tensors in place of None."""
+    of_none = (DTYPES[how[1]], torch.float32)
+    parts = enumerate(_cast(x, amax, seen, *how))
+    return tuple(x.new_empty(0, dtype=of_none[i % 2]) if t is None else t for i, t in parts)
 
 
-def _amax(x_TD: Tensor) -> Tensor:
-    if not _has_kernel(x_TD):
-        return amax_ref(x_TD)
-    if x_TD.stride(1) != 1:
-        x_TD = x_TD.contiguous()
-    largest = torch.zeros(1, device=x_TD.device)
-    _launch_amax(x_TD, largest, largest, WHOLE=True, ROWS=False, COLUMNS=False)
-    return largest
+def _num_parts(T: int, D: int, num_matrices: int) -> int:
+    tiles = cdiv(T, PART_ROWS) * cdiv(D, PART_COLUMNS)
+    return next_power_of_2(min(tiles, max(MOST_PARTS // num_matrices, 1)))
+
+
+def amax_parts(x: Tensor, ends_e: Tensor | None = None) -> Tensor:
+    """Return fp32 [n], of which the largest is the largest magnitude, by a kernel.
+
+    x is [T, D]; or [e, T, D], and the result [e, n]. All rows are as far from the next. NaN is left
+    out. `ends_e` is a running sum of rows, of which those past the last one do not count.
+    """
+    (T, D), matrices = x.shape[-2:], x.shape[:-2]
+    num_matrices = matrices[0] if matrices else 1
+    n = _num_parts(T, D, num_matrices)
+    parts = torch.empty((*matrices, n), dtype=torch.float32, device=x.device)
+    launch(
+        amax_parts_kernel,
+        (n, num_matrices),
+        *(x, ends_e, parts, T, D, x.stride(-2), 0 if ends_e is None else ends_e.shape[0]),
+        PARTS=n,
+        ROWS=PART_ROWS,
+        COLUMNS=PART_COLUMNS,
+        num_warps=8,
+    )
+    return parts
+
+
+def _amax(x: Tensor) -> Tensor:
+    x_TD = x if x.ndim == 2 else x.detach().reshape(-1, x.shape[-1])
+    return amax_parts(_with_rows(x_TD)) if has_kernel(x) else amax_ref(x_TD.detach())
+
+
+def _amax_fake(x: Tensor) -> Tensor:
+    n = _num_parts(math.prod(x.shape[:-1]), x.shape[-1], 1) if has_kernel(x) else 1
+    return x.new_empty(n, dtype=torch.float32)
 
 
 # Two operations, because a compiler computes one that mutates nothing once for equal arguments.
 _SCHEMA = (
-    "(Tensor x_TD, Tensor? amax{}, str kind, str fmt, bool power_of_two, bool rows, bool columns) "
+    "(Tensor x, Tensor? amax{}, str kind, str fmt, bool power_of_two, bool rows, bool columns) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _cast_op = Op(
     "fp8_cast",
-    lambda x_TD, amax, *flat: _cast(x_TD, amax, None, *flat),
-    lambda x_TD, amax, *flat: _cast_fake(x_TD, amax, None, *flat),
+    lambda x, amax, *how: _all_of_cast(x, amax, None, *how),
+    lambda x, amax, *how: _cast_fake(x, amax, None, *how),
     schema=_SCHEMA.format(""),
 )
 _SEEN = _SCHEMA.format(", Tensor(a!) seen")
-_cast_seen_op = Op("fp8_cast_seen", _cast, _cast_fake, mutates_args=("seen",), schema=_SEEN)
-_amax_op = Op("fp8_amax", _amax, lambda x_TD: x_TD.new_empty(1, dtype=torch.float32))
+_cast_seen_op = Op("fp8_cast_seen", _all_of_cast, _cast_fake, mutates_args=("seen",), schema=_SEEN)
+_amax_op = Op("fp8_amax", _amax, _amax_fake)
 
 
 def cast(
-    x_TD: Tensor,
+    x: Tensor,
     kind: str,
     fmt: str = "e4m3",
     *,
@@ -348,30 +287,27 @@ def cast(
     """Return a matrix as operands of FP8 products. Not differentiable, no host sync.
 
     Args:
-        x_TD: bf16, fp16, fp32 or fp64.
+        x: [..., D], of which the T rows are a matrix; bf16, fp16, fp32 or fp64.
         kind: of the scales, see `scaling.py`.
         rows: whether to make the operand that is summed over D.
         columns: whether to make the one that is summed over T.
-        amax: "tensor": fp32 [1] that the scale comes from; None = of x_TD.
-        seen: fp32 [1], which grows to the largest finite magnitude of x_TD.
+        amax: "tensor": fp32 [n], from the largest of which the scale comes; None = of x.
+        seen: fp32 [1], which grows to the largest finite magnitude of x.
     """
     how = (kind, fmt, power_of_two, rows, columns)
-    if seen is None:
-        parts = _cast_op(x_TD.detach(), amax, *how)
+    if is_plain_eager() and is_plain(x):
+        parts = _cast(x, amax, seen, *how)
+    elif seen is None:
+        parts = _cast_op(x.detach(), amax, *how)
     else:
-        parts = _cast_seen_op(x_TD.detach(), amax, seen, *how)
+        parts = _cast_seen_op(x.detach(), amax, seen, *how)
     return Both(
-        operand(parts[0], parts[1], kind, fmt) if rows else None,
-        operand(parts[2], parts[3], kind, fmt) if columns else None,
+        Blocks(parts[0], parts[1], kind) if rows else None,  # type: ignore[arg-type]
+        Blocks(parts[2], parts[3], kind) if columns else None,  # type: ignore[arg-type]
     )
 
 
-def operand(values_MK: Tensor, scales: Tensor, kind: str, fmt: str) -> Blocks:
-    """Return an operand of its bytes and scales."""
-    return Blocks(values_MK.view(DTYPES[fmt]), scales, kind)
-
-
-def amax(x_TD: Tensor) -> Tensor:
-    """Return the largest magnitude as fp32 [1], NaN left out. No autograd, no host sync."""
-    largest: Tensor = _amax_op(x_TD.detach())
-    return largest
+def amax(x: Tensor) -> Tensor:
+    """Return fp32 [n], of which the largest is the largest magnitude. No autograd, no host sync."""
+    parts: Tensor = _amax_op(x.detach())
+    return parts

@@ -154,7 +154,7 @@ def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_tw
     if kind in BY_BLOCKS:
         x = x.view(M128 // BLOCK, BLOCK, B, BLOCK)
     elif kind == "tensor":
-        amax = (amax_ref(x_TD) if amax is None else amax).reshape(1, 1)
+        amax = (amax_ref(x_TD) if amax is None else amax).amax().reshape(1, 1)
     elif not K:
         amax = x.new_zeros(M128, 1)
     values, scales = quantise_ref(x, DIMS[kind], power_of_two, fmt, amax)

@@ -5,7 +5,7 @@
     cast_part_          a rank's part and these -> its E4M3, by one scale per matrix
 
 A weight is one matrix [N, K] or one of every expert, [e, ..., K]. Values and scales are those that
-`scaled_weights` and `cast` make of the whole, bit for bit.
+`scaled_matrices` and `cast` make of the whole, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,0 +1,433 @@
+"""FP8 operands of grouped products with one scale per row of either, of experts' rows and matrices.
+
+    scaled_rows      [R, D] -> rows [R, D], for sums over D, and columns [D, P], for sums over rows
+    scaled_matrices  [e, N, D] -> rows [e, N, D] and columns [e, D, N]
+
+Operands are of the kind "row", see `rows/scaling.py`, in either of two ways: a scale for each row
+of an operand, of columns for each expert and column; or one for all expert rows and one for each
+matrix, which stands in every row. Both operands of one call take one pass, and another one before
+it for the largest magnitudes:
+
+    a scale per row    rows alone: one kernel, which has whole rows; else the largest magnitudes of
+                       rows and columns, and a cast
+    one scale          the largest magnitudes of parts, and a cast; with an amax the cast alone,
+                       which finds those of this step, too
+
+Rows past the last expert's count for nothing and are not written. Columns are 0 between an
+expert's rows and the next one's.
+
+Letters: R expert rows (length), e experts, D columns, N rows of a matrix, P rows with each expert's
+padded to a multiple of 16. Bytes moved with b per element: R * D * (b + 1 per operand), and R * D *
+b once more for the largest magnitudes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import (
+    INTERPRET,
+    cdiv,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+    use_kernel,
+)
+from moecore.kernels.rows.cast import amax_parts, cast_rows, has_kernel, stored_as_bytes
+from moecore.kernels.rows.cast_kernel import amax_of_parts, scale_of, to_fp8
+from moecore.kernels.rows.e4m3 import BLOCK, block_scale_ref, magnitude, magnitude_ref
+from moecore.kernels.rows.scaling import (
+    ALIGNED,  # of which D, N, and each expert's rows in P are multiples
+    DTYPES,
+    LARGEST,
+    Blocks,
+    Both,
+    add_seen_ref_,
+    encode_ref,
+    quantise_ref,
+)
+
+NUM_WARPS = 8
+
+
+class PaddedRows(NamedTuple):
+    """Where expert rows lie when each expert's are padded."""
+
+    expert_R: Tensor  # int64 expert of each row; e for rows past the last one in use
+    place_R: Tensor  # int64 row in P; P for rows past the last one in use
+    offsets_e: Tensor  # int32 running sum of the padded counts
+    length: int  # P
+
+
+def pad_rows(offsets_e: Tensor, num_rows: int, multiple: int = ALIGNED) -> PaddedRows:
+    """Return where rows padded to a multiple lie, in plain PyTorch. No host sync."""
+    # Every expert has rows there: torch's product leaves what has none uninitialised. Example,
+    # experts of 3 and 17 rows in 22: offsets 16 and 48, place_R 0 to 2, 16 to 32, 64, 64.
+    e = offsets_e.shape[0]
+    counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
+    padded_e = (counts_e.clamp(min=1) + multiple - 1) // multiple * multiple
+    ends_e = padded_e.cumsum(0, dtype=torch.int32)
+    row_R = torch.arange(num_rows, device=offsets_e.device)
+    expert_R = torch.searchsorted(offsets_e, row_R.int(), right=True)
+    shift_e = (ends_e - padded_e) - (offsets_e - counts_e)
+    length = cdiv(num_rows, multiple) * multiple + e * multiple
+    place_R = row_R + shift_e[expert_R.clamp(max=e - 1)]
+    return PaddedRows(expert_R, place_R.where(expert_R < e, length), ends_e, length)
+
+
+def pad_offsets_ref(offsets_e: Tensor) -> Tensor:
+    """Return what `pad_offsets` returns, in plain PyTorch."""
+    return pad_rows(offsets_e, 0).offsets_e
+
+
+def scaled_rows_ref(
+    x_RD: Tensor,
+    offsets_e: Tensor,
+    *,
+    per_row: bool,
+    power_of_two: bool,
+    fmt: str = "e4m3",
+    rows: bool = True,
+    columns: bool = True,
+    amax: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> Both:
+    """Return what `scaled_rows` returns, in plain PyTorch; rows past the last one are zeros."""
+    R, D = x_RD.shape
+    padded = pad_rows(offsets_e, R)
+    is_used = padded.expert_R < offsets_e.shape[0]
+    x_RD = torch.where(is_used[:, None], x_RD.detach(), 0).float()
+    if seen is not None and R:
+        add_seen_ref_(x_RD, seen)
+    if amax is not None:
+        amax = amax.reshape(1, 1)
+    elif not per_row:
+        amax = magnitude_ref(x_RD).amax().reshape(1, 1) if R else x_RD.new_zeros(1, 1)
+    of_rows = of_columns = None
+    if rows:
+        values, scales = quantise_ref(x_RD, -1, power_of_two, fmt, amax)
+        of_rows = Blocks(values, scales.flatten().expand(R).contiguous(), "row")
+    if columns:
+        amax_eD = _amax_of_columns(x_RD, padded) if amax is None else amax
+        amax_eD = amax_eD.expand(offsets_e.shape[0] + 1, D)
+        scales_eD, inverse_eD = block_scale_ref(amax_eD.contiguous(), power_of_two, LARGEST[fmt])
+        values_RD = encode_ref(x_RD, inverse_eD[padded.expert_R], fmt)
+        values_PD = x_RD.new_zeros(padded.length + 1, D, dtype=torch.uint8)
+        values_PD.index_copy_(0, padded.place_R, values_RD.view(torch.uint8))
+        values_DP = values_PD[:-1].T.contiguous().view(DTYPES[fmt])
+        of_columns = Blocks(values_DP, scales_eD[:-1].contiguous(), "row")
+    return Both(of_rows, of_columns)
+
+
+def _amax_of_columns(x_RD: Tensor, padded: PaddedRows) -> Tensor:
+    """Return the largest magnitudes of each expert's columns, and of rows of none."""
+    expert_RD = padded.expert_R[:, None].expand_as(x_RD)
+    none_eD = x_RD.new_zeros(padded.offsets_e.shape[0] + 1, x_RD.shape[1])
+    return none_eD.scatter_reduce_(0, expert_RD, magnitude_ref(x_RD), "amax")
+
+
+def scaled_matrices_ref(
+    w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
+) -> Both:
+    """Return what `scaled_matrices` returns, in plain PyTorch."""
+    found: list[Blocks | None] = []
+    for wanted, dim in ((rows, 2), (columns, 1)):
+        made = None
+        if wanted:
+            values, scales = quantise_ref(w_eND, dim if per_row else (1, 2), power_of_two)
+            values = values if dim == 2 else values.transpose(1, 2).contiguous()
+            scales = scales.flatten(1).expand(values.shape[:2]).contiguous()
+            made = Blocks(values, scales, "row")
+        found.append(made)
+    return Both(*found)
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def pad_offsets_kernel(
+    offsets_ptr,  # [e] int32
+    padded_ptr,  # [e] int32, out
+    num_experts,
+    E_POW2: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+):
+    """Write the running sum of padded counts."""
+    experts = tl.arange(0, E_POW2)
+    exists = experts < num_experts
+    ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
+    starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
+    padded = tl.cdiv(tl.maximum(ends - starts, 1), MULTIPLE) * MULTIPLE
+    padded = tl.cumsum(tl.where(exists, padded, 0), 0)
+    tl.store(padded_ptr + experts, padded, mask=exists)
+
+
+@triton.jit
+def _located(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a row tile's expert, its first and its last row + 1, and where the tile begins there.
+
+    An expert without rows has a tile, too. Past the last tile the expert is `num_experts`. Without
+    offsets experts have N rows each.
+    """
+    if offsets_ptr is None:
+        per_expert = tl.cdiv(N, BLOCK)
+        expert = (tile // per_expert).to(tl.int64)
+        start, end, first = expert * N, (expert + 1) * N, tile % per_expert * BLOCK
+    else:
+        experts = tl.arange(0, E_POW2)
+        exists = experts < num_experts
+        ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
+        starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
+        tiles = tl.where(exists, tl.cdiv(tl.maximum(ends - starts, 1), BLOCK), 0)
+        is_before = (tl.cumsum(tiles, 0) <= tile) & exists
+        expert = tl.sum(is_before.to(tl.int32), 0).to(tl.int64)
+        first = (tile - tl.sum(tl.where(is_before, tiles, 0), 0)) * BLOCK
+        start = tl.sum(tl.where(experts == expert, starts, 0), 0).to(tl.int64)
+        end = tl.sum(tl.where(experts == expert, ends, 0), 0).to(tl.int64)
+    return expert, start, end, first
+
+
+@triton.jit(do_not_specialize=["num_experts", "N"])
+def amax_of_experts_kernel(
+    x_ptr,  # [R, D] or [e, N, D], rows `stride` apart
+    offsets_ptr,  # [e] int32; None = N rows each
+    amax_ptr,  # fp32 [R], with ROWS, and [e, D]; at least 0 on entry, in and out
+    num_experts,
+    N,
+    R,
+    D,
+    stride,
+    ROWS: tl.constexpr,
+    E_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Raise the largest magnitudes of experts' columns, and of rows, to those of a tile."""
+    width = tl.cdiv(D, BLOCK)
+    tile = tl.program_id(0) // width
+    expert, start, end, first = _located(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
+    if expert < num_experts:
+        row = start + first + tl.arange(0, BLOCK)
+        d = tl.program_id(0) % width * BLOCK + tl.arange(0, BLOCK)
+        inside = (row < end)[:, None] & (d < D)[None, :]
+        x = tl.load(x_ptr + row[:, None] * stride + d[None, :], mask=inside, other=0.0)
+        x = magnitude(x.to(tl.float32))
+        of_columns = amax_ptr + expert * D + d
+        if ROWS:  # a maximum is the same in any order
+            tl.atomic_max(amax_ptr + row, tl.max(x, 1), mask=row < end)
+            of_columns += R
+        tl.atomic_max(of_columns, tl.max(x, 0), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["num_experts", "N"])
+def cast_of_experts_kernel(
+    x_ptr,  # [R, D] or [e, N, D], rows `stride` apart
+    offsets_ptr,  # [e] int32; None = N rows each
+    padded_ptr,  # [e] int32 of columns; None = P each
+    amax_ptr,  # fp32: PARTS = 0 as in `amax_of_experts_kernel`; else [PARTS], or [e, PARTS]
+    seen_ptr,  # fp32 [1]: grows to the largest finite magnitude, in and out; None = it does not
+    rows_ptr,  # FP8, of x's shape, out; None = not this operand
+    row_scales_ptr,  # fp32, one for each of them, out
+    columns_ptr,  # FP8 [D, P] or [e, D, N], out; None = not this operand
+    column_scales_ptr,  # fp32 [e, D], out
+    num_experts,
+    N,
+    R,
+    D,
+    stride,
+    P,  # length of the columns
+    PARTS: tl.constexpr,
+    GIVEN: tl.constexpr,  # the amax is of other rows
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    E_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
+):
+    """Write a tile of an expert's rows, in one layout or both."""
+    width = tl.cdiv(D, BLOCK)
+    tile = tl.program_id(0) // width
+    expert, start, end, first = _located(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
+    if expert < num_experts:
+        lane = tl.arange(0, BLOCK)
+        row = start + first + lane
+        column_tile = tl.program_id(0) % width
+        d = column_tile * BLOCK + lane
+        is_row, is_column = row < end, d < D
+        inside = is_row[:, None] & is_column[None, :]
+        x = tl.load(x_ptr + row[:, None] * stride + d[None, :], mask=inside, other=0.0)
+        x = x.to(tl.float32)
+        if seen_ptr is not None:
+            largest = magnitude(x)
+            largest = tl.where(largest < float("inf"), largest, 0.0)
+            tl.atomic_max(seen_ptr, tl.max(tl.max(largest, 1), 0))
+        if GIVEN:  # else an infinity is its scale's
+            x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+        if PARTS:
+            of_all = amax_ptr
+            if offsets_ptr is None:
+                of_all += expert * PARTS
+            amax = tl.zeros((BLOCK,), tl.float32) + amax_of_parts(of_all, PARTS)
+            scale, inverse = scale_of(amax, E5M2, POWER_OF_TWO)
+        if rows_ptr is not None:
+            if not PARTS:
+                amax = tl.load(amax_ptr + row, mask=is_row, other=0.0)
+                scale, inverse = scale_of(amax, E5M2, POWER_OF_TWO)
+            tl.store(row_scales_ptr + row, scale, mask=is_row & (column_tile == 0))
+            value = to_fp8(x * inverse[:, None], rows_ptr, E5M2, INTERPRETED)
+            tl.store(rows_ptr + row[:, None] * D + d[None, :], value, mask=inside)
+        if columns_ptr is not None:
+            if not PARTS:
+                of_columns = amax_ptr + expert * D + d
+                if rows_ptr is not None:
+                    of_columns += R
+                amax = tl.load(of_columns, mask=is_column, other=0.0)
+                scale, inverse = scale_of(amax, E5M2, POWER_OF_TWO)
+            tl.store(column_scales_ptr + expert * D + d, scale, mask=is_column & (first == 0))
+            scaled = tl.where(is_row[:, None], x * inverse[None, :], 0.0)
+            value = tl.trans(to_fp8(scaled, columns_ptr, E5M2, INTERPRETED))
+            if padded_ptr is None:
+                to, place, stop = columns_ptr + expert * D * P, first + lane, P
+            else:
+                before = tl.load(padded_ptr + expert - 1, mask=expert > 0, other=0)
+                # so that the compiler writes 16 bytes at a time
+                to, place = columns_ptr, tl.multiple_of(before, 16) + first + lane
+                stop = tl.multiple_of(tl.load(padded_ptr + expert), 16)
+            at = to + d.to(tl.int64)[:, None] * P + place[None, :]
+            tl.store(at, value, mask=is_column[:, None] & (place < stop)[None, :])
+
+
+def pad_offsets(offsets_e: Tensor) -> Tensor:
+    """Return int32 [e], the running sum of the experts' rows, each padded, in `scaled_rows`."""
+    if not use_kernel(offsets_e):
+        return pad_offsets_ref(offsets_e)
+    padded_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]
+    how = dict(E_POW2=next_power_of_2(e), MULTIPLE=ALIGNED)
+    launch(pad_offsets_kernel, 1, offsets_e, padded_e, e, **how)
+    return padded_e
+
+
+class _Source(NamedTuple):
+    """What kernels read: expert rows, or matrices."""
+
+    x: Tensor  # [R, D] or [e, N, D]
+    offsets_e: Tensor | None
+    padded_e: Tensor | None
+    num_experts: int
+    per_row: bool
+    power_of_two: bool
+    fmt: str = "e4m3"
+
+    def cast(self, out: Both, amax: Tensor | None, seen: Tensor | None) -> Both:
+        """Write operands."""
+        x, offsets_e, e, how = self.x, self.offsets_e, self.num_experts, self.how
+        stored = [t for side in out for t in _tensors(side)]
+        if INTERPRET:
+            stored = [stored_as_bytes(t) for t in stored]
+        (N, D), R, stride = x.shape[-2:], x.shape[:-1].numel(), x.stride(-2)
+        if self.per_row and out.columns is None and amax is None and seen is None:
+            cast_rows(x, offsets_e, stored[0], stored[1], R, D, stride, e, **how)
+            return out
+        tiles = cdiv(R, BLOCK) + e if offsets_e is not None else e * cdiv(N, BLOCK)
+        grid, sizes = tiles * cdiv(D, BLOCK), (e, N, R, D, stride)
+        shared = dict(E_POW2=next_power_of_2(e), BLOCK=BLOCK, num_warps=NUM_WARPS)
+        given, parts = amax is not None, 0
+        if amax is None and self.per_row:
+            has_rows = out.rows is not None
+            amax = torch.zeros(R * has_rows + e * D, device=x.device)
+            args = (x, offsets_e, amax, *sizes)
+            launch(amax_of_experts_kernel, grid, *args, ROWS=has_rows, **shared)
+        else:
+            amax = amax_parts(x, offsets_e) if amax is None else amax
+            parts = amax.shape[-1]
+        P = 0 if out.columns is None else out.columns.values.shape[-1]
+        launch(
+            cast_of_experts_kernel,
+            grid,
+            *(x, offsets_e, self.padded_e, amax, seen, *stored, *sizes, P),
+            PARTS=parts,
+            GIVEN=given,
+            **how,
+            **shared,
+            INTERPRETED=INTERPRET,
+        )
+        return out
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Return the format as kernels take it."""
+        return dict(E5M2=self.fmt == "e5m2", POWER_OF_TWO=self.power_of_two)
+
+
+def _tensors(side: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if side is None else (side.values, side.scales)
+
+
+def _empty(x: Tensor, fmt: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> Blocks:
+    values = torch.empty(shape, dtype=DTYPES[fmt], device=x.device)
+    return Blocks(values, torch.empty(scales, dtype=torch.float32, device=x.device), "row")
+
+
+def scaled_rows(
+    x_RD: Tensor,
+    offsets_e: Tensor,
+    padded_e: Tensor | None,
+    *,
+    per_row: bool,
+    power_of_two: bool,
+    fmt: str = "e4m3",
+    rows: bool = True,
+    columns: bool = True,
+    amax: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> Both:
+    """Return rows in expert order as FP8 operands. No autograd, no host sync.
+
+    Args:
+        x_RD: bf16, fp16 or fp32; D a multiple of 16. Rows past the last expert's are not read.
+        offsets_e: int32, the running sum of the experts' rows.
+        padded_e: from `pad_offsets`; None without `columns`.
+        per_row: whether each row of an operand has a scale, else all expert rows have one.
+        power_of_two: of the scales.
+        fmt: "e4m3" or "e5m2".
+        rows: whether to make [R, D] with scales [R], for sums over D.
+        columns: whether to make [D, P] with scales [e, D], for sums over an expert's rows.
+        amax: fp32 [1] of other rows, from which all scales come: larger values saturate.
+        seen: fp32 [1], which grows to the largest finite magnitude.
+
+    Returns:
+        Rows past the last expert's, and columns past `padded_e`'s last, are uninitialised.
+    """
+    how: dict[str, Any] = dict(per_row=per_row, power_of_two=power_of_two, fmt=fmt)
+    if not has_kernel(x_RD):
+        how |= dict(rows=rows, columns=columns, amax=amax, seen=seen)
+        return scaled_rows_ref(x_RD, offsets_e, **how)
+    x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
+    (R, D), e = x_RD.shape, offsets_e.shape[0]
+    length = cdiv(R, ALIGNED) * ALIGNED + e * ALIGNED
+    out = Both(
+        _empty(x_RD, fmt, (R, D), (R,)) if rows else None,
+        _empty(x_RD, fmt, (D, length), (e, D)) if columns else None,
+    )
+    return _Source(x_RD, offsets_e, padded_e, e, **how).cast(out, amax, seen)
+
+
+def scaled_matrices(
+    w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
+) -> Both:
+    """Return matrices as E4M3 operands, with a scale per row of either or one per matrix.
+
+    w_eND is bf16, fp16 or fp32; N and D are multiples of 16. `rows` and `columns` are the layouts
+    that are made, with scales [e, N] and [e, D]. No autograd, no host sync.
+    """
+    how: dict[str, Any] = dict(per_row=per_row, power_of_two=power_of_two)
+    w_eND = w_eND.detach().contiguous()
+    if not has_kernel(w_eND):
+        return scaled_matrices_ref(w_eND, **how, rows=rows, columns=columns)
+    e, N, D = w_eND.shape
+    out = Both(
+        _empty(w_eND, "e4m3", (e, N, D), (e, N)) if rows else None,
+        _empty(w_eND, "e4m3", (e, D, N), (e, D)) if columns else None,
+    )
+    return _Source(w_eND, None, None, e, **how).cast(out, None, None)

@@ -1,0 +1,267 @@
+"""The kernels of `cast.py`, and device functions for `grouped/scaled_rows.py`.
+
+Letters: as there; e matrices.
+"""
+
+from moecore.kernels.common import tl, triton
+from moecore.kernels.rows.e4m3 import encode, magnitude
+
+
+@triton.jit
+def scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Return what `block_scale` does, of either format. To divide by a number would spill."""
+    if POWER_OF_TWO:
+        # Both formats end at 1.75 times a power of two: more than that needs the next one.
+        bits = amax.to(tl.int32, bitcast=True) + 0x001FFFFF & 0x7F800000
+        bits = tl.maximum(bits - ((15 if E5M2 else 8) << 23), 0x00800000)
+        scale = bits.to(tl.float32, bitcast=True)
+        inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    else:
+        largest = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
+        scale = tl.maximum(tl.div_rn(amax, largest), 1.1754943508222875e-38)
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    is_finite = amax < float("inf")
+    return tl.where(is_finite, scale, float("inf")), tl.where(is_finite, inverse, float("nan"))
+
+
+@triton.jit
+def _encode(x, E5M2: tl.constexpr):  # fp32
+    """Return FP8 as uint8: nearest, ties to even, saturated."""
+    # The GPU's own conversion takes one instruction for two values; Triton's interpreter rounds FP8
+    # otherwise (3.6), so there integer operations do it.
+    largest: tl.constexpr = 57344.0 if E5M2 else 448.0
+    x = tl.where(x == x, tl.minimum(tl.maximum(x, -largest), largest), x)
+    if E5M2:
+        bits = x.to(tl.int32, bitcast=True)
+        positive = bits & 0x7FFFFFFF
+        # A normal result keeps the upper bits of the mantissa; a smaller one is a multiple of
+        # 2^-16, to which the sum with 2^7 rounds.
+        normal = (positive + 0x000FFFFF + ((positive >> 21) & 1) >> 21) - (112 << 2)
+        small = (tl.abs(x) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
+        code = tl.where(positive < 0x38800000, small, normal)
+        code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
+    else:
+        code = encode(x)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def to_fp8(x, values_ptr, E5M2: tl.constexpr, INTERPRETED: tl.constexpr):  # fp32
+    """Return FP8 as a pointer takes it: nearest, ties to even, saturated."""
+    if INTERPRETED:
+        return _encode(x, E5M2)
+    else:
+        return x.to(values_ptr.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize=["T", "num_experts"])
+def amax_parts_kernel(
+    x_ptr,  # [e, T, D], rows `stride` apart
+    ends_ptr,  # [experts] int32 running sum of the rows in use; None = all T
+    parts_ptr,  # fp32 [e, PARTS], out
+    T,
+    D,
+    stride,
+    num_experts,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write the largest magnitudes of every PARTS-th tile of a matrix."""
+    part, matrix = tl.program_id(0), tl.program_id(1)
+    used = T
+    if ends_ptr is not None:
+        used = tl.load(ends_ptr + num_experts - 1)
+    width = tl.cdiv(D, COLUMNS)
+    largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in range(part, tl.cdiv(used, ROWS) * width, PARTS):
+        t = tile // width * ROWS + tl.arange(0, ROWS)
+        d = tile % width * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (t < used)[:, None] & (d < D)[None, :]
+        at = x_ptr + (matrix.to(tl.int64) * T + t)[:, None] * stride + d[None, :]
+        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, magnitude(x))
+    tl.store(parts_ptr + matrix * PARTS + part, tl.max(tl.max(largest, 1), 0))
+
+
+@triton.jit
+def amax_of_parts(parts_ptr, PARTS: tl.constexpr):
+    """Return the largest of a matrix."""
+    return tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), 0)
+
+
+@triton.jit(do_not_specialize=["T", "num_experts"])
+def cast_rows_kernel(
+    x_ptr,  # [T, D], rows `stride` apart
+    ends_ptr,  # as in `amax_parts_kernel`: other rows are not written
+    values_ptr,  # FP8 [M, K], out
+    scales_ptr,  # fp32 [M], out
+    T,
+    D,
+    stride,
+    num_experts,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FITS: tl.constexpr,  # COLUMNS are not less than K
+    INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
+):
+    """Write rows of the kind "row": a program reads whole ones, twice where they do not fit."""
+    M, K = tl.cdiv(T, 16) * 16, tl.cdiv(D, 16) * 16
+    if ends_ptr is not None:
+        M = tl.load(ends_ptr + num_experts - 1)
+        T = M
+    t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    d = tl.arange(0, COLUMNS)
+    at = x_ptr + t[:, None] * stride
+    x = tl.load(at + d[None, :], mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
+    x = x.to(tl.float32)
+    largest = magnitude(x)
+    if not FITS:
+        for first in range(COLUMNS, D, COLUMNS):
+            inside = (t < T)[:, None] & (first + d < D)[None, :]
+            more = tl.load(at + first + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, magnitude(more))
+    scale, inverse = scale_of(tl.max(largest, 1), E5M2, POWER_OF_TWO)
+    tl.store(scales_ptr + t, scale, mask=t < M)
+    to = values_ptr + t[:, None] * K
+    value = to_fp8(x * inverse[:, None], values_ptr, E5M2, INTERPRETED)
+    tl.store(to + d[None, :], value, mask=(t < M)[:, None] & (d < K)[None, :])
+    if not FITS:
+        for first in range(COLUMNS, K, COLUMNS):
+            inside = (t < T)[:, None] & (first + d < D)[None, :]
+            x = tl.load(at + first + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            value = to_fp8(x * inverse[:, None], values_ptr, E5M2, INTERPRETED)
+            inside = (t < M)[:, None] & (first + d < K)[None, :]
+            tl.store(to + first + d[None, :], value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def amax_kernel(
+    x_ptr,  # [T, D]
+    amax_ptr,  # fp32 [T + D]: largest of each row, of each column; at least 0 on entry, in and out
+    T,
+    D,
+    stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Raise the largest magnitudes of columns, and with ROWS of rows, to those of a tile."""
+    tiles = tl.cdiv(D, BLOCK)
+    t = tl.program_id(0) // tiles * BLOCK + tl.arange(0, BLOCK)
+    d = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    inside = (t < T)[:, None] & (d < D)[None, :]
+    x = tl.load(x_ptr + t.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0.0)
+    x = magnitude(x.to(tl.float32))
+    # Magnitudes are ordered as their bits, and a maximum is the same in any order.
+    if ROWS:
+        tl.atomic_max(amax_ptr + t, tl.max(x, 1), mask=t < T)
+    tl.atomic_max(amax_ptr + T + d, tl.max(x, 0), mask=d < D)
+
+
+@triton.jit
+def _cast_along(
+    x,  # fp32 tile
+    i,  # of the operand's rows
+    j,  # of its columns
+    tile_i,
+    tile_j,
+    amax_ptr,  # "row": fp32, of each row; "tensor": of parts
+    values_ptr,  # FP8 [M, K], out
+    scales_ptr,  # out
+    num_rows,  # without padding
+    M,
+    K,
+    AXIS: tl.constexpr,  # of x that is summed: 1, or 0 for the transposed operand
+    KIND: tl.constexpr,
+    PARTS: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Store a tile of an operand, and its scales."""
+    lane = tl.arange(0, BLOCK)
+    if KIND == 0:
+        amax = tl.max(magnitude(x), AXIS)
+        place = tile_j.to(tl.int64) * M + i
+        is_mine = (i < M) & (tile_j * BLOCK < K)
+    elif KIND == 1:
+        amax = tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(magnitude(x), AXIS), 0)
+        width = tl.cdiv(tl.cdiv(K, BLOCK), 4) * 4
+        place = tile_i * width + tile_j + lane
+        # The last tile of a row writes what fills it, too.
+        is_last = (tile_j + 1) * BLOCK >= K
+        is_mine = (lane == 0) | (is_last & (tile_j + lane < width))
+        is_mine &= (tile_i * BLOCK < M) & (tile_j * BLOCK < K)
+    elif KIND == 2:
+        amax = tl.load(amax_ptr + i, mask=i < num_rows, other=0.0)
+        place = i
+        is_mine = (i < M) & (tile_j == 0)
+    else:
+        amax = tl.zeros((BLOCK,), tl.float32) + amax_of_parts(amax_ptr, PARTS)
+        place = lane
+        is_mine = (lane == 0) & (tile_i == 0) & (tile_j == 0)
+    scale, inverse = scale_of(amax, E5M2, POWER_OF_TWO)
+    if KIND == 1:
+        tl.store(scales_ptr + place, tl.where(lane == 0, scale, 0.0), mask=is_mine)
+    else:
+        tl.store(scales_ptr + place, scale, mask=is_mine)
+    value = to_fp8(x * tl.expand_dims(inverse, AXIS), values_ptr, E5M2, INTERPRETED)
+    if AXIS == 0:
+        value = tl.trans(value)
+    at = values_ptr + i.to(tl.int64)[:, None] * K + j[None, :]
+    tl.store(at, value, mask=(i < M)[:, None] & (j < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def cast_kernel(
+    x_ptr,  # [T, D]
+    amax_ptr,  # fp32: "row" [T + D], of rows, of columns; "tensor" [PARTS]
+    seen_ptr,  # fp32 [1]: grows to the largest finite magnitude, in and out; None = it does not
+    rows_ptr,  # FP8 [M, K], out; None = not this operand
+    row_scales_ptr,  # out
+    columns_ptr,  # FP8 [m, k], out; None = not this operand
+    column_scales_ptr,  # out
+    T,
+    D,
+    stride,  # of x's rows
+    KIND: tl.constexpr,  # 0 "tile", 1 "block", 2 "row", 3 "tensor"
+    PARTS: tl.constexpr,
+    GIVEN: tl.constexpr,  # the amax is another tensor's
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
+):
+    """Write a tile of x along rows, along columns, or both."""
+    WIDTH: tl.constexpr = BLOCK if KIND < 2 else 16  # of which K and k are multiples
+    M, K = tl.cdiv(T, 16) * 16, tl.cdiv(D, WIDTH) * WIDTH
+    m, k = tl.cdiv(D, 16) * 16, tl.cdiv(T, WIDTH) * WIDTH
+    tiles = tl.cdiv(tl.maximum(K, m), BLOCK)
+    tile_t, tile_d = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    t = tile_t * BLOCK + tl.arange(0, BLOCK)
+    d = tile_d * BLOCK + tl.arange(0, BLOCK)
+    inside = (t < T)[:, None] & (d < D)[None, :]
+    at = x_ptr + t.to(tl.int64)[:, None] * stride + d[None, :]
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if seen_ptr is not None:
+        largest = magnitude(x)
+        largest = tl.where(largest < float("inf"), largest, 0.0)
+        tl.atomic_max(seen_ptr, tl.max(tl.max(largest, 1), 0))
+    if GIVEN:  # else an infinity is its scale's
+        x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+    if rows_ptr is not None:
+        _cast_along(
+            x, t, d, tile_t, tile_d, amax_ptr, rows_ptr, row_scales_ptr, T, M, K,
+            1, KIND, PARTS, E5M2, POWER_OF_TWO, BLOCK, INTERPRETED,
+        )  # fmt: skip
+    if columns_ptr is not None:
+        of_columns = amax_ptr
+        if KIND == 2:
+            of_columns += T
+        _cast_along(
+            x, d, t, tile_d, tile_t, of_columns, columns_ptr, column_scales_ptr, D, m, k,
+            0, KIND, PARTS, E5M2, POWER_OF_TWO, BLOCK, INTERPRETED,
+        )  # fmt: skip
