@@ -28,8 +28,8 @@ CATEGORIES = {
     "nvlink clones": r"_(store|receive)_(weights|grads)_kernel",
     "copies to peers": r"Memcpy PtoP",
     "host copies": r"Memcpy (HtoD|DtoH)",
-    "quantisation": r"quantise_|widen_rows|tile_tokens|gather_row_blocks|^_?(amax|cast|pad_offsets)_"
-    r"|microscale_|finite_amax|(block|square)_amax|pack_squares|transpose_values",
+    "quantisation": r"quantise_|widen_rows|tile_tokens|gather_row_blocks"
+    r"|^_?(amax|cast|pad_offsets)_|microscale_|finite_amax|(block|square)_amax|pack_squares|transpose_values",
     "experts": r"_gg_|cooperative|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows"
     r"|sum_rows|gather_used|map_row_tiles|_finish_bwd_kernel|sum_parts",
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"
