@@ -307,7 +307,7 @@ def test_launches_and_operations(name: str) -> None:
     products = Fp8Products(Recipe(**history if name == "delayed" else {"scaling": name}))  # type: ignore[arg-type]
     new: Any = partial(torch.empty, device="meta", dtype=torch.bfloat16)
     x, weight = new(2, 64, 256, requires_grad=True), new(384, 256, requires_grad=True)
-    dy, launched = new(2, 64, 384), Launched()
+    dy, launched = new(2, 64, 384), SeenOperations()
     with launches_on_meta(lambda kernel, _: launched.names.append(kernel)):
         if products.history is not None:
             products(x, weight).backward(dy)
@@ -328,7 +328,7 @@ def test_launches_and_operations(name: str) -> None:
     assert x.grad is not None and x.grad.shape == x.shape and weight.grad.shape == weight.shape
 
 
-class Launched(TorchDispatchMode):
+class SeenOperations(TorchDispatchMode):
     """Names of what computes something, and the number of all operations."""
 
     def __init__(self) -> None:

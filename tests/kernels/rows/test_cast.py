@@ -84,8 +84,10 @@ def test_whole_rows(fmt: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_rows_in_any_shape(kind: str, device: str) -> None:
     x = hard((2 * 9, 48), torch.bfloat16, device)
     how = (None, None, kind, "e4m3", True, True, True)
-    for part in (x.view(2, 9, 48), x.view(2, 9, 48).transpose(0, 1)):
-        rows = part.reshape(-1, 48)
+    whole = x.view(2, 9, 48)
+    one_each = x.as_strided((18, 1, 48), (48, 7, 1))  # contiguous: no row is 7 from the next
+    for part in (whole, whole.transpose(0, 1), whole[..., 16:], one_each, whole.mT):
+        rows = part.reshape(-1, part.shape[-1])
         assert_same(casts._cast(part, *how), casts._cast_ref(rows, *how))
 
 

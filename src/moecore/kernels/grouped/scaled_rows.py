@@ -308,7 +308,7 @@ def pad_offsets(offsets_e: Tensor) -> Tensor:
     return padded_e
 
 
-class _Source(NamedTuple):
+class _Unquantised(NamedTuple):
     """What kernels read: expert rows, or matrices."""
 
     x: Tensor  # [R, D] or [e, N, D]
@@ -410,7 +410,7 @@ def scaled_rows(
         _empty(x_RD, fmt, (R, D), (R,)) if rows else None,
         _empty(x_RD, fmt, (D, length), (e, D)) if columns else None,
     )
-    return _Source(x_RD, offsets_e, padded_e, e, **how).cast(out, amax, seen)
+    return _Unquantised(x_RD, offsets_e, padded_e, e, **how).cast(out, amax, seen)
 
 
 def scaled_matrices(
@@ -430,4 +430,4 @@ def scaled_matrices(
         _empty(w_eND, "e4m3", (e, N, D), (e, N)) if rows else None,
         _empty(w_eND, "e4m3", (e, D, N), (e, D)) if columns else None,
     )
-    return _Source(w_eND, None, None, e, **how).cast(out, None, None)
+    return _Unquantised(w_eND, None, None, e, **how).cast(out, None, None)

@@ -109,7 +109,8 @@ def _cast(
         outputs[i] = torch.empty(shapes[i], dtype=dtype, device=device)
         outputs[i + 1] = torch.empty(shapes[i + 1], dtype=torch.float32, device=device)
     stored = [stored_as_bytes(t) for t in outputs] if INTERPRET else outputs
-    size, how = (T, D, x.stride(-2)), dict(E5M2=fmt == "e5m2", POWER_OF_TWO=power_of_two)
+    stride = x.stride(0) if x.ndim == 2 else D
+    size, how = (T, D, stride), dict(E5M2=fmt == "e5m2", POWER_OF_TWO=power_of_two)
     if kind == "row" and not columns and seen is None:
         assert outputs[0] is not None
         cast_rows(x, None, stored[0], stored[1], *size, 0, **how)
@@ -140,9 +141,12 @@ def _cast(
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """Return x [..., D] in rows of neighbouring columns, each as far from the next."""
-    is_so = x.stride(1) == 1 if x.ndim == 2 else x.is_contiguous()
-    return x if is_so else x.detach().contiguous()
+    """Return x [..., D] as rows of neighbouring columns: contiguous, or a matrix."""
+    if x.ndim != 2:
+        if x.is_contiguous():
+            return x
+        x = x.detach().reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.detach().contiguous()
 
 
 def stored_as_bytes(t: Tensor | None) -> Tensor | None:
