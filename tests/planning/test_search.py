@@ -266,6 +266,7 @@ def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # what a search calls has tests of smaller models
 def test_deepseek_v3() -> None:
     """A quarter of its depth on a quarter of the GPUs: experts go across nodes, here in bf16."""
     model = replace(DEEPSEEK, num_layers=16)
