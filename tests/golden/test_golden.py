@@ -15,7 +15,6 @@ from tests.golden.records import differences, run_all, why_not
 from tests.golden.runs import BATCHES, Result
 from tests.helpers.grids import asked_for, beside
 
-
 BY_DAY = BATCHES + 1  # steps
 NIGHTLY = ["triton", "torchtitan"]  # whole, and started apart
 

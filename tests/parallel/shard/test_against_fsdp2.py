@@ -31,7 +31,8 @@ from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.parallel.shard.fsdp2 import parallelize_with_fsdp2
 
-pytestmark = pytest.mark.slow
+# One process is the oracle of the same layouts in tests/test_parity.py.
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 WORLD = 4
 MICRO_BATCHES = (2, 1)  # of each step: one that accumulates, and one after an optimizer
