@@ -260,6 +260,7 @@ def test_a_run_for_speed_leaves_only_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # tests/models trains the same rows over cp
 def test_context_parallel_ranks_share_rows(tmp_path: Path) -> None:
     """Halves of the same rows have the losses of the rows, on two ranks and on one."""
     model = "--preset tiny-qwen3 --layers 1 --tokens random --steps 2 --checkpoint-every 0"
