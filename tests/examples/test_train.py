@@ -202,6 +202,7 @@ def test_what_must_survive_a_resume_is_saved(straight: tuple[Path, str]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_pretrain.py kills a run, and this one is continued below
 def test_killed_run_goes_on_as_if_nothing_happened(
     straight: tuple[Path, str], tmp_path: Path
 ) -> None:
