@@ -8,7 +8,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # The whole suite: files side by side where pytest-xdist is, so each process computes on one core.
 # Inductor compiles in the process that asks: one that it started for that would import torch again.
 ONE_THREAD := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
-WORKERS = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder')
+# One process more than cores, 4 at most: a file waits for its ranks, which wait for each other.
+WORKERS = $(shell $(PY) -c 'import os, xdist; print("-n", min(4, os.cpu_count() + 1), "--dist loadfile --no-loadscope-reorder")' 2>/dev/null)
 ON_CPUS := CUDA_VISIBLE_DEVICES= $(ONE_THREAD)
 
 # Runs the arguments of pytest, and beside it (with the second ones) kernels under Triton's interpreter, whose variable is

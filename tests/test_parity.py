@@ -63,8 +63,6 @@ CASES = [
     case(8, "dp_shard=8", "ep=1 edp_shard=8", model="sigmoid", meta=True),
     domains(8, "dp_shard=8", "ep=4 edp_shard=2", 2, model="sigmoid", accumulate=2, clones=TWO),
     case(8, "dp_shard=8", "ep=2 etp=4 edp_shard=1", model="relu2", loss="sum", clones=TWO),
-    case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="softmax", meta=True),
-    case(8, "dp_shard=8", "etp=2 edp_shard=4", model="gated-shared", dispatcher="allgather"),
     domains(8, "dp_replicate=2 dp_shard=4", "ep=8 edp_shard=1", 2, loss="sum", fsdp=TOGETHER),
     case(8, "dp_replicate=4 dp_shard=2", "edp_replicate=2 edp_shard=2 ep=2", model="biases"),
     case(8, "dp_replicate=8 dp_shard=1", "edp_replicate=4 edp_shard=1 ep=2", frozen=True),
@@ -87,16 +85,6 @@ CASES = [
         clones=ONE,
     ),
     case(8, "dp_shard=2 tp=4", "ep=4 edp_shard=2", loss="sum", fsdp=GATHERED),
-    case(8, "dp_replicate=2 dp_shard=2 tp=2", "edp_replicate=2 edp_shard=2 ep=2", loss="sum"),
-    case(8, "dp_shard=4 tp=2", "ep=4 edp_shard=2", model="latent-capacity", accumulate=2),
-    case(
-        8,
-        "dp_shard=2 tp=4",
-        "ep=2 etp=2 edp_shard=2",
-        model="sinkhorn",
-        recompute=True,
-        fsdp=TOGETHER,
-    ),
     case(6, "dp_shard=2 tp=3", "ep=3 edp_shard=2", model="expert-choice", dispatcher="allgather"),
     domains(6, "dp_shard=3 tp=2", "ep=6 edp_shard=1", 3, model="top-1", loss="sum", clones=ONE),
     domains(
@@ -128,14 +116,6 @@ CASES += [
     domains(8, "dp_shard=2 cp=4", "ep=8 edp_shard=1", 4, model="latent-capacity", context=RING),
     case(8, "dp_shard=2 cp=2 tp=2", "ep=4 edp_shard=2", model="sinkhorn", context=GATHER),
     case(8, "dp_shard=1 cp=4 tp=2", "ep=8 edp_shard=1", context=BOTH, packed=True, recompute=True),
-    domains(
-        8,
-        "dp_shard=2 cp=2 tp=2",
-        "ep=4 etp=2 edp_shard=1",
-        4,
-        model="expert-choice",
-        accumulate=2,
-    ),
     case(
         8,
         "dp_replicate=2 dp_shard=2 cp=2",
@@ -149,6 +129,26 @@ CASES += [
 ]
 # What interacts in them, degrees above all, does so in other cases, too.
 NIGHTLY = [
+    case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="softmax", meta=True),
+    case(8, "dp_shard=8", "etp=2 edp_shard=4", model="gated-shared", dispatcher="allgather"),
+    case(8, "dp_replicate=2 dp_shard=2 tp=2", "edp_replicate=2 edp_shard=2 ep=2", loss="sum"),
+    case(8, "dp_shard=4 tp=2", "ep=4 edp_shard=2", model="latent-capacity", accumulate=2),
+    case(
+        8,
+        "dp_shard=2 tp=4",
+        "ep=2 etp=2 edp_shard=2",
+        model="sinkhorn",
+        recompute=True,
+        fsdp=TOGETHER,
+    ),
+    domains(
+        8,
+        "dp_shard=2 cp=2 tp=2",
+        "ep=4 etp=2 edp_shard=1",
+        4,
+        model="expert-choice",
+        accumulate=2,
+    ),
     case(8, "dp_replicate=4 dp_shard=1 tp=2", "edp_replicate=2 edp_shard=1 ep=4", model="relu2"),
     case(6, "dp_replicate=3 dp_shard=2", "edp_replicate=2 edp_shard=1 ep=3", model="sigmoid"),
     case(8, "dp_shard=4 cp=2", "ep=4 edp_shard=2", model="sigmoid", context=HEADS),

@@ -10,5 +10,5 @@ from tests.families.transformers.test_families import BEGIN, END, ROOT, run, tab
 if __name__ == "__main__":
     page = ROOT / "docs" / "huggingface.md"
     before, _, rest = page.read_text().partition(BEGIN)
-    lines = "\n".join(["", *table(run(nightly=False)), ""])
+    lines = "\n".join(["", *table(run(nightly=True)), ""])
     page.write_text(before + BEGIN + lines + END + rest.partition(END)[2])

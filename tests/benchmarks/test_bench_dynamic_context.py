@@ -25,6 +25,7 @@ def ranks(rank: int, device: torch.device) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_bench_fsdp.py starts ranks by the same code
 def test_variants_have_one_loss() -> None:
     static, dynamic = run_ranks(2, ranks)
     assert static["loss"] == pytest.approx(dynamic["loss"], rel=1e-5)

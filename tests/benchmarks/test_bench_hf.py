@@ -14,6 +14,7 @@ ARGUMENTS = "--preset tiny-qwen3 --layers 1 --seq-len 32 --batch-size 2 --warm-u
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_bench_fsdp.py starts ranks by the same code
 def test_all_variants_compute_the_same(tmp_path: Path) -> None:
     rows, said = rows_of("bench_hf", ARGUMENTS.split(), tmp_path, num_ranks=2)
     assert [row["variant"] for row in rows] == ["transformers", "moecore", "moecore+loss"]

@@ -16,6 +16,7 @@ ARGUMENTS = "--preset tiny-qwen3 --layers 1 --seq-len 32 --batch-size 2 --warm-u
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_bench_fsdp.py starts ranks by the same code
 def test_adapters_train(tmp_path: Path) -> None:
     words = f"{ARGUMENTS} --rank 4 --lr 0.01".split()
     (row,), said = rows_of("bench_lora", words, tmp_path, num_ranks=2)

@@ -30,6 +30,7 @@ def test_the_share_beside_compute() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_bench_fsdp.py starts ranks by the same code
 def test_variants_compute_the_same(tmp_path: Path) -> None:
     rows, said = rows_of("bench_pairs", ARGUMENTS.split(), tmp_path, num_ranks=2)
     runs = {

@@ -20,6 +20,7 @@ ARGUMENTS = (
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_bench_fsdp.py starts ranks by the same code
 def test_it_measures_what_agrees_with_transformers(tmp_path: Path) -> None:
     options = f"{ARGUMENTS} --results {tmp_path}"
     command = [sys.executable, "-m", "benchmarks.bench_rl", *options.split()]

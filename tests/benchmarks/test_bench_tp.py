@@ -15,6 +15,7 @@ ARGUMENTS = "--layers tiny --seq-lens 64 --batch-sizes 2 --warm-up 1 --steps 1 -
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_bench_fsdp.py starts ranks by the same code
 def test_variants_compute_the_same(tmp_path: Path) -> None:
     launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
     command = f"{launcher} -m benchmarks.bench_tp {ARGUMENTS}"

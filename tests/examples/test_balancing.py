@@ -33,6 +33,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.nightly  # each rule has its numbers in tests/moe/test_balance.py
 @pytest.mark.usefixtures("no_group_left", "one_thread")
 def test_every_way_evens_the_load(balancing: ModuleType, tmp_path: Path) -> None:
     corpus = balancing.read_corpus([], seq_len=balancing.SHAPE.seq_len).text_N

@@ -75,8 +75,10 @@ def test_slurm(job: dict[str, str], tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", CLUSTER / "train.sbatch"]).returncode == 0
     assert re.findall(r"^#SBATCH --(\S+)", script, re.MULTILINE)[1] == "nodes=2"
     slurm = dict(SLURM_JOB_NODELIST="two", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7")
-    slurm |= dict(SLURM_JOB_NAME="mine", RANKS_PER_NODE="1", PORT=free_port(), ARGS="--steps 2")
-    assert run(script, tmp_path, job | slurm) == "--run-dir runs/mine --steps 2"
+    slurm |= dict(SLURM_JOB_NAME="mine", RANKS_PER_NODE="1", PORT=free_port())
+    slurm |= dict(SCRIPT="./train.py", ARGS="--config plan.toml --data a.jsonl")
+    found = run(script, tmp_path, job | slurm)
+    assert found == "--run-dir runs/mine --config plan.toml --data a.jsonl"
 
 
 def test_kubernetes(job: dict[str, str], tmp_path: Path) -> None:
@@ -103,12 +105,3 @@ def test_skypilot(job: dict[str, str], tmp_path: Path) -> None:
     environ = task["envs"] | {"SCRIPT": "train.py"}
     found = run(both(*nodes), tmp_path, job | environ)
     assert found == "--run-dir /runs/moecore --preset qwen3-30b-a3b --ep 8 --compile"
-
-
-def test_a_planned_recipe_is_an_argument(job: dict[str, str], tmp_path: Path) -> None:
-    script = (CLUSTER / "train.sbatch").read_text()
-    slurm = dict(SLURM_JOB_NODELIST="two", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7")
-    slurm |= dict(SLURM_JOB_NAME="mine", RANKS_PER_NODE="1", PORT=free_port())
-    slurm |= dict(SCRIPT="./train.py", ARGS="--config plan.toml --data a.jsonl")
-    found = run(script, tmp_path, job | slurm)
-    assert found == "--run-dir runs/mine --config plan.toml --data a.jsonl"

@@ -315,6 +315,7 @@ def first_try(page: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # two ranks beside stock transformers learn by day
 def test_a_tuned_model_answers_its_chats(finetune: ModuleType, tmp_path: Path) -> None:
     """By the command of the pages; fewer chats make fewer steps of an epoch, so epochs are more."""
     options = first_try("README.md")

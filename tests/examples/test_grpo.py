@@ -26,6 +26,7 @@ def grpo(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # the engine has its numbers in tests/rl
 def test_the_reward_rises_and_a_stopped_run_goes_on(grpo: ModuleType, tmp_path: Path) -> None:
     words = f"--steps {STEPS} --batch-size 8 --seq-len 128 --checkpoint-every {SAVED}"
     args = grpo.parse_arguments([*words.split(), "--run-dir", str(tmp_path)])

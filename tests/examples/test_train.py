@@ -202,6 +202,7 @@ def test_what_must_survive_a_resume_is_saved(straight: tuple[Path, str]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_pretrain.py kills a run, and this one is continued below
 def test_killed_run_goes_on_as_if_nothing_happened(
     straight: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -260,6 +261,7 @@ def test_a_run_for_speed_leaves_only_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # tests/models trains the same rows over cp
 def test_context_parallel_ranks_share_rows(tmp_path: Path) -> None:
     """Halves of the same rows have the losses of the rows, on two ranks and on one."""
     model = "--preset tiny-qwen3 --layers 1 --tokens random --steps 2 --checkpoint-every 0"

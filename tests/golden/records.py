@@ -25,6 +25,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path as File
 from typing import Any
@@ -87,18 +88,22 @@ def why_not(path: Path) -> str:
     return ""
 
 
-def run_all(names: Iterable[str]) -> dict[str, Result]:
+def run_all(names: Iterable[str], most_steps: int = 20) -> dict[str, Result]:
     """Run these paths: ranks start once per number of them, the interpreted ones beside them."""
     chosen = {name: PATHS[name] for name in names}
     alone = {name: _start_interpreted(name) for name, p in chosen.items() if p.interpreted}
-    together = {name: p for name, p in chosen.items() if not p.interpreted}
+    together = {
+        name: replace(p, steps=min(p.steps, most_steps))
+        for name, p in chosen.items()
+        if not p.interpreted
+    }
     found: dict[str, Result] = {}
     try:
         for world in sorted({p.world for p in together.values()}):
             found |= run_ranks(
                 world,
                 worker,
-                [n for n, p in together.items() if p.world == world],
+                {n: p for n, p in together.items() if p.world == world},
                 over_gloo=True,  # records have the order in which it sums
             )
         for name, process in alone.items():
@@ -158,14 +163,15 @@ def differences(name: str, found: Result) -> list[str]:
     path = PATHS[name]
     exact = best == key and golden["versions"] == _packages(path) and not path.interpreted
     bound = 0.0 if exact else path.bound
+    is_whole = len(found["losses"]) >= path.steps
     wrong = []
     for quantity, factor in (("losses", 1), ("norms", 4)):
-        pairs = zip(found[quantity], golden[quantity], strict=True)
+        pairs = zip(found[quantity], golden[quantity], strict=is_whole)
         for step, (ours, theirs) in enumerate(pairs):
             error = relative_error(ours, theirs)
             if not error <= bound * factor:
                 wrong.append(f"{quantity}[{step}] is {ours}, not {theirs}: {error:.1e}")
-    if exact and found["parameters"] != golden["parameters"]:
+    if exact and is_whole and found["parameters"] != golden["parameters"]:
         wrong.append(f"parameters are {found['parameters']}, not {golden['parameters']}")
     return wrong
 

@@ -189,8 +189,8 @@ def _result(losses: list[float], norms: list[float], state: dict[str, Tensor]) -
     }
 
 
-def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Result]:
-    return {name: run_path(PATHS[name]) for name in names}
+def worker(rank: int, device: torch.device, paths: dict[str, Path]) -> dict[str, Result]:
+    return {name: run_path(path) for name, path in paths.items()}
 
 
 def main(name: str) -> None:

@@ -1,4 +1,7 @@
-"""Twenty steps of every golden path equal their record: CONTRIBUTING.md says when to remake one."""
+"""Steps of golden paths equal their record: CONTRIBUTING.md says when to remake one.
+
+`make test` runs the first of them, in which each batch has come once and one twice.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,20 @@ import pytest
 from tests.golden import records
 from tests.golden.paths import PATHS
 from tests.golden.records import differences, run_all, why_not
-from tests.golden.runs import Result
+from tests.golden.runs import BATCHES, Result
+from tests.helpers.grids import asked_for, beside
+
+BY_DAY = BATCHES + 1  # steps
+NIGHTLY = ["triton", "torchtitan"]  # whole, and started apart
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Result]:
-    return run_all(name for name, path in PATHS.items() if not why_not(path))
+def results(request: pytest.FixtureRequest) -> dict[str, Result]:
+    names = [name for name in asked_for(request, "name") if not why_not(PATHS[name])]
+    return run_all(names) if request.config.option.nightly else run_all(names, BY_DAY)
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", beside(PATHS, NIGHTLY))
 def test_equals_its_record(name: str, results: dict[str, Result]) -> None:
     if reason := why_not(PATHS[name]):
         pytest.skip(reason)

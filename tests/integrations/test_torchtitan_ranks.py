@@ -7,12 +7,14 @@ The oracle is stock torchtitan without tensor parallelism: under tp, the router 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.integrations.titan_runs import (
     AC,
@@ -93,6 +95,10 @@ LOW = {"stock": "stock_tiny_bf16" if V03 else "stock_tiny_qwen3", "moecore": "mo
 ACCELERATED = [name for name in RUNS if "stock" not in name]
 
 
+# What one of two models shows on its own: a mesh without experts, graphs.
+NIGHTLY = ["qwen3 dense mesh", "qwen3 compiled"]
+
+
 def saving(name: str) -> dict[str, Any]:
     if name in ("qwen3 stock", "qwen3 tp") and not V03:
         return dict(checkpoint__enable=True, checkpoint__last_save_in_hf=True)
@@ -108,10 +114,11 @@ def loading(model: str, source: str, step: int, target: str, folder: str, **opti
     return spec, f"{folder}/{model} {source} to {target}", own | options
 
 
-def jobs_in(folder: str) -> dict[str, Job]:
-    """Every run by name, those that write before those that read."""
+def jobs_in(folder: str, names: Collection[str]) -> dict[str, Job]:
+    """Stock runs and these by name, those that write before those that read."""
     jobs: dict[str, Job] = {}
-    for name, (spec, options) in RUNS.items():
+    for name in (name for name in RUNS if "stock" in name or name in names):
+        spec, options = RUNS[name]
         jobs[name] = (spec, f"{folder}/{name}", options | saving(name))
     for pair in (("stock", "ep"), ("ep", "stock")):
         whole = dict(checkpoint__initial_load_model_only=False)
@@ -130,9 +137,10 @@ def worker(rank: int, device: torch.device, jobs: dict[str, Job]) -> dict[str, R
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, Run]:
+def runs(request: pytest.FixtureRequest) -> dict[str, Run]:
+    names = {"deepseek_v3 ep", "qwen3 tp", *asked_for(request, "name")}  # read, and are read
     with tempfile.TemporaryDirectory() as folder:
-        jobs = jobs_in(folder)
+        jobs = jobs_in(folder, names)
         if not V03:
             pairs = {n: jobs.pop(n) for n in list(jobs) if "compiled" in n}
             start = partial(run_ranks, imported=IMPORTED)
@@ -151,7 +159,7 @@ def oracle(runs: dict[str, Run], name: str) -> Run:
     return runs[name.split()[0] + " stock"]
 
 
-@pytest.mark.parametrize("name", ACCELERATED)
+@pytest.mark.parametrize("name", beside(ACCELERATED, NIGHTLY))
 def test_losses_and_norms_are_those_of_stock(runs: dict[str, Run], name: str) -> None:
     run, stock = runs[name], oracle(runs, name)
     assert len(run.losses) == STEPS
@@ -159,12 +167,12 @@ def test_losses_and_norms_are_those_of_stock(runs: dict[str, Run], name: str) ->
     assert close(run.norms, stock.norms), (run.norms, stock.norms)
 
 
-@pytest.mark.parametrize("name", ACCELERATED)
+@pytest.mark.parametrize("name", beside(ACCELERATED, NIGHTLY))
 def test_every_gradient_is_that_of_stock(runs: dict[str, Run], name: str) -> None:
     assert_close(runs[name].grads, oracle(runs, name).grads)
 
 
-@pytest.mark.parametrize("name", ACCELERATED)
+@pytest.mark.parametrize("name", beside(ACCELERATED, NIGHTLY))
 def test_state_after_the_steps_is_that_of_stock(runs: dict[str, Run], name: str) -> None:
     run, stock = runs[name], oracle(runs, name)
     assert_close(run.state, stock.state, 2e-5)  # two updates
@@ -174,7 +182,7 @@ def test_state_after_the_steps_is_that_of_stock(runs: dict[str, Run], name: str)
         assert bool(run.state[bias].any()) == (V03 or "deepseek" in name)
 
 
-@pytest.mark.parametrize("name", ACCELERATED)
+@pytest.mark.parametrize("name", beside(ACCELERATED, NIGHTLY))
 def test_every_parameter_is_a_dtensor_and_experts_are_found(
     runs: dict[str, Run], name: str
 ) -> None:
@@ -213,14 +221,14 @@ def test_bf16_error_is_at_most_twice_that_of_stock(runs: dict[str, Run]) -> None
         assert own <= 2 * error["stock"][name] + 1e-6, name
 
 
-@pytest.mark.parametrize("name", ACCELERATED)
+@pytest.mark.parametrize("name", beside(ACCELERATED, NIGHTLY))
 def test_the_load_is_in_the_log(runs: dict[str, Run], name: str) -> None:
     for metrics in runs[name].metrics:
         assert 1 <= metrics["moe/load_max_over_mean_avg"] <= metrics["moe/load_max_over_mean"] <= 8
         assert metrics["moe/aux_loss"] == 0
 
 
-@pytest.mark.parametrize("name", ACCELERATED)
+@pytest.mark.parametrize("name", beside(ACCELERATED, NIGHTLY))
 def test_only_a_compiled_run_has_graphs(runs: dict[str, Run], name: str) -> None:
     # Before and after an MoE layer, a dense block and the loss; with checkpointing some again.
     assert (1 <= runs[name].graphs <= 8) == ("compiled" in name), runs[name].graphs

@@ -127,6 +127,15 @@ CASES = {
     "linear over tp": Case(parallel=dict(cp=2, tp=2, ep=2), config=LINEAR, loss="sum"),
     "hybrid over tp": Case(parallel=dict(cp=2, tp=2, ep=4), config=HYBRID, loss="sum"),
 }
+# Ways and windows that tests/attention has, or transformers models over cp ranks.
+NIGHTLY = (
+    "latents, both",
+    "grouped, auto",
+    "window, both",
+    "window, heads",
+    "linear",
+    "sparse over tp",
+)
 RING = Case(parallel=dict(cp=4, ep=4), config=GROUPED, way="p2p", loss="sum", packed=False)
 TAMPERED = {
     "order of tokens": Case(parallel=dict(cp=4, ep=2), config=dropping(GROUPED), tamper="order"),
@@ -357,7 +366,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, Any]:
     return run_ranks(WORLD, worker, asked_for(request, "name"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", beside(CASES, NIGHTLY))
 def test_equals_one_process(results: dict[str, Any], name: str) -> None:
     wrong = {what: error for what, error in results[name].items() if not error <= 1e-5}
     assert not wrong, (len(wrong), len(results[name]), wrong)

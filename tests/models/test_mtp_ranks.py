@@ -20,6 +20,7 @@ from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import DecoderConfig
 from moecore.models.block import Block
 from moecore.parallel.attached import moe_state
+from tests.helpers.grids import asked_for, beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.models.plain_decoder import plain_losses
@@ -44,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
         parallel=dict(dp_replicate=2, ep=2, etp=2), loss="sum", config="latent, repeated"
     ),
 }
+NIGHTLY = ("ep2 over tp2", "repeated, hsdp, etp2")  # as "detached", and its layout unrepeated
 
 
 def batches(config: DecoderConfig, data_ranks: int, padded: bool) -> list[tuple[Tensor, Tensor]]:
@@ -169,19 +171,19 @@ def run_bf16() -> list[float]:
     return sums
 
 
-def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    results: dict[str, Any] = {name: run_case(case) for name, case in CASES.items()}
+def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
+    results: dict[str, Any] = {name: run_case(CASES[name]) for name in names}
     results["bf16"] = run_bf16()
     results["generate"] = run_after_generate()
     return results
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_ranks(4, worker)
+def results(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run_ranks(4, worker, asked_for(request, "name"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", beside(CASES, NIGHTLY))
 def test_equals_plain_code(results, name):
     errors = results[name]["errors"]
     assert not {k: e for k, e in errors.items() if not e <= 1e-5}
@@ -189,7 +191,7 @@ def test_equals_plain_code(results, name):
     assert len(errors) == 2 + len(list(make(config).parameters()))
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n != "dense last layer"])
+@pytest.mark.parametrize("name", beside([n for n in CASES if n != "dense last layer"], NIGHTLY))
 def test_every_layer_counts_the_positions_that_exist(results, name):
     end = T - 4 if CASES[name].get("padded") else T
     choices = 2 * results[name]["data_ranks"] * 2  # sequences, and experts per token
@@ -204,7 +206,7 @@ def test_every_layer_counts_the_positions_that_exist(results, name):
     assert results[name]["units"] == [True] * len(counts)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", beside(CASES, NIGHTLY))
 def test_generate_is_that_of_one_process(results, name):
     config = CONFIGS[CASES[name].get("config", "latent, 2")]
     prompt = batches(config, 1, False)[0][0][:, :3]

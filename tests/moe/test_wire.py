@@ -100,6 +100,8 @@ OF_EXPERTS = ("latent", "weights on input", "biases", "sequential", "FC1 again")
 NIGHTLY = [
     *((folding, name) for place, name in enumerate(CASES) for folding in PAIRS[(place + 1) % 2]),
     *(("2 x 3, stores", name) for name in (*OF_EXPERTS, "whole layer again", "rowwise")),
+    *(("ep2-edp3", name) for name in OF_EXPERTS),
+    *(("ep3-etp2", name) for name in OF_EXPERTS),
 ]
 
 

@@ -255,6 +255,7 @@ def four_ranks(rank: int, device: torch.device) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_dynamic_context.py trains these groups beside one process
 def test_four_ranks_train_as_one_process() -> None:
     found, cps = run_ranks(4, four_ranks), {"data ranks": [{1, 2, 4}] * STEPS}
     for how in ("data ranks", "stages", "stages of transformers"):

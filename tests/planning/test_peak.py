@@ -52,7 +52,7 @@ def test_few_layers_stand_for_all(case: str) -> None:
     assert found == pytest.approx(dry_run(run).peak, rel=error)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", beside(SCHEDULES, ["interleaved", "zero-bubble"]))
 def test_ranks_of_a_pipeline(name: str) -> None:
     pipeline, error = SCHEDULES[name]
     run = replace(RUN, **STAGED, pipeline=pipeline)

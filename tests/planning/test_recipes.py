@@ -63,6 +63,7 @@ def test_the_guidelines_are_those_of_the_recipes() -> None:
         assert refuse(request, Folding(pp, tp, cp, ep, 1, min(recipe.chunks, 4))) is None
 
 
+@pytest.mark.nightly  # a search of the largest model
 def test_what_a_search_finds_for_deepseek_v3_is_faster_than_the_reports_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

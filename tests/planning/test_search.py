@@ -274,6 +274,7 @@ def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # what a search calls has tests of smaller models
 def test_deepseek_v3() -> None:
     """A quarter of its depth on a quarter of the GPUs: experts go across nodes, here in bf16."""
     model = replace(DEEPSEEK, num_layers=16)
@@ -302,10 +303,14 @@ def test_micro_batches_have_the_rows_that_are_fastest() -> None:
     assert refuse(few, Folding(ep=4, batch_size=4)).rule == "rows for all data ranks"  # type: ignore[union-attr]
 
 
+@pytest.mark.nightly  # a search of every change; their order is tested above
 def test_what_cannot_fit_names_the_smallest_change() -> None:
     model = replace(preset("qwen3-30b-a3b"), num_layers=24)
     found = search(SearchRequest(model=model, num_gpus=1), most_planned=1)
     assert not found.fitting and found.change is not None and "h100-80, with " in found.change
+
+
+def test_rows_that_no_folding_divides_name_other_rows() -> None:
     given = replace(SMALL, num_gpus=8, global_batch=13)
     assert all(refuse(given, f) is not None for f in foldings(8))
     text = search(given).change

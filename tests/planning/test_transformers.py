@@ -47,7 +47,7 @@ from tests.families.transformers.family_models import (
     model_class,
     tiny_model,
 )
-from tests.families.transformers.test_families import REFUSED, taken
+from tests.families.transformers.test_families import BY_DAY, REFUSED, taken
 from tests.helpers.grids import beside
 from tests.train.memory.test_kept import Saved
 
@@ -86,7 +86,7 @@ def default(family: str, **changes: Any) -> TransformersModel:
     return TransformersModel.of(json.loads(config.to_json_string(use_diff=False)))
 
 
-@pytest.mark.parametrize("family", taken())
+@pytest.mark.parametrize("family", beside(taken(), {*taken()} - {*BY_DAY}))
 def test_parameters_gradients_and_state_are_those_of_the_class(family: str) -> None:
     kind, run = model_class(family), TrainingRun(model=model_of(family), num_gpus=1, seq_len=64)
     with torch.device("meta"):

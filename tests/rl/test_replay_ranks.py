@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from moecore import Meshes, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.torch_names import local_of
 from moecore.rl import Choices, RouterReplay
+from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
 from tests.rl.replay_cases import CONFIGS, batches, fifo, layers_of, make_model, worst
@@ -144,11 +145,11 @@ def sent(value: Any) -> Any:
     return values[0]
 
 
-def worker(rank: int, device: torch.device) -> dict[str, list[Any]]:
+def worker(rank: int, device: torch.device, cases: list[tuple[str, str]]) -> dict[str, list[Any]]:
     results: dict[str, list[Any]] = {}
     for folding, degrees in FOLDINGS.items():
         meshes = build_meshes(ParallelConfig(**degrees), "cpu")
-        for name in NAMES:
+        for name in (name for name, where in cases if where == folding):
             every: list[Any] = [None] * 4
             dist.all_gather_object(every, run_case(name, meshes))
             results[f"{name}/{folding}"] = every
@@ -156,11 +157,11 @@ def worker(rank: int, device: torch.device) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[Any]]:
-    return run_ranks(4, worker)
+def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return run_ranks(4, worker, asked_for(request, "name", "folding"))
 
 
-@pytest.mark.parametrize(("name", "folding"), CASES)
+@pytest.mark.parametrize(("name", "folding"), beside(CASES, CASES[1::2], several=True))
 def test_replay_on_ranks(name: str, folding: str, results: dict[str, list[Any]]) -> None:
     ranks = results[f"{name}/{folding}"]
     for rank, result in enumerate(ranks):

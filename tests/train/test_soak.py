@@ -11,9 +11,8 @@ from tests.train.soak import Plan, soak
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("steps", "kills"), [(12, 1), pytest.param(2000, 20, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # by day test_kill.py and the examples of training kill one thing each
+@pytest.mark.parametrize(("steps", "kills"), [(12, 1), (2000, 20)])
 def test_nothing_is_lost(steps: int, kills: int, tmp_path: Path) -> None:
     plan = Plan(steps=steps, save_every=4, nan_every=11)
     quiet = soak(plan, tmp_path / "quiet")

@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +191,11 @@ IMAGES = (
 FROZEN_TOWER = "glm4v_moe"
 
 
-def family_names() -> list[str]:
+@cache
+def family_names() -> tuple[str, ...]:
     """Return the model files with routed experts, in order."""
     files = sorted(MODELS.glob("*/modeling_*.py"))
-    return [f.parent.name for f in files if EXPERTS.search(f.read_text())]
+    return tuple(f.parent.name for f in files if EXPERTS.search(f.read_text()))
 
 
 def model_class(family: str) -> Any:

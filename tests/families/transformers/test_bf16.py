@@ -36,7 +36,8 @@ from tests.families.transformers.family_models import (
     model_class,
     tiny_model,
 )
-from tests.families.transformers.test_families import taken, without_unused_rows
+from tests.families.transformers.test_families import BY_DAY, taken, without_unused_rows
+from tests.helpers.grids import beside
 from tests.helpers.ranks import run_ranks
 
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
@@ -97,7 +98,7 @@ def stock_in_bf16(family: str, path: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", taken())
+@pytest.mark.parametrize("family", beside(taken(), {*taken()} - {*BY_DAY}))
 def test_a_family_in_bf16(family: str, meshes: Meshes, tmp_path: Path) -> None:
     plain = tiny_model(family)
     plain.save_pretrained(tmp_path)

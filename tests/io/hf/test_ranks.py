@@ -27,6 +27,7 @@ from moecore.io.hf.load import load_hf
 from moecore.models import Decoder, preset
 from moecore.moe.params import global_indices
 from tests.families.transformers.hf_models import random_model
+from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.io.hf.dirs import fp8_state, mxfp4_state, write_directory
 from tests.io.hf.states import hf_state, native_state
@@ -48,6 +49,8 @@ CASES += [("native gpt-oss", "ep2-etp2")]
 CASES += [("deepseek-v3", "ep2-edp2"), ("gpt-oss", "ep2-etp2"), ("gpt-oss", "fsdp")]
 if HAS_SEPARATE_PIECES:  # etp of gate above up
     CASES.append(("qwen2-moe", "ep2-etp2"))
+# As others, of another model or layout.
+NIGHTLY = [("native", "ep2-edp2"), ("qwen2-moe", "fsdp"), ("gpt-oss", "fsdp")]
 SAVED = [case for case in CASES if case[1] == "ep2-etp2"]
 
 
@@ -281,9 +284,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def worker(rank: int, device: torch.device, root: str) -> dict[Any, Any]:
+def worker(
+    rank: int, device: torch.device, root: str, cases: list[tuple[str, str]]
+) -> dict[Any, Any]:
     truths = {name: load_file(Path(root, f"{name}.truth")) for name in SOURCES}
-    results: dict[Any, Any] = {c: run_case(Path(root), *c, truths[c[0]]) for c in CASES}
+    results: dict[Any, Any] = {c: run_case(Path(root), *c, truths[c[0]]) for c in cases}
     results["docs"] = run_docs(Path(root))
     results["errors"] = errors_on_ranks(Path(root))
     return results
@@ -297,21 +302,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(root: Path) -> dict[Any, Any]:
-    return run_ranks(WORLD, worker, str(root))
+def results(root: Path, request: pytest.FixtureRequest) -> dict[Any, Any]:
+    return run_ranks(WORLD, worker, str(root), asked_for(request, "case"))
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", beside(CASES, NIGHTLY), ids="-".join)
 def test_every_shard_is_loaded_bit_for_bit(case, results):
     assert results[case]["wrong"] == []
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", beside(CASES, NIGHTLY), ids="-".join)
 def test_export_and_load_again_is_bit_exact(case, results):
     assert results[case]["again"] == []
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", beside(CASES, NIGHTLY), ids="-".join)
 def test_logits_equal_one_process(case, results, root):
     name, _ = case
     model = make_module(name)
@@ -323,7 +328,7 @@ def test_logits_equal_one_process(case, results, root):
     assert error <= 1e-5
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", beside(CASES, NIGHTLY), ids="-".join)
 def test_a_rank_reads_the_bytes_of_its_shards(case, results):
     name, layout = case
     reports, shares = results[case]["reports"], results[case]["share"]
@@ -339,7 +344,7 @@ def test_a_rank_reads_the_bytes_of_its_shards(case, results):
         assert stored <= total < 1.25 * stored
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", beside(CASES, NIGHTLY), ids="-".join)
 def test_export_holds_a_tensor_at_a_time(case, results):
     """Each rank writes shards in its turn, and holds one tensor and one message at most."""
     exports = results[case]["exports"]

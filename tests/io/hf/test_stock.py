@@ -23,7 +23,8 @@ from moecore.io.hf.quant import TensorSource, ViewedSource
 from moecore.io.hf.stock import Shapes, published_shapes, shapes_of, stock_plan
 from tests.families.transformers.family_models import model_class, tiny_model
 from tests.families.transformers.hf_models import qwen3_moe
-from tests.families.transformers.test_families import taken, without_unused_rows
+from tests.families.transformers.test_families import BY_DAY, taken, without_unused_rows
+from tests.helpers.grids import beside
 from tests.io.hf.dirs import write_directory
 
 
@@ -52,7 +53,7 @@ def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", taken())
+@pytest.mark.parametrize("family", beside(taken(), {*taken()} - {*BY_DAY}))
 def test_files_of_stock(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "stock", max_shard_size="60KB")

@@ -58,15 +58,44 @@ MERGED = pipeline("overlapped", chunks=2)
 ALL = FSDPOptions(dense_strategy="optim", embedding_strategy="optim")
 GRADS = FSDPOptions(dense_strategy="optim_grads")
 RING = ContextOptions(way="p2p")
-CP_AND_TP = case(  # each of them has other cases, and stages have no part in either
-    8,
-    "pp=2 dp_shard=1 cp=2 tp=2",
-    "pp=2 ep=2 edp_shard=2",
-    pipeline=TWO,
-    accumulate=2,
-    layers=4,
-    model="relu2",
-)
+# Degrees, schedules and options that others have, which stages do not make one another's.
+NIGHTLY = [
+    case(
+        8,
+        "pp=2 dp_shard=2 tp=2",
+        "pp=2 ep=2 etp=2 edp_shard=1",
+        pipeline=TWO,
+        accumulate=2,
+        layers=4,
+        loss="sum",
+    ),
+    case(
+        8,
+        "pp=2 dp_replicate=2 dp_shard=2",
+        "pp=2 edp_replicate=2 ep=2 edp_shard=1",
+        pipeline=THREE,
+        accumulate=3,
+        layers=6,
+    ),
+    case(
+        8,
+        "pp=2 dp_shard=2 tp=2",
+        "pp=2 ep=2 etp=2 edp_shard=1",
+        pipeline=pipeline("overlapped", "Ett|tL"),
+        accumulate=4,
+        layers=3,
+        recompute=True,
+    ),
+    case(
+        8,
+        "pp=2 dp_shard=1 cp=2 tp=2",
+        "pp=2 ep=2 edp_shard=2",
+        pipeline=TWO,
+        accumulate=2,
+        layers=4,
+        model="relu2",
+    ),
+]
 CASES = [
     case(
         4, "pp=2 dp_shard=2", "pp=2 ep=1 edp_shard=2", pipeline=ONE_F_ONE_B, accumulate=3, meta=True
@@ -104,30 +133,12 @@ CASES = [
     ),
     case(
         8,
-        "pp=2 dp_shard=2 tp=2",
-        "pp=2 ep=2 etp=2 edp_shard=1",
-        pipeline=TWO,
-        accumulate=2,
-        layers=4,
-        loss="sum",
-    ),
-    case(
-        8,
         "pp=2 dp_shard=2 cp=2",
         "pp=2 ep=4 edp_shard=1",
         pipeline=ONE_F_ONE_B,
         accumulate=3,
         context=RING,
         packed=True,
-    ),
-    CP_AND_TP,
-    case(
-        8,
-        "pp=2 dp_replicate=2 dp_shard=2",
-        "pp=2 edp_replicate=2 ep=2 edp_shard=1",
-        pipeline=THREE,
-        accumulate=3,
-        layers=6,
     ),
     case(
         6,
@@ -192,15 +203,6 @@ CASES += [
         model="gated-shared",
         fsdp=ALL,
     ),
-    case(
-        8,
-        "pp=2 dp_shard=2 tp=2",
-        "pp=2 ep=2 etp=2 edp_shard=1",
-        pipeline=pipeline("overlapped", "Ett|tL"),
-        accumulate=4,
-        layers=3,
-        recompute=True,
-    ),
 ]
 # Without stages: the micro-batches of a step beside each other.
 CASES += [
@@ -242,7 +244,7 @@ ON_GPUS = [
     Case(world=2, parallel=NARROW, pipeline=TWO, accumulate=3, layers=4),
     Case(world=2, parallel=NARROW, pipeline=V, accumulate=4, layers=4, model="gated-shared"),
 ]
-WORLDS = sorted({one.world for one in CASES})
+WORLDS = sorted({one.world for one in CASES + NIGHTLY})
 
 
 PREDICTS = DecoderConfig(
@@ -455,13 +457,15 @@ def results(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     names = {one.name for one in asked_for(request, "one")}
     for world in WORLDS:
-        cases = [one for one in [*CASES, *ROUGH] if one.world == world and one.name in names]
+        cases = [
+            one for one in [*CASES, *NIGHTLY, *ROUGH] if one.world == world and one.name in names
+        ]
         for i in range(0, len(cases), CASES_PER_SPAWN):
             found |= run_ranks(world, worker, cases[i : i + CASES_PER_SPAWN])
     return found | run_ranks(4, worker_that_predicts)
 
 
-@pytest.mark.parametrize("one", beside(CASES, [CP_AND_TP]), ids=lambda one: one.name)
+@pytest.mark.parametrize("one", beside(CASES + NIGHTLY, NIGHTLY), ids=lambda one: one.name)
 def test_pipeline_is_one_process(one: Case, results: dict[str, dict[str, float]]) -> None:
     errors = results[one.name]
     assert any(name.startswith("grad/") for name in errors)

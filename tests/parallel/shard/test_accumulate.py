@@ -25,6 +25,7 @@ from moecore.parallel import rank_bytes
 from moecore.parallel.attached import attached, moe_state
 from moecore.parallel.shard.clip import clip_grad_norm_
 from moecore.train.rerun import drop_step
+from tests.helpers.grids import asked_for, beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
@@ -74,9 +75,15 @@ EVERY = dict.fromkeys(
     ),
     "all gathered once",
 )
-# Steps that are not announced leave nothing shared: one layout of each kind of unit.
+NIGHTLY = (
+    "sharded experts, gathered once",
+    "gathered again, recomputed",
+    "embeddings gathered again",
+)  # as others, of one kind of unit each
 UNANNOUNCED = ("whole experts, gathered once", "all gathered once", "two blocks together")
+# Steps that are not announced leave nothing shared: one layout of each kind of unit.
 DROPPED = [*((layout, "once") for layout in LAYOUTS), *((each, "every") for each in UNANNOUNCED)]
+OF_NIGHT = [case for case in DROPPED if case[0] in NIGHTLY]
 
 
 def make(layout: str) -> Decoder:
@@ -175,13 +182,13 @@ def communication(model: Decoder, events: list[str]) -> dict[str, int]:
     )
 
 
-def worker(rank: int, device: torch.device) -> dict[str, Any]:
+def worker(rank: int, device: torch.device, layouts: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     of: dict[str, dict[str, Tensor]] = {}
     plain = {
-        layout: train(layout, rank, once=False)[0] for layout in LAYOUTS if layout not in EVERY
+        layout: train(layout, rank, once=False)[0] for layout in layouts if layout not in EVERY
     }
-    for layout in LAYOUTS:
+    for layout in layouts:
         every, (once, by) = plain[EVERY.get(layout, layout)], train(layout, rank, once=True)
         found[layout], of[layout] = errors(once, every), once
         for told, clean in (("once", once), ("every", every)):
@@ -203,11 +210,12 @@ def errors(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return run_ranks(WORLD, worker)
+def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+    needed = dict.fromkeys([*asked_for(request, "layout"), "all gathered once", "replicated"])
+    return run_ranks(WORLD, worker, [layout for layout in LAYOUTS if layout in needed])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", beside(LAYOUTS, NIGHTLY))
 def test_gradients_are_those_of_reducing_every_time(layout: str, found: dict[str, Any]) -> None:
     """With bf16 each reduction would round; sums over micro-batches are in fp32 in both."""
     bound = 2e-2 if layout == "bf16" else FP32_BOUND
@@ -215,7 +223,7 @@ def test_gradients_are_those_of_reducing_every_time(layout: str, found: dict[str
     assert not {name: error for name, error in found[layout].items() if not error <= bound}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", beside(LAYOUTS, NIGHTLY))
 def test_what_stays_gathered_is_gathered_and_reduced_once(
     layout: str, found: dict[str, Any]
 ) -> None:
@@ -236,7 +244,7 @@ def test_what_stays_gathered_is_gathered_and_reduced_once(
     assert by["reductions"] == kept - each + MICRO_BATCHES * (freed + each)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", beside(LAYOUTS, NIGHTLY))
 def test_buffers_are_those_of_the_plan(layout: str, found: dict[str, Any]) -> None:
     by = found[f"{layout}, by"]
     planned = by["planned"]
@@ -247,7 +255,7 @@ def test_replicas_have_the_gradients_of_shards(found: dict[str, Any]) -> None:
     assert max(found["replicated, sharded"].values()) <= FP32_BOUND
 
 
-@pytest.mark.parametrize(("layout", "told"), DROPPED)
+@pytest.mark.parametrize(("layout", "told"), beside(DROPPED, OF_NIGHT, several=True))
 def test_a_dropped_step_leaves_nothing(layout: str, told: str, found: dict[str, Any]) -> None:
     """The next step is that of a new model to the bit, announced or not."""
     tokens, compared, wrong = found[f"{layout}, dropped, {told}"]

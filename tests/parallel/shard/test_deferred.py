@@ -87,8 +87,16 @@ CASES |= {
     "regions": (EP2, dict(fsdp=BF16, memory=REGIONS)),
     "offload": (EP2, dict(fsdp=BF16, memory=MemoryOptions(offload=("attention", "experts")))),
 }
-# Each strategy has another, and tp has another strategy.
-NIGHTLY = ("no_shard, ep 2", "optim, ep 1", "optim_grads, ep 2", "tp, optim")
+# Each strategy has another, tp has another strategy, and other cases compute more again.
+NIGHTLY = (
+    "no_shard, ep 2",
+    "optim, ep 1",
+    "optim_grads, ep 2",
+    "tp, optim",
+    "embeddings too",
+    "checkpoints",
+    "offload",
+)
 LIKE_BF16 = ("checkpoints", "reentrant checkpoints", "regions", "offload")  # keep other things
 WHOLE = tuple(zip("FFFBBB", (0, 1, 2, 0, 1, 2), strict=True))
 APART = tuple(zip("FFDFDDWWW", (0, 1, 0, 2, 1, 2, 0, 1, 2), strict=True))

@@ -119,11 +119,13 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # one process compiles the same in tests/train/memory/test_compiled.py
 def test_losses_and_parameters_equal_those_of_eager(found: dict[str, Any]) -> None:
     check_same(found["eager"], found["compiled"])
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # one process compiles the same in tests/train/memory/test_compiled.py
 def test_attention_over_ranks_runs_between_what_is_compiled(found: dict[str, Any]) -> None:
     check_same(*found["over cp"])
     assert found["graphs over cp"] > found["graphs"], "attention cuts a block in two"

@@ -37,7 +37,12 @@ PARTS = {
 }
 pytestmark = pytest.mark.filterwarnings("error:MemoryOptions.recompute")
 CASES = [(name, parts) for name, options in PARTS.items() for parts in options]
-NIGHTLY = [("tiny-qwen3", ("norm", "rope")), ("tiny-deepseek-v3", GEMM_LAST)]  # parts of others
+# Parts of others.
+NIGHTLY = [
+    ("tiny-qwen3", ("norm", "rope")),
+    ("tiny-shared", GEMM_LAST),
+    ("tiny-deepseek-v3", GEMM_LAST),
+]
 
 
 def build(name: str) -> Decoder:
@@ -106,7 +111,7 @@ def test_bytes_bits_and_products_are_those_of_eager_regions(case: tuple[str, Any
     assert compiled_bytes < 0.8 * bytes_of_all(name)
 
 
-@pytest.mark.parametrize("parts", [(), ("norm", "rope")], ids=str)
+@pytest.mark.parametrize("parts", beside([(), ("norm", "rope")], [()]), ids=str)
 def test_lengths_are_dynamic_from_the_second_one_on(parts: Any) -> None:
     """Each new length would be a graph, up to torch's limit, and eager from there on."""
     eager, compiled = (keep_less(build("tiny-qwen3"), parts, compile=c) for c in (False, True))
