@@ -118,8 +118,9 @@ class Replicas:
         self._place: ReplicaPlace | None = None
         timeout = timedelta(seconds=timeout_s)
         is_cpu = request.meshes.device_type == "cpu"
+        self._group = ProcessGroupGloo(timeout) if is_cpu else ProcessGroupNCCL(timeout)
         self._manager = Manager(
-            pg=ProcessGroupGloo(timeout) if is_cpu else ProcessGroupNCCL(timeout),
+            pg=self._group,
             load_state_dict=self._load,
             state_dict=self._state,
             min_replica_size=min_replicas,
@@ -155,7 +156,9 @@ class Replicas:
         lineages, names = self._meet()
         self._average_gradients()
         self._add_counts()
-        is_lost = self._manager.errored() is None and self._find_strays(lineages)
+        # Over NCCL a replica that left fails no call: an aborted group knows it, a host sync later.
+        failed = self._manager.errored() or self._group.errored()
+        is_lost = not failed and self._find_strays(lineages)
         if not self._manager.should_commit():
             self._step.drop()
             if is_lost:
