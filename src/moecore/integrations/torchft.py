@@ -74,7 +74,8 @@ class Replicas:
         scheduler: goes along with the state of a replica that comes back; the caller steps it.
         first_step: the number of steps that weights and optimizer have, of a loaded checkpoint.
         min_replicas: fewer do not step: they wait for others.
-        timeout_s: seconds after which a replica that does not answer has left.
+        timeout_s: seconds after which a replica that does not answer has left. More than any step
+            takes, the compilation in the first one too: a replica that waits longer for one ends.
 
     Raises:
         ValueError: when the loss is a sum, whose divisor would be the tokens of all replicas.
