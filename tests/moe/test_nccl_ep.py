@@ -293,7 +293,7 @@ V = [Version("2.30.7")]
     [
         ((9, 0), "2.30.7", "/nvcc", None),
         ((8, 0), "2.30.7", "/nvcc", "must have GPUs of capability 9.0 or later (here 8.0): use"),
-        ((9, 0), "2.28.9", "/nvcc", "must have NCCL 2.30.5 or later loaded (here 2.28.9): pip"),
+        ((9, 0), "2.28.9", "/nvcc", "must have NCCL 2.30.7 or later loaded (here 2.28.9): pip"),
         ((9, 0), "2.30.7", "", "must find nvcc, which compiles its kernels at first use: set"),
         ((9, 0), None, "/nvcc", "must have nccl.ep (No module named 'nccl"),
     ],

@@ -42,7 +42,7 @@ MOST_CHOICES = 32  # K
 ROW_ALIGNMENT = 16  # bytes
 EXPERT_ALIGNMENT = 4  # experts of a domain
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LEAST_NCCL = (2, 30, 5)
+LEAST_NCCL = (2, 30, 7)
 LEAST_CAPABILITY = (9, 0)
 INSTALL = "pip install 'moecore[nccl-ep]', or use 'alltoall'"
 
@@ -271,6 +271,7 @@ class NCCLEPDispatcher(Dispatcher):
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks: two host syncs, one small collective of torch."""
+        # NCCL EP has a collective and a host sync of its own; the latter in backward, too.
         p, (T, K) = self.placement, routing.destinations_TK.shape
         _check(x_TD, routing, p, self._groups.ranks_per_domain)
         if x_TD.is_meta:
