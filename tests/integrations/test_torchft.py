@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,6 +198,27 @@ def test_a_replica_that_made_steps_apart_ends(tmp_path: Path) -> None:
         if "norm" in row:
             digests[row["place"][0], row["rank"]].add(row["digest"])
     assert all(len(found) == 1 for found in digests.values())
+
+
+@pytest.mark.parametrize("aborted", [None, RuntimeError("aborted")])
+def test_an_aborted_group_makes_no_stray(
+    monkeypatch: pytest.MonkeyPatch, aborted: Exception | None
+) -> None:
+    """Over NCCL what a dead replica leaves behind is read as its lineage."""
+    from moecore.integrations.torchft import Replicas
+
+    here, nothing = object.__new__(Replicas), lambda *_: None
+    how = dict(errored=nothing, report_error=nothing, should_commit=lambda: False)
+    here._manager, here._step = SimpleNamespace(**how), SimpleNamespace(drop=nothing)
+    here._group, here._lineage = SimpleNamespace(errored=lambda: aborted), 5
+    monkeypatch.setattr(Replicas, "_meet", lambda _: ([0, 5], [0, 1]))
+    monkeypatch.setattr(Replicas, "_average_gradients", nothing)
+    monkeypatch.setattr(Replicas, "_add_counts", nothing)
+    if aborted is not None:
+        assert here.finish() is None
+    else:
+        with pytest.raises(RuntimeError, match="must be those of the others"):
+            here.finish()
 
 
 def test_a_sum_of_losses_is_refused() -> None:

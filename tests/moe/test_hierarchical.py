@@ -39,7 +39,7 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.forced import force_even_load
 from moecore.moe.placement import DomainPlacement, ExpertPlacement, domain_of
 from moecore.moe.records import Dispatcher, Routing
-from moecore.parallel.mesh import domain_groups
+from moecore.parallel.mesh import domain_groups, ranks_of_fabrics
 from moecore.train.memory.kept import kept_bytes
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
@@ -234,6 +234,8 @@ def worker(rank: int, device: torch.device, world: int, asked: list[str]) -> dic
         found["kept"] = {name: kept(make) for name, make in MAKE.items()}
         found["one process"] = against_one_process()
         found["refused"] = refusals()
+        racks = {"one": "aaaa", "two": "aabb", "odd": "abbb", "none": ["a", "a", None, None]}
+        found["fabrics"] = {name: ranks_of_fabrics(names[rank]) for name, names in racks.items()}
     return found
 
 
@@ -311,6 +313,10 @@ def test_equals_alltoall(results: dict[str, Any], shape: str) -> None:
 def test_equals_one_process(results: dict[str, Any]) -> None:
     found = results["one process"]
     assert len(found) == 4 * len(ranks.HARD) and max(found.values()) < 1e-5, found
+
+
+def test_domains_are_those_of_fabrics_between_hosts(results: dict[str, Any]) -> None:
+    assert results["fabrics"] == {"one": 4, "two": 2, "odd": 1, "none": None}
 
 
 def test_what_does_not_fit_is_one_line(results: dict[str, Any]) -> None:

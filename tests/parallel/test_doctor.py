@@ -105,6 +105,11 @@ def test_a_healthy_job_has_no_problem() -> None:
             "ranks of a host (node-a: 2, node-b: 3) must be equally many: start as many on each",
         ),
         (
+            [replace(one, fabric="ab"[i % 2]) for i, one in enumerate(JOB)],
+            "ranks of one NVLink domain (ranks 0, 2) must be neighbours, on which dispatcher "
+            "'hierarchical' counts: number hosts by rack",
+        ),
+        (
             [ONE, OTHER, ONE, OTHER],
             "ranks of node-a (ranks 0, 2) must be neighbours, on which tp and ep count: number "
             "them by host",

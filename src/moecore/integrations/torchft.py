@@ -74,7 +74,8 @@ class Replicas:
         scheduler: goes along with the state of a replica that comes back; the caller steps it.
         first_step: the number of steps that weights and optimizer have, of a loaded checkpoint.
         min_replicas: fewer do not step: they wait for others.
-        timeout_s: seconds after which a replica that does not answer has left.
+        timeout_s: seconds after which a replica that does not answer has left. More than any step
+            takes, the compilation in the first one too: a replica that waits longer for one ends.
 
     Raises:
         ValueError: when the loss is a sum, whose divisor would be the tokens of all replicas.
@@ -118,8 +119,9 @@ class Replicas:
         self._place: ReplicaPlace | None = None
         timeout = timedelta(seconds=timeout_s)
         is_cpu = request.meshes.device_type == "cpu"
+        self._group = ProcessGroupGloo(timeout) if is_cpu else ProcessGroupNCCL(timeout)
         self._manager = Manager(
-            pg=ProcessGroupGloo(timeout) if is_cpu else ProcessGroupNCCL(timeout),
+            pg=self._group,
             load_state_dict=self._load,
             state_dict=self._state,
             min_replica_size=min_replicas,
@@ -155,7 +157,9 @@ class Replicas:
         lineages, names = self._meet()
         self._average_gradients()
         self._add_counts()
-        is_lost = self._manager.errored() is None and self._find_strays(lineages)
+        # Over NCCL a replica that left fails no call: an aborted group knows it, a host sync later.
+        failed = self._manager.errored() or self._group.errored()
+        is_lost = not failed and self._find_strays(lineages)
         if not self._manager.should_commit():
             self._step.drop()
             if is_lost:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moecore.moe.dispatch.exchange_pool import ExchangePool
+from moecore.moe.dispatch.nccl_ep import EPGroups
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shortage import Capacity, Holder
 from moecore.moe.state import MoEState
@@ -39,6 +40,7 @@ class Attached:
     layout: PipelineLayout | None  # None = no stages
     stages: Sequence[Stage]
     exchanges: ExchangePool | None = None  # None where no tokens travel by "nvlink"
+    ep_groups: EPGroups | None = None  # None with any dispatcher but "nccl_ep"
     stores_in: dist.ProcessGroup | None = None  # whose ranks store tokens into peers' memory
     domains: DomainGroups | None = None  # None with any dispatcher but "hierarchical"
     # The ranks that share a micro-batch, by cp of dynamic context parallelism.
@@ -52,6 +54,11 @@ class Attached:
     capacity: Capacity | None = None  # of exchanges and stash; None until its phase
     pipeline: Pipeline | None = None  # the rank's place among the stages; None = no stages
     all_stages: AllStages | None = None  # the stages that have each parameter; None = no stages
+
+    @property
+    def pools(self) -> list[ExchangePool | EPGroups]:
+        """What has buffers of exchanges, which `close` frees."""
+        return [pool for pool in (self.exchanges, self.ep_groups) if pool is not None]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules of the plan's blocks."""

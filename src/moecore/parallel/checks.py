@@ -112,10 +112,15 @@ def _check_arguments(request: Request) -> None:
             f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink', "
             "'hierarchical' or 'auto': drop it"
         )
-    if request.fp8_dispatch and dispatcher == "allgather":
+    if request.fp8_dispatch and dispatcher in ("allgather", "nccl_ep"):
         raise ValueError(
-            "fp8_dispatch (True) must go with dispatcher ('allgather') = 'alltoall', 'nvlink', "
+            f"fp8_dispatch (True) must go with dispatcher ({dispatcher!r}) = 'alltoall', 'nvlink', "
             "'hierarchical' or 'auto': drop it"
+        )
+    if dispatcher == "nccl_ep" and p.etp > 1:
+        raise ValueError(
+            f"dispatcher ('nccl_ep') must go with etp ({p.etp}) = 1: NCCL EP knows one owner of an "
+            "expert, so raise ep, or use 'alltoall'"
         )
     if request.fp8_dispatch and p.ep * p.etp == 1:
         warnings.warn("fp8_dispatch (True) is not used: ep * etp is 1", stacklevel=5)

@@ -18,6 +18,7 @@ from moecore.base.options.precision import Recipe
 from moecore.moe.aux_loss import aux_losses
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import Cloner
+from moecore.moe.dispatch import nccl_ep
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange_pool import ExchangePool
@@ -76,6 +77,11 @@ def resolve_dispatcher(model: nn.Module, found: Attached) -> None:
         found.stores_in = found.domains.inside if problem is None else None
         inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _relation(problem)
         plan = replace(plan, dispatcher_reason=f"asked for; inside of a domain {inside}")
+    if plan.dispatcher == "nccl_ep":
+        problem = nccl_ep.find_problem(group, meshes.device_type)
+        if problem is not None:
+            raise ValueError(f"dispatcher ('nccl_ep') {problem}")
+        found.ep_groups = nccl_ep.EPGroups(group, meshes.ranks_per_domain)
     if plan.dispatcher in ("auto", "nvlink"):
         problem = find_problem(group, meshes.device_type)
         if problem is None:
@@ -186,6 +192,8 @@ def _among(placement: ExpertPlacement, found: Attached) -> Dispatcher:
     """Return what brings tokens to the ranks of a placement in one level."""
     if found.exchanges is not None:
         return NVLinkDispatcher(placement, found.exchanges)
+    if found.ep_groups is not None:
+        return nccl_ep.NCCLEPDispatcher(placement, found.ep_groups)
     if found.plan.dispatcher == "allgather":
         return AllGatherDispatcher(placement)
     return AllToAllDispatcher(placement, fp8=found.request.fp8_dispatch)

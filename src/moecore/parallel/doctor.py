@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from moecore.base import __version__
-from moecore.moe.dispatch.peer_memory import find_problem, host_id
+from moecore.moe.dispatch.peer_memory import find_problem, host_id, own_fabric
 from moecore.parallel.mesh import start_process_group
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
@@ -51,6 +51,7 @@ class RankFacts:
     versions: Mapping[str, str]  # of Python, packages, CUDA, NCCL and the GPU's name
     environment: Mapping[str, str]  # variables that libraries of a job read
     clock: float  # when all ranks have come
+    fabric: str | None = None  # the NVLink domain between hosts; None = the GPU is in none
     gpu_memory: tuple[int, int] | None = None  # free and all of the GPU; None without one
     open_files: int = -1  # a limit, as the next one; -1 = none
     locked_memory: int = -1
@@ -84,6 +85,13 @@ def _of_hosts(facts: Sequence[RankFacts]) -> Iterator[str]:
     by_host = defaultdict[str, list[int]](list)
     for rank, one in enumerate(facts):
         by_host[one.host].append(rank)
+    for fabric in dict.fromkeys(one.fabric for one in facts if one.fabric is not None):
+        ranks = [rank for rank, one in enumerate(facts) if one.fabric == fabric]
+        if ranks[-1] - ranks[0] >= len(ranks):
+            yield (
+                f"ranks of one NVLink domain ({_ranks(ranks)}) must be neighbours, on which "
+                "dispatcher 'hierarchical' counts: number hosts by rack"
+            )
     sizes = {len(ranks) for ranks in by_host.values()}
     if len(sizes) > 1:
         shown = ", ".join(f"{facts[r[0]].name}: {len(r)}" for r in by_host.values())
@@ -223,6 +231,7 @@ def _facts(device_type: str, checkpoints: Path | None) -> RankFacts:
             for name, value in sorted(os.environ.items())
             if name.startswith(PREFIXES) and name not in OF_A_RANK
         },
+        fabric=own_fabric() if device_type == "cuda" else None,
         gpu_memory=torch.cuda.mem_get_info() if device_type == "cuda" else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],

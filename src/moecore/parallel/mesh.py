@@ -18,6 +18,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import groupby
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from moecore.base.agreement import check_same, fields_of
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments
 from moecore.base.torch_names import default_timeout, inherit_timeout, is_inside
+from moecore.moe.dispatch.peer_memory import own_fabric
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
@@ -186,8 +188,9 @@ def build_meshes(
         parallel: the degrees; -1 takes what is left.
         device_type: "cuda" or "cpu"; default: cuda when available.
         ranks_per_domain: neighbouring ranks that reach each other's memory, for dispatcher
-            "hierarchical"; None = those of a host, as torchrun has started them. Tell it where a
-            rack is one NVLink domain, or where another launcher has started the ranks.
+            "hierarchical"; None = those of an NVLink domain between hosts where all GPUs are in
+            one, else of a host, as torchrun has started them. Tell it where another launcher has
+            started the ranks.
 
     Raises:
         ValueError: when the degrees do not multiply to the world size, or differ between ranks, and
@@ -210,6 +213,8 @@ def build_meshes(
     inherit_timeout(world.get_group())
     given = {**fields_of(p), "ranks_per_domain": ranks_per_domain}
     check_same(given, device_type)  # before the groups, which other degrees would mix up
+    if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:
+        domain = ranks_of_fabrics(own_fabric()) or domain
     dense = _fold(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
     expert = _fold(device_type, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
     # Views that join neighbouring dims into one group. Only dims that are both larger than 1
@@ -240,6 +245,18 @@ def _ranks_per_domain(given: int | None, world_size: int) -> int:
             "of a host"
         )
     return given
+
+
+def ranks_of_fabrics(own: str | None) -> int | None:
+    """Return the most neighbouring ranks that stay in one fabric everywhere; None = some have none.
+
+    Collective. `own` is the name of this rank's fabric. Racks of 72 and of 56 ranks give 8.
+    """
+    names: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, own)
+    if None in names:
+        return None
+    return math.gcd(*(len(list(run)) for _, run in groupby(names)))
 
 
 class DomainGroups(NamedTuple):

@@ -124,7 +124,7 @@ class TrainStep:
         self._norm: GradientNorm | None = None
         self._progress = Progress()
         self._is_delayed = has_history(self.model)
-        self._exchanges = [r.exchanges for r in records if r.exchanges is not None]
+        self._exchanges = [pool for r in records for pool in r.pools]
         self._engines = [r.engine for r in records if r.engine is not None]
         for engine in self._engines:  # a later TrainStep of the same model takes over
             engine.progress = weakref.ref(self._progress)
@@ -483,7 +483,7 @@ class TrainStep:
         self._reruns.check()
 
     def close(self) -> None:
-        """Free the buffers of dispatcher "nvlink"; collective. The next forward makes new ones.
+        """Free the buffers of "nvlink" and "nccl_ep"; collective. The next forward makes new ones.
 
         It also frees them after an ExchangeError, which it raises: the processes can then go on.
         """

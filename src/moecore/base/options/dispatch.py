@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Positive
 
-DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink", "hierarchical"]
+DispatcherName = Literal[
+    "auto", "local", "alltoall", "allgather", "nvlink", "hierarchical", "nccl_ep"
+]
 
 RowFactor = Annotated[Positive | Literal["exact"], "use 2.0, or 'exact' to count rows first"]
 Refresh = Annotated[Count | Literal["forward"], "use 'forward' to plan in every forward"]

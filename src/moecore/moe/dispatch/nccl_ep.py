@@ -1,0 +1,355 @@
+"""The dispatcher that calls NCCL EP (`nccl.ep`): stores inside of an NVLink domain, RDMA between.
+
+    x_TD, Routing -> dispatch -> ExpertInput (S source rows, R expert rows) -> experts
+                  -> combine  -> y_TD
+
+    dispatch = its forward dispatch     backward: its backward combine, of rows and weights
+    combine  = its forward combine      backward: its backward dispatch
+
+Legend: T local tokens, C tokens of one call at most, D model dim, K experts per token, G ranks of
+the group (ep), S source rows, R expert rows.
+
+NCCL EP sends a token once to every rank that needs it, between domains once to each of them, and
+adds sums in fp32. A handle has the routing of one call, and its backward reads it: handles return
+to their group when the graph of their forward is gone, and are used again.
+
+Source: `nccl_ep/include/nccl_ep.h` of github.com/NVIDIA/nccl-extensions, high throughput and flat.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.base.streams import wait_on_host
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.record import Rows
+from moecore.moe.dispatch.collectives import Attendance, exchanged, gather_ranks
+from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import Dispatcher, ExpertInput, Routing
+
+MOST_TOKENS = 8192  # C; longer forwards are several calls
+FEWEST_TOKENS = 64
+MOST_CHOICES = 32  # K
+ROW_ALIGNMENT = 16  # bytes
+EXPERT_ALIGNMENT = 4  # experts of a domain
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LEAST_NCCL = (2, 30, 7)
+LEAST_CAPABILITY = (9, 0)
+INSTALL = "pip install 'moecore[nccl-ep]', or use 'alltoall'"
+
+
+def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
+    """Return why NCCL EP cannot run on a rank of a group, as "relation: fix"; None = it can."""
+    # Collective. The same on all ranks.
+    problems: list[str | None] = [None] * group.size()
+    dist.all_gather_object(problems, _own_problem(device_type), group=group)
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _own_problem(device_type: str) -> str | None:
+    if device_type != "cuda":
+        return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
+    capability = torch.cuda.get_device_capability()
+    if capability < LEAST_CAPABILITY:
+        shown = ".".join(map(str, capability))
+        return f"must have GPUs of capability 9.0 or later (here {shown}): use 'alltoall'"
+    try:
+        import nccl.core
+        import nccl.ep
+    except (ImportError, RuntimeError) as error:
+        return f"must have nccl.ep ({str(error).splitlines()[0]}): {INSTALL}"
+    found = nccl.core.get_version().libnccl
+    if found is None or found.version.release < LEAST_NCCL:
+        shown = "none" if found is None else str(found.version)
+        least = ".".join(map(str, LEAST_NCCL))
+        return f"must have NCCL {least} or later loaded (here {shown}): {INSTALL}"
+    if _nvcc() is None:
+        return "must find nvcc, which compiles its kernels at first use: set CUDA_HOME"
+    return None
+
+
+def _nvcc() -> str | None:
+    for name in ("NCCL_EP_JIT_NVCC", "NVCC"):
+        if os.environ.get(name):
+            return os.environ[name]
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=None if home is None else str(Path(home) / "bin"))
+
+
+class EPGroups:
+    """The groups of NCCL EP that the layers of a model share, and their communicator.
+
+    Made at first use by all ranks of the group; `close` frees them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks_per_domain: int) -> None:
+        self.group, self.ranks_per_domain = group, min(ranks_per_domain, group.size())
+        self._communicator: Any = None
+        self._groups: dict[tuple[int, int, int], EPGroup] = {}
+
+    def get(self, num_experts: int, row_bytes: int, most: int) -> EPGroup:
+        """Return the group for such experts, bytes of a row, tokens of a rank. Collective."""
+        # Powers of two, so that few groups are made where the number of tokens changes.
+        num_tokens = min(MOST_TOKENS, max(FEWEST_TOKENS, 1 << (most - 1).bit_length()))
+        key = (num_experts, row_bytes, num_tokens)
+        if key not in self._groups:
+            self._groups[key] = self._make(*key)
+        return self._groups[key]
+
+    def _make(self, num_experts: int, row_bytes: int, num_tokens: int) -> EPGroup:
+        from nccl import ep
+        from nccl.ep.interop.torch import get_nccl_comm_from_group
+
+        if self._communicator is None:
+            self._communicator = get_nccl_comm_from_group(self.group)
+        config = ep.GroupConfig(
+            algorithm=ep.Algorithm.HIGH_THROUGHPUT,
+            num_experts=num_experts,
+            max_dispatch_tokens_per_rank=num_tokens,
+            max_token_bytes=row_bytes,
+        )
+        made = ep.Group.create(self._communicator, config)
+        return EPGroup(made, num_experts // self.group.size(), num_tokens)
+
+    def close(self) -> None:
+        """Free buffers and communicator; collective. Graphs whose backward is to come end."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+        if self._communicator is not None:
+            self._communicator.destroy()
+            self._communicator = None
+
+
+class EPGroup:
+    """One group of NCCL EP and its handles that no forward uses."""
+
+    def __init__(self, made: Any, num_local: int, num_tokens: int) -> None:
+        self.num_tokens, self.num_local = num_tokens, num_local
+        self._made, self._handles = made, list[Any]()
+        self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
+
+    def start(self, ids_TK: Tensor, most: int) -> Flight:
+        """Exchange the routing of all ranks' tokens, of which a rank has `most`: one host sync."""
+        from nccl import ep
+
+        chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, most, self.num_tokens)]
+        device, stream = ids_TK.device, _stream(ids_TK)
+        counts = torch.zeros(len(chunks), 1 + self.num_local, dtype=torch.int32, device=device)
+        flight = Flight(self, [chunk.shape[0] for chunk in chunks], ids_TK.shape[1])
+        for chunk_CK, counts_N in zip(chunks, counts, strict=True):
+            ids = ep.Tensor(chunk_CK.long().contiguous())
+            info = ep.LayoutInfo(
+                recv_total_counter=ep.Tensor(counts_N[:1]),
+                expert_counters=ep.Tensor(counts_N[1:]),
+                recv_topk_idx_kind=ep.ExpertIdKind.LOCAL,
+            )
+            if self._idle[flight.top_k]:
+                handle = self._idle[flight.top_k].pop()
+                handle.update(ids, layout_info=info, stream=stream)
+            else:
+                how: dict[str, Any] = dict(layout_info=info, stream=stream)
+                handle = self._made.create_handle(ep.Layout.FLAT, ids, **how)
+                self._handles.append(handle)
+            flight.handles.append(handle)
+        for num_rows, *choices in counts.tolist():
+            flight.rows.append(num_rows)
+            flight.num_choices += sum(choices)
+        return flight
+
+    def give_back(self, flight: Flight) -> None:
+        """Take the handles of a forward for later ones."""
+        self._idle[flight.top_k] += flight.handles
+
+    def close(self) -> None:
+        """Free handles and buffers."""
+        for handle in self._handles:
+            handle.destroy()
+        self._made.destroy()
+        self._handles.clear()
+        self._idle.clear()
+
+
+class Flight:
+    """One forward's handles, by chunk of at most C tokens, and its four exchanges.
+
+    It gives the handles back when nothing refers to it: its graph is gone. On meta it has none.
+    """
+
+    dtype: torch.dtype  # of the tokens, and so of all sums
+
+    def __init__(self, group: EPGroup | None, tokens: list[int], top_k: int) -> None:
+        self.tokens, self.top_k, self.num_choices = tokens, top_k, 0  # R
+        self.rows: list[int] = []
+        self.handles: list[Any] = []
+        self._group = group
+
+    def __del__(self) -> None:
+        if self._group is not None:
+            self._group.give_back(self)
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows that come, their local expert ids, -1 = another rank's, and weights."""
+        S, K, self.dtype = sum(self.rows), self.top_k, x_TD.dtype
+        rows_SD = x_TD.new_empty(S, x_TD.shape[1])
+        ids_SK, weights_SK = (
+            weights_TK.new_empty(S, K, dtype=torch.int64),
+            weights_TK.new_empty(S, K),
+        )
+        for ep, handle, (x, w), came in self._calls(
+            (x_TD, weights_TK), (rows_SD, weights_SK, ids_SK)
+        ):
+            names = ("tokens", "topk_weights", "topk_idx")
+            outs = ep.DispatchOutputs(**dict(zip(names, came, strict=True)))
+            inputs = ep.DispatchInputs(tokens=x, topk_weights=w)
+            handle.dispatch(inputs, outs, stream=_stream(x_TD))
+        return rows_SD, ids_SK, weights_SK
+
+    def combine(self, y_SD: Tensor) -> Tensor:
+        """Return each token's sum over ranks."""
+        y_TD = y_SD.new_empty(sum(self.tokens), y_SD.shape[1])
+        for ep, handle, (out,), (y,) in self._calls((y_TD,), (y_SD.contiguous(),)):
+            inputs, outs = ep.CombineInputs(tokens=y), ep.CombineOutputs(tokens=out)
+            handle.combine(inputs, outs, stream=_stream(y_SD))
+        return y_TD
+
+    def dispatch_back(self, dy_TD: Tensor) -> Tensor:
+        """Return the gradient of each row of a combine."""
+        dy_SD = dy_TD.new_empty(sum(self.rows), dy_TD.shape[1])
+        for ep, handle, (x,), (out,) in self._calls((dy_TD.contiguous(),), (dy_SD,)):
+            inputs, outs = ep.DispatchInputs(tokens=x), ep.DispatchOutputs(tokens=out)
+            how = ep.DispatchConfig(pass_direction=ep.PassDir.BWD)
+            handle.dispatch(inputs, outs, config=how, stream=_stream(dy_TD))
+        return dy_SD
+
+    def combine_back(self, dx_SD: Tensor, dweights_SK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of a dispatch's tokens and weights."""
+        T = sum(self.tokens)
+        dx_TD = dx_SD.new_empty(T, dx_SD.shape[1])
+        dweights_TK = dweights_SK.new_empty(T, self.top_k)
+        sent = (dx_SD.contiguous(), dweights_SK.contiguous())
+        for ep, handle, outs, (dx, dw) in self._calls((dx_TD, dweights_TK), sent):
+            inputs = ep.CombineInputs(tokens=dx, topk_weights=dw)
+            how = ep.CombineConfig(pass_direction=ep.PassDir.BWD)
+            came = ep.CombineOutputs(tokens=outs[0], topk_weights=outs[1])
+            handle.combine(inputs, came, config=how, stream=_stream(dx_SD))
+        return dx_TD, dweights_TK
+
+    def _calls(
+        self, of_tokens: tuple[Tensor, ...], of_rows: tuple[Tensor, ...]
+    ) -> Iterator[tuple[Any, Any, list[Any], list[Any]]]:
+        """Yield by chunk the module, the handle, and descriptors of tokens' and rows' tensors."""
+        if not self.handles:
+            return
+        from nccl import ep
+
+        parts = [x.split(self.tokens) for x in of_tokens], [x.split(self.rows) for x in of_rows]
+        for i, handle in enumerate(self.handles):
+            tokens, rows = ([ep.Tensor(x[i]) for x in xs] for xs in parts)
+            yield ep, handle, tokens, rows
+
+
+class NCCLEPDispatcher(Dispatcher):
+    """Sends each token once to every rank that owns at least one of its experts, by NCCL EP."""
+
+    waits_on_host = True
+    takes_turns = False
+
+    def __init__(self, placement: ExpertPlacement, groups: EPGroups) -> None:
+        self.placement, self._groups = placement, groups
+        self.attendance = Attendance(placement.group, placement.layer)
+
+    @torch.compiler.disable
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
+        """Bring tokens to their experts' ranks: two host syncs, one small collective of torch."""
+        # NCCL EP has a collective and a host sync of its own; the latter in backward, too.
+        p, (T, K) = self.placement, routing.destinations_TK.shape
+        _check(x_TD, routing, p, self._groups.ranks_per_domain)
+        if x_TD.is_meta:
+            flight = Flight(None, [T], K)
+            flight.rows.append(p.group.size() * p.balanced_tokens(T, K))
+            flight.num_choices = p.balanced_rows(T, K)
+            wait_on_host()
+        else:
+            own = torch.tensor([[T, self.attendance.number(x_TD)]], device=x_TD.device)
+            numbers, notes = zip(*gather_ranks(own, p.group).tolist(), strict=True)
+            self.attendance.check(notes)
+            most = max(1, *numbers)
+            num_experts, row_bytes = p.num_physical * p.ep, x_TD.shape[1] * x_TD.itemsize
+            group = self._groups.get(num_experts, row_bytes, most)
+            flight = group.start(routing.destinations_TK, most)
+        rows_SD, ids_SK, weights_SK = _EPDispatch.apply(x_TD, routing.weights_TK, flight)
+        index = build_index(
+            ids_SK.int(),
+            weights_SK,
+            first=0,
+            num_local=p.num_physical,
+            multiple=routing.rows_multiple,
+            length=flight.num_choices,
+        )
+        return ExpertInput(Rows(rows_SD), index, flight)
+
+    @torch.compiler.disable
+    def combine(self, y_SD: Tensor, plan: Flight) -> Tensor:
+        """Return each token's partial sums, added in fp32. No host sync of moecore's."""
+        if y_SD.dtype != plan.dtype:
+            raise ValueError(
+                f"dtype of the experts' output ({y_SD.dtype}) must be that of their input "
+                f"({plan.dtype}) for dispatcher ('nccl_ep'): use 'alltoall'"
+            )
+        return exchanged(y_SD, plan.combine, plan.dispatch_back)
+
+
+def _check(x_TD: Tensor, routing: Routing, p: ExpertPlacement, ranks_per_domain: int) -> None:
+    """Raise a ValueError for what NCCL EP asserts; the same on all ranks."""
+    (_, D), K = x_TD.shape, routing.destinations_TK.shape[1]
+    experts = p.num_physical * ranks_per_domain
+    relation = None
+    if x_TD.dtype not in DTYPES or D * x_TD.itemsize % ROW_ALIGNMENT:
+        relation = (
+            f"rows ({D} x {x_TD.dtype}) must be fp32, bf16 or fp16 and multiples of "
+            f"{ROW_ALIGNMENT} bytes"
+        )
+    elif K > MOST_CHOICES:
+        relation = f"top_k ({K}) must be <= {MOST_CHOICES}"
+    elif experts % EXPERT_ALIGNMENT:
+        relation = (
+            f"experts of a domain ({experts}, clones too) must be a multiple of {EXPERT_ALIGNMENT}"
+        )
+    elif routing.pad:
+        relation = "CapacityConfig.pad (True) must be False"
+    if relation is not None:
+        raise ValueError(f"{relation} with dispatcher ('nccl_ep'): use 'alltoall'")
+
+
+def _stream(x: Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+
+
+class _EPDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, flight: Flight) -> tuple[Tensor, ...]:
+        rows_SD, ids_SK, weights_SK = flight.dispatch(x_TD.contiguous(), weights_TK.contiguous())
+        ctx.flight, ctx.like = flight, (rows_SD.shape, rows_SD.dtype, rows_SD.device)
+        ctx.mark_non_differentiable(ids_SK)
+        ctx.set_materialize_grads(False)
+        return rows_SD, ids_SK, weights_SK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        # Every rank takes part, so missing gradients become zeros.
+        (drows_SD, _, dweights_SK), (shape, dtype, device) = grads, ctx.like
+        if drows_SD is None:
+            drows_SD = torch.zeros(shape, dtype=dtype, device=device)
+        if dweights_SK is None:
+            dweights_SK = torch.zeros(shape[0], ctx.flight.top_k, device=device)
+        return *ctx.flight.combine_back(drows_SD, dweights_SK), None
