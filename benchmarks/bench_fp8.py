@@ -43,7 +43,7 @@ from moecore.precision.linear import Fp8Products
 ROUTINGS = ("learned",)
 SWIGLU = ActivationOptions(kind="swiglu")
 HOW = {"power_of_two": True}
-SCALED = 1 + 4 / q.BLOCK  # bytes of a value and its part of a scale
+BYTES = 1 + 4 / q.BLOCK  # bytes of a value and its part of a scale
 
 
 class Operands:
@@ -219,7 +219,7 @@ def quantise_rows(inputs: Inputs) -> Work:
     return _both(
         lambda: q.quantise_rows(x_TD, **HOW),
         lambda: q.quantise_rows_ref(x_TD, **HOW),
-        x_TD.numel() * (2 + SCALED),
+        x_TD.numel() * (2 + BYTES),
     )
 
 
@@ -230,7 +230,7 @@ def gather_row_blocks(inputs: Inputs) -> Work:
     return _both(
         lambda: q.gather_row_blocks(rows, *where),
         lambda: q.gather_row_blocks_ref(rows, o.row_ids_R),
-        (s.tokens + s.rows) * s.dim * SCALED + 4 * s.rows,
+        (s.tokens + s.rows) * s.dim * BYTES + 4 * s.rows,
     )
 
 
@@ -241,7 +241,7 @@ def tile_tokens(inputs: Inputs) -> Work:
     return _both(
         lambda: q.tile_tokens(rows, o.row_ids_R, tiles),
         lambda: q.tile_tokens_ref(rows, o.row_ids_R, tiles),
-        (s.tokens + s.rows) * s.dim * SCALED + 4 * s.rows,
+        (s.tokens + s.rows) * s.dim * BYTES + 4 * s.rows,
     )
 
 
@@ -262,7 +262,7 @@ def quantised_activation(inputs: Inputs) -> Work:
     return _both(
         lambda: qa.quantised_activation(h_RC, weights_R, num_rows, SWIGLU, **HOW),
         lambda: qa.quantised_activation_ref(h_RC, weights_R, SWIGLU, **HOW),
-        s.rows * (s.hidden_dim * (4 + SCALED) + 4),
+        s.rows * (s.hidden_dim * (4 + BYTES) + 4),
     )
 
 
@@ -273,7 +273,7 @@ def quantised_activation_bwd(inputs: Inputs) -> Work:
     return _both(
         lambda: qa.quantised_activation_bwd(*args, **HOW),
         lambda: qa.quantised_activation_bwd_ref(*args, **HOW),
-        s.rows * (s.hidden_dim * (6 + 3 * SCALED) + 8),
+        s.rows * (s.hidden_dim * (6 + 3 * BYTES) + 8),
     )
 
 
@@ -374,7 +374,7 @@ def _linear(inputs: Inputs, scaling: Scaling, amax_history: int = 0) -> Work:
     dy_TD = inputs.random(s.tokens, s.dim)
 
     if products.history is not None:  # after a first step
-        products.history.record(inputs.device)
+        products.history.record(inputs.device, training=True)
         advance_together([products.history], inputs.device, None)
 
     def each(op: Callable[[Tensor, Tensor], Tensor]) -> Call:
