@@ -102,6 +102,7 @@ MODELS = {
     "latent-capacity": replace(
         MOE,
         latent_dim=24,
+        latent_norm_eps=1e-6,
         # By probability two tokens within rounding of each other could change places.
         capacity=CapacityConfig(factor=1.0, drop="position"),
         shared_hidden_dim=16,

@@ -86,6 +86,7 @@ OPTIONS = {
     "latent-input": replace(
         BASE,
         latent_dim=16,
+        latent_norm_eps=1e-5,
         top_k=1,
         weights_on_input=True,
         score_function="sigmoid",

@@ -111,6 +111,9 @@ def _routed(
     parts_ENL = torch.where(routing.kept_NE.T.unsqueeze(-1), parts_ENL, 0)
     dtype = torch.promote_types(rows_NL.dtype, torch.float32)
     y_NL = parts_ENL.sum(0, dtype=dtype).to(x_ND.dtype)
+    if config.latent_norm_eps is not None:
+        mean_N1 = y_NL.square().mean(-1, keepdim=True)
+        y_NL = y_NL * (mean_N1 + config.latent_norm_eps).rsqrt() * params["latent.norm"]
     return y_NL @ params["latent.w_up"].T if config.latent_dim else y_NL
 
 

@@ -107,7 +107,10 @@ class SharedRun:
 
 
 class Latent(_Matrices):
-    """`w_down` [L, D] before dispatch, `w_up` [D, L] after combine; LatentMoE (2603.07685)."""
+    """`w_down` [L, D] before dispatch, `w_up` [D, L] after combine; LatentMoE (2603.07685).
+
+    With `config.latent_norm_eps` rows pass an RMSNorm with weight `norm` [L] before `w_up`.
+    """
 
     def __init__(
         self,
@@ -120,6 +123,14 @@ class Latent(_Matrices):
         D, L = config.dim, config.latent_dim
         self.w_down = nn.Parameter(torch.empty(L, D, device=device, dtype=dtype))
         self.w_up = nn.Parameter(torch.empty(D, L, device=device, dtype=dtype))
+        self.eps = config.latent_norm_eps
+        norm = None if self.eps is None else torch.empty(L, device=device, dtype=dtype)
+        self.norm = None if norm is None else nn.Parameter(norm)
+
+    def init_weights(self, *, std: float, key: str, seed: int) -> None:
+        super().init_weights(std=std, key=key, seed=seed)
+        if self.norm is not None:
+            nn.init.ones_(self.norm)
 
     def down(self, x_TD: Tensor) -> Tensor:
         """Return [T, L] in the dtype of x."""
@@ -127,4 +138,7 @@ class Latent(_Matrices):
 
     def up(self, y_TL: Tensor) -> Tensor:
         """Return [T, D] in the dtype of y."""
+        if self.norm is not None:
+            weight = local_param(self.norm).to(y_TL.dtype)
+            y_TL = F.rms_norm(y_TL, weight.shape, weight, self.eps)
         return F.linear(y_TL, local_param(self.w_up).to(y_TL.dtype))

@@ -147,6 +147,7 @@ RELATIONS: list[tuple[dict[str, Any], list[str]]] = [
         ["capacity.drop ('position')", "assignment ('expert_choice')"],
     ),
     ({"latent_dim": 64}, ["latent_dim (64)", "dim (64)"]),
+    ({"latent_norm_eps": 1e-6}, ["latent_norm_eps (1e-06)", "latent_dim"]),
     ({"num_shared_experts": 2}, ["num_shared_experts (2)", "shared_hidden_dim (0)"]),
 ]
 QUANTILE: dict[str, Any] = dict(

@@ -174,6 +174,8 @@ class MoEConfig(CheckedRecord):
             output; needs top_k = 1 (Llama 4).
         latent_dim: experts work in this smaller dim: a shared down-projection before dispatch, an
             up-projection after combine (LatentMoE). Router and shared experts keep `dim`. 0 = off.
+        latent_norm_eps: eps of an RMSNorm, with a weight, of combined rows before the
+            up-projection (Kimi K3's normalized LatentMoE); None = there is none.
         activation: activation between the two expert matrices. Gated ones read 2F columns; "gelu"
             is the exact one, "geglu" has the tanh form. "limited_swiglu" is silu(gate) * up with
             gate clamped from above and up on both sides (DeepSeek-V4). "situ_glu" is b * tanh(gate
@@ -211,6 +213,7 @@ class MoEConfig(CheckedRecord):
     capacity: Annotated[CapacityConfig | None, "pass CapacityConfig(factor=1.25)"] = None
     weights_on_input: bool = False
     latent_dim: CountOrZero = 0
+    latent_norm_eps: Positive | None = None
     activation: Activation = "swiglu"
     activation_limit: Positive = 7.0
     activation_up_limit: Positive | None = None
@@ -333,6 +336,8 @@ class MoEConfig(CheckedRecord):
             yield "activation_up_limit", f"be None with activation ({self.activation!r}): drop it"
         if self.latent_dim >= self.dim:
             yield "latent_dim", f"be < dim ({self.dim}): lower it, or use 0 for none"
+        if self.latent_norm_eps is not None and not self.latent_dim:
+            yield "latent_norm_eps", "go with latent_dim: set it, or drop latent_norm_eps"
         for name, used in (
             ("shared_gate", self.shared_gate),
             ("num_shared_experts", self.num_shared_experts > 1),
