@@ -47,11 +47,16 @@ test-for: $(READY)  ## run the tests that import FILE, however far: make test-fo
 	@found=$$($(PY) -m tools.affected tests $(FILE)) && echo "$${found:?no test imports $(FILE)}" && \
 	$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $$found $(ARGS)
 
-# npm brings a Chromium for the page of a plan.
-test-extras: $(READY)  ## run the tests that need pip install -e '.[oracles,torchft,verl]' or npm; they are skipped without
+# npm brings a Chromium for the page of a plan, a Triton beside .venv's the products of Blackwell's formats.
+TRITON := .venv/triton-3.9.0
+test-extras: $(READY)  ## run what needs pip install -e '.[oracles,torchft,verl]' or npm, and Triton 3.9
 	-npm install --no-audit --no-fund --prefix tests/planning/browser
 	$(ON_CPUS) $(PY) -m pytest -q tests/kernels/rows/test_microscaling.py tests/integrations/test_torchft.py \
 		tests/integrations/test_verl.py tests/planning/test_page_in_browser.py $(ARGS)
+	[ -d $(TRITON) ] || $(PY) -m pip install -q --no-deps --target $(TRITON) triton==3.9.0
+	$(ON_CPUS) PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels/test_block_scaled.py \
+		tests/kernels/grouped/test_block_scaled.py
+	$(ON_CPUS) PYTHONPATH=$(TRITON) $(PY) -m pytest -q tests/kernels/test_compile.py -k blocks
 
 golden: $(READY)  ## remake this platform's golden records (ARGS="paths"; see CONTRIBUTING.md)
 	$(ONE_THREAD) $(PY) -m tests.golden.make $(ARGS)

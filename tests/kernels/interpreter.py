@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from triton import language
@@ -205,3 +206,13 @@ def _patch_operations(to: pytest.MonkeyPatch) -> None:
     to.setattr(TritonSemantic, "broadcast_impl_value", broadcast_impl_value)
     name = "binary_op_sanitize_overflow_impl"
     to.setattr(TritonSemantic, name, binary_op_sanitize_overflow_impl)
+    to.setattr(interpreter.InterpreterBuilder, "create_splat", splat)
+
+
+def splat(_: Any, block_type: Any, scalar: Any) -> Any:
+    """Fill a block in the dtype of the data: a comparison's handle has that of what it compared.
+
+    Triton 3.9 refuses a mask that is filled as such a handle says.
+    """
+    data = np.full(block_type.shape, scalar.data.item(), dtype=scalar.data.dtype)
+    return interpreter.TensorHandle(data, scalar.dtype.scalar)
