@@ -224,7 +224,7 @@ def test_numbers_are_those_of_one_process(name: str, results: Any) -> None:
 def test_routes_over_stages_of_a_transformers_model(results: Any) -> None:
     """Of the first data rank, on every layout."""
     first, *others = [
-        results[0][name]["by routes"] for name in CASES if CASES[name][2] == "transformers"
+        found["by routes"] for name, found in results[0].items() if CASES[name][2] == "transformers"
     ]
     for found in others:
         torch.testing.assert_close(found, first, rtol=1e-6, atol=5e-6)

@@ -69,7 +69,7 @@ LAYOUTS = {
     "tp, ep": ParallelConfig(tp=2, ep=2),
     "hybrid": ParallelConfig(dp_replicate=2, edp_replicate=2),
 }
-STEPS = {"model dim": 3, "tp, ep": 3}
+STEPS = {"model dim": 5, "tp, ep": 5}
 # What must not change a bit of a training.
 SAME: dict[str, dict[str, Any]] = {
     "kept": dict(dense_strategy="optim"),

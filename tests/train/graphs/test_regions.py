@@ -113,19 +113,21 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return found
 
 
+# At night: one process compiles the same in tests/train/memory/test_compiled.py, and ranks do in
+# tests/integrations.
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     return run_ranks(WORLD, worker)
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # one process compiles the same in tests/train/memory/test_compiled.py
+@pytest.mark.nightly
 def test_losses_and_parameters_equal_those_of_eager(found: dict[str, Any]) -> None:
     check_same(found["eager"], found["compiled"])
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # one process compiles the same in tests/train/memory/test_compiled.py
+@pytest.mark.nightly
 def test_attention_over_ranks_runs_between_what_is_compiled(found: dict[str, Any]) -> None:
     check_same(*found["over cp"])
     assert found["graphs over cp"] > found["graphs"], "attention cuts a block in two"
@@ -144,11 +146,13 @@ def check_same(eager: Trained, compiled: Trained) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_options_reach_inductor(found: dict[str, Any]) -> None:
     assert 0 < found["compiled"].kept <= found["eager"].kept
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_of_one_kind_share_their_code(found: dict[str, Any]) -> None:
     assert found["graphs"] == 2, "dense blocks, and those with MoE"
     assert found["breaks"] == 0
