@@ -11,6 +11,7 @@ from tests.benchmarks.forks import rows_of
 ARGUMENTS = "--preset tiny --seq-len 32 --batch-size 2 --micro-batches 2 --warm-up 1 --timed 2"
 
 
+@pytest.mark.nightly  # test_bench_fsdp.py starts ranks by the same code
 @pytest.mark.slow
 def test_all_variants_compute_the_same(tmp_path: Path) -> None:
     names = ["plain", "away", "host, away"]

@@ -95,8 +95,8 @@ LOW = {"stock": "stock_tiny_bf16" if V03 else "stock_tiny_qwen3", "moecore": "mo
 ACCELERATED = [name for name in RUNS if "stock" not in name]
 
 
-# What one of two models shows on its own: a mesh without experts, graphs.
-NIGHTLY = ["qwen3 dense mesh", "qwen3 compiled"]
+# A mesh without experts, and graphs, which `test_torchtitan.py` has of one process.
+NIGHTLY = ["qwen3 dense mesh", "qwen3 compiled", "deepseek_v3 compiled"]
 
 
 def saving(name: str) -> dict[str, Any]:
