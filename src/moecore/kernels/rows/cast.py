@@ -68,7 +68,7 @@ MOST_PARTS = 512  # whose largest magnitudes a program of a cast reads
 
 
 class _CastOptions(NamedTuple):
-    """Arguments of `cast` that are no tensors."""
+    """Arguments of `cast` that are no tensors, in the order of `_SCHEMA`."""
 
     kind: str
     fmt: str
@@ -87,19 +87,11 @@ def _shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
     return (M, K), scales_shape(M, K, kind), (m, k), scales_shape(m, k, kind)
 
 
-def _cast(
-    x: Tensor,
-    amax: Tensor | None,
-    seen: Tensor | None,
-    kind: str,
-    fmt: str,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-) -> Parts:
+def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions) -> Parts:
     """Return values and scales of both operands; None where not asked for."""
     if not has_kernel(x):
-        return _cast_ref(x, amax, seen, kind, fmt, power_of_two, rows, columns)
+        return _cast_ref(x, amax, seen, options)
+    kind, fmt, power_of_two, rows, columns = options
     x = _with_rows(x)
     D = x.shape[-1]
     T, device, dtype = x.numel() // D, x.device, DTYPES[fmt]
@@ -186,17 +178,9 @@ def has_kernel(x: Tensor) -> bool:
     return use_kernel(x) and x.numel() > 0 and x.dtype in KERNEL_DTYPES
 
 
-def _cast_ref(
-    x: Tensor,
-    amax: Tensor | None,
-    seen: Tensor | None,
-    kind: str,
-    fmt: str,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-) -> Parts:
+def _cast_ref(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions) -> Parts:
     """Return what `_cast` returns, in plain PyTorch."""
+    kind, fmt, power_of_two, rows, columns = options
     x_TD = x.detach().reshape(-1, x.shape[-1])
     if seen is not None:
         add_seen_ref_(x_TD, seen)
@@ -220,7 +204,7 @@ def _cast_fake(x, _, __, kind, fmt, ___, rows, columns):  # type: ignore[no-unty
 def _all_of_cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, *how: Any) -> Any:
     """Return what `_cast` returns, and empty tensors in place of None."""
     of_none = (DTYPES[how[1]], torch.float32)
-    parts = enumerate(_cast(x, amax, seen, *how))
+    parts = enumerate(_cast(x, amax, seen, _CastOptions(*how)))
     return tuple(x.new_empty(0, dtype=of_none[i % 2]) if t is None else t for i, t in parts)
 
 
@@ -298,9 +282,9 @@ def cast(
         amax: "tensor": fp32 [n], from the largest of which the scale comes; None = of x.
         seen: fp32 [1], which grows to the largest finite magnitude of x.
     """
-    how = (kind, fmt, power_of_two, rows, columns)
+    how = _CastOptions(kind, fmt, power_of_two, rows, columns)
     if is_plain_eager() and is_plain(x):
-        parts = _cast(x, amax, seen, *how)
+        parts = _cast(x, amax, seen, how)
     elif seen is None:
         parts = _cast_op(x.detach(), amax, *how)
     else:
