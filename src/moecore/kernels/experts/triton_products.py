@@ -8,13 +8,14 @@ Letters: as in `contract.py`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET, has_hopper_kernels
 from moecore.kernels.experts.contract import (
     ExpertSpec,
-    ExpertWeights,
     GradTarget,
     ProductSource,
 )
@@ -24,7 +25,6 @@ from moecore.kernels.grouped.gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped.pingpong import pingpong_activation_bwd
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import grouped_wgrad
-from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_used_rows
 from moecore.kernels.rows.packed import gather_packed_rows
@@ -112,18 +112,11 @@ class TritonProducts(TorchProducts):
 class HopperProducts(TritonProducts):
     """Gluon kernels for Hopper over a map of row tiles, and Triton's where those gather better."""
 
-    def __init__(
-        self,
-        index: ExpertIndex,
-        activation: ActivationOptions,
-        weights: ExpertWeights,
-        of_index: RowTiles | None = None,
-    ) -> None:
-        super().__init__(index, activation, weights)
-        self.hidden_dim = weights.w2_eDF.shape[2]
-        self.of_index = self.tiles = of_index or map_row_tiles(
-            index.offsets_e, index.row_ids_R.shape[0]
-        )
+    def __init__(self, index: ExpertIndex, *how: Any, of_index: RowTiles | None = None) -> None:
+        super().__init__(index, *how)
+        self.hidden_dim = self.w2_eDF.shape[2]
+        length = index.row_ids_R.shape[0]
+        self.of_index = self.tiles = of_index or map_row_tiles(index.offsets_e, length)
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return dH, the weights' gradients and the activation, a gated one's in one pass."""
