@@ -33,7 +33,7 @@ from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, product_ref
 from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
 from moecore.moe.amax_history import AmaxHistory, OperandName
-from moecore.moe.linear import Gradients, LinearProducts, backward, linear
+from moecore.moe.linear import Gradients, LinearProducts, linear, linear_op
 from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
 
 Parts = tuple[Tensor | None, Tensor | None]  # values, scales
@@ -92,7 +92,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dy_seen = inputs[11]  # grows from one backward to the next, so autograd must not check it
     ctx.how = inputs[12:16]
     ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
-    ctx.products, ctx.sink = Fp8Products, None
 
 
 def _gradients(ctx: Any, dy: Tensor) -> Gradients:
@@ -130,16 +129,6 @@ def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Blocks:
     both = cast(weight_NK, kind, power_of_two=power_of_two, rows=False, amax=amax)
     assert both.columns is not None
     return both.columns
-
-
-# What compilers and modes know of `linear` with FP8 products; an operator takes no sink.
-_linear_op = Op(
-    "fp8_linear",
-    _linear,
-    lambda x, w_NK, *how: x.new_empty(*x.shape[:-1], w_NK.shape[0], dtype=how[-1]),
-    save=_save,
-    backward=backward,
-)
 
 
 def history_of(module: nn.Module) -> AmaxHistory | None:
@@ -294,6 +283,9 @@ class Fp8Products(LinearProducts):
     @staticmethod
     def weight_grad(dy: Blocks, x: Blocks, dtype: torch.dtype, target: GradTarget) -> Tensor:
         return put_grad(product(dy, x, dtype), target.out, target.adds, target.dtype, target.scale)
+
+
+_linear_op = linear_op("fp8_linear", Fp8Products)
 
 
 def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:
