@@ -109,9 +109,9 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
         return tuple(outputs)  # type: ignore[return-value]
     given, parts = amax is not None, 1
     if kind == "row":
-        amax = torch.zeros(T + D, device=device)
-        grid = cdiv(T, BLOCK) * cdiv(D, BLOCK)
-        launch(amax_kernel, grid, x, amax, *size, ROWS=rows, BLOCK=BLOCK, num_warps=8)
+        amax = torch.zeros(T * rows + D, device=device)
+        args, grid = (x, None, amax, 1, T, *size), cdiv(T, BLOCK) * cdiv(D, BLOCK)
+        launch(amax_kernel, grid, *args, ROWS=rows, E_POW2=1, BLOCK=BLOCK, num_warps=8)
     elif kind == "tensor":
         amax = _amax(x) if amax is None else amax
         parts = amax.shape[0]

@@ -137,27 +137,60 @@ def cast_rows_kernel(
             tl.store(to + first + d[None, :], value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+def rows_of_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a row tile's expert, its first and its last row + 1, and where the tile begins there.
+
+    An expert without rows has a tile, too. Past the last tile the expert is `num_experts`. Without
+    offsets experts have N rows each.
+    """
+    if offsets_ptr is None:
+        per_expert = tl.cdiv(N, BLOCK)
+        expert = (tile // per_expert).to(tl.int64)
+        start, end, first = expert * N, (expert + 1) * N, tile % per_expert * BLOCK
+    else:
+        experts = tl.arange(0, E_POW2)
+        exists = experts < num_experts
+        ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
+        starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
+        tiles = tl.where(exists, tl.cdiv(tl.maximum(ends - starts, 1), BLOCK), 0)
+        is_before = (tl.cumsum(tiles, 0) <= tile) & exists
+        expert = tl.sum(is_before.to(tl.int32), 0).to(tl.int64)
+        first = (tile - tl.sum(tl.where(is_before, tiles, 0), 0)) * BLOCK
+        start = tl.sum(tl.where(experts == expert, starts, 0), 0).to(tl.int64)
+        end = tl.sum(tl.where(experts == expert, ends, 0), 0).to(tl.int64)
+    return expert, start, end, first
+
+
+@triton.jit(do_not_specialize=["num_experts", "N", "R"])
 def amax_kernel(
-    x_ptr,  # [T, D]
-    amax_ptr,  # fp32 [T + D]: largest of each row, of each column; at least 0 on entry, in and out
-    T,
+    x_ptr,  # [R, D] or [e, N, D], rows `stride` apart
+    offsets_ptr,  # [e] int32; None = N rows each
+    amax_ptr,  # fp32 [R], with ROWS, and [e, D]; at least 0 on entry, in and out
+    num_experts,
+    N,
+    R,
     D,
     stride,
     ROWS: tl.constexpr,
+    E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise the largest magnitudes of columns, and with ROWS of rows, to those of a tile."""
-    tiles = tl.cdiv(D, BLOCK)
-    t = tl.program_id(0) // tiles * BLOCK + tl.arange(0, BLOCK)
-    d = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
-    inside = (t < T)[:, None] & (d < D)[None, :]
-    x = tl.load(x_ptr + t.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0.0)
-    x = magnitude(x.to(tl.float32))
-    # Magnitudes are ordered as their bits, and a maximum is the same in any order.
-    if ROWS:
-        tl.atomic_max(amax_ptr + t, tl.max(x, 1), mask=t < T)
-    tl.atomic_max(amax_ptr + T + d, tl.max(x, 0), mask=d < D)
+    """Raise the largest magnitudes of experts' columns, and of rows, to those of a tile."""
+    width = tl.cdiv(D, BLOCK)
+    tile = tl.program_id(0) // width
+    expert, start, end, first = rows_of_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
+    if expert < num_experts:
+        row = start + first + tl.arange(0, BLOCK)
+        d = tl.program_id(0) % width * BLOCK + tl.arange(0, BLOCK)
+        inside = (row < end)[:, None] & (d < D)[None, :]
+        x = tl.load(x_ptr + row[:, None] * stride + d[None, :], mask=inside, other=0.0)
+        x = magnitude(x.to(tl.float32))
+        of_columns = amax_ptr + expert * D + d
+        if ROWS:  # a maximum is the same in any order
+            tl.atomic_max(amax_ptr + row, tl.max(x, 1), mask=row < end)
+            of_columns += R
+        tl.atomic_max(of_columns, tl.max(x, 0), mask=d < D)
 
 
 @triton.jit
@@ -218,7 +251,7 @@ def _cast_along(
 @triton.jit(do_not_specialize=["T"])
 def cast_kernel(
     x_ptr,  # [T, D]
-    amax_ptr,  # fp32: "row" [T + D], of rows, of columns; "tensor" [PARTS]
+    amax_ptr,  # fp32: "row" as in `amax_kernel`; "tensor" [PARTS]
     seen_ptr,  # fp32 [1]: grows to the largest finite magnitude, in and out; None = it does not
     rows_ptr,  # FP8 [M, K], out; None = not this operand
     row_scales_ptr,  # out
@@ -259,7 +292,7 @@ def cast_kernel(
         )  # fmt: skip
     if columns_ptr is not None:
         of_columns = amax_ptr
-        if KIND == 2:
+        if KIND == 2 and rows_ptr is not None:
             of_columns += T
         _cast_along(
             x, d, t, tile_d, tile_t, of_columns, columns_ptr, column_scales_ptr, D, m, k,
