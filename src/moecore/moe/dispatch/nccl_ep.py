@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.agreement import gather
 from moecore.base.streams import wait_on_host
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
@@ -50,8 +51,7 @@ INSTALL = "pip install 'moecore[nccl-ep]', or use 'alltoall'"
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Return why NCCL EP cannot run on a rank of a group, as "relation: fix"; None = it can."""
     # Collective. The same on all ranks.
-    problems: list[str | None] = [None] * group.size()
-    dist.all_gather_object(problems, _own_problem(device_type), group=group)
+    problems = gather(_own_problem(device_type), group)
     return next((problem for problem in problems if problem is not None), None)
 
 
