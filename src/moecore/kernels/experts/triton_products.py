@@ -82,20 +82,17 @@ class TritonProducts(TorchProducts):
         return grouped_gemm_activation(x.rows, self.w1_eCD, *where, self.activation)
 
     def _product(self, source: ProductSource, b_eKN: Tensor, addend: Addend | None) -> Tensor:
-        """Return each expert row's source row times its expert's matrix, and the addend."""
         if source.row_ids_R is None:
             return self._rows(source.rows, b_eKN, addend)
         out = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
         return self.low1.add(out, addend)
 
     def _rows(self, a_RK: Tensor, b_eKN: Tensor, addend: Addend | None) -> Tensor:
-        """Return each expert row times its expert's matrix, and the addend."""
         return self.low1.add(grouped_gemm(a_RK, b_eKN, self.offsets_e), addend)
 
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
-        """Put the gradient of a matrix [e, M, N], or transposed, at the target; return it."""
         return grouped_wgrad(
             source.rows,
             y_RN,
@@ -142,12 +139,10 @@ class HopperProducts(TritonProducts):
         return ProductSource(rows.values, self.where[0])
 
     def _fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
-        """Return H and the weighted activation, which a gated one's kernel computes with it."""
         if x.row_ids_R is not None or not self.activation.gated:
             return super()._fc1(x, addend)
         where = (self.tiles, self.weights_R, self.activation)
         return cooperative_activation(x.rows, self.w1_eCD, *where, addend=addend)
 
     def _rows(self, a_RK: Tensor, b_eKN: Tensor, addend: Addend | None) -> Tensor:
-        """Return each expert row times its expert's matrix, and the addend."""
         return cooperative_gemm(a_RK, b_eKN, self.tiles, addend=addend)
