@@ -19,7 +19,6 @@ from moecore.kernels.experts import contract, products
 from moecore.kernels.experts.block_scaled_products import BlockScaledProducts
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights
 from moecore.kernels.experts.emulated_products import EmulatedProducts
-from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices, why_not
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.index import ExpertIndex
@@ -27,6 +26,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import Both
 from moecore.precision import emulated
 from moecore.precision.apply import linear_products
+from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_emulated_products import BOUNDS, options_of, oracle
 from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
 from tests.kernels.experts.test_fp8_products import OUTPUTS, apply, check, gradient_of, run
