@@ -30,13 +30,11 @@ from moecore.kernels.experts.contract import GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op, is_plain
 from moecore.kernels.rows.cast import amax, cast
-from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, product_ref
+from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, parts_of, product_ref
 from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
 from moecore.moe.amax_history import AmaxHistory, OperandName
 from moecore.moe.linear import Gradients, LinearProducts, linear, linear_op
 from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
-
-Parts = tuple[Tensor | None, Tensor | None]  # values, scales
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -214,7 +212,7 @@ class Fp8Products(LinearProducts):
         x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
         weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))
-        operands = (*_parts(x_both.rows), *_parts(x_both.columns), *_parts(weight_rows))
+        operands = (*parts_of(x_both.rows), *parts_of(x_both.columns), *parts_of(weight_rows))
         scales = weight_amax, self._past("gradient"), seen.get("gradient")
         how = *kinds, self.recipe.grad_format, self.recipe.power_of_two
         return self._run(_linear_op, x, weight, weight_NK, bias, *operands, *scales, *how)
@@ -349,11 +347,6 @@ def _gathered_rows(weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | 
         with torch.no_grad():
             seen.copy_(torch.maximum(seen, found.amax.masked_fill(found.amax.isinf(), 0)))
     return as_operand(found)
-
-
-def _parts(side: Blocks | None) -> Parts:
-    """Return an operand's values and scales."""
-    return (None, None) if side is None else (side.values, side.scales)
 
 
 # Of torch.nn.functional.ScalingType; the operator takes numbers.

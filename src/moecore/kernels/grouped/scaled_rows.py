@@ -54,6 +54,7 @@ from moecore.kernels.rows.scaling import (
     Both,
     add_seen_ref_,
     encode_ref,
+    parts_of,
     quantise_ref,
 )
 
@@ -272,7 +273,7 @@ class _Unquantised(NamedTuple):
     def cast(self, out: Both, amax: Tensor | None, seen: Tensor | None) -> Both:
         """Write operands."""
         x, offsets_e, e, how = self.x, self.offsets_e, self.num_experts, self.how
-        stored = [t for side in out for t in _tensors(side)]
+        stored = [t for side in out for t in parts_of(side)]
         if INTERPRET:
             stored = [stored_as_bytes(t) for t in stored]
         (N, D), R, stride = x.shape[-2:], x.shape[:-1].numel(), x.stride(-2)
@@ -308,10 +309,6 @@ class _Unquantised(NamedTuple):
     def how(self) -> dict[str, Any]:
         """Return the format as kernels take it."""
         return dict(E5M2=self.fmt == "e5m2", POWER_OF_TWO=self.power_of_two)
-
-
-def _tensors(side: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if side is None else (side.values, side.scales)
 
 
 def _empty(x: Tensor, fmt: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> Blocks:

@@ -56,6 +56,7 @@ from moecore.kernels.rows.scaling import (
     cast_ref,
     operand_shape,
     padded,
+    parts_of,
     scales_shape,
 )
 
@@ -186,8 +187,7 @@ def _cast_ref(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _Cas
         add_seen_ref_(x_TD, seen)
     outputs: list[Tensor | None] = []
     for wanted, part in ((rows, x_TD), (columns, x_TD.T)):
-        made = cast_ref(part, amax, kind, fmt, power_of_two) if wanted else None
-        outputs += (None, None) if made is None else (made.values, made.scales)
+        outputs += parts_of(cast_ref(part, amax, kind, fmt, power_of_two) if wanted else None)
     return tuple(outputs)  # type: ignore[return-value]
 
 
