@@ -54,7 +54,7 @@ def block_scaled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 @pytest.fixture
 def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands are quantised in plain PyTorch, with the same bits and in less time."""
-    monkeypatch.setattr(microscaled, "_has_kernel", lambda _: False)
+    monkeypatch.setattr(microscaled, "has_kernel", lambda _: False)
 
 
 def moved(leaves: dict[str, Tensor], device: str) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ def test_kernels_that_quantise_change_no_bit(device: str, monkeypatch: pytest.Mo
     if device == "cuda":
         leaves, ids = make("swiglu", S=700, D=256, F=128, dtype=torch.bfloat16)
     found = run(moved(leaves, device), ids.to(device), options_of(recipe))
-    monkeypatch.setattr(microscaled, "_has_kernel", lambda _: False)
+    monkeypatch.setattr(microscaled, "has_kernel", lambda _: False)
     expected = run(moved(leaves, device), ids.to(device), options_of(recipe))
     assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
 

@@ -42,10 +42,9 @@ from moecore.kernels.rows.cast_kernel import (
     amax_kernel,
     amax_of_parts,
     rows_of_tile,
-    scale_of,
     to_fp8,
 )
-from moecore.kernels.rows.e4m3 import BLOCK, block_scale_ref, magnitude, magnitude_ref
+from moecore.kernels.rows.e4m3 import BLOCK, block_scale, block_scale_ref, magnitude, magnitude_ref
 from moecore.kernels.rows.scaling import (
     ALIGNED,  # of which D, N, and each expert's rows in P are multiples
     DTYPES,
@@ -220,11 +219,11 @@ def cast_of_experts_kernel(
             if offsets_ptr is None:
                 of_all += expert * PARTS
             amax = tl.zeros((BLOCK,), tl.float32) + amax_of_parts(of_all, PARTS)
-            scale, inverse = scale_of(amax, E5M2, POWER_OF_TWO)
+            scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
         if rows_ptr is not None:
             if not PARTS:
                 amax = tl.load(amax_ptr + row, mask=is_row, other=0.0)
-                scale, inverse = scale_of(amax, E5M2, POWER_OF_TWO)
+                scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
             tl.store(row_scales_ptr + row, scale, mask=is_row & (column_tile == 0))
             value = to_fp8(x * inverse[:, None], rows_ptr, E5M2, INTERPRETED)
             tl.store(rows_ptr + row[:, None] * D + d[None, :], value, mask=inside)
@@ -234,7 +233,7 @@ def cast_of_experts_kernel(
                 if rows_ptr is not None:
                     of_columns += R
                 amax = tl.load(of_columns, mask=is_column, other=0.0)
-                scale, inverse = scale_of(amax, E5M2, POWER_OF_TWO)
+                scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
             tl.store(column_scales_ptr + expert * D + d, scale, mask=is_column & (first == 0))
             scaled = tl.where(is_row[:, None], x * inverse[None, :], 0.0)
             value = tl.trans(to_fp8(scaled, columns_ptr, E5M2, INTERPRETED))

@@ -4,24 +4,7 @@ Letters: as there; e matrices.
 """
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.rows.e4m3 import encode, magnitude
-
-
-@triton.jit
-def scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Return what `block_scale` does, of either format. To divide by a number would spill."""
-    if POWER_OF_TWO:
-        # Both formats end at 1.75 times a power of two: more than that needs the next one.
-        bits = amax.to(tl.int32, bitcast=True) + 0x001FFFFF & 0x7F800000
-        bits = tl.maximum(bits - ((15 if E5M2 else 8) << 23), 0x00800000)
-        scale = bits.to(tl.float32, bitcast=True)
-        inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
-    else:
-        largest = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
-        scale = tl.maximum(tl.div_rn(amax, largest), 1.1754943508222875e-38)
-        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    is_finite = amax < float("inf")
-    return tl.where(is_finite, scale, float("inf")), tl.where(is_finite, inverse, float("nan"))
+from moecore.kernels.rows.e4m3 import block_scale, encode, magnitude
 
 
 @triton.jit
@@ -123,7 +106,7 @@ def cast_rows_kernel(
             inside = (t < T)[:, None] & (first + d < D)[None, :]
             more = tl.load(at + first + d[None, :], mask=inside, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, magnitude(more))
-    scale, inverse = scale_of(tl.max(largest, 1), E5M2, POWER_OF_TWO)
+    scale, inverse = block_scale(tl.max(largest, 1), POWER_OF_TWO, E5M2)
     tl.store(scales_ptr + t, scale, mask=t < M)
     to = values_ptr + t[:, None] * K
     value = to_fp8(x * inverse[:, None], values_ptr, E5M2, INTERPRETED)
@@ -236,7 +219,7 @@ def _cast_along(
         amax = tl.zeros((BLOCK,), tl.float32) + amax_of_parts(amax_ptr, PARTS)
         place = lane
         is_mine = (lane == 0) & (tile_i == 0) & (tile_j == 0)
-    scale, inverse = scale_of(amax, E5M2, POWER_OF_TWO)
+    scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
     if KIND == 1:
         tl.store(scales_ptr + place, tl.where(lane == 0, scale, 0.0), mask=is_mine)
     else:
