@@ -22,7 +22,6 @@ from moecore.kernels.adamw import BLOCK, AdamWOptions, AdamWTensors, adamw_
 from moecore.kernels.cross_entropy import cross_entropy_, row_statistics, softmax_gradient_
 from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
-from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.scaled_kernel import mixed_gemm, mixed_wgrad
 from moecore.kernels.grouped.scaled_rows import pad_offsets, scaled_matrices, scaled_rows
@@ -64,6 +63,7 @@ from moecore.kernels.rows.shard_squares import amax_of_squares_, pack_part_
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from moecore.kernels.sparse_attention.span_scores import span_scores
+from tests.kernels.experts.chosen import expert_mlp
 
 # What one GPU alone can not run: `tests/kernels/exchange` plays the ranks.
 OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"} | {

@@ -19,7 +19,6 @@ from moecore.kernels.experts import contract, products
 from moecore.kernels.experts.block_scaled_products import BlockScaledProducts
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights
 from moecore.kernels.experts.emulated_products import EmulatedProducts
-from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices, why_not
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.index import ExpertIndex
@@ -27,6 +26,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import Both
 from moecore.precision import emulated
 from moecore.precision.apply import linear_products
+from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_emulated_products import BOUNDS, options_of, oracle
 from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
 from tests.kernels.experts.test_fp8_products import OUTPUTS, apply, check, gradient_of, run
@@ -54,7 +54,7 @@ def block_scaled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 @pytest.fixture
 def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands are quantised in plain PyTorch, with the same bits and in less time."""
-    monkeypatch.setattr(microscaled, "_has_kernel", lambda _: False)
+    monkeypatch.setattr(microscaled, "has_kernel", lambda _: False)
 
 
 def moved(leaves: dict[str, Tensor], device: str) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ def test_kernels_that_quantise_change_no_bit(device: str, monkeypatch: pytest.Mo
     if device == "cuda":
         leaves, ids = make("swiglu", S=700, D=256, F=128, dtype=torch.bfloat16)
     found = run(moved(leaves, device), ids.to(device), options_of(recipe))
-    monkeypatch.setattr(microscaled, "_has_kernel", lambda _: False)
+    monkeypatch.setattr(microscaled, "has_kernel", lambda _: False)
     expected = run(moved(leaves, device), ids.to(device), options_of(recipe))
     assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
 

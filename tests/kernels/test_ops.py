@@ -19,7 +19,6 @@ from torch.utils.checkpoint import (
 
 from moecore.kernels.common import cdiv, next_power_of_2, on_device
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
-from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.hyper_connections import SinkhornOptions, collapse_streams, expand_streams
 from moecore.kernels.ops import Op
 from moecore.kernels.routing.balance import balance_statistics
@@ -31,6 +30,7 @@ from moecore.kernels.rows.activation import ActivationOptions, weighted_activati
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
+from tests.kernels.experts.chosen import expert_mlp
 
 T, D, F, E, K = 6, 16, 8, 4, 2
 IDS = torch.tensor([[0, 1], [1, 2], [3, 0], [2, -1], [1, 3], [0, 2]], dtype=torch.int32)

@@ -21,7 +21,6 @@ from moecore import parallelize_moe as parallelize
 from moecore.base import te_names
 from moecore.base.options.precision import ROLES, Precision, Recipe
 from moecore.kernels.experts.contract import ExpertWeights
-from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe.experts import Experts
@@ -30,6 +29,7 @@ from moecore.precision.apply import linear_products
 from moecore.train import AdamW
 from tests.helpers import te_definition
 from tests.helpers.te_definition import te_defined
+from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_expert_mlp import NAMES, make
 from tests.kernels.experts.test_fp8_products import OUTPUTS, check, gradient_of
 from tests.kernels.experts.test_te_products import options_of, oracle, run

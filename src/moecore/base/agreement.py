@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from moecore.base.fields import shown
 from moecore.base.torch_names import tree_map_only
 
 Group = dist.ProcessGroup | None  # None = all ranks
+T = TypeVar("T")
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)  # as numbers in notes
 
 
@@ -188,6 +189,15 @@ def _where_different(values: Tensor, group: Group) -> list[int]:
 
 def _has_others(group: Group) -> bool:
     return dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def gather(value: T, group: Group = None) -> list[T]:
+    """Return the value of every rank of a group, by rank: any that pickle takes. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def checksum(tensor: Tensor) -> Tensor:

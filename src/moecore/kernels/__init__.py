@@ -2,5 +2,5 @@
 
 An operation runs its kernel on CUDA tensors and its reference elsewhere. With `TRITON_INTERPRET=1`
 kernels run on CPU tensors too, for tests. The grouped products are launchers without a reference to
-fall back on: `expert_mlp` chooses between them and torch's.
+fall back on: `choose_products` chooses between them and torch's.
 """

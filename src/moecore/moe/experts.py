@@ -34,7 +34,7 @@ from moecore.kernels.experts.contract import (
     Magnitudes,
     sink_of,
 )
-from moecore.kernels.experts.expert_mlp import compute_experts
+from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import choose_products, quantise_matrices, uses_te
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
@@ -239,7 +239,7 @@ class Experts(nn.Module):
                 self._chosen = depends_on, options
         with _counting(inp, is_quantised=self.recipe is not None):
             how: Any = dict(unsummed=inp.unsummed, receiver=inp.receiver)
-            y = compute_experts(inp.rows, weights, inp.index, options, **how)
+            y = expert_mlp(inp.rows, weights, inp.index, options, **how)
         return y if inp.unsummed is None else UnsummedRows(y)
 
     def _depends_on(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.agreement import differing_tensors, raise_on_all
+from moecore.base.agreement import differing_tensors, gather, raise_on_all
 from moecore.base.torch_names import default_timeout, local_of
 from moecore.moe.params import clean_name
 from moecore.parallel.attached import ATTACHED
@@ -56,8 +56,7 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     """Return what the stages of a sharded model hold. Collective over the world; a host sync."""
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
-    forms: list[Any] = [None] * meshes.parallel.pp
-    dist.all_gather_object(forms, {name: _form(p) for name, p in named.items()}, group=peers)
+    forms = gather({name: _form(p) for name, p in named.items()}, peers)
     raise_on_all(_odd_copy(forms), device_type, group=peers)
     stages_of: dict[str, list[int]] = {}
     for pp_rank, theirs in enumerate(forms):

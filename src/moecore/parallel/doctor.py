@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from moecore.base import __version__
+from moecore.base.agreement import gather
 from moecore.moe.dispatch.peer_memory import find_problem, host_id, own_fabric
 from moecore.parallel.mesh import start_process_group
 
@@ -187,8 +188,7 @@ def run_doctor(args: Any) -> int:
     """Look at this job's machines; collective under torchrun."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     _join(device_type, timedelta(seconds=args.timeout))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _facts(device_type, args.checkpoints))
+    found = gather(_facts(device_type, args.checkpoints))
     lines = problems(found)
     if dist.get_rank() == 0:
         for line in lines:
@@ -214,8 +214,7 @@ def _join(device_type: str, timeout: timedelta) -> None:
 
 
 def _facts(device_type: str, checkpoints: Path | None) -> RankFacts:
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_id())
+    hosts = gather(host_id())
     local = os.environ.get("LOCAL_WORLD_SIZE")
     disk, sees = _disk(checkpoints)
     dist.barrier()

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moecore.base.agreement import check_same, fields_of
+from moecore.base.agreement import check_same, fields_of, gather
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments
 from moecore.base.torch_names import default_timeout, inherit_timeout, is_inside
 from moecore.moe.dispatch.peer_memory import own_fabric
@@ -252,8 +252,7 @@ def ranks_of_fabrics(own: str | None) -> int | None:
 
     Collective. `own` is the name of this rank's fabric. Racks of 72 and of 56 ranks give 8.
     """
-    names: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, own)
+    names = gather(own)
     if None in names:
         return None
     return math.gcd(*(len(list(run)) for _, run in groupby(names)))

@@ -113,10 +113,8 @@ class Request:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in records}
         nvlink = fields_of(self.nvlink or NVLinkOptions())
         names: dict[str, Any] = {"names in moe": list(self.moe)}
-        if self.dispatcher in (
-            "hierarchical",
-            "nccl_ep",
-        ):  # else hosts may have different numbers of ranks
+        # With others hosts may have different numbers of ranks.
+        if self.dispatcher in ("hierarchical", "nccl_ep"):
             names["ranks_per_domain"] = self.meshes.ranks_per_domain
         return names | plain | fields_of(self.fsdp) | fields_of(self.memory) | nvlink
 

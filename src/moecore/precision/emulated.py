@@ -27,7 +27,6 @@ from moecore.kernels.common import has_block_scaled_kernels, no_autocast
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.ops import Op
 from moecore.kernels.rows.microscaled import emulated, emulated_matrices
 from moecore.kernels.rows.microscaling import (
     PACKED,
@@ -36,7 +35,7 @@ from moecore.kernels.rows.microscaling import (
     unpacked_matrices,
 )
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
-from moecore.moe.linear import Gradients, backward
+from moecore.moe.linear import Gradients, linear_op
 from moecore.moe.params import has_values, local_param
 from moecore.precision.linear import (
     Fp8Products,
@@ -115,7 +114,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*kept)
     ctx.how = inputs[6:10]
     ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
-    ctx.products, ctx.sink = EmulatedLinearProducts, None
 
 
 def _gradients(ctx: Any, dy: Tensor) -> Gradients:
@@ -134,15 +132,6 @@ def _gradients(ctx: Any, dy: Tensor) -> Gradients:
     if wants_weight:
         operands = (dy_TN, rows_of(x), recipe, weight_dtype)
     return dx, operands, dbias_N
-
-
-_linear_op = Op(
-    "emulated_linear",
-    _linear,
-    lambda x, w_NK, *how: x.new_empty(*x.shape[:-1], w_NK.shape[0], dtype=how[-1]),
-    save=_save,
-    backward=backward,
-)
 
 
 class EmulatedLinearProducts(Fp8Products):
@@ -183,3 +172,6 @@ class EmulatedLinearProducts(Fp8Products):
         with no_autocast(x_TK):
             grad = dy.values.T.mm(x.values) * (dy.scales * x.scales)
         return put_grad(grad.to(dtype), target.out, target.adds, target.dtype, target.scale)
+
+
+_linear_op = linear_op("emulated_linear", EmulatedLinearProducts)

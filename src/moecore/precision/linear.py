@@ -30,13 +30,11 @@ from moecore.kernels.experts.contract import GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op, is_plain
 from moecore.kernels.rows.cast import amax, cast
-from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, product_ref
+from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, parts_of, product_ref
 from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
 from moecore.moe.amax_history import AmaxHistory, OperandName
-from moecore.moe.linear import Gradients, LinearProducts, backward, linear
+from moecore.moe.linear import Gradients, LinearProducts, linear, linear_op
 from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
-
-Parts = tuple[Tensor | None, Tensor | None]  # values, scales
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -92,7 +90,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dy_seen = inputs[11]  # grows from one backward to the next, so autograd must not check it
     ctx.how = inputs[12:16]
     ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
-    ctx.products, ctx.sink = Fp8Products, None
 
 
 def _gradients(ctx: Any, dy: Tensor) -> Gradients:
@@ -130,16 +127,6 @@ def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Blocks:
     both = cast(weight_NK, kind, power_of_two=power_of_two, rows=False, amax=amax)
     assert both.columns is not None
     return both.columns
-
-
-# What compilers and modes know of `linear` with FP8 products; an operator takes no sink.
-_linear_op = Op(
-    "fp8_linear",
-    _linear,
-    lambda x, w_NK, *how: x.new_empty(*x.shape[:-1], w_NK.shape[0], dtype=how[-1]),
-    save=_save,
-    backward=backward,
-)
 
 
 def history_of(module: nn.Module) -> AmaxHistory | None:
@@ -225,7 +212,7 @@ class Fp8Products(LinearProducts):
         x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
         weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))
-        operands = (*_parts(x_both.rows), *_parts(x_both.columns), *_parts(weight_rows))
+        operands = (*parts_of(x_both.rows), *parts_of(x_both.columns), *parts_of(weight_rows))
         scales = weight_amax, self._past("gradient"), seen.get("gradient")
         how = *kinds, self.recipe.grad_format, self.recipe.power_of_two
         return self._run(_linear_op, x, weight, weight_NK, bias, *operands, *scales, *how)
@@ -296,6 +283,9 @@ class Fp8Products(LinearProducts):
         return put_grad(product(dy, x, dtype), target.out, target.adds, target.dtype, target.scale)
 
 
+_linear_op = linear_op("fp8_linear", Fp8Products)
+
+
 def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:
     """Return the largest value of the ranks that a weight is cut over."""
     # One all-reduce for each mesh dim that cuts it, none for a whole weight.
@@ -357,11 +347,6 @@ def _gathered_rows(weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | 
         with torch.no_grad():
             seen.copy_(torch.maximum(seen, found.amax.masked_fill(found.amax.isinf(), 0)))
     return as_operand(found)
-
-
-def _parts(side: Blocks | None) -> Parts:
-    """Return an operand's values and scales."""
-    return (None, None) if side is None else (side.values, side.scales)
 
 
 # Of torch.nn.functional.ScalingType; the operator takes numbers.

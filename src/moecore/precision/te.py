@@ -26,11 +26,10 @@ from moecore.base.options.precision import Recipe
 from moecore.base.torch_names import is_plain_eager
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import amax
 from moecore.kernels.rows.e4m3 import block_scale_ref
 from moecore.kernels.rows.scaling import LARGEST
-from moecore.moe.linear import Gradients, backward
+from moecore.moe.linear import Gradients, linear_op
 from moecore.moe.params import check_values, local_param
 from moecore.precision.linear import (
     Fp8Products,
@@ -104,7 +103,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dy_seen = inputs[8]  # grows from one backward to the next, so autograd must not check it
     ctx.how = inputs[9:14]
     ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
-    ctx.products, ctx.sink = TELinearProducts, None
 
 
 def _gradients(ctx: Any, dy: Tensor) -> Gradients:
@@ -125,16 +123,6 @@ def _gradients(ctx: Any, dy: Tensor) -> Gradients:
     if wants_weight:
         operands = (dy_TN, rows_of(x), dy_amax, x_amax, seen, recipe, weight_dtype)
     return dx, operands, dbias_N
-
-
-# What compilers and modes know of `linear` with these products; an operator takes no sink.
-_linear_op = Op(
-    "te_linear",
-    _linear,
-    lambda x, w_NK, *how: x.new_empty(*x.shape[:-1], w_NK.shape[0], dtype=how[-1]),
-    save=_save,
-    backward=backward,
-)
 
 
 class TELinearProducts(Fp8Products):
@@ -195,3 +183,6 @@ class TELinearProducts(Fp8Products):
             x = _operand(x_TK, recipe, "activation", x_amax, over_rows=True)
             grad = te_names.multiply(x, dy, "NT", dtype)
         return put_grad(grad, target.out, target.adds, target.dtype, target.scale)
+
+
+_linear_op = linear_op("te_linear", TELinearProducts)

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.agreement import gather
 from moecore.base.options.layer import MoEConfig
 from moecore.models.block import MTPLayer
 from moecore.moe.layer import MoELayer
@@ -56,10 +56,8 @@ class RoutedLayers:
             for name, module in model.named_modules()
             if isinstance(module, MoELayer) and module not in unused
         }
-        stages: list[Any] = [own]
-        if meshes.parallel.pp > 1:
-            stages = [None] * meshes.parallel.pp
-            dist.all_gather_object(stages, own, group=meshes.dense.get_group("pp"))
+        has_stages = meshes.parallel.pp > 1
+        stages = gather(own, meshes.dense.get_group("pp")) if has_stages else [own]
         every = {name: found for stage in stages for name, found in stage.items()}
         return cls(
             configs={name: every[name][1] for name in sorted(every, key=lambda n: every[n][0])},

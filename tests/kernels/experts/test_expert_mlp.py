@@ -20,7 +20,6 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     UnsummedInput,
 )
-from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.rows.activation import KINDS, ActivationOptions, activation
 from moecore.kernels.rows.index import ExpertIndex, build_index
@@ -28,6 +27,7 @@ from moecore.kernels.rows.move import sum_rows, sum_rows_ref
 from moecore.kernels.rows.packed import pack_rows_ref, packed_views
 from moecore.kernels.rows.record import Rows
 from tests.helpers.grids import grid
+from tests.kernels.experts.chosen import expert_mlp
 
 NAMES = ("x", "w1", "w2", "weights")
 

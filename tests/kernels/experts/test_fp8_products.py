@@ -26,13 +26,13 @@ from moecore.kernels.experts.contract import (
     Refetch,
     UnsummedInput,
 )
-from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.packed import pack_rows
 from moecore.kernels.rows.record import Rows
+from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_expert_mlp import NAMES, Sink, make, rows_of
 from tests.moe.fp8_reference import Result, experts_fp8
 

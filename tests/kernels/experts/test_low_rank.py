@@ -17,12 +17,12 @@ from moecore.kernels.experts.contract import (
     LowRankUpdate,
     UnsummedInput,
 )
-from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.record import Rows
 from tests.helpers.grids import grid
+from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_expert_mlp import check_twice, expert_mlp_ref, make, rows_of
 
 SIZES: dict[str, Any] = dict(S=37, D=128, F=128, e=5, K=2)

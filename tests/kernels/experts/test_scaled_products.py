@@ -18,7 +18,6 @@ from moecore.kernels.experts.contract import (
     Magnitudes,
     UnsummedInput,
 )
-from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.grouped import scaled
 from moecore.kernels.grouped.scaled import scaled_gemm, scaled_wgrad
 from moecore.kernels.grouped.scaled_rows import (
@@ -31,6 +30,7 @@ from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.record import Rows
+from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
 from tests.kernels.experts.test_fp8_products import OUTPUTS, apply, check, gradient_of, run
 from tests.moe.fp8_reference import Result, experts_scaled

@@ -24,13 +24,13 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     UnsummedInput,
 )
-from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import choose_products, make_products, why_not
 from moecore.kernels.rows.activation import ActivationOptions, activation
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.record import Rows
 from tests.helpers import te_definition
+from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_expert_mlp import NAMES, check_twice, exact, make
 from tests.kernels.experts.test_fp8_products import OUTPUTS, check, gradient_of
 from tests.kernels.rows.microscaling_oracle import experts as experts_in_microscaling

@@ -79,7 +79,7 @@ class Operands:
 
     def matrices(self, backward: bool = False, **how: Any) -> Blocks:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(microscaled, "_has_kernel", lambda _: False)
+            patch.setattr(microscaled, "has_kernel", lambda _: False)
             found = emulated_matrices(self.w_eNK, self.recipe, **how)[backward]
         assert found is not None
         return found

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moecore.kernels.common import INTERPRET
 from moecore.kernels.rows import cast as casts
+from moecore.kernels.rows.cast import _CastOptions as Options
 from moecore.kernels.rows.scaling import amax_ref
 from tests.kernels.conftest import PARAMS, interpreter, poison
 
@@ -54,15 +55,15 @@ def test_cast(kind: str, fmt: str, power_of_two: bool, device: str) -> None:
     for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float32):
             x = hard(shape, dtype, device)
-            how = (None, None, kind, fmt, power_of_two)
-            assert_same(casts._cast(x, *how, True, True), casts._cast_ref(x, *how, True, True))
+            how = (None, None, Options(kind, fmt, power_of_two, True, True))
+            assert_same(casts._cast(x, *how), casts._cast_ref(x, *how))
 
 
 def test_one_operand_alone_and_rows_apart(device: str) -> None:
     x = hard((130, 288), torch.float32, device)
     for rows, columns in ((True, False), (False, True)):
         for part in (x[:, 16:160], x.T[:144]):
-            how = (None, None, "tile", "e4m3", True, rows, columns)
+            how = (None, None, Options("tile", "e4m3", True, rows, columns))
             assert_same(casts._cast(part, *how), casts._cast_ref(part, *how))
 
 
@@ -74,16 +75,16 @@ def test_whole_rows(fmt: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
         for T, D in ((130, 150), (3, 208)):
             x = hard((T, D), torch.float32, device)
             for power_of_two in (True, False):
-                how = (None, None, "row", fmt, power_of_two, True, False)
+                how = (None, None, Options("row", fmt, power_of_two, True, False))
                 assert_same(casts._cast(x, *how), casts._cast_ref(x, *how))
-    how = (None, None, "row", fmt, False, False, True)  # columns alone
+    how = (None, None, Options("row", fmt, False, False, True))  # columns alone
     assert_same(casts._cast(x, *how), casts._cast_ref(x, *how))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_in_any_shape(kind: str, device: str) -> None:
     x = hard((2 * 9, 48), torch.bfloat16, device)
-    how = (None, None, kind, "e4m3", True, True, True)
+    how = (None, None, Options(kind, "e4m3", True, True, True))
     whole = x.view(2, 9, 48)
     one_each = x.as_strided((18, 1, 48), (48, 7, 1))  # contiguous: no row is 7 from the next
     for part in (whole, whole.transpose(0, 1), whole[..., 16:], one_each, whole.mT):
@@ -96,8 +97,8 @@ def test_delayed(device: str) -> None:
     given = torch.tensor([0.0, 2.0, 1.0, 0.5], device=device)  # of parts
     for seen in (0.0, 1e38):
         ours, truth = (torch.tensor([seen], device=device) for _ in range(2))
-        how = ("tensor", "e5m2", False, True, True)
-        assert_same(casts._cast(x, given, ours, *how), casts._cast_ref(x, given, truth, *how))
+        how = Options("tensor", "e5m2", False, True, True)
+        assert_same(casts._cast(x, given, ours, how), casts._cast_ref(x, given, truth, how))
         assert torch.equal(ours, truth)
 
 

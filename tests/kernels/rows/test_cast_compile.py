@@ -10,6 +10,7 @@ import torch
 
 from moecore.kernels.common import INTERPRET
 from moecore.kernels.rows import cast as casts
+from moecore.kernels.rows.cast import _CastOptions as Options
 
 pytest.importorskip("triton")
 if INTERPRET:
@@ -31,10 +32,10 @@ def test_cast(
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.zeros(512, 2048, dtype=dtype)
         for rows, columns in ((True, True), (True, False), (False, True)):
-            casts._cast(x, None, None, kind, fmt, power_of_two, rows, columns)
+            casts._cast(x, None, None, Options(kind, fmt, power_of_two, rows, columns))
     if kind == "tensor":
         one = torch.zeros(1)
-        casts._cast(x, one, one, kind, fmt, power_of_two, True, True)
+        casts._cast(x, one, one, Options(kind, fmt, power_of_two, True, True))
     for name, kernel in compiled.items():
         assert spilled_bytes(kernel, tmp_path) == 0, name
         if name.startswith("cast"):

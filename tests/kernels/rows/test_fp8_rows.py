@@ -8,7 +8,6 @@ from torch import Tensor
 
 from moecore.kernels.common import INTERPRET
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, UnsummedInput
-from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.packed import (
@@ -20,6 +19,7 @@ from moecore.kernels.rows.packed import (
     unpack_rows,
 )
 from moecore.kernels.rows.record import Rows
+from tests.kernels.experts.chosen import expert_mlp
 
 DIMS = [16, 128, 144, 2048, 2896, 7168]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -90,7 +90,7 @@ def check(x: Tensor, recipe: Recipe, **how: Any) -> None:
 
 def by_reference(w: Tensor, recipe: Recipe, **how: Any) -> Both:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(microscaled, "_has_kernel", lambda _: False)
+        patch.setattr(microscaled, "has_kernel", lambda _: False)
         return emulated_matrices(w, recipe, **how)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moecore.base.torch_names import autocast_dtype
 from moecore.families.transformers.stock import runs_class_forward
 from moecore.kernels.hyper_connections import (
     CollapsedStreams,
@@ -40,7 +41,7 @@ def _layer(
     layer: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     """Stand before the forward of a decoder layer; hidden_states are [B, T, N, D]."""
-    if torch.compiler.is_compiling() or _has_autocast(hidden_states):
+    if torch.compiler.is_compiling() or autocast_dtype(hidden_states) is not None:
         out: Tensor = type(layer).forward(layer, hidden_states, input_ids=input_ids, **kwargs)
         return out
     x_BTD, collapsed = layer.attn_hc(hidden_states, fused=True)
@@ -49,10 +50,6 @@ def _layer(
     x_BTD, collapsed = layer.ffn_hc(hidden_states, fused=True)
     y_BTD = layer.mlp(layer.post_attention_layernorm(x_BTD), input_ids=input_ids)
     return _expand(y_BTD, collapsed)
-
-
-def _has_autocast(x: Tensor) -> bool:
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def _collapse(

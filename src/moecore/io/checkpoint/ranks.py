@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from moecore.base.agreement import Group as Group
+from moecore.base.agreement import gather as gather
+
 T = TypeVar("T")
-Group = dist.ProcessGroup | None
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -63,15 +65,6 @@ def _sendable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def gather(value: T, group: Group = None) -> list[T]:
-    """Return every rank's value, by rank."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def check_same_path(path: Path) -> None:

@@ -33,13 +33,12 @@ from moecore.base.torch_names import (
 from moecore.kernels.experts.backward import Saved, differentiate
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
-    ExpertSpec,
     ExpertWeights,
     GradientReceiver,
     UnsummedInput,
     Wants,
 )
-from moecore.kernels.experts.products import choose_products, make_products
+from moecore.kernels.experts.products import make_products
 from moecore.kernels.experts.traced import traced_backward, traced_expert_mlp
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
@@ -138,6 +137,7 @@ def expert_mlp(
     options: ExpertMLPOptions,
     *,
     unsummed: UnsummedInput | None = None,
+    receiver: GradientReceiver | None = None,
 ) -> Tensor:
     """Return the weighted sum over each source row's experts; differentiable once, in reverse.
 
@@ -153,35 +153,18 @@ def expert_mlp(
         rows: [S, D] source rows, differentiable, quantised ones by their handle or `unsummed`'s.
         weights: this rank's experts, without biases. Sinks are asked by every backward.
         index: which source row each expert row reads, and with which weight.
+        options: of products that `choose_products` has chosen.
         unsummed: of a dispatcher that adds expert rows itself: the expert rows themselves come
             back, and their gradients go to its handle; rows have none.
+        receiver: where gradients of the output may arrive as FP8; see the contract.
 
     Returns:
         [S, D], dtype of the rows: added in fp32, rounded once. Bit-reproducible with "triton". With
         `unsummed` [R, D], rows that hold no choice uninitialised.
 
     Raises:
-        ValueError: when the products cannot multiply such experts.
         NotImplementedError: for forward-mode derivatives, which would come out as zero.
     """
-    spec = ExpertSpec.of(rows, weights, options.activation, options.recipe)
-    name = choose_products(options.products, spec)
-    if name != options.products:
-        options = replace(options, products=name)
-    return compute_experts(rows, weights, index, options, unsummed=unsummed)
-
-
-def compute_experts(
-    rows: Rows,
-    weights: ExpertWeights,
-    index: ExpertIndex,
-    options: ExpertMLPOptions,
-    *,
-    unsummed: UnsummedInput | None = None,
-    receiver: GradientReceiver | None = None,
-) -> Tensor:
-    """Return what `expert_mlp` does, by products that `choose_products` has chosen."""
-    # `receiver`: where gradients of the output may arrive as FP8; see the contract.
     tensors = (rows.values, weights.w1_eCD, weights.w2_eDF, index.weights_R)
     updates = weights.updates()
     if have_tangents(*tensors, *(t for t in updates if t is not None)):

@@ -180,7 +180,9 @@ def make_products(
     if recipe is not None:
         of_recipe = _products_of(recipe, device)
         return of_recipe(index, options.activation, weights, recipe, **known)
-    kind = TorchProducts if options.products == "te" else NAMED[options.products]
+    kind: type[TorchProducts] = (
+        TorchProducts if options.products == "te" else NAMED[options.products]
+    )
     if kind is TritonProducts and index.row_ids_R.shape[0] and has_hopper_kernels(device):
         kind = HopperProducts
     return kind(index, options.activation, weights, **known)

@@ -21,7 +21,6 @@ from typing_extensions import override
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import (
     ExpertSpec,
-    ExpertWeights,
     GradTarget,
     Operand,
     ProductSource,
@@ -37,7 +36,6 @@ from moecore.kernels.grouped.scaled_rows import (
 )
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.scaling import Blocks, Both
 from moecore.kernels.rows.shard_blocks import transpose_values
@@ -52,22 +50,16 @@ MULTIPLIED: dict[tuple[Role, bool], Operand] = {
 }
 
 
+def _format(recipe: Recipe) -> dict[str, Any]:
+    return dict(per_row=recipe.scaling == "rowwise", power_of_two=recipe.power_of_two)
+
+
 class ScaledProducts(QuantisedProducts, TorchProducts):
     """Recipes "rowwise" and "tensorwise": torch's products of FP8 operands; references on a CPU."""
 
-    def __init__(
-        self,
-        index: ExpertIndex,
-        activation: ActivationOptions,
-        weights: ExpertWeights,
-        recipe: Recipe,
-    ) -> None:
-        super().__init__(index, activation, weights, recipe)
-        self.how: dict[str, Any] = {
-            "per_row": recipe.scaling == "rowwise",
-            "power_of_two": recipe.power_of_two,
-        }
-        self.magnitudes = weights.magnitudes
+    def __init__(self, index: ExpertIndex, *how: Any) -> None:
+        super().__init__(index, *how)
+        self.magnitudes = self.weights.magnitudes
         # by operand and whether its columns: made beside the other layout
         self._beside: dict[tuple[Operand, bool], Blocks] = {}
 
@@ -78,8 +70,7 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
     @staticmethod
     def quantise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:
         """Return one matrix of every expert as these products take it."""
-        how = dict(per_row=recipe.scaling == "rowwise", power_of_two=recipe.power_of_two)
-        return scaled_matrices(w_eNK, **how, **layouts)
+        return scaled_matrices(w_eNK, **_format(recipe), **layouts)
 
     @staticmethod
     def gathered(matrix: Blocks, backward: bool) -> Blocks:
@@ -103,12 +94,12 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
         found = self._beside.pop((operand, columns), None)
         if found is not None:
             return found
-        is_gradient, how = operand in GRADIENTS, self.how
+        is_gradient, how = operand in GRADIENTS, _format(self.recipe)
         both = is_gradient and self._is_wanted(operand, not columns)
         if self.magnitudes is not None:
             # Forward collects those of X and A.
             seen = self.magnitudes.seen.get(operand) if is_gradient or not columns else None
-            how = {**how, "amax": self.magnitudes.past[operand], "seen": seen}
+            how |= {"amax": self.magnitudes.past[operand], "seen": seen}
         made = scaled_rows(
             rows,
             self.offsets_e,

@@ -8,13 +8,14 @@ Letters: as in `contract.py`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET, has_hopper_kernels
 from moecore.kernels.experts.contract import (
     ExpertSpec,
-    ExpertWeights,
     GradTarget,
     ProductSource,
 )
@@ -24,7 +25,6 @@ from moecore.kernels.grouped.gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped.pingpong import pingpong_activation_bwd
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import grouped_wgrad
-from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_used_rows
 from moecore.kernels.rows.packed import gather_packed_rows
@@ -82,20 +82,17 @@ class TritonProducts(TorchProducts):
         return grouped_gemm_activation(x.rows, self.w1_eCD, *where, self.activation)
 
     def _product(self, source: ProductSource, b_eKN: Tensor, addend: Addend | None) -> Tensor:
-        """Return each expert row's source row times its expert's matrix, and the addend."""
         if source.row_ids_R is None:
             return self._rows(source.rows, b_eKN, addend)
         out = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
         return self.low1.add(out, addend)
 
     def _rows(self, a_RK: Tensor, b_eKN: Tensor, addend: Addend | None) -> Tensor:
-        """Return each expert row times its expert's matrix, and the addend."""
         return self.low1.add(grouped_gemm(a_RK, b_eKN, self.offsets_e), addend)
 
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
-        """Put the gradient of a matrix [e, M, N], or transposed, at the target; return it."""
         return grouped_wgrad(
             source.rows,
             y_RN,
@@ -112,18 +109,11 @@ class TritonProducts(TorchProducts):
 class HopperProducts(TritonProducts):
     """Gluon kernels for Hopper over a map of row tiles, and Triton's where those gather better."""
 
-    def __init__(
-        self,
-        index: ExpertIndex,
-        activation: ActivationOptions,
-        weights: ExpertWeights,
-        of_index: RowTiles | None = None,
-    ) -> None:
-        super().__init__(index, activation, weights)
-        self.hidden_dim = weights.w2_eDF.shape[2]
-        self.of_index = self.tiles = of_index or map_row_tiles(
-            index.offsets_e, index.row_ids_R.shape[0]
-        )
+    def __init__(self, index: ExpertIndex, *how: Any, of_index: RowTiles | None = None) -> None:
+        super().__init__(index, *how)
+        self.hidden_dim = self.w2_eDF.shape[2]
+        length = index.row_ids_R.shape[0]
+        self.of_index = self.tiles = of_index or map_row_tiles(index.offsets_e, length)
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return dH, the weights' gradients and the activation, a gated one's in one pass."""
@@ -149,12 +139,10 @@ class HopperProducts(TritonProducts):
         return ProductSource(rows.values, self.where[0])
 
     def _fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
-        """Return H and the weighted activation, which a gated one's kernel computes with it."""
         if x.row_ids_R is not None or not self.activation.gated:
             return super()._fc1(x, addend)
         where = (self.tiles, self.weights_R, self.activation)
         return cooperative_activation(x.rows, self.w1_eCD, *where, addend=addend)
 
     def _rows(self, a_RK: Tensor, b_eKN: Tensor, addend: Addend | None) -> Tensor:
-        """Return each expert row times its expert's matrix, and the addend."""
         return cooperative_gemm(a_RK, b_eKN, self.tiles, addend=addend)

@@ -113,15 +113,13 @@ def row_tiles_of(
 def locate_tile(
     tile,  # number of the tile
     num_n,  # column tiles
-    starts,
-    tiles,
-    sums,
-    total,  # these four from row_tiles_of
+    row_tiles,  # from row_tiles_of
     E_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
     """Return expert, first row and column tile: columns outside, GROUP_M row tiles inside."""
+    starts, tiles, sums, total = row_tiles
     width = GROUP_M * num_n
     first = tile // width * GROUP_M
     size = tl.minimum(total - first, GROUP_M)
@@ -177,14 +175,14 @@ def _grouped_gemm_fwd_kernel(
 ):
     N = N // 8 * 8  # they are multiples of 8 already; now the compiler knows, and uses 16 bytes
     K = K // 8 * 8
-    starts, tiles, sums, total = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    row_tiles = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     num_k = tl.cdiv(K, BLOCK_K)
     steps = tl.arange(0, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, n = locate_tile(
-            tile, num_n, starts, tiles, sums, total, E_POW2, BLOCK_M, GROUP_M
-        )
+    for tile in tl.range(
+        tl.program_id(0), row_tiles[3] * num_n, tl.num_programs(0), flatten=FLATTEN
+    ):
+        expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, GROUP_M)
         rows = row + tl.arange(0, BLOCK_M)
         in_rows = rows < tl.load(offsets_ptr + expert)
         column = n * BLOCK_N
@@ -237,14 +235,12 @@ def _grouped_gemm_activation_fwd_kernel(
 ):
     F = F // 8 * 8  # as above
     D = D // 8 * 8
-    starts, tiles, sums, total = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    row_tiles = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(F, BLOCK_F)
     num_k = tl.cdiv(D, BLOCK_K)
     steps = tl.arange(0, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0)):
-        expert, row, n = locate_tile(
-            tile, num_n, starts, tiles, sums, total, E_POW2, BLOCK_M, GROUP_M
-        )
+    for tile in tl.range(tl.program_id(0), row_tiles[3] * num_n, tl.num_programs(0)):
+        expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, GROUP_M)
         rows = row + tl.arange(0, BLOCK_M)
         in_rows = rows < tl.load(offsets_ptr + expert)
         column = n * BLOCK_F

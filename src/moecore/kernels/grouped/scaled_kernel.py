@@ -56,12 +56,10 @@ def mixed_grouped_gemm_kernel(
 ):
     """Write rows times the matrices of their experts."""
     K = K // ALIGNED * ALIGNED  # now the compiler knows, and reads 16 bytes
-    starts, tiles, sums, total = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    row_tiles = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0)):
-        expert, row, n = locate_tile(
-            tile, num_n, starts, tiles, sums, total, E_POW2, BLOCK_M, GROUP
-        )
+    for tile in tl.range(tl.program_id(0), row_tiles[3] * num_n, tl.num_programs(0)):
+        expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, GROUP)
         rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
         in_rows = rows < tl.load(offsets_ptr + expert)
         columns = n * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -38,8 +38,13 @@ from moecore.kernels.common import (
     use_kernel,
 )
 from moecore.kernels.rows.cast import amax_parts, cast_rows, has_kernel, stored_as_bytes
-from moecore.kernels.rows.cast_kernel import amax_of_parts, scale_of, to_fp8
-from moecore.kernels.rows.e4m3 import BLOCK, block_scale_ref, magnitude, magnitude_ref
+from moecore.kernels.rows.cast_kernel import (
+    amax_kernel,
+    amax_of_parts,
+    rows_of_tile,
+    to_fp8,
+)
+from moecore.kernels.rows.e4m3 import BLOCK, block_scale, block_scale_ref, magnitude, magnitude_ref
 from moecore.kernels.rows.scaling import (
     ALIGNED,  # of which D, N, and each expert's rows in P are multiples
     DTYPES,
@@ -48,6 +53,7 @@ from moecore.kernels.rows.scaling import (
     Both,
     add_seen_ref_,
     encode_ref,
+    parts_of,
     quantise_ref,
 )
 
@@ -164,68 +170,12 @@ def pad_offsets_kernel(
     tl.store(padded_ptr + experts, padded, mask=exists)
 
 
-@triton.jit
-def _located(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a row tile's expert, its first and its last row + 1, and where the tile begins there.
-
-    An expert without rows has a tile, too. Past the last tile the expert is `num_experts`. Without
-    offsets experts have N rows each.
-    """
-    if offsets_ptr is None:
-        per_expert = tl.cdiv(N, BLOCK)
-        expert = (tile // per_expert).to(tl.int64)
-        start, end, first = expert * N, (expert + 1) * N, tile % per_expert * BLOCK
-    else:
-        experts = tl.arange(0, E_POW2)
-        exists = experts < num_experts
-        ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
-        starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
-        tiles = tl.where(exists, tl.cdiv(tl.maximum(ends - starts, 1), BLOCK), 0)
-        is_before = (tl.cumsum(tiles, 0) <= tile) & exists
-        expert = tl.sum(is_before.to(tl.int32), 0).to(tl.int64)
-        first = (tile - tl.sum(tl.where(is_before, tiles, 0), 0)) * BLOCK
-        start = tl.sum(tl.where(experts == expert, starts, 0), 0).to(tl.int64)
-        end = tl.sum(tl.where(experts == expert, ends, 0), 0).to(tl.int64)
-    return expert, start, end, first
-
-
-@triton.jit(do_not_specialize=["num_experts", "N"])
-def amax_of_experts_kernel(
-    x_ptr,  # [R, D] or [e, N, D], rows `stride` apart
-    offsets_ptr,  # [e] int32; None = N rows each
-    amax_ptr,  # fp32 [R], with ROWS, and [e, D]; at least 0 on entry, in and out
-    num_experts,
-    N,
-    R,
-    D,
-    stride,
-    ROWS: tl.constexpr,
-    E_POW2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Raise the largest magnitudes of experts' columns, and of rows, to those of a tile."""
-    width = tl.cdiv(D, BLOCK)
-    tile = tl.program_id(0) // width
-    expert, start, end, first = _located(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
-    if expert < num_experts:
-        row = start + first + tl.arange(0, BLOCK)
-        d = tl.program_id(0) % width * BLOCK + tl.arange(0, BLOCK)
-        inside = (row < end)[:, None] & (d < D)[None, :]
-        x = tl.load(x_ptr + row[:, None] * stride + d[None, :], mask=inside, other=0.0)
-        x = magnitude(x.to(tl.float32))
-        of_columns = amax_ptr + expert * D + d
-        if ROWS:  # a maximum is the same in any order
-            tl.atomic_max(amax_ptr + row, tl.max(x, 1), mask=row < end)
-            of_columns += R
-        tl.atomic_max(of_columns, tl.max(x, 0), mask=d < D)
-
-
 @triton.jit(do_not_specialize=["num_experts", "N"])
 def cast_of_experts_kernel(
     x_ptr,  # [R, D] or [e, N, D], rows `stride` apart
     offsets_ptr,  # [e] int32; None = N rows each
     padded_ptr,  # [e] int32 of columns; None = P each
-    amax_ptr,  # fp32: PARTS = 0 as in `amax_of_experts_kernel`; else [PARTS], or [e, PARTS]
+    amax_ptr,  # fp32: PARTS = 0 as in `amax_kernel`; else [PARTS], or [e, PARTS]
     seen_ptr,  # fp32 [1]: grows to the largest finite magnitude, in and out; None = it does not
     rows_ptr,  # FP8, of x's shape, out; None = not this operand
     row_scales_ptr,  # fp32, one for each of them, out
@@ -248,7 +198,7 @@ def cast_of_experts_kernel(
     """Write a tile of an expert's rows, in one layout or both."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
-    expert, start, end, first = _located(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
+    expert, start, end, first = rows_of_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
     if expert < num_experts:
         lane = tl.arange(0, BLOCK)
         row = start + first + lane
@@ -269,11 +219,11 @@ def cast_of_experts_kernel(
             if offsets_ptr is None:
                 of_all += expert * PARTS
             amax = tl.zeros((BLOCK,), tl.float32) + amax_of_parts(of_all, PARTS)
-            scale, inverse = scale_of(amax, E5M2, POWER_OF_TWO)
+            scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
         if rows_ptr is not None:
             if not PARTS:
                 amax = tl.load(amax_ptr + row, mask=is_row, other=0.0)
-                scale, inverse = scale_of(amax, E5M2, POWER_OF_TWO)
+                scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
             tl.store(row_scales_ptr + row, scale, mask=is_row & (column_tile == 0))
             value = to_fp8(x * inverse[:, None], rows_ptr, E5M2, INTERPRETED)
             tl.store(rows_ptr + row[:, None] * D + d[None, :], value, mask=inside)
@@ -283,7 +233,7 @@ def cast_of_experts_kernel(
                 if rows_ptr is not None:
                     of_columns += R
                 amax = tl.load(of_columns, mask=is_column, other=0.0)
-                scale, inverse = scale_of(amax, E5M2, POWER_OF_TWO)
+                scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
             tl.store(column_scales_ptr + expert * D + d, scale, mask=is_column & (first == 0))
             scaled = tl.where(is_row[:, None], x * inverse[None, :], 0.0)
             value = tl.trans(to_fp8(scaled, columns_ptr, E5M2, INTERPRETED))
@@ -322,7 +272,7 @@ class _Unquantised(NamedTuple):
     def cast(self, out: Both, amax: Tensor | None, seen: Tensor | None) -> Both:
         """Write operands."""
         x, offsets_e, e, how = self.x, self.offsets_e, self.num_experts, self.how
-        stored = [t for side in out for t in _tensors(side)]
+        stored = [t for side in out for t in parts_of(side)]
         if INTERPRET:
             stored = [stored_as_bytes(t) for t in stored]
         (N, D), R, stride = x.shape[-2:], x.shape[:-1].numel(), x.stride(-2)
@@ -337,7 +287,7 @@ class _Unquantised(NamedTuple):
             has_rows = out.rows is not None
             amax = torch.zeros(R * has_rows + e * D, device=x.device)
             args = (x, offsets_e, amax, *sizes)
-            launch(amax_of_experts_kernel, grid, *args, ROWS=has_rows, **shared)
+            launch(amax_kernel, grid, *args, ROWS=has_rows, **shared)
         else:
             amax = amax_parts(x, offsets_e) if amax is None else amax
             parts = amax.shape[-1]
@@ -358,10 +308,6 @@ class _Unquantised(NamedTuple):
     def how(self) -> dict[str, Any]:
         """Return the format as kernels take it."""
         return dict(E5M2=self.fmt == "e5m2", POWER_OF_TWO=self.power_of_two)
-
-
-def _tensors(side: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if side is None else (side.values, side.scales)
 
 
 def _empty(x: Tensor, fmt: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> Blocks:

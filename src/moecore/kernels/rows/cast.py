@@ -56,6 +56,7 @@ from moecore.kernels.rows.scaling import (
     cast_ref,
     operand_shape,
     padded,
+    parts_of,
     scales_shape,
 )
 
@@ -68,7 +69,7 @@ MOST_PARTS = 512  # whose largest magnitudes a program of a cast reads
 
 
 class _CastOptions(NamedTuple):
-    """Arguments of `cast` that are no tensors."""
+    """Arguments of `cast` that are no tensors, in the order of `_SCHEMA`."""
 
     kind: str
     fmt: str
@@ -87,19 +88,11 @@ def _shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
     return (M, K), scales_shape(M, K, kind), (m, k), scales_shape(m, k, kind)
 
 
-def _cast(
-    x: Tensor,
-    amax: Tensor | None,
-    seen: Tensor | None,
-    kind: str,
-    fmt: str,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-) -> Parts:
+def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions) -> Parts:
     """Return values and scales of both operands; None where not asked for."""
     if not has_kernel(x):
-        return _cast_ref(x, amax, seen, kind, fmt, power_of_two, rows, columns)
+        return _cast_ref(x, amax, seen, options)
+    kind, fmt, power_of_two, rows, columns = options
     x = _with_rows(x)
     D = x.shape[-1]
     T, device, dtype = x.numel() // D, x.device, DTYPES[fmt]
@@ -117,9 +110,9 @@ def _cast(
         return tuple(outputs)  # type: ignore[return-value]
     given, parts = amax is not None, 1
     if kind == "row":
-        amax = torch.zeros(T + D, device=device)
-        grid = cdiv(T, BLOCK) * cdiv(D, BLOCK)
-        launch(amax_kernel, grid, x, amax, *size, ROWS=rows, BLOCK=BLOCK, num_warps=8)
+        amax = torch.zeros(T * rows + D, device=device)
+        args, grid = (x, None, amax, 1, T, *size), cdiv(T, BLOCK) * cdiv(D, BLOCK)
+        launch(amax_kernel, grid, *args, ROWS=rows, E_POW2=1, BLOCK=BLOCK, num_warps=8)
     elif kind == "tensor":
         amax = _amax(x) if amax is None else amax
         parts = amax.shape[0]
@@ -186,24 +179,15 @@ def has_kernel(x: Tensor) -> bool:
     return use_kernel(x) and x.numel() > 0 and x.dtype in KERNEL_DTYPES
 
 
-def _cast_ref(
-    x: Tensor,
-    amax: Tensor | None,
-    seen: Tensor | None,
-    kind: str,
-    fmt: str,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-) -> Parts:
+def _cast_ref(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions) -> Parts:
     """Return what `_cast` returns, in plain PyTorch."""
+    kind, fmt, power_of_two, rows, columns = options
     x_TD = x.detach().reshape(-1, x.shape[-1])
     if seen is not None:
         add_seen_ref_(x_TD, seen)
     outputs: list[Tensor | None] = []
     for wanted, part in ((rows, x_TD), (columns, x_TD.T)):
-        made = cast_ref(part, amax, kind, fmt, power_of_two) if wanted else None
-        outputs += (None, None) if made is None else (made.values, made.scales)
+        outputs += parts_of(cast_ref(part, amax, kind, fmt, power_of_two) if wanted else None)
     return tuple(outputs)  # type: ignore[return-value]
 
 
@@ -220,7 +204,7 @@ def _cast_fake(x, _, __, kind, fmt, ___, rows, columns):  # type: ignore[no-unty
 def _all_of_cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, *how: Any) -> Any:
     """Return what `_cast` returns, and empty tensors in place of None."""
     of_none = (DTYPES[how[1]], torch.float32)
-    parts = enumerate(_cast(x, amax, seen, *how))
+    parts = enumerate(_cast(x, amax, seen, _CastOptions(*how)))
     return tuple(x.new_empty(0, dtype=of_none[i % 2]) if t is None else t for i, t in parts)
 
 
@@ -298,9 +282,9 @@ def cast(
         amax: "tensor": fp32 [n], from the largest of which the scale comes; None = of x.
         seen: fp32 [1], which grows to the largest finite magnitude of x.
     """
-    how = (kind, fmt, power_of_two, rows, columns)
+    how = _CastOptions(kind, fmt, power_of_two, rows, columns)
     if is_plain_eager() and is_plain(x):
-        parts = _cast(x, amax, seen, *how)
+        parts = _cast(x, amax, seen, how)
     elif seen is None:
         parts = _cast_op(x.detach(), amax, *how)
     else:

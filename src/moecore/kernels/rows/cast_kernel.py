@@ -4,24 +4,7 @@ Letters: as there; e matrices.
 """
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.rows.e4m3 import encode, magnitude
-
-
-@triton.jit
-def scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Return what `block_scale` does, of either format. To divide by a number would spill."""
-    if POWER_OF_TWO:
-        # Both formats end at 1.75 times a power of two: more than that needs the next one.
-        bits = amax.to(tl.int32, bitcast=True) + 0x001FFFFF & 0x7F800000
-        bits = tl.maximum(bits - ((15 if E5M2 else 8) << 23), 0x00800000)
-        scale = bits.to(tl.float32, bitcast=True)
-        inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
-    else:
-        largest = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
-        scale = tl.maximum(tl.div_rn(amax, largest), 1.1754943508222875e-38)
-        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    is_finite = amax < float("inf")
-    return tl.where(is_finite, scale, float("inf")), tl.where(is_finite, inverse, float("nan"))
+from moecore.kernels.rows.e4m3 import block_scale, encode, magnitude
 
 
 @triton.jit
@@ -123,7 +106,7 @@ def cast_rows_kernel(
             inside = (t < T)[:, None] & (first + d < D)[None, :]
             more = tl.load(at + first + d[None, :], mask=inside, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, magnitude(more))
-    scale, inverse = scale_of(tl.max(largest, 1), E5M2, POWER_OF_TWO)
+    scale, inverse = block_scale(tl.max(largest, 1), POWER_OF_TWO, E5M2)
     tl.store(scales_ptr + t, scale, mask=t < M)
     to = values_ptr + t[:, None] * K
     value = to_fp8(x * inverse[:, None], values_ptr, E5M2, INTERPRETED)
@@ -137,27 +120,60 @@ def cast_rows_kernel(
             tl.store(to + first + d[None, :], value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+def rows_of_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a row tile's expert, its first and its last row + 1, and where the tile begins there.
+
+    An expert without rows has a tile, too. Past the last tile the expert is `num_experts`. Without
+    offsets experts have N rows each.
+    """
+    if offsets_ptr is None:
+        per_expert = tl.cdiv(N, BLOCK)
+        expert = (tile // per_expert).to(tl.int64)
+        start, end, first = expert * N, (expert + 1) * N, tile % per_expert * BLOCK
+    else:
+        experts = tl.arange(0, E_POW2)
+        exists = experts < num_experts
+        ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
+        starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
+        tiles = tl.where(exists, tl.cdiv(tl.maximum(ends - starts, 1), BLOCK), 0)
+        is_before = (tl.cumsum(tiles, 0) <= tile) & exists
+        expert = tl.sum(is_before.to(tl.int32), 0).to(tl.int64)
+        first = (tile - tl.sum(tl.where(is_before, tiles, 0), 0)) * BLOCK
+        start = tl.sum(tl.where(experts == expert, starts, 0), 0).to(tl.int64)
+        end = tl.sum(tl.where(experts == expert, ends, 0), 0).to(tl.int64)
+    return expert, start, end, first
+
+
+@triton.jit(do_not_specialize=["num_experts", "N", "R"])
 def amax_kernel(
-    x_ptr,  # [T, D]
-    amax_ptr,  # fp32 [T + D]: largest of each row, of each column; at least 0 on entry, in and out
-    T,
+    x_ptr,  # [R, D] or [e, N, D], rows `stride` apart
+    offsets_ptr,  # [e] int32; None = N rows each
+    amax_ptr,  # fp32 [R], with ROWS, and [e, D]; at least 0 on entry, in and out
+    num_experts,
+    N,
+    R,
     D,
     stride,
     ROWS: tl.constexpr,
+    E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise the largest magnitudes of columns, and with ROWS of rows, to those of a tile."""
-    tiles = tl.cdiv(D, BLOCK)
-    t = tl.program_id(0) // tiles * BLOCK + tl.arange(0, BLOCK)
-    d = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
-    inside = (t < T)[:, None] & (d < D)[None, :]
-    x = tl.load(x_ptr + t.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0.0)
-    x = magnitude(x.to(tl.float32))
-    # Magnitudes are ordered as their bits, and a maximum is the same in any order.
-    if ROWS:
-        tl.atomic_max(amax_ptr + t, tl.max(x, 1), mask=t < T)
-    tl.atomic_max(amax_ptr + T + d, tl.max(x, 0), mask=d < D)
+    """Raise the largest magnitudes of experts' columns, and of rows, to those of a tile."""
+    width = tl.cdiv(D, BLOCK)
+    tile = tl.program_id(0) // width
+    expert, start, end, first = rows_of_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
+    if expert < num_experts:
+        row = start + first + tl.arange(0, BLOCK)
+        d = tl.program_id(0) % width * BLOCK + tl.arange(0, BLOCK)
+        inside = (row < end)[:, None] & (d < D)[None, :]
+        x = tl.load(x_ptr + row[:, None] * stride + d[None, :], mask=inside, other=0.0)
+        x = magnitude(x.to(tl.float32))
+        of_columns = amax_ptr + expert * D + d
+        if ROWS:  # a maximum is the same in any order
+            tl.atomic_max(amax_ptr + row, tl.max(x, 1), mask=row < end)
+            of_columns += R
+        tl.atomic_max(of_columns, tl.max(x, 0), mask=d < D)
 
 
 @triton.jit
@@ -203,7 +219,7 @@ def _cast_along(
         amax = tl.zeros((BLOCK,), tl.float32) + amax_of_parts(amax_ptr, PARTS)
         place = lane
         is_mine = (lane == 0) & (tile_i == 0) & (tile_j == 0)
-    scale, inverse = scale_of(amax, E5M2, POWER_OF_TWO)
+    scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
     if KIND == 1:
         tl.store(scales_ptr + place, tl.where(lane == 0, scale, 0.0), mask=is_mine)
     else:
@@ -218,7 +234,7 @@ def _cast_along(
 @triton.jit(do_not_specialize=["T"])
 def cast_kernel(
     x_ptr,  # [T, D]
-    amax_ptr,  # fp32: "row" [T + D], of rows, of columns; "tensor" [PARTS]
+    amax_ptr,  # fp32: "row" as in `amax_kernel`; "tensor" [PARTS]
     seen_ptr,  # fp32 [1]: grows to the largest finite magnitude, in and out; None = it does not
     rows_ptr,  # FP8 [M, K], out; None = not this operand
     row_scales_ptr,  # out
@@ -259,7 +275,7 @@ def cast_kernel(
         )  # fmt: skip
     if columns_ptr is not None:
         of_columns = amax_ptr
-        if KIND == 2:
+        if KIND == 2 and rows_ptr is not None:
             of_columns += T
         _cast_along(
             x, d, t, tile_d, tile_t, of_columns, columns_ptr, column_scales_ptr, D, m, k,

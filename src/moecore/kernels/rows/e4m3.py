@@ -56,17 +56,21 @@ def magnitude(x):  # fp32
 def block_scale(
     amax,  # fp32, no NaN
     POWER_OF_TWO: tl.constexpr,
+    E5M2: tl.constexpr = False,  # whether values are of E5M2, whose largest is 57344
 ):
     """Return the scale, and what values are multiplied by: NaN where amax is infinite."""
     infinite = amax == float("inf")
     if POWER_OF_TWO:
-        # 448 is 1.75 * 2^8: a larger mantissa takes the next exponent.
-        bits = (amax.to(tl.int32, bitcast=True) + 0x001FFFFF & 0x7F800000) - (8 << 23)
+        # 448 is 1.75 * 2^8 and 57344 1.75 * 2^15: a larger mantissa takes the next exponent.
+        bits = amax.to(tl.int32, bitcast=True) + 0x001FFFFF & 0x7F800000
+        bits -= (15 if E5M2 else 8) << 23
         bits = tl.where(infinite, 0x7F800000, tl.maximum(bits, 0x00800000))
         scale = bits.to(tl.float32, bitcast=True)
         inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
     else:
-        scale = tl.maximum(tl.div_rn(amax, 448.0), 1.1754943508222875e-38)  # 2^-126
+        scale = tl.maximum(
+            tl.div_rn(amax, 57344.0 if E5M2 else 448.0), 1.1754943508222875e-38
+        )  # 2^-126
         inverse = tl.div_rn(1.0, scale)
     return scale, tl.where(infinite, float("nan"), inverse)
 

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import KERNEL_DTYPES, cdiv, launch, use_kernel
+from moecore.kernels.common import cdiv, launch
+from moecore.kernels.rows.cast import has_kernel
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import (
     PACKED_COLUMNS,
@@ -120,10 +121,6 @@ class _Unrounded(NamedTuple):
         return Blocks(out.view(FP8), block_scales, PACKED)
 
 
-def _has_kernel(x: Tensor) -> bool:
-    return use_kernel(x) and x.numel() > 0 and x.dtype in KERNEL_DTYPES
-
-
 def emulated(
     x_TK: Tensor,
     recipe: Recipe,
@@ -150,7 +147,7 @@ def emulated(
         num_experts: e.
         packed: whether values and scales of blocks are packed, transposed where `over_rows`.
     """
-    if not _has_kernel(x_TK):
+    if not has_kernel(x_TK):
         how: Any = dict(sources_M=sources_M, expert_M=expert_M, num_experts=num_experts)
         how |= dict(over_rows=over_rows, is_gradient=is_gradient, packed=packed)
         return emulated_ref(x_TK, recipe, **how)
@@ -171,7 +168,7 @@ def emulated(
 
 def finite_amax(x_eNK: Tensor) -> Tensor:
     """Return fp32 [e], the largest finite magnitudes of contiguous matrices."""
-    if not _has_kernel(x_eNK):
+    if not has_kernel(x_eNK):
         return finite_magnitude(x_eNK).amax((1, 2))
     rows = x_eNK.view(-1, x_eNK.shape[2])
     return _Unrounded(rows, x_eNK.shape, num_scales=x_eNK.shape[0]).amax((1, 16))
@@ -193,7 +190,7 @@ def emulated_matrices(
     """
     w_eNK = w_eNK.detach().contiguous()
     make: Any = partial(emulated_matrices_ref, w_eNK)
-    if _has_kernel(w_eNK):
+    if has_kernel(w_eNK):
         rows_of_all = w_eNK.view(-1, w_eNK.shape[2])
         make = _Unrounded(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).operand
     height, width = recipe.weight_block

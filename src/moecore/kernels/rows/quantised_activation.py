@@ -32,7 +32,7 @@ from moecore.kernels.rows.activation import (
     weighted_activation_bwd_ref,
 )
 from moecore.kernels.rows.activation_kernel import activate, activate_with_gradients
-from moecore.kernels.rows.e4m3 import BLOCK, block_scale, from_e4m3, magnitude, to_e4m3
+from moecore.kernels.rows.e4m3 import BLOCK, from_e4m3
 from moecore.kernels.rows.quantised import (
     check_columns,
     empty_row_blocks,
@@ -81,24 +81,6 @@ def quantised_activation_bwd_ref(
 
 
 @triton.jit
-def store_kept(
-    x,  # fp32 [rows, 128]
-    values_ptr,  # [R, C] uint8, out
-    scales_ptr,  # [R, C / 128] fp32, out
-    rows,  # int64
-    used,  # bool, of each row
-    block,  # which 128 columns
-    C: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-):
-    """Quantise the part of each row and store it as `quantise_rows` does."""
-    scale, inverse = block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
-    at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
-    tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=used[:, None])
-    tl.store(scales_ptr + rows * (C // 128) + block, scale, mask=used)
-
-
-@triton.jit
 def load_kept(h_ptr, h_scales_ptr, rows, used, block, wide: tl.constexpr, C: tl.constexpr):
     """Return 128 columns of H in fp32, rounded to its wide dtype."""
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
@@ -139,9 +121,12 @@ def quantised_activation_fwd_kernel(
     if ACT.GATED:
         up = tl.load(at + F, mask=used[:, None], other=0.0).to(tl.float32)
     if h_values_ptr is not None:
-        store_kept(gate, h_values_ptr, h_scales_ptr, rows, used, block, C, POWER_OF_TWO)
+        store_row_blocks(gate, h_values_ptr, h_scales_ptr, rows, used, block, None, C, POWER_OF_TWO)
         if ACT.GATED:
-            store_kept(up, h_values_ptr, h_scales_ptr, rows, used, block + BLOCKS, C, POWER_OF_TWO)
+            of_up = block + BLOCKS
+            store_row_blocks(
+                up, h_values_ptr, h_scales_ptr, rows, used, of_up, None, C, POWER_OF_TWO
+            )
     a = activate(gate, up, ACT)
     if weights_ptr is not None:
         a = a * tl.load(weights_ptr + rows, mask=used, other=0.0)[:, None]

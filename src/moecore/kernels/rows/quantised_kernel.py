@@ -15,11 +15,11 @@ from moecore.kernels.rows.e4m3 import block_scale, magnitude, to_e4m3, to_words,
 def store_row_blocks(
     x,  # fp32 [rows, 128]
     values_ptr,  # [R, C] uint8, out
-    scales_ptr,  # [C / 128, R4] fp32, out
+    scales_ptr,  # fp32 [C / 128, R4], out; or [R, C / 128], as `quantise_rows` has them
     rows,  # int64
     used,  # bool, of each row
     block,  # which 128 columns
-    stride,  # R4
+    stride,  # R4; None for the other layout
     C: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
@@ -27,7 +27,10 @@ def store_row_blocks(
     scale, inverse = block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=used[:, None])
-    tl.store(scales_ptr + block.to(tl.int64) * stride + rows, scale, mask=used)
+    if stride is None:
+        tl.store(scales_ptr + rows * (C // 128) + block, scale, mask=used)
+    else:
+        tl.store(scales_ptr + block.to(tl.int64) * stride + rows, scale, mask=used)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])

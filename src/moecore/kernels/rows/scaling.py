@@ -83,6 +83,11 @@ class Both(NamedTuple):
     columns: Blocks | None  # for sums over T; transposed
 
 
+def parts_of(side: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return an operand's values and scales; None where it was not made."""
+    return (None, None) if side is None else (side.values, side.scales)
+
+
 def _from_tree(tensors: Iterable[Tensor], kind: Any) -> Blocks:
     values, scales, *amax = tensors
     return Blocks(values, scales, kind, *amax)

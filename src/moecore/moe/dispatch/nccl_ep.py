@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.agreement import gather
 from moecore.base.streams import wait_on_host
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
@@ -50,8 +51,7 @@ INSTALL = "pip install 'moecore[nccl-ep]', or use 'alltoall'"
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Return why NCCL EP cannot run on a rank of a group, as "relation: fix"; None = it can."""
     # Collective. The same on all ranks.
-    problems: list[str | None] = [None] * group.size()
-    dist.all_gather_object(problems, _own_problem(device_type), group=group)
+    problems = gather(_own_problem(device_type), group)
     return next((problem for problem in problems if problem is not None), None)
 
 
@@ -201,15 +201,11 @@ class Flight:
         """Return the rows that come, their local expert ids, -1 = another rank's, and weights."""
         S, K, self.dtype = sum(self.rows), self.top_k, x_TD.dtype
         rows_SD = x_TD.new_empty(S, x_TD.shape[1])
-        ids_SK, weights_SK = (
-            weights_TK.new_empty(S, K, dtype=torch.int64),
-            weights_TK.new_empty(S, K),
-        )
-        for ep, handle, (x, w), came in self._calls(
-            (x_TD, weights_TK), (rows_SD, weights_SK, ids_SK)
-        ):
-            names = ("tokens", "topk_weights", "topk_idx")
-            outs = ep.DispatchOutputs(**dict(zip(names, came, strict=True)))
+        weights_SK = weights_TK.new_empty(S, K)
+        ids_SK = torch.empty_like(weights_SK, dtype=torch.int64)
+        sent, came = (x_TD, weights_TK), (rows_SD, weights_SK, ids_SK)
+        for ep, handle, (x, w), (rows, weights, ids) in self._calls(sent, came):
+            outs = ep.DispatchOutputs(tokens=rows, topk_weights=weights, topk_idx=ids)
             inputs = ep.DispatchInputs(tokens=x, topk_weights=w)
             handle.dispatch(inputs, outs, stream=_stream(x_TD))
         return rows_SD, ids_SK, weights_SK

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.agreement import gather
 from moecore.base.torch_names import symmetric_memory
 from moecore.kernels.common import HAS_TRITON, INTERPRET, meta_is_gpu, num_peers_on_meta
 from moecore.kernels.exchange.buffer import MAX_RANKS, NUM_WORDS, ExchangeLayout, SymmetricBuffer
@@ -100,9 +101,7 @@ def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
 def find_peer_problem(group: dist.ProcessGroup) -> str | None:
     """Return why GPUs of a group cannot read each other's memory; None = they can."""
     # As `find_problem`, without what is asked of kernels.
-    mine = _peer_problem(group) or _memory_problem(group)
-    problems: list[Any] = [None] * group.size()
-    dist.all_gather_object(problems, mine, group=group)
+    problems = gather(_peer_problem(group) or _memory_problem(group), group)
     return next((p for p in problems if p), None)
 
 
@@ -115,8 +114,7 @@ def _peer_problem(group: dist.ProcessGroup) -> str | None:
     """Look at hosts and peer access; the answer is the same on all ranks that see all GPUs."""
     device = torch.cuda.current_device()
     here = {str(_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    places: list[Any] = [None] * group.size()
-    dist.all_gather_object(places, (host_id(), str(_properties(device).uuid)), group=group)
+    places = gather((host_id(), str(_properties(device).uuid)), group)
     hosts = len({host for host, _ in places})
     if hosts > 1:
         return f"must stay on one host (its ranks are on {hosts}): use 'alltoall'"

@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from moecore.base.agreement import gather
 from moecore.base.fields import Count, CountOrZero, check_arguments, shown
 from moecore.packing.collate import PackedBatch
 from moecore.packing.corpus.batches import Cursors, RankBatches, batch_of
@@ -85,10 +85,8 @@ class PositionedLoader(Generic[Batch]):
 
         Collective where torch.distributed is initialized and there are several data ranks.
         """
-        states: list[Any] = [self._state(self._cursors)]
-        if self._batches.data_ranks > 1 and dist.is_initialized():
-            own, states = states[0], [None] * dist.get_world_size()
-            dist.all_gather_object(states, own)
+        own = self._state(self._cursors)
+        states = gather(own) if self._batches.data_ranks > 1 else [own]
         return joined([self._state(self._loaded), *states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -93,11 +93,6 @@ class Schedule:
                     f"{order[ran[rank]]}: move it after what it needs"
                 )
 
-    @property
-    def peak_in_flight(self) -> tuple[int, ...]:
-        """Return the most (stage, micro-batch) that each rank holds at once, see `peak_held`."""
-        return self.peak_held([1] * self.num_stages)
-
     def peak_held(
         self, sizes: Sequence[int], waiting: Sequence[int] | None = None
     ) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ class RoleBytes:
     """Bytes of the units of one role on one rank."""
 
     role: UnitRole
-    num_units: int  # how many
     parameters: int  # this rank's parts, as they are stored
     gradients: int  # this rank's parts of the gradients, in the parameters' dtype
     gathered: int  # all of them all-gathered, or cast, at once
@@ -61,7 +60,6 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
         roles.append(
             RoleBytes(
                 role=role,
-                num_units=len(units),
                 parameters=sum(p.num_bytes(coordinate) for p in held),
                 gradients=sum(p.num_bytes(coordinate) for p in held if p.trainable),
                 gathered=sum(_gathered(unit) for unit in units),

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.agreement import gather
 from moecore.base.fields import Bound, check_arguments
 from moecore.base.torch_names import hooks_around, local_of, num_gradient_hooks
 from moecore.moe.dispatch.exchange import ExchangeError
@@ -280,10 +280,9 @@ def _problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
 
 def _first_of_all(problem: str) -> str:
     """Return the problem of the first rank that has one. Collective over all ranks."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    of_ranks = gather(problem)
+    if len(of_ranks) == 1:
         return problem
-    of_ranks = [""] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, problem)
     return next((f"rank {r}: {text}" for r, text in enumerate(of_ranks) if text), "")
 
 

@@ -1,0 +1,21 @@
+"""`expert_mlp` by the products that experts of a layer would choose."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from moecore.kernels.experts import expert_mlp as experts
+from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, ExpertWeights
+from moecore.kernels.experts.products import choose_products
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.record import Rows
+
+
+def expert_mlp(
+    rows: Rows, weights: ExpertWeights, index: ExpertIndex, options: ExpertMLPOptions, **more: Any
+) -> Tensor:
+    """Return what `expert_mlp` does; raise ValueError for experts that nothing multiplies."""
+    spec = ExpertSpec.of(rows, weights, options.activation, options.recipe)
+    options = replace(options, products=choose_products(options.products, spec))
+    return experts.expert_mlp(rows, weights, index, options, **more)
