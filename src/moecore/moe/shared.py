@@ -128,6 +128,7 @@ class Latent(_Matrices):
         self.norm = None if norm is None else nn.Parameter(norm)
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
+        """Fill matrices as others are, and the norm with ones."""
         super().init_weights(std=std, key=key, seed=seed)
         if self.norm is not None:
             nn.init.ones_(self.norm)
