@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import launches_on_meta
 from moecore.moe.amax_history import AmaxHistory, advance_together, push_together
+from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import Fp8Products, InputCast
 from tests.precision.plain import (
     RECIPES,
@@ -122,6 +123,21 @@ def test_what_is_not_wanted_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> 
     y = Fp8Products(Recipe())(x.detach(), weight)
     y.backward(dy)
     assert made == [(True, True), (True, False), (False, True)]
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), Recipe(scaling="mxfp8")], ids=str)
+def test_second_derivatives_are_refused(recipe: Recipe) -> None:
+    """Of each gradient and in each leaf, also where dy is a constant; the first ones stay."""
+    x, weight, bias, dy = operands(K=128)
+    products = (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe)
+    first = torch.autograd.grad(products(x, weight, bias), (x, weight, bias), dy)
+    found = torch.autograd.grad(
+        products(x, weight, bias), (x, weight, bias), dy, create_graph=True
+    )
+    for once, grad in zip(first, found, strict=True):
+        assert torch.equal(once, grad)
+        with pytest.raises(NotImplementedError, match="have no second derivatives"):
+            (grad.square().sum() + x.sum()).backward()
 
 
 def test_backward_keeps_x_in_one_byte() -> None:

@@ -98,7 +98,7 @@ def _cast(
     columns: bool,
 ) -> Parts:
     """Return values and scales of both operands; None where not asked for."""
-    if not has_kernel(x):
+    if not has_kernel(x) or not (rows or columns or seen is not None):
         return _cast_ref(x, amax, seen, kind, fmt, power_of_two, rows, columns)
     x = _with_rows(x)
     D = x.shape[-1]
