@@ -134,7 +134,8 @@ PATHS: dict[str, Path] = {
         parallel=ParallelConfig(ep=2),
         moe=replace(SHARED, dim=128, hidden_dim=128, shared_hidden_dim=128),
         options=dict(
-            precision=Recipe(keep_hidden="wide"), fsdp=replace(GATHERED_ONCE, param_dtype=torch.bfloat16)
+            precision=Recipe(keep_hidden="wide"),
+            fsdp=replace(GATHERED_ONCE, param_dtype=torch.bfloat16),
         ),
         accumulate=2,
         lr=0.001,

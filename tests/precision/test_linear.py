@@ -131,9 +131,7 @@ def test_second_derivatives_are_refused(recipe: Recipe) -> None:
     x, weight, bias, dy = operands(K=128)
     products = (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe)
     first = torch.autograd.grad(products(x, weight, bias), (x, weight, bias), dy)
-    found = torch.autograd.grad(
-        products(x, weight, bias), (x, weight, bias), dy, create_graph=True
-    )
+    found = torch.autograd.grad(products(x, weight, bias), (x, weight, bias), dy, create_graph=True)
     for once, grad in zip(first, found, strict=True):
         assert torch.equal(once, grad)
         with pytest.raises(NotImplementedError, match="have no second derivatives"):
@@ -163,6 +161,11 @@ def test_one_input_of_several_is_quantised_once() -> None:
         x.mul_(2)
     assert torch.equal(k(x, weight), 4 * y)
     assert inputs._both is not None
+    with torch.inference_mode():
+        found = x * 1
+        y = q(found, weight)
+        found.mul_(2)  # which has no version
+        assert torch.equal(k(found, weight), 2 * y)
     del x
     assert inputs._both is not None  # autograd holds x
 

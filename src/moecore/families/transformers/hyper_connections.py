@@ -9,11 +9,12 @@ get the class's own code, and so does a layer of which something was changed.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.families.transformers.stock import runs_class_forward
 from moecore.kernels.hyper_connections import (
@@ -24,6 +25,7 @@ from moecore.kernels.hyper_connections import (
 )
 
 LAYER, CONNECTION = "DeepseekV4DecoderLayer", "DeepseekV4HyperConnection"
+CACHES = ("use_cache", "past_key_values", "layer_past")  # which recomputing would fill twice
 
 
 def fuse_hyper_connections(layers: Iterable[Any]) -> None:
@@ -43,6 +45,18 @@ def _layer(
     if torch.compiler.is_compiling() or _has_autocast(hidden_states):
         out: Tensor = type(layer).forward(layer, hidden_states, input_ids=input_ids, **kwargs)
         return out
+    mixed = partial(_mixed, layer, input_ids=input_ids)
+    # Classes of transformers 5.23 and later checkpoint in their forward, earlier ones in `__call__`.
+    is_here = type(layer).__call__ is nn.Module.__call__
+    if not (is_here and layer.gradient_checkpointing and layer.training):
+        return mixed(hidden_states, **kwargs)
+    kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+    out = layer._gradient_checkpointing_func(partial(mixed, **kwargs), hidden_states)
+    return out
+
+
+def _mixed(layer: Any, hidden_states: Tensor, *, input_ids: Tensor | None, **kwargs: Any) -> Tensor:
+    """Do what the class's forward does, by the kernels."""
     x_BTD, collapsed = layer.attn_hc(hidden_states, fused=True)
     y_BTD, _ = layer.self_attn(layer.input_layernorm(x_BTD), **kwargs)
     hidden_states = _expand(y_BTD, collapsed)
