@@ -25,7 +25,6 @@ from moecore.kernels.hyper_connections import (
 )
 
 LAYER, CONNECTION = "DeepseekV4DecoderLayer", "DeepseekV4HyperConnection"
-CACHES = ("use_cache", "past_key_values", "layer_past")  # which recomputing would fill twice
 
 
 def fuse_hyper_connections(layers: Iterable[Any]) -> None:
@@ -46,11 +45,11 @@ def _layer(
         out: Tensor = type(layer).forward(layer, hidden_states, input_ids=input_ids, **kwargs)
         return out
     mixed = partial(_mixed, layer, input_ids=input_ids)
-    # Classes of transformers 5.23 and later checkpoint in their forward, earlier ones in `__call__`.
+    # Since transformers 5.23 the class checkpoints in its forward, before that in `__call__`.
     is_here = type(layer).__call__ is nn.Module.__call__
     if not (is_here and layer.gradient_checkpointing and layer.training):
         return mixed(hidden_states, **kwargs)
-    kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+    kwargs["past_key_values"] = None  # as the class does: to recompute would fill a cache twice
     out = layer._gradient_checkpointing_func(partial(mixed, **kwargs), hidden_states)
     return out
 
