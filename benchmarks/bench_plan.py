@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from benchmarks.records import append_rows
 from moecore import FSDPOptions, MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
-from moecore.base.options.precision import Precision
+from moecore.base.options.precision import Precision, Recipe
 from moecore.models import preset
 from moecore.moe.forced import force_even_load
 from moecore.planning import OptimizerOptions, TrainingRun
@@ -72,7 +72,7 @@ def _cases() -> Iterator[tuple[str, TrainingRun]]:
     }
     for name, optimizer in state.items():
         yield f"qwen3, {name}", replace(qwen, batch_size=2, optimizer=optimizer)
-    yield "qwen3, blockwise FP8", replace(rows, precision=Precision.of("blockwise"))
+    yield "qwen3, blockwise FP8", replace(rows, precision=Precision.of(Recipe(keep_hidden="wide")))
     yield "qwen3, rowwise FP8", replace(rows, precision=Precision.of("rowwise"))
     olmoe = TrainingRun(model=replace(preset("olmoe-1b-7b"), num_layers=8), num_gpus=1)
     yield "olmoe, a row", olmoe

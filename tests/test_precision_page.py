@@ -60,4 +60,4 @@ def test_kept_bytes(row: str, shape: str) -> None:
     assert 2 * (x + h) * s.tokens == s.least_saved_bytes
     (line,) = [n for n in PAGE.read_text().splitlines() if n.startswith("| all") and row in n]
     cells = [float(cell) for cell in line.split("|")[3:5]]
-    assert cells == [round(n / (2 * (x + h)), 2) for n in (wide, narrow)]
+    assert cells == [round(n / (2 * (x + h)), 2) for n in (narrow, wide)]

@@ -386,15 +386,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], str]] = [
     ({}, {}, {"fc1_bias": True}, r"MoEConfig.fc1_bias \(True\) must be False for experts in FP8"),
     ({}, {}, {"latent_dim": 64}, r"MoEConfig.dim \(64\) must be a multiple of 128"),
     (
-        {
-            "precision": Recipe(keep_hidden="fp8"),
-            "memory": FC1_AGAIN,
-        },
-        {},
-        {},
-        r"MemoryOptions.recompute \('expert_fc1'\) must be left out with Recipe.keep_hidden",
-    ),
-    (
         {"precision": Precision(recipe=Recipe(), overrides=(("none.such", Recipe()),))},
         {},
         {},

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import launches_on_meta
 from moecore.moe.amax_history import AmaxHistory, advance_together, push_together
+from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import Fp8Products, InputCast
 from tests.precision.plain import (
     RECIPES,
@@ -124,6 +125,19 @@ def test_what_is_not_wanted_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> 
     assert made == [(True, True), (True, False), (False, True)]
 
 
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), Recipe(scaling="mxfp8")], ids=str)
+def test_second_derivatives_are_refused(recipe: Recipe) -> None:
+    """Of each gradient and in each leaf, also where dy is a constant; the first ones stay."""
+    x, weight, bias, dy = operands(K=128)
+    products = (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe)
+    first = torch.autograd.grad(products(x, weight, bias), (x, weight, bias), dy)
+    found = torch.autograd.grad(products(x, weight, bias), (x, weight, bias), dy, create_graph=True)
+    for once, grad in zip(first, found, strict=True):
+        assert torch.equal(once, grad)
+        with pytest.raises(NotImplementedError, match="have no second derivatives"):
+            (grad.square().sum() + x.sum()).backward()
+
+
 def test_backward_keeps_x_in_one_byte() -> None:
     x, weight, _, _ = operands(256)
     _, kept = kept_by(Fp8Products(Recipe()), x, weight)
@@ -147,6 +161,11 @@ def test_one_input_of_several_is_quantised_once() -> None:
         x.mul_(2)
     assert torch.equal(k(x, weight), 4 * y)
     assert inputs._both is not None
+    with torch.inference_mode():
+        found = x * 1
+        y = q(found, weight)
+        found.mul_(2)  # which has no version
+        assert torch.equal(k(found, weight), 2 * y)
     del x
     assert inputs._both is not None  # autograd holds x
 

@@ -111,11 +111,6 @@ class Experts(nn.Module):
     ) -> None:
         """Raise ValueError for a backend that cannot compute or recompute these experts."""
         check_backend(backend, self.spec(recipe=recipe))
-        if recompute_fc1 and recipe is not None and recipe.keep_hidden == "fp8":
-            raise ValueError(
-                "MemoryOptions.recompute ('expert_fc1') must be left out with Recipe.keep_hidden "
-                "('fp8'), which is how FC1's output is kept: drop one of them"
-            )
         if recompute_fc1 and (backend == "sequential" or self.has_more):
             raise ValueError(
                 "MemoryOptions.recompute ('expert_fc1') must go with expert_backend "

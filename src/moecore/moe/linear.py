@@ -38,6 +38,7 @@ class LinearProducts(ABC):
     """Multiplies by one weight. `linear` calls the static methods of a class of products."""
 
     defers = False  # whether the weight's sink may compute its gradient later: `GradSink.defer`
+    differentiable_twice = False  # whether the gradients have gradients; else those are refused
     forward: ClassVar[Callable[..., Tensor]]  # (x, weight, bias, *others) -> y
     # save(ctx, (x, weight, bias, *others), y), as an `autograd.Function`'s `setup_context`.
     save: ClassVar[Callable[..., None]]
@@ -71,7 +72,24 @@ def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     dweight_NK = None
     if operands is not None and (sink is None or not sink.defer(products.weight_grad, *operands)):
         dweight_NK = products.weight_grad(*operands, GradTarget())
-    return dx, dweight_NK, dbias_N, *[None] * (len(ctx.needs_input_grad) - 3)
+    found = (dx, dweight_NK, dbias_N)
+    if torch.is_grad_enabled() and not products.differentiable_twice:
+        found = tuple(g if g is None else _Once.apply(g.detach().requires_grad_()) for g in found)
+    return *found, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that has none."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        raise NotImplementedError(
+            "linears in FP8 have no second derivatives: leave them out by an override of Precision"
+        )
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -104,6 +122,8 @@ def linear_op(name: str, products: type[LinearProducts]) -> Op:
 
 class PlainProducts(LinearProducts):
     """Products in the dtype of the weight."""
+
+    differentiable_twice = True
 
     @override
     def __call__(

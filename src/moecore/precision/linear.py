@@ -155,6 +155,7 @@ class InputCast:
         """Return what `cast_input` returns."""
         both = self._both
         is_same = self._input is not None and self._input() is x and self._version == version(x)
+        is_same = is_same and not x.is_inference()  # has no version
         if both is None or not is_same or user in self._users or (columns and not both.columns):
             both = cast_input(x, recipe, columns=columns)
             self._input, self._version = weakref.ref(x, self._drop), version(x)

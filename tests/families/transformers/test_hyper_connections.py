@@ -13,6 +13,7 @@ from moecore.families.family import family_of
 from moecore.families.transformers import hyper_connections
 from moecore.families.transformers.hyper_connections import fuse_hyper_connections
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
+from tests.families.transformers.hf_models import enable_checkpointing
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,20 @@ def test_autocast_and_compilers_get_the_class_own_code(
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=by == "autocast"):
         assert torch.equal(model(**given).logits, stock(**given).logits)
     assert len(calls) == (0 if by == "autocast" else 2)  # of the layer that is not compiled
+
+
+def test_gradient_checkpointing_recomputes_them(stock: Any, calls: list[int]) -> None:
+    given, model = batch(stock, 0), fused(stock)
+    want = run(stock, given)
+    enable_checkpointing(model)
+    model.train()
+    calls.clear()
+    cache = pytest.importorskip("transformers").DynamicCache(config=model.config)
+    found = run(model, given | {"use_cache": True, "past_key_values": cache})
+    assert len(calls) == 3 * 4  # forward, once more in backward, and without gradients
+    for name, tensor in want.items():
+        apart = (found[name] - tensor).abs().max()
+        assert apart <= 1e-5 * tensor.abs().max(), name
 
 
 def test_transformers_keeps_four_times_the_bytes(stock: Any) -> None:

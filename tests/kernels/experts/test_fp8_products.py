@@ -108,16 +108,15 @@ def test_tiles_of_one_expert_and_bf16() -> None:
 
 def test_all_ways_of_keeping_give_the_same_bits() -> None:
     leaves, ids = make("swiglu", **SIZES)
-    wide: dict[str, Any] = dict(keep_hidden="wide")
-    expected = run(leaves, ids, options_of(**wide))
-    for options in (options_of(**wide), options_of(**wide, keep_h=False)):
+    expected = run(leaves, ids, options_of())
+    for options in (options_of(), options_of(keep_h=False)):
         found = run(leaves, ids, options)
         assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
     weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
     pair = tuple(quantise_matrices(leaves[n], Recipe()) for n in ("w1", "w2"))
     index = rows_of(ids, leaves["weights"], 5)
     kept = replace(weights, quantised=pair)
-    y = expert_mlp(Rows(leaves["x"]), kept, index, options_of(**wide))
+    y = expert_mlp(Rows(leaves["x"]), kept, index, options_of())
     y.backward(gradient_of(y))
     assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]
 
@@ -372,8 +371,6 @@ def test_options_that_do_not_fit() -> None:
     activation = ActivationOptions(kind="swiglu")
     with pytest.raises(ValueError, match=r"products \('torch'\) must be 'auto' or 'triton'"):
         ExpertMLPOptions(activation=activation, products="torch", recipe=Recipe())
-    with pytest.raises(ValueError, match=r"keep_h \(False\) must be True with Recipe.keep_hidden"):
-        options_of(keep_h=False, keep_hidden="fp8")
 
 
 @pytest.mark.parametrize("S", [0, 45])

@@ -67,6 +67,16 @@ def test_one_operand_alone_and_rows_apart(device: str) -> None:
             assert_same(casts._cast(part, *how), casts._cast_ref(part, *how))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_operand(kind: str, device: str) -> None:
+    """As of dy where a bias alone is trained; what it adds to a history stays."""
+    x, how = hard((20, 48), torch.bfloat16, device), (kind, "e4m3", True, False, False)
+    assert casts._cast(x, None, None, *how) == (None,) * 4
+    seen = torch.zeros(1, device=device)
+    casts._cast(x, None, seen, *how)
+    assert seen == x[x.isfinite()].abs().max()
+
+
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_whole_rows(fmt: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows alone take one kernel, which reads rows twice that it cannot hold."""

@@ -71,6 +71,21 @@ def test_the_papers_table_by_hand() -> None:
     )
 
 
+def test_one_output_has_all_inputs() -> None:
+    """The gate of shared experts and a score: outputs stay, inputs grow, so both are as heads."""
+    base = replace(BASE, moe=replace(MOE, shared_gate=True))
+    gate = rates_of(at_width(base, 256), base).rates["model.layers.1.mlp.shared.gate"]
+    assert (gate.std, gate.lr) == (1 / 4, {"adamw": 1 / 4})
+
+    def scores(dim: int) -> nn.Module:
+        parts = {"embed": nn.Embedding(5, dim), "norm": nn.RMSNorm(dim)}
+        return nn.ModuleDict(parts | {"score": nn.Linear(dim, 1)})
+
+    found = width_rates(scores(64), scores(16)).rates
+    assert [found[name].std for name in ("score.weight", "score.bias")] == [1 / 4, 1]
+    assert [found[name].lr["adamw"] for name in ("embed.weight", "norm.weight")] == [1, 1]
+
+
 def test_a_head_is_that_of_table_8() -> None:
     """Table 8 multiplies outputs by 1 / m, and has lr and initial weights of the base."""
     m, found = 4.0, []
@@ -193,6 +208,22 @@ def test_refusals() -> None:
         rates_of(BASE).regroup(AdamW([nn.Parameter(torch.ones(2))]), Decoder(BASE, device="meta"))
     with pytest.raises(ValueError, match=r"dim \(72\) must leave DecoderConfig.num_heads whole"):
         at_width(BASE, 72)
+    model, rates = Decoder(BASE, device="meta"), rates_of(BASE)
+    for optimizer in (torch.optim.SGD, torch.optim.Muon):
+        with pytest.raises(ValueError, match=r"must be AdamW or moecore's Muon"):
+            rates.regroup(optimizer([model.lm_head.weight], lr=0.1), model)
+    asked = assign_matrices(model, (("lm_head.weight", "muon"),))
+    with pytest.raises(ValueError, match=r"\(Muon\) must not step lm_head.weight"):
+        rates.regroup(Muon(asked, lr=0.1), model)
+    model.model.norm.bias = nn.Parameter(torch.ones(64))  # an adapter that comes later
+    for call in (
+        lambda: rates.scale_weights(model),
+        lambda: rates.regroup(AdamW(model.parameters(), lr=0.1), model),
+    ):
+        with pytest.raises(ValueError, match=r"model \(model.norm.bias\) must have the trained"):
+            call()
+    model.model.norm.bias.requires_grad_(False)
+    rates.regroup(AdamW(model.parameters(), lr=0.1), model)
 
 
 def test_presets_at_another_width() -> None:

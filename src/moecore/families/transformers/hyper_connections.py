@@ -9,11 +9,12 @@ get the class's own code, and so does a layer of which something was changed.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.base.torch_names import autocast_dtype
 from moecore.families.transformers.stock import runs_class_forward
@@ -44,6 +45,18 @@ def _layer(
     if torch.compiler.is_compiling() or autocast_dtype(hidden_states) is not None:
         out: Tensor = type(layer).forward(layer, hidden_states, input_ids=input_ids, **kwargs)
         return out
+    mixed = partial(_mixed, layer, input_ids=input_ids)
+    # Since transformers 5.23 the class checkpoints in its forward, before that in `__call__`.
+    is_here = type(layer).__call__ is nn.Module.__call__
+    if not (is_here and layer.gradient_checkpointing and layer.training):
+        return mixed(hidden_states, **kwargs)
+    kwargs["past_key_values"] = None  # as the class does: to recompute would fill a cache twice
+    out = layer._gradient_checkpointing_func(partial(mixed, **kwargs), hidden_states)
+    return out
+
+
+def _mixed(layer: Any, hidden_states: Tensor, *, input_ids: Tensor | None, **kwargs: Any) -> Tensor:
+    """Do what the class's forward does, by the kernels."""
     x_BTD, collapsed = layer.attn_hc(hidden_states, fused=True)
     y_BTD, _ = layer.self_attn(layer.input_layernorm(x_BTD), **kwargs)
     hidden_states = _expand(y_BTD, collapsed)

@@ -201,11 +201,6 @@ class ExpertMLPOptions(CheckedRecord):
         if self.recipe is not None and self.products not in FP8_PRODUCTS[self.recipe.backend]:
             names = " or ".join(map(repr, FP8_PRODUCTS[self.recipe.backend]))
             yield "products", f"be {names} with a recipe ({self.recipe.scaling}): use it"
-        if self.recipe is not None and self.recipe.keep_hidden == "fp8" and not self.keep_h:
-            yield (
-                "keep_h",
-                "be True with Recipe.keep_hidden ('fp8'), which is how H is kept: drop one of them",
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

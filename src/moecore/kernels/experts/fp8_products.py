@@ -152,7 +152,8 @@ class BlockwiseProducts(QuantisedProducts):
         return self.low2.add(y_RD, self.low2.forward(a.wide))
 
     def fc1_again(self, rows: Rows) -> Rows:
-        return Rows(self._fc1(rows))
+        h_RC = self._fc1(rows)
+        return Rows(h_RC) if self.recipe.hidden == "wide" else self._quantised(h_RC, self.where[2])
 
     def activation_again(self, h: Rows) -> _OperandBlocks:
         return self._activation(widen_rows(h, self.where[2]), None)[1]

@@ -90,9 +90,9 @@ def _shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
 
 def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions) -> Parts:
     """Return values and scales of both operands; None where not asked for."""
-    if not has_kernel(x):
-        return _cast_ref(x, amax, seen, options)
     kind, fmt, power_of_two, rows, columns = options
+    if not has_kernel(x) or not (rows or columns or seen is not None):
+        return _cast_ref(x, amax, seen, options)
     x = _with_rows(x)
     D = x.shape[-1]
     T, device, dtype = x.numel() // D, x.device, DTYPES[fmt]

@@ -249,7 +249,8 @@ def _decide(
     param, last = getattr(module, leaf), path.rpartition(".")[2]
     if isinstance(module, Experts):
         return _expert_layout(module, leaf)
-    if param.ndim < 2 or 1 in param.shape:
+    is_thin = 1 in param.shape
+    if param.ndim < 2 or (is_thin and param.ndim > 2):
         return None, VECTOR
     if isinstance(module, nn.Embedding | Embedding) or "embed" in last:
         return None, EMBEDDING
@@ -259,6 +260,8 @@ def _decide(
         return None, "a low-rank factor"
     if isinstance(module, SharedExpert):
         return _shared_layout(module, leaf)
+    if is_thin:
+        return None, "a linear of one output" if isinstance(module, nn.Linear) else VECTOR
     if isinstance(module, Router) or (last in ROUTERS and param.ndim == 2):
         return _whole(param), "router"
     if isinstance(module, Latent):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moecore.base.fields import check_arguments
 from moecore.base.torch_names import local_of
@@ -46,10 +46,15 @@ class WidthRates:
 
     @torch.no_grad()
     def scale_weights(self, model: nn.Module) -> None:
-        """Multiply new weights by their factors, in place; after `init_weights`, on any layout."""
-        for name, param in model.named_parameters():
-            if clean_name(name) in self.rates:
-                local_of(param).mul_(self.rates[clean_name(name)].std)
+        """Multiply new weights by their factors, in place; after `init_weights`, on any layout.
+
+        Raises:
+            ValueError: for a trained parameter that `width_rates` has not seen.
+        """
+        rates = [(p, self._rate_of(clean_name(name), p)) for name, p in model.named_parameters()]
+        for param, rate in rates:
+            if rate is not None:
+                local_of(param).mul_(rate.std)
 
     def regroup(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         """Split each group of a new optimizer by factor, in place.
@@ -60,22 +65,43 @@ class WidthRates:
         which a pipeline stage has no parameter are empty.
 
         Raises:
-            ValueError: when the optimizer has parameters that are not the model's.
+            ValueError: when the optimizer is neither AdamW nor Muon, has parameters that are not
+                the model's, or trains one whose factor is not known.
         """
+        is_muon = isinstance(optimizer, Muon)
+        if not (is_muon or isinstance(optimizer, torch.optim.AdamW)):
+            raise ValueError(
+                f"optimizer ({type(optimizer).__name__}) must be AdamW or moecore's Muon, whose "
+                "rates by width are known: use one of them"
+            )
         names = {param: clean_name(name) for name, param in model.named_parameters()}
         if not all(p in names for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("optimizer must hold parameters of model alone: pass that model")
         groups = []
         for group in optimizer.param_groups:
-            is_muon = isinstance(optimizer, Muon)
             how = (group["adjust_lr_fn"] or "original") if is_muon else "adamw"
             factors = {name: rate.lr[how] for name, rate in self.rates.items() if how in rate.lr}
+            for param in group["params"]:
+                if self._rate_of(names[param], param) and names[param] not in factors:
+                    raise ValueError(
+                        f"optimizer (Muon) must not step {names[param]} with rates by width, "
+                        "because width_rates knows no matrix of it: leave it to AdamW"
+                    )
             for factor in [1.0, *sorted({*factors.values()} - {1.0})]:
                 params = [p for p in group["params"] if factors.get(names[p], 1.0) == factor]
                 more: dict[str, Any] = {"params": params, "width_factor": factor}
                 more |= {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}
                 groups.append({**group, **more})
         optimizer.param_groups[:] = groups
+
+    def _rate_of(self, name: str, param: Tensor) -> WidthRate | None:
+        """Return what was found of a parameter; None = it was frozen, and is."""
+        if name not in self.rates and param.requires_grad:
+            raise ValueError(
+                f"model ({name}) must have the trained parameters that width_rates has seen: call "
+                "it with the model as it is trained"
+            )
+        return self.rates.get(name)
 
 
 def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
