@@ -4,8 +4,9 @@ The ranks compute again in backward what no product gives; the one process keeps
 Each trains, is saved, loaded, exported as stock saves it and loaded again: every family a step on
 one folding, and one of each structure of experts two steps on all three, since a folding cuts the
 tensors of experts and nothing else. One of each structure of attention runs with tp = 2 as well,
-and under --nightly every family. Families that are refused are a list with reasons, which must be
-exact.
+and under --nightly every family. So does a step over two pipeline stages, or why there is none, and
+one of adapters (`family_cases.py`). Families that are refused are a list with reasons, which must
+be exact.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from moecore.families.transformers.cuts import OUTPUTS, find_cuts
 from moecore.families.transformers.rows import why_whole
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.attached import moe_state
+from tests.families.transformers.family_cases import over_stages, with_adapters
 from tests.families.transformers.family_models import (
     batch,
     family_names,
@@ -64,6 +67,11 @@ ROOT = Path(__file__).parents[3]
 BEGIN, END = "<!-- families -->", "<!-- end of families -->"
 FOLDINGS = (dict(ep=2), dict(edp_shard=2), dict(etp=2))[: 2 + HAS_SEPARATE_PIECES]
 TP = len(FOLDINGS)  # the place of a folding whose two ranks share both batches
+PP, LORA = TP + 1, TP + 2
+COLUMNS = {PP: (over_stages, dict(pp=2))}
+if find_spec("peft") is not None:
+    COLUMNS[LORA] = (with_adapters, dict(ep=2))
+COLUMNS_BY_DAY = (("afmoe", PP), ("llama4", LORA), ("longcat_flash", PP), ("longcat_flash", LORA))
 WITH_TP = {
     "qwen3_moe": "fewer key heads, norms per head",
     "qwen2_moe": "biases of queries, keys and values, a shared expert with a gate",
@@ -119,10 +127,12 @@ def cases(*, nightly: bool) -> list[tuple[str, int]]:
     first = [case for case in first if nightly or case[0] in BY_DAY]
     others = [(name, i) for name in ON_ALL for i in range(len(FOLDINGS))]
     over_tp = taken() if nightly else WITH_TP
+    columns = [(name, i) for name in taken() for i in COLUMNS]
     return [
         *first,
         *(case for case in others if case not in first),
         *((name, TP) for name in over_tp if name not in NOT_CUT),
+        *(case for case in columns if nightly or case in COLUMNS_BY_DAY),
     ]
 
 
@@ -261,7 +271,8 @@ def worst(found: Found, expected: Found) -> tuple[float, str]:
 
     A gradient that is nearly zero beside the others is measured by them.
     """
-    largest = max(float(g.abs().max()) for n, g in expected.items() if n.startswith("grad/"))
+    grads = [g for n, g in expected.items() if n.startswith("grad/")]
+    largest = max((float(g.abs().max()) for g in grads), default=0.0)
     errors = [(0.0, "")]
     for name in found.keys() | expected.keys():
         if name not in found or name not in expected:
@@ -293,13 +304,18 @@ def worker(rank: int, device: torch.device, folder: str, nightly: bool) -> dict[
     families = [*dict.fromkeys(name for name, _ in chosen)]
     owners = {name: i % 2 for i, name in enumerate(families)}
     expected = {name: reference(name) for name in families[rank::2]}
-    foldings = [*FOLDINGS, dict(tp=2)]
+    foldings = [*FOLDINGS, dict(tp=2), *(folding for _, folding in COLUMNS.values())]
     meshes = [build_meshes(ParallelConfig(**folding), "cpu") for folding in foldings]
     report: dict[tuple[str, int], Any] = {}
     for case in chosen:
         name, folding = case
         here = Path(folder, str(folding))
         try:
+            if folding in COLUMNS:
+                cell, found, wanted = COLUMNS[folding][0](name, meshes[folding])
+                error = worst(found, without_unused_rows(wanted))
+                report[case] = {"worst": error, "cell": cell, "stock": ""}
+                continue
             found, row = parallel(name, meshes[folding], here, owners[name])
             if name in expected:
                 stock, wanted = expected[name]
@@ -321,10 +337,10 @@ def run(*, nightly: bool) -> dict[tuple[str, int], Any]:
 
 def table(ran: dict[tuple[str, int], Any]) -> list[str]:
     """Return the lines of the table in docs/huggingface.md."""
-    whole = {name: result["row"] for (name, i), result in sorted(ran.items()) if i != TP}
-    rows = list(whole.values())
+    whole = {name: result["row"] for (name, i), result in sorted(ran.items()) if i < TP}
+    rows = [[*row, *(ran[name, i]["cell"] for i in COLUMNS)] for name, row in whole.items()]
     head = ["family", "class", "router", "activation of experts", "cut over tp", "documents, cp"]
-    head += ["bf16"]
+    head += ["bf16", "pp", "LoRA"]
     lines = [head, ["---"] * len(head), *rows]
     lines += [[], ["refused", "why"], ["---", "---"], *map(list, REFUSED.items())]
     return ["| " + " | ".join(cells) + " |" if cells else "" for cells in lines]
@@ -396,5 +412,6 @@ def test_what_tp_cannot_cut(family: str) -> None:
 @pytest.mark.nightly  # it has every family
 def test_the_page_has_what_ran(ran: dict[tuple[str, int], Any]) -> None:
     """python -m tools.write_families writes it."""
+    pytest.importorskip("peft")
     page = (ROOT / "docs" / "huggingface.md").read_text()
     assert page.partition(BEGIN)[2].partition(END)[0].split("\n")[1:-1] == table(ran)

@@ -26,6 +26,7 @@ from moecore.io import export_hf, init_adapters, load_adapters, merge_adapters, 
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
+from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import enable_checkpointing, random_model, worst
 from tests.families.transformers.lora_cases import (
     EXPERTS,
@@ -78,6 +79,29 @@ def test_adapters_that_have_no_place(meshes: Meshes, options: dict[str, Any], me
         parallelize_moe(model, meshes)
     assert_one_line(error)
     assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (
+            "llama4",
+            r"is_transposed \(False\) of Llama4TextExperts, by which peft .* must be True: set it",
+        ),
+        (
+            "longcat_flash",
+            r"LoRA on \S+experts.gate_up_proj \(7 matrices\) must be on 4 experts, since experts",
+        ),
+    ],
+)
+def test_matrices_of_experts_that_are_no_updates_place(
+    meshes: Meshes, family: str, message: str
+) -> None:
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    model = peft.get_peft_model(tiny_model(family), lora_config(target_parameters=names))
+    with pytest.raises((ValueError, NotImplementedError), match=message) as error:
+        parallelize_moe(model, meshes)
+    assert_one_line(error)
 
 
 def test_a_refused_model_has_its_wrappers_back(meshes: Meshes) -> None:

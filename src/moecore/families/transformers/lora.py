@@ -86,12 +86,20 @@ def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) ->
             )
         experts = layer.part("experts")
         for depth, wrapper in enumerate(one.wrappers):
-            is_transposed = getattr(one.experts, "is_transposed", experts.layout.transposed)
+            is_transposed = getattr(one.experts, "is_transposed", False)  # as peft reads it
             if is_transposed != experts.layout.transposed:
                 raise ValueError(
                     f"is_transposed ({is_transposed}) of {type(one.experts).__name__}, by which "
                     f"peft tells A from B, must be {experts.layout.transposed}: set it before "
                     "get_peft_model"
+                )
+            num_experts = layer.config.num_experts
+            if wrapper.num_experts != num_experts:
+                raise NotImplementedError(
+                    f"LoRA on {one.block}.{one.child}.{wrapper.parameter_name} "
+                    f"({wrapper.num_experts} matrices) must be on {num_experts} experts, since "
+                    "experts that return their input have none: leave it out of "
+                    "LoraConfig.target_parameters"
                 )
             make: Any = _expert_lora_class()
             experts.adapt(wrapper.parameter_name, make(wrapper, depth))

@@ -1,0 +1,151 @@
+"""A step of a family over two pipeline stages, and one of its adapters, beside stock's.
+
+Each returns the family's cell of the table in docs/huggingface.md, and numbers with those of one
+process of stock transformers and peft; none where the family is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore import Meshes, PipelineConfig, TrainStep, parallelize_moe
+from tests.families.transformers.family_models import batch, loss_of, tiny_model
+from tests.helpers.parts import on_parts
+from tests.parallel.pipeline.emulated import run_stages, staged
+
+Found = dict[str, Tensor]
+Case = tuple[str, Found, Found]  # the cell, numbers of two ranks, numbers of stock
+# What the refusal of stages has -> the cell.
+NO_STAGES = {
+    "not in one list": "no, layers of a tower",
+    "modules behind its layers": "no, modules behind its layers",
+    "beside its layers": "no, parameters beside its layers",
+    "no embedding, or no head": "no, no embedding or head",
+    "next to its head": "no, it changes logits",
+    "next to a layer or its norm": "no, it changes states between layers",
+    "returns more than hidden states": "no, layers return several tensors",
+    "has hidden states": "no, several residual streams",
+}
+# Whose experts peft takes for matrices [out, in] unless they are marked.
+MARKED = {"llama4": "yes, with experts.is_transposed set"}
+# Of MLPs, which peft may take for experts' matrices; a router; what peft refuses in Mamba layers.
+NOT_ADAPTED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+NOT_ADAPTED += ("router.proj", "mixer.out_proj")
+# Experts that return their input have rows in gate_up_proj of stock.
+DOWN_ALONE = {"longcat_flash": "yes, of experts down_proj alone"}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(mine: Found) -> Found:
+    """Return the tensors of both ranks by name; of one that both hold, the bits are the same."""
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, mine)
+    first, second = every
+    assert all(torch.equal(first[name], second[name]) for name in first.keys() & second.keys())
+    return first | second
+
+
+def over_stages(family: str, meshes: Meshes) -> Case:
+    """Two micro-batches over two stages: losses, gradients, their norm."""
+    stock = tiny_model(family)
+    given = [batch(stock, seed) for seed in range(2)]
+    cell = cell_of_stages(stock, given[0])
+    if cell != "yes":
+        return cell, {}, {}
+    given = [one | {"labels": one["input_ids"]} for one in given]
+    model = parallelize_moe(tiny_model(family), meshes, pipeline=PipelineConfig())
+    optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.1)
+    step = TrainStep(model, optimizer, num_micro_batches=2)
+    found = {"losses": step.forward_backward(given)}
+    grads = {f"grad/{n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found |= gathered({name: whole(grad) for name, grad in grads.items()})
+    norm = step.finish().norm
+    assert norm is not None
+    losses = [stock(**one).loss for one in given]
+    (sum(losses) / 2).backward()
+    grads = {f"grad/{n}": p.grad for n, p in stock.named_parameters() if p.grad is not None}
+    expected = grads | {"losses": torch.stack(losses).detach()}
+    expected["norm"] = torch.nn.utils.get_total_norm([g.double() for g in grads.values()])
+    return cell, found | {"norm": torch.tensor(norm.total)}, expected
+
+
+def cell_of_stages(model: nn.Module, given: dict[str, Tensor]) -> str:
+    """Return the first reason why a model is not cut, which some first forwards find, or "yes"."""
+    try:
+        stages = staged(model)
+        depth = len(list(stages.get_submodule(stages.stage_parts().layers).children()))
+        with torch.no_grad():
+            run_stages(model, f"Et|{'t' * (depth - 1)}L", 2, given, backward=False)
+    except NotImplementedError as error:
+        return next(cell for part, cell in NO_STAGES.items() if part in str(error))
+    return "yes"
+
+
+def with_adapters(family: str, meshes: Meshes) -> Case:
+    """A batch on each of two data ranks: losses and gradients of adapters, in peft's form."""
+    from peft import get_peft_model_state_dict
+
+    from tests.families.transformers.lora_cases import in_peft_form
+
+    model = parallelize_moe(adapted(family), meshes)
+    loss = loss_of(model, batch(model.get_base_model(), meshes.data_rank))
+    loss.backward()
+    found = {f"grad/{n}": grad for n, grad in in_peft_form(model, grads=True).items()}
+    found |= gathered({f"loss/{meshes.data_rank}": loss.detach()})
+    stock, expected = adapted(family), {}
+    for rank in range(2):
+        loss = loss_of(stock, batch(stock.get_base_model(), rank))
+        (loss / 2).backward()
+        expected[f"loss/{rank}"] = loss.detach()
+    grads = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
+    grads = get_peft_model_state_dict(stock, state_dict=grads)
+    expected |= {f"grad/{n}": grad for n, grad in grads.items()}
+    return MARKED.get(family, DOWN_ALONE.get(family, "yes")), found, expected
+
+
+def adapted(family: str) -> Any:
+    """Adapters of random values on experts, and on the linears of layers outside of MoE blocks."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model(family)
+    experts = {n: m for n, m in model.named_modules() if n.endswith(".experts")}
+    if family in MARKED:
+        for module in experts.values():
+            module.is_transposed = True
+    stacks = [
+        f"{name}.{n}"
+        for name, m in experts.items()
+        for n, p in m.named_parameters()
+        if p.ndim == 3 and (family not in DOWN_ALONE or n == "down_proj")
+    ]
+    config = LoraConfig(
+        r=3,
+        lora_alpha=6,
+        target_modules=linears_of_layers(model, experts),
+        target_parameters=stacks,
+    )
+    model = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.2)
+    return model.train()
+
+
+def linears_of_layers(model: nn.Module, experts: dict[str, nn.Module]) -> list[str]:
+    """Return the names of linears in decoder layers that are in no MoE block and no MLP."""
+    layers = {name.rpartition(".layers.")[0] + ".layers." for name in experts}
+    blocks = [name.rpartition(".")[0] for name in experts]
+    inside = tuple(f"{name}." for name in blocks if not name.rpartition(".")[2].isdigit())
+    found = [name for name, m in model.named_modules() if type(m) is nn.Linear]
+    found = [n for n in found if n.startswith(tuple(layers)) and not n.startswith(inside)]
+    return [name for name in found if not name.endswith(NOT_ADAPTED)]
