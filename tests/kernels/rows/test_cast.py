@@ -70,10 +70,10 @@ def test_one_operand_alone_and_rows_apart(device: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_operand(kind: str, device: str) -> None:
     """As of dy where a bias alone is trained; what it adds to a history stays."""
-    x, how = hard((20, 48), torch.bfloat16, device), (kind, "e4m3", True, False, False)
-    assert casts._cast(x, None, None, *how) == (None,) * 4
+    x, how = hard((20, 48), torch.bfloat16, device), Options(kind, "e4m3", True, False, False)
+    assert casts._cast(x, None, None, how) == (None,) * 4
     seen = torch.zeros(1, device=device)
-    casts._cast(x, None, seen, *how)
+    casts._cast(x, None, seen, how)
     assert seen == x[x.isfinite()].abs().max()
 
 
