@@ -107,6 +107,7 @@ FOREIGN = {
     "_flash_attn_fwd": "flash-attn-4",
     "_from_config": "transformers",
     "_get_dtype_plan": "transformers",
+    "_gradient_checkpointing_func": "transformers",
     "_init_weights": "transformers",
     "_param_init": "torchtitan",
     "_post_init": "torchtitan",
