@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from moecore.families.family import family_of
 from moecore.families.transformers import hyper_connections
@@ -107,7 +108,7 @@ def test_gradient_checkpointing_recomputes_them(stock: Any, calls: list[int]) ->
     enable_checkpointing(model)
     model.train()
     calls.clear()
-    cache = pytest.importorskip("transformers").DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config)
     found = run(model, given | {"use_cache": True, "past_key_values": cache})
     assert len(calls) == 3 * 4  # forward, once more in backward, and without gradients
     for name, tensor in want.items():
