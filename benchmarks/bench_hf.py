@@ -9,6 +9,7 @@ r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: t
     moecore+loss    the same, head and loss in chunks: the default
     ...+auto        the same with that precision: products of routed experts in FP8
     ...+blockwise   the same, those of attention too
+    ...+auto+head   "auto", and the head's products of the loss in FP8
     ...+graph       the same, forward and backward as one CUDA graph, with `use_causal_attention`;
                     GPUs only
 
@@ -51,7 +52,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.options.precision import PrecisionName
+from moecore.base.options.precision import Precision, PrecisionName
 from moecore.families import use_causal_attention
 from moecore.io import init_hf
 from moecore.models import DecoderConfig, flops_per_token, preset
@@ -161,7 +162,7 @@ def build_parallel(
     *,
     chunked: bool,
     causal: bool = False,
-    precision: PrecisionName | None = None,
+    precision: Precision | PrecisionName | None = None,
 ) -> Any:
     """Return the model after parallelize_moe."""
     model = on_meta(config)
@@ -183,6 +184,7 @@ def build_parallel(
     return model
 
 
+AUTO_AND_HEAD = dataclasses.replace(Precision.of("auto"), fp8_head=True)
 Build = Callable[[argparse.Namespace, Any, Meshes], Any]
 VARIANTS: dict[str, Build] = {
     "transformers": build_plain,
@@ -190,6 +192,7 @@ VARIANTS: dict[str, Build] = {
     "moecore+loss": partial(build_parallel, chunked=True),
     "moecore+loss+auto": partial(build_parallel, chunked=True, precision="auto"),
     "moecore+loss+blockwise": partial(build_parallel, chunked=True, precision="blockwise"),
+    "moecore+loss+auto+head": partial(build_parallel, chunked=True, precision=AUTO_AND_HEAD),
     "moecore+graph": partial(build_parallel, chunked=False, causal=True),
     "moecore+loss+graph": partial(build_parallel, chunked=True, causal=True),
 }

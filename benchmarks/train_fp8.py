@@ -11,12 +11,13 @@ A native decoder of 482 M parameters (4 layers of 32 experts, 4 per token) reads
 that the machine has (`benchmarks/text.py`). The runs of a seed have the same weights, batches and
 schedule; they differ in `parallelize_moe(precision=...)` or in `AdamW` alone. "bf16-torch" is a
 control: bf16 once more, with experts multiplied by torch, so that other roundings alone make it
-differ. Weights of "remainder" are bf16, and so are its gradients. Its masters change as fp32
-weights do, to the bit, so what it loses is the cost of bf16 gradients. "bf16-weights" has no
-masters at all. "blockwise-gathered" is "blockwise" whose units gather FP8: on one GPU they quantise
-linears, on several experts too. There each GPU has its part of every batch. Routers stay fp32.
-Bytes per parameter are those of the tensors that are there, of gradients before the optimizer
-steps.
+differ. With `--bytes-per-token 2` a token is two bytes of 65,536, so that the head is wide:
+"blockwise-fp8-head" has its products in FP8 as well. Weights of "remainder" are bf16, and so are
+its gradients. Its masters change as fp32 weights do, to the bit, so what it loses is the cost of
+bf16 gradients. "bf16-weights" has no masters at all. "blockwise-gathered" is "blockwise" whose
+units gather FP8: on one GPU they quantise linears, on several experts too. There each GPU has its
+part of every batch. Routers stay fp32. Bytes per parameter are those of the tensors that are there,
+of gradients before the optimizer steps.
 
 Every `--probe-every` steps a run in FP8 computes the gradient of its batch once more, by a twin in
 bf16 with the same weights and the same choice of experts; the cosine of both is kept per layer and
@@ -100,6 +101,7 @@ VARIANTS: dict[str, Variant] = {
     "auto": in_fp8("auto"),
     "blockwise": in_fp8("blockwise"),
     f"blockwise{GATHERED}": in_fp8("blockwise", fp8_param_gather=True),
+    "blockwise-fp8-head": in_fp8(Precision(recipe=Recipe(), fp8_head=True)),
     "auto-wide-hidden": in_fp8(WIDE_HIDDEN),
     "rowwise": in_fp8("rowwise"),
     "tensorwise": in_fp8("tensorwise"),
@@ -124,6 +126,7 @@ class Size:
     config: DecoderConfig
     batch_size: int
     seq_len: int
+    bytes_per_token: int = 1
 
 
 def size_of(dim: int, hidden_dim: int, experts: int, top_k: int, layers: int, **reads: int) -> Size:
@@ -177,11 +180,12 @@ class Batches:
         device: torch.device,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        num = bytes_N.numel() - size.seq_len
+        length = (size.seq_len + 1) * size.bytes_per_token
+        num = bytes_N.numel() - length + 1
         if num <= 0:
             raise ValueError(
                 f"text ({bytes_N.numel()} bytes) must be longer than a sequence "
-                f"({size.seq_len}): read more"
+                f"({length - 1}): read more"
             )
         shape = (steps, size.batch_size)
         if seed is None:
@@ -189,11 +193,13 @@ class Batches:
         else:
             starts = torch.randint(num, shape, generator=torch.Generator().manual_seed(seed))
         self.bytes_N, self.starts_SB = bytes_N.to(device), starts[:, part[0] :: part[1]].to(device)
-        self.within_T = torch.arange(size.seq_len + 1, device=device)
+        self.within_N = torch.arange(length, device=device)
+        self.place_values = 256 ** torch.arange(size.bytes_per_token, device=device)
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Return tokens_BT and labels_BT, int64."""
-        rows_BT = self.bytes_N[self.starts_SB[step][:, None] + self.within_T].long()
+        bytes_BN = self.bytes_N[self.starts_SB[step][:, None] + self.within_N].long()
+        rows_BT = (bytes_BN.unflatten(1, (-1, len(self.place_values))) * self.place_values).sum(2)
         return rows_BT[:, :-1], rows_BT[:, 1:]
 
     def __len__(self) -> int:
@@ -409,6 +415,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=int, default=500, help="optimizer steps of each run")
     add("--lr", type=float, default=6e-4, help="peak of warm-up and cosine")
     add("--batch-size", type=int, help="sequences of a step (None = the size's)")
+    add("--bytes-per-token", type=int, default=1, choices=(1, 2), help="256 or 65,536 tokens")
     add("--probe-every", type=int, default=50, help="steps between gradient cosines; 0 = none")
     add("--device", default=here, choices=tuple(SIZES), help="chooses the size too")
     add("--json", type=Path, help="file of the curves; runs of other seeds in it stay")
@@ -417,7 +424,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} ({value}) must be >= {least}: raise it")
-    args.size = SIZES[args.device]
+    config, n = SIZES[args.device].config, args.bytes_per_token
+    config = dataclasses.replace(config, vocab_size=256**n)
+    args.size = dataclasses.replace(SIZES[args.device], config=config, bytes_per_token=n)
     if args.batch_size is not None:
         args.size = dataclasses.replace(args.size, batch_size=args.batch_size)
     return args

@@ -87,6 +87,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--fp8-gather", action="store_true", help="gather weights of blockwise products as FP8")
     add("--no-overlap", action="store_true", help="nvlink: weight gradients after the exchange")
     add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")
+    add("--fp8-head", action="store_true", help="the head of the loss by --precision blockwise too")
     add(
         "--fp8-dispatch",
         action="store_true",

@@ -81,6 +81,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.options.precision import Precision
 from moecore.models import Decoder, DecoderConfig
 
 EVAL_BATCHES = 8  # of each data rank
@@ -168,6 +169,16 @@ def read_texts(args: argparse.Namespace) -> tuple[Corpus, Tensor | None]:
     return hold_out(corpus, seq_len=args.seq_len) if args.eval_every else (corpus, None)
 
 
+def precision_of(args: argparse.Namespace) -> Precision | None:
+    """Return which products are in FP8."""
+    precision = Precision.of(args.precision)
+    if not args.fp8_head:
+        return precision
+    if precision is None:
+        raise ValueError("--fp8-head must go with --precision blockwise or auto: add one")
+    return replace(precision, fp8_head=True)
+
+
 def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes) -> Decoder:
     """Return this rank's shards of the model: the same weights on every layout."""
     device = torch.device(meshes.device_type)
@@ -184,7 +195,7 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
         compile_dense=args.compile,
         graph_dense=args.graph_dense,
         loss="sum",
-        precision=args.precision,
+        precision=precision_of(args),
         pipeline=pipeline_config(args),
         fsdp=FSDPOptions(
             param_dtype=compute_dtype(args, device),

@@ -245,8 +245,10 @@ def _shard(model: nn.Module, found: Attached) -> None:
 
 
 def _fuse_loss(model: nn.Module, found: Attached) -> None:
+    precision = found.request.precision
     if found.request.memory.fused_loss:
-        found.request.family.fuse_loss(model)
+        recipe = precision.recipe if precision is not None and precision.fp8_head else None
+        found.request.family.fuse_loss(model, recipe)
 
 
 PHASES: tuple[Callable[[nn.Module, Attached], None], ...] = (

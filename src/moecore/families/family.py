@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from moecore.base.options.indexer import IndexerConfig
+from moecore.base.options.precision import Recipe
 from moecore.families.adapters import replace_blocks
 from moecore.families.kept_fp32 import set_dtypes
 from moecore.families.transformers.attention import use_causal_attention
@@ -24,7 +25,7 @@ from moecore.families.transformers.guards import (
     sync_generation,
     warn_about_cache,
 )
-from moecore.families.transformers.head import fuse_loss
+from moecore.families.transformers.head import fuse_loss, plain_heads
 from moecore.families.transformers.hyper_connections import LAYER, fuse_hyper_connections
 from moecore.families.transformers.log_probs import take_log_prob_losses
 from moecore.families.transformers.lora import (
@@ -46,6 +47,7 @@ from moecore.families.transformers.stock import (
     runs_class_forward,
 )
 from moecore.families.transformers.tensor_parallel import CutTransformer
+from moecore.models.decoder import Head
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
 from moecore.parallel.family import Adapter, Family
@@ -127,8 +129,15 @@ class Plain(Family):
             cast(Any, layer).train_indexer(config)
 
     @override
-    def fuse_loss(self, model: nn.Module) -> None:
-        pass
+    def head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
+        configs = (m.config for m in model.modules() if isinstance(m, Head))
+        return [(config.vocab_size, config.dim) for config in configs]
+
+    @override
+    def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
+        for module in model.modules():
+            if isinstance(module, Head):
+                module.loss_recipe = recipe
 
     @override
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
@@ -216,8 +225,12 @@ class Transformers(Plain):
         train_indexers(model, config)
 
     @override
-    def fuse_loss(self, model: nn.Module) -> None:
-        fuse_loss(model)
+    def head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
+        return [(head.out_features, head.in_features) for _, head in plain_heads(model)]
+
+    @override
+    def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
+        fuse_loss(model, recipe)
 
     @override
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:

@@ -37,6 +37,7 @@ from moecore.base.fields import (
     check_arguments,
 )
 from moecore.base.options.context import ContextOptions
+from moecore.base.options.precision import Recipe
 from moecore.base.torch_names import local_of
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
@@ -61,6 +62,7 @@ class Head(nn.Module):
 
     is_fsdp_head = True
     tp_shard_dim = 0
+    loss_recipe: Recipe | None = None  # of the loss's products; None = as they are
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -99,7 +101,8 @@ class Head(nn.Module):
             return _over_cp(logits_BTV, sequence)
         own_N = sequence.own(labels_BT).flatten()
         of_tokens = x_BTD.flatten(0, 1), weight_VD, own_N
-        loss = linear_cross_entropy(*of_tokens, num_tokens=num_tokens, **how)
+        how |= dict(num_tokens=num_tokens, recipe=self.loss_recipe)
+        loss = linear_cross_entropy(*of_tokens, **how)
         return loss if sequence.held is None else sum_value(loss, sequence.held.cp.group)
 
 

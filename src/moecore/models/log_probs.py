@@ -30,8 +30,9 @@ from torch import Tensor
 from moecore.base.fields import CheckedRecord, Count, Positive, check_arguments
 from moecore.kernels.common import no_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_gradient_
-from moecore.models.loss import WholeRows, add_product_, product, product_dtype, whole_rows
+from moecore.models.loss import WholeRows, product_dtype, whole_rows
 from moecore.moe.dispatch.collectives import gather_ranks
+from moecore.precision.head import add_product_, product
 
 Scalar = Callable[[Tensor, Tensor | None], Tensor]
 

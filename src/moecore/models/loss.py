@@ -2,11 +2,12 @@
 
 Legend: N tokens, C tokens of one chunk, D model dim, V vocabulary.
 
-One chunk's logits are made in fp32, `kernels/cross_entropy.py` makes of them the loss and their own
-gradient, and from that the chunk's parts of d_hidden and d_weight follow at once. So forward does
-all the matrix work of backward too (three products per chunk, nothing recomputed), and backward
-only scales by the incoming gradient. Memory: C * V * 4 bytes (C * V * 6 for 16-bit inputs) for the
-chunk, D * V * 4 for the fp32 d_weight, which is added up over chunks.
+One chunk's logits are made (in fp32, unless a recipe has the products in FP8: `precision/head.py`),
+`kernels/cross_entropy.py` makes of them the loss and their own gradient, and from that the chunk's
+parts of d_hidden and d_weight follow at once. So forward does all the matrix work of backward too
+(three products per chunk, nothing recomputed), and backward only scales by the incoming gradient.
+Memory: C * V * 4 bytes (C * V * 6 for 16-bit inputs) for the chunk, D * V * 4 for the fp32
+d_weight, which is added up over chunks; in FP8 D * V * 2 more for the weight.
 
 Ranks may hold parts of the vocabulary (`group`): then V is that of a rank, and the ranks exchange
 three numbers per token, in one collective per chunk, between the two passes over its logits.
@@ -24,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.fields import Count, check_arguments
+from moecore.base.options.precision import Recipe
 from moecore.base.torch_names import autocast_dtype
-from moecore.kernels.common import is_gpu, no_autocast
+from moecore.kernels.common import no_autocast
 from moecore.kernels.cross_entropy import (
     IGNORE_INDEX,
     cross_entropy_,
@@ -34,6 +36,7 @@ from moecore.kernels.cross_entropy import (
 )
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.moe.dispatch.collectives import gather_ranks
+from moecore.precision.head import HeadProducts, head_products
 
 
 def linear_cross_entropy(
@@ -44,10 +47,12 @@ def linear_cross_entropy(
     num_tokens: Tensor | int | None = None,
     chunk_tokens: Count = 2048,
     group: dist.ProcessGroup | None = None,
+    recipe: Recipe | None = None,
 ) -> Tensor:
     """Return the cross-entropy of softmax(hidden @ weight^T) against the labels, an fp32 scalar.
 
-    Under autocast products are in its dtype, as those of `F.linear` are; nothing else is rounded.
+    Under autocast products are in its dtype, as those of `F.linear` are; nothing else is rounded
+    without a recipe.
 
     Args:
         hidden_ND: any float dtype; N may be 0.
@@ -56,9 +61,11 @@ def linear_cross_entropy(
             a CPU and makes the loss NaN on a GPU and with a group.
         num_tokens: the sum over labels is divided by it (whole number or integer scalar tensor);
             None = by the number of labels that count. 0 divides by 1: nothing counts.
-        chunk_tokens: tokens per chunk C.
+        chunk_tokens: tokens per chunk C; in FP8 twice as many, which take no more memory.
         group: ranks with the same tokens and labels, each with an equal part of the head's rows, in
             rank order; None = weight_VD is whole.
+        recipe: of the products, "blockwise": FP8 for a weight, of a rank, whose sizes are multiples
+            of 128, on GPUs 16-bit. Logits are rounded to that dtype. None = as they are.
 
     Returns:
         Scalar, fp32 (fp64 for fp64 inputs). No host sync. With a group it is equal on all ranks,
@@ -66,7 +73,8 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: when `num_tokens` is a floating tensor, `chunk_tokens` < 1, `labels_N` is not
-            one int64 label per row of `hidden_ND`, or dtypes differ without autocast.
+            one int64 label per row of `hidden_ND`, dtypes differ without autocast, or a recipe
+            does not fit.
         NotImplementedError: in backward with create_graph=True.
     """
     check_arguments(linear_cross_entropy, locals())
@@ -77,7 +85,7 @@ def linear_cross_entropy(
         )
     dtype = product_dtype(hidden_ND, weight_VD, labels_N)
     total = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype, group
+        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype, group, recipe
     )
     if num_tokens is None:
         num_tokens = count_labels(labels_N)
@@ -124,6 +132,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         train: bool,
         product_dtype: torch.dtype,
         group: dist.ProcessGroup | None,
+        recipe: Recipe | None,
     ) -> Tensor:
         ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.dtype, weight_VD.dtype
         hidden_ND, weight_VD = hidden_ND.to(product_dtype), weight_VD.to(product_dtype)
@@ -135,12 +144,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if d_weight_VD is not None and hidden_ND.shape[0] == 0:
             d_weight_VD.zero_()
         with no_autocast(hidden_ND):
+            products = head_products(weight_VD, recipe, training=want_hidden)
+            chunk *= products.chunks
             for start in range(0, hidden_ND.shape[0], chunk):
                 part = slice(start, start + chunk)
                 d_hidden_CD = None if d_hidden_ND is None else d_hidden_ND[part]
                 gradients = d_hidden_CD, d_weight_VD
                 total += _add_chunk_(
-                    hidden_ND[part], weight_VD, labels_N[part], *gradients, start == 0, group
+                    hidden_ND[part], products, labels_N[part], *gradients, start == 0, group
                 )
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
         return total
@@ -158,12 +169,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if d_weight_VD is not None:
             # One pass and one rounding; an fp32 product as large as the head never exists.
             d_weight_VD = scaled_cast(d_weight_VD, ctx.weight_dtype, grads[0])
-        return d_hidden_ND, d_weight_VD, *[None] * 5
+        return d_hidden_ND, d_weight_VD, *[None] * 6
 
 
 def _add_chunk_(
     hidden_CD: Tensor,
-    weight_VD: Tensor,
+    products: HeadProducts,
     labels_C: Tensor,
     d_hidden_CD: Tensor | None,
     d_weight_VD: Tensor | None,
@@ -172,9 +183,8 @@ def _add_chunk_(
 ) -> Tensor:
     """Return the chunk's summed loss; fill d_hidden and add to d_weight, which `first` fills."""
     # What is as large as the logits is gone when this returns, before the next chunk's are made.
-    dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
     want = d_hidden_CD is not None or d_weight_VD is not None
-    logits_CV = product(hidden_CD, weight_VD.t(), dtype)
+    logits_CV = products.logits(hidden_CD)
     d_logits_CV = None
     if group is None:
         loss, d_logits_CV = cross_entropy_(logits_CV, labels_C, hidden_CD.dtype if want else None)
@@ -185,11 +195,12 @@ def _add_chunk_(
             d_logits_CV = softmax_gradient_(logits_CV, *of_rows[:3], hidden_CD.dtype)
     if d_logits_CV is None:
         return loss
-    del logits_CV
+    d_logits = products.operand(d_logits_CV)
+    del logits_CV, d_logits_CV
     if d_hidden_CD is not None:
-        torch.mm(d_logits_CV, weight_VD, out=d_hidden_CD)
+        products.d_hidden(d_logits, d_hidden_CD)
     if d_weight_VD is not None:
-        add_product_(d_weight_VD, d_logits_CV.t(), hidden_CD, beta=0 if first else 1)
+        products.add_d_weight(d_logits, d_weight_VD, first=first)
     return loss
 
 
@@ -224,20 +235,3 @@ def whole_rows(logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | N
     sum_C = (sums_GC * (highs_GC - high_C).exp()).sum(0)
     sum_C = sum_C.masked_fill(counts_C & ~exists_C, torch.nan)
     return WholeRows(own_C, high_C, sum_C, picked_GC.sum(0))
-
-
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b in `dtype`, not rounded to the dtype of a and b on the way."""
-    if a.dtype == dtype:
-        return a @ b
-    if is_gpu(a):
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
-
-
-def add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
-    """Write out * beta + a @ b to out, in its dtype; beta 0 does not read it."""
-    if a.dtype != out.dtype and is_gpu(a):
-        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
-    else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from moecore.parallel.mesh import Meshes
 from moecore.parallel.pipeline.layout import PipelineLayout
 from moecore.parallel.request import Request, is_cut
 from moecore.parallel.shard.units import find_ties, keeps_precision
+from moecore.precision.head import why_not_in_fp8
 from moecore.precision.linear import why_not
 
 MOE_FIELDS = ("capacity", "router_dtype", "router_jitter")  # of MoEConfig: they decide no parameter
@@ -44,6 +46,7 @@ def check_request(model: nn.Module, request: Request) -> None:
     _check_degrees(model, request)
     _check_context(model, request)
     _check_indexers(model, request)
+    _check_head(model, request)
 
 
 def check_stages(layout: PipelineLayout, rank_of: Sequence[int], request: Request) -> None:
@@ -284,6 +287,27 @@ def _check_indexers(model: nn.Module, request: Request) -> None:
             f"indexer ({request.indexer}) must be None with ParallelConfig.tp "
             f"({request.meshes.parallel.tp}) > 1, whose ranks have some heads each: use cp"
         )
+
+
+def _check_head(model: nn.Module, request: Request) -> None:
+    precision, p = request.precision, request.meshes.parallel
+    if precision is None or not precision.fp8_head:
+        return
+    shapes, name = request.family.head_shapes(model), type(model).__name__
+    if not shapes or not request.memory.fused_loss:
+        raise ValueError(
+            f"Precision.fp8_head (True) must be False for {name}, whose loss is not made in chunks "
+            "of tokens (MemoryOptions.fused_loss, or a Decoder): drop it"
+        )
+    dtype = request.fsdp.param_dtype or next(model.parameters()).dtype
+    how: Any = dict(is_gpu=request.meshes.device_type == "cuda")
+    for V, D in shapes:
+        own = (V, D) if V % p.tp else (V // p.tp, D)
+        reason = why_not_in_fp8(own, precision.recipe, dtype, **how)
+        if reason is not None:
+            raise ValueError(
+                f"Precision.fp8_head (True) must be False for {name}, because {reason}: drop it"
+            )
 
 
 def _check_dense(request: Request) -> None:

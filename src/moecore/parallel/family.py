@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moecore.attention.context_parallel.held import ContextParallel
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.indexer import IndexerConfig
+from moecore.base.options.precision import Recipe
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
 
@@ -69,8 +70,11 @@ class Family(Protocol):
     def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a model runs without its adapters; ValueError without any."""
 
-    def fuse_loss(self, model: nn.Module) -> None:
-        """Let a loss that reads logits of all tokens be computed in chunks of them, if one does."""
+    def head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
+        """Return [V, D] of the heads whose loss `fuse_loss` has computed in chunks of tokens."""
+
+    def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
+        """Let losses be computed in chunks of tokens, by a recipe, that read logits of all."""
 
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         """Refuse or warn of calls that a parallelized model, `unwrapped`'s, cannot follow."""

@@ -225,7 +225,7 @@ Overrides = Annotated[
 NEVER = {
     "router": "a router decides by differences that FP8 rounds away",
     "embed": "an embedding multiplies nothing",
-    "lm_head": "the head's logits keep their precision",
+    "lm_head": "the head's logits keep their precision: Precision(fp8_head=True) is about its loss",
     "norm": "a norm multiplies no matrices",
     "sdpa": "attention scores keep their precision",
 }
@@ -246,6 +246,10 @@ class Precision(CheckedRecord):
             pattern that matches counts, whether the module's role is in `roles` or not.
         only_faster: routed experts keep their precision where FP8 was measured to be slower, or
             has no products for them, instead of being refused; a log line says why.
+        fp8_head: the head's three products of a loss that is made in chunks of tokens
+            (`linear_cross_entropy`) are in FP8 too, by `recipe` ("blockwise"); logits are then
+            rounded to the dtype of the products. Logits that are asked for, and log-probabilities
+            of reinforcement learning, stay as they are.
 
     Raises:
         ValueError: when a field is of the wrong type, a role or a pattern is there twice, or a
@@ -257,8 +261,15 @@ class Precision(CheckedRecord):
     roles: Roles = ROLES
     overrides: Overrides = ()
     only_faster: bool = False
+    fp8_head: bool = False
 
     def _rules(self) -> Rules:
+        if self.fp8_head and not self.recipe.reads_blocks:
+            yield (
+                "fp8_head",
+                f"be False with {self.recipe.describe()}, which has no products for a head: use "
+                "Recipe(scaling='blockwise')",
+            )
         if len(set(self.roles)) < len(self.roles):
             yield "roles", "have each role once: drop the repeated one"
         if not self.roles and not any(recipe for _, recipe in self.overrides):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from moecore.base.options.precision import Recipe
 from moecore.base.torch_names import tree_map_only, version
 from moecore.families.transformers.stock import named, outermost
 from moecore.models.loss import IGNORE_INDEX, linear_cross_entropy
@@ -47,6 +49,7 @@ class Source:
     weight: Tensor  # [V, D], as the forward had it
     version: int  # of its values
     tp: TensorParallel | None = None  # ranks that have parts of the weight, by rows; None = whole
+    recipe: Recipe | None = None  # of the loss's products; None = as they are
     has_left: bool = False  # whether the model's forward has ended
     is_over: bool = False  # whether the loss's backward has begun, after which weights change
 
@@ -95,6 +98,12 @@ class Logits(Tensor):
                 "logits of a training forward with labels must be read before backward and under "
                 "torch.no_grad(), because the loss was computed without them: pass "
                 "parallelize_moe(memory=MemoryOptions(fused_loss=False))"
+            )
+        if source.recipe is not None and not source.has_left:
+            warnings.warn(
+                "Precision.fp8_head (True) is not used: the model does more with its logits than "
+                "transformers' standard loss does",
+                stacklevel=2,
             )
         values = F.linear(source.hidden, source.weight)
         values = values if source.tp is None else source.tp.gather_last(values)
@@ -157,7 +166,7 @@ def _cross_entropy(
     source = logits.source
     num_tokens = 1 if reduction == "sum" else None
     hidden_ND = source.hidden.flatten(0, -2)
-    how: dict[str, Any] = dict(num_tokens=num_tokens, group=source.group)
+    how: dict[str, Any] = dict(num_tokens=num_tokens, group=source.group, recipe=source.recipe)
     loss = source.begun(linear_cross_entropy(hidden_ND, source.weight, labels_N, **how))
     if loss.requires_grad:
         loss.register_hook(source.end)
@@ -174,13 +183,16 @@ WITHOUT_VALUES: Mapping[Any, Callable[..., Tensor | None]] = {
 class HeadWithoutLogits(nn.Linear):
     """A head without bias, which computes no logits in a training forward with labels."""
 
+    loss_recipe: Recipe | None = None
+
     @override
     def forward(self, input: Tensor) -> Tensor:
         now = _forwards()
         is_cut = isinstance(self.weight, DTensor)  # over tensor parallel ranks
         if not now or now[-1].head is not self or is_cut or torch.compiler.is_compiling():
             return super().forward(input)
-        source = Source(input, self.weight, version(self.weight), getattr(self, TP, None))
+        tp: TensorParallel | None = getattr(self, TP, None)
+        source = Source(input, self.weight, version(self.weight), tp, self.loss_recipe)
         now[-1].sources.append(source)
         ranks = 1 if source.tp is None else source.tp.size
         shape = torch.Size((*input.shape[:-1], ranks * self.weight.shape[0]))
@@ -204,15 +216,22 @@ def _forwards() -> list[Forward]:
     return found
 
 
-def fuse_loss(model: nn.Module) -> None:
-    """Let the models of transformers in a module train without logits of all tokens."""
+def plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
+    """Yield the models of transformers in a module whose head is a plain matrix, and the head."""
     for outer in outermost(model):
         head = getattr(outer, "get_output_embeddings", lambda: None)()
         # A subclass, such as an adapter's, may compute more.
         if type(head) is nn.Linear and head.bias is None:
-            head.__class__ = HeadWithoutLogits
-            outer.register_forward_pre_hook(_enter, with_kwargs=True)
-            outer.register_forward_hook(_leave, always_call=True)
+            yield outer, head
+
+
+def fuse_loss(model: nn.Module, recipe: Recipe | None) -> None:
+    """Let the models of transformers in a module train without logits of all tokens."""
+    for outer, head in plain_heads(model):
+        head.__class__ = HeadWithoutLogits
+        head.loss_recipe = recipe  # type: ignore[assignment]
+        outer.register_forward_pre_hook(_enter, with_kwargs=True)
+        outer.register_forward_hook(_leave, always_call=True)
 
 
 def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,151 @@
+"""The products of a head with a chunk of tokens: logits, and both gradients from theirs.
+
+                 logits                  hidden states' gradient    weight's gradient
+    wide         fp32 of the dtype       in the dtype               fp32 of the dtype
+    "blockwise"  in the dtype, of FP8    in the dtype, of FP8       fp32, of FP8
+
+In FP8 hidden states and the gradient of logits have a scale per 1 x 128 elements, and, where they
+are summed over tokens, one per 128 x 128, as the weight has. They are the products of experts
+(`kernels/grouped/fp8.py`) with one expert.
+
+Letters: C tokens of a chunk, D model dim, V vocabulary, of a rank where ranks hold parts of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from moecore.base.options.precision import Recipe
+from moecore.kernels.common import is_gpu
+from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
+from moecore.kernels.rows.e4m3 import BLOCK
+from moecore.kernels.rows.quantised import (
+    gather_row_blocks,
+    quantise_rows,
+    quantise_weights,
+    tile_tokens,
+)
+from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
+from moecore.kernels.rows.scaling import Blocks
+
+
+class HeadProducts:
+    """Products in the dtype of hidden states and weight.
+
+    Args:
+        weight_VD: the weight.
+        training: whether the gradient of hidden states is asked for.
+    """
+
+    chunks = 1  # of tokens that together take the memory of one wide chunk
+
+    def __init__(self, weight_VD: Tensor, *, training: bool) -> None:
+        self.weight_VD = weight_VD
+
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        """Return the logits of the next chunk."""
+        self.hidden_CD = hidden_CD
+        dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
+        return product(hidden_CD, self.weight_VD.t(), dtype)
+
+    def operand(self, d_logits_CV: Tensor) -> Any:
+        """Return the gradient of the last logits as the products of both gradients take it."""
+        return d_logits_CV
+
+    def d_hidden(self, d_logits: Any, out_CD: Tensor) -> None:
+        """Write the gradient of the chunk's hidden states."""
+        torch.mm(d_logits, self.weight_VD, out=out_CD)
+
+    def add_d_weight(self, d_logits: Any, out_VD: Tensor, *, first: bool) -> None:
+        """Add the chunk's part of the weight's gradient, fp32 or fp64, which `first` fills."""
+        add_product_(out_VD, d_logits.t(), self.hidden_CD, beta=0 if first else 1)
+
+
+class BlockwiseHeadProducts(HeadProducts):
+    """Products in FP8 by a "blockwise" recipe, for V and D that are multiples of 128."""
+
+    # Logits, in whose memory their gradient lies, take two bytes, and its two operands one each:
+    # the second is made when the wide gradient is gone.
+    chunks = 2
+
+    def __init__(self, weight_VD: Tensor, *, training: bool, recipe: Recipe) -> None:
+        super().__init__(weight_VD, training=training)
+        self.power_of_two = recipe.power_of_two
+        weight_1VD = weight_VD.detach().contiguous()[None]
+        self.weight = quantise_weights(weight_1VD, power_of_two=self.power_of_two, columns=training)
+
+    @override
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        self.dtype, C = hidden_CD.dtype, hidden_CD.shape[0]
+        self.ends_1 = torch.full((1,), C, dtype=torch.int32, device=hidden_CD.device)
+        self.tiles: RowTiles = map_row_tiles(self.ends_1, C)
+        self.hidden = self._rows(hidden_CD)
+        return self._product(self.hidden, self.weight.rows)
+
+    @override
+    def operand(self, d_logits_CV: Tensor) -> Blocks:
+        return self._rows(d_logits_CV)
+
+    @override
+    def d_hidden(self, d_logits: Blocks, out_CD: Tensor) -> None:
+        out_CD.copy_(self._product(d_logits, self.weight.columns))
+
+    @override
+    def add_d_weight(self, d_logits: Blocks, out_VD: Tensor, *, first: bool) -> None:
+        d_logits, hidden = (tile_tokens(x, None, self.tiles) for x in (d_logits, self.hidden))
+        how: Any = dict(out=out_VD[None], adds=not first, dtype=out_VD.dtype)
+        fp8_wgrad(d_logits, hidden, self.tiles, **how)
+
+    def _rows(self, x: Tensor) -> Blocks:
+        rows = quantise_rows(x.contiguous(), power_of_two=self.power_of_two)
+        return gather_row_blocks(rows, None, None, None)
+
+    def _product(self, a: Blocks, b: Blocks | None) -> Tensor:
+        assert b is not None
+        return fp8_gemm(a, b, self.ends_1, self.tiles, self.dtype)
+
+
+def why_not_in_fp8(
+    shape: Sequence[int], recipe: Recipe, dtype: torch.dtype, *, is_gpu: bool
+) -> str | None:
+    """Return why a head [V, D] of a rank cannot multiply by a recipe in a dtype, or None."""
+    if not recipe.reads_blocks:
+        return f"{recipe.describe()} has no products for it"
+    if any(n == 0 or n % BLOCK for n in shape):
+        return f"its weight {list(shape)} of a rank is no matrix of multiples of {BLOCK}"
+    if dtype.itemsize != 2 and (is_gpu or dtype != torch.float32):
+        return f"its products are in {dtype}"
+    return None
+
+
+def head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -> HeadProducts:
+    """Return the products of a weight; ValueError for one that a recipe does not fit."""
+    if recipe is None:
+        return HeadProducts(weight_VD, training=training)
+    how: Any = dict(is_gpu=is_gpu(weight_VD))
+    reason = why_not_in_fp8(weight_VD.shape, recipe, weight_VD.dtype, **how)
+    if reason is not None:
+        raise ValueError(f"weight_VD must fit FP8 products, but {reason}: use recipe=None")
+    return BlockwiseHeadProducts(weight_VD, training=training, recipe=recipe)
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b in `dtype`, not rounded to the dtype of a and b on the way."""
+    if a.dtype == dtype:
+        return a @ b
+    if is_gpu(a):
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
+    """Write out * beta + a @ b to out, in its dtype; beta 0 does not read it."""
+    if a.dtype != out.dtype and is_gpu(a):
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
+    else:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)
