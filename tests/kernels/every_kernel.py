@@ -19,7 +19,13 @@ from moecore import MoEConfig, MoELayer
 from moecore.base.options.layer import BalanceConfig
 from moecore.base.options.precision import Recipe
 from moecore.kernels.adamw import BLOCK, AdamWOptions, AdamWTensors, adamw_
-from moecore.kernels.cross_entropy import cross_entropy_, row_statistics, softmax_gradient_
+from moecore.kernels.cross_entropy import (
+    cross_entropy_,
+    cross_entropy_blocks,
+    row_statistics,
+    softmax_gradient_,
+    softmax_gradient_blocks,
+)
 from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
@@ -301,6 +307,11 @@ def run_loss(device: str) -> None:
         high, total, _ = row_statistics(logits_CV, labels_C).unbind(1)
         for dtype in (torch.bfloat16, torch.float32):
             softmax_gradient_(logits_CV, labels_C, high, total, dtype)
+    logits_CV = torch.randn(3, 16512, device=device).bfloat16()
+    labels_C = torch.tensor([16511, -100, 0], device=device)
+    cross_entropy_blocks(logits_CV, labels_C, power_of_two=True)
+    high, total, _ = row_statistics(logits_CV, labels_C).unbind(1)
+    softmax_gradient_blocks(logits_CV, labels_C, high, total, power_of_two=True)
 
 
 if __name__ == "__main__":

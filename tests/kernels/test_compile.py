@@ -473,6 +473,14 @@ def run_cross_entropy(V: int) -> None:
     cross_entropy.cross_entropy_(bf16(T, V), labels, torch.bfloat16)
 
 
+def run_cross_entropy_in_blocks(V: int) -> None:
+    logits, labels = bf16(T, V), torch.zeros(T, dtype=torch.int64)
+    for power_of_two in (True, False):
+        cross_entropy.cross_entropy_blocks(logits, labels, power_of_two=power_of_two)
+    high, total, _ = cross_entropy.row_statistics(logits, labels).unbind(1)
+    cross_entropy.softmax_gradient_blocks(logits, labels, high, total, power_of_two=True)
+
+
 def run_cross_entropy_of_parts(V: int) -> None:
     logits, labels = torch.zeros(T, V), torch.zeros(T, dtype=torch.int64)
     high, total, _ = cross_entropy.row_statistics(logits, labels).unbind(1)
@@ -515,6 +523,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "rows of expert choice": (lambda: run_rows(1024), 2),
     "cross_entropy": (lambda: run_cross_entropy(151936), 4),
     "cross_entropy of parts": (lambda: run_cross_entropy_of_parts(75968), 3),
+    "cross_entropy in blocks": (lambda: run_cross_entropy_in_blocks(151936), 4),
     "cross_entropy of an odd vocabulary": (lambda: run_cross_entropy(50257), 4),
     "swiglu": (lambda: run_activation("swiglu", False), 2),
     "gelu": (lambda: run_activation("gelu", False), 2),

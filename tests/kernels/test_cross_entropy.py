@@ -15,9 +15,11 @@ from torch import Tensor
 from moecore.kernels.cross_entropy import (
     IGNORE_INDEX,
     cross_entropy_,
+    cross_entropy_blocks,
     cross_entropy_ref_,
     row_statistics,
     softmax_gradient_,
+    softmax_gradient_blocks,
 )
 from moecore.models import loss as loss_file
 from moecore.models.loss import linear_cross_entropy
@@ -276,17 +278,44 @@ def test_kernel_reads_strided_input(device: str) -> None:
         assert ours is not None and theirs is not None and torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("V", [128, 1152, 16512])  # one step of a row, several
+def test_blocks_are_the_gradient_rounded_once(device: str, V: int, power_of_two: bool) -> None:
+    dtype = BF16 if device == "cuda" else FP16
+    x, labels = inputs(6, V, device=device, dtype=dtype)
+    kept, how = x.clone(), dict(power_of_two=power_of_two)
+    loss, blocks = cross_entropy_blocks(x, labels, **how)
+    torch.testing.assert_close(loss, cross_entropy_(x.clone(), labels, None)[0], rtol=1e-6, atol=0)
+    high, total, _ = row_statistics(x, labels).unbind(1)
+    of_parts = softmax_gradient_blocks(x, labels, high, total, **how)
+    assert torch.equal(x, kept)
+    _, exact_CV = by_autograd(x.double(), labels)
+    exact = exact_CV.nan_to_num(0).unflatten(1, (-1, 128))
+    for found in (blocks, of_parts):
+        scales_CB = found.scales.T[:6].double()
+        largest_CB = exact.abs().amax(2) / 448
+        least_CB = largest_CB.clamp(min=2.0**-126)
+        assert (scales_CB >= least_CB * (1 - 1e-5)).all()
+        assert (scales_CB <= least_CB * (2 if power_of_two else 1) * (1 + 1e-5)).all()
+        assert not power_of_two or (scales_CB.log2() % 1 == 0).all()
+        ours = found.values.double().unflatten(1, (-1, 128)) * scales_CB[..., None]
+        step = torch.maximum(exact.abs() * 2**-4, scales_CB[..., None] * 2**-10)
+        assert ((ours - exact).abs() <= step * (1 + 1e-4)).all()
+    assert not blocks.values[labels == IGNORE_INDEX].float().any()
+
+
 def test_op_tells_the_truth_to_the_compiler(device: str) -> None:
     op = torch.ops.moecore.cross_entropy_.default
     x, labels = inputs(5, 12, device=device)
-    torch.library.opcheck(op, (x.clone(), labels, None, True))
-    torch.library.opcheck(op, (x.clone(), labels, None, False))
-    torch.library.opcheck(op, (x.clone(), labels, torch.zeros_like(x, dtype=FP16), False))
+    torch.library.opcheck(op, (x.clone(), labels, None, None, True, True))
+    torch.library.opcheck(op, (x.clone(), labels, None, None, False, True))
+    out = torch.zeros_like(x, dtype=FP16), None
+    torch.library.opcheck(op, (x.clone(), labels, *out, False, True))
     statistics, gradient = torch.ops.moecore.row_statistics, torch.ops.moecore.softmax_gradient_
     torch.library.opcheck(statistics.default, (x.clone(), labels))
     whole = labels, x.amax(1), x.logsumexp(1)
-    torch.library.opcheck(gradient.default, (x.clone(), *whole, None))
-    torch.library.opcheck(gradient.default, (x.clone(), *whole, torch.zeros_like(x)))
+    torch.library.opcheck(gradient.default, (x.clone(), *whole, None, None, True))
+    torch.library.opcheck(gradient.default, (x.clone(), *whole, torch.zeros_like(x), None, True))
     compiled = torch.compile(cross_entropy_, fullgraph=True, backend="aot_eager")
     for dtype in (FP32, FP16, None):
         found, expected = (f(x.clone(), labels, dtype) for f in (compiled, cross_entropy_))

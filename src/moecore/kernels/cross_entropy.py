@@ -6,7 +6,8 @@
 Letters: C rows (tokens of one chunk), V vocabulary.
 
 Where ranks hold parts of each row, `row_statistics` and `softmax_gradient_` are the two passes, and
-the statistics of all parts meet in between.
+the statistics of all parts meet in between. `cross_entropy_blocks` and `softmax_gradient_blocks`
+round the gradient to FP8, with a scale per 128 columns of a row.
 
 One program per row. The first pass keeps a maximum and a sum of exponentials for each lane (the
 online softmax), lanes meet once at the end of the row, and the second pass writes the gradient. A
@@ -37,6 +38,9 @@ from moecore.kernels.common import (
     use_kernel,
 )
 from moecore.kernels.ops import Op
+from moecore.kernels.rows.e4m3 import block_scale, magnitude, to_e4m3
+from moecore.kernels.rows.quantised import empty_row_blocks, row_blocks_ref
+from moecore.kernels.rows.scaling import Blocks
 
 IGNORE_INDEX = -100  # a label that counts for nothing
 MAX_LANES = 4096
@@ -98,7 +102,10 @@ def _max_and_sum(
 @triton.jit
 def _write_gradient(
     x_row,  # pointer to [V]
-    d_row,  # pointer to [V], out; x_row itself or other memory
+    d_row,  # pointer to [V], out; x_row itself or other memory; with scales e4m3 as uint8
+    scales,  # fp32 [V / 128, stride], out; None = the gradient is not quantised
+    row,  # whose scales are in this column
+    stride,
     columns,  # int32 [LANES, WIDTH], of the first step
     label,  # int32
     high,  # max(x), fp32
@@ -106,21 +113,35 @@ def _write_gradient(
     V: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,  # of the scales
 ):
     """Write softmax(x) - (column == label)."""
     for start in range(0, V, LANES * WIDTH):
-        at = start + columns
+        if scales is None:
+            at = start + columns
+        else:
+            block = start // 128 + tl.arange(0, LANES * WIDTH // 128)
+            at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         x = tl.load(x_row + at, mask=at < V, other=float("-inf"), eviction_policy="evict_first").to(
             tl.float32
         )
         d = tl.exp(x - high) * scale
-        d = tl.where(at == label, d - 1.0, d).to(d_row.dtype.element_ty)
+        d = tl.where(at == label, d - 1.0, d)
+        if scales is None:
+            d = d.to(d_row.dtype.element_ty)
+        else:
+            of_blocks, inverse = block_scale(tl.max(magnitude(d), axis=1), POWER_OF_TWO)
+            tl.store(scales + block * stride + row, of_blocks, mask=block < V // 128)
+            d = to_e4m3(d * inverse[:, None])
         tl.store(d_row + at, d, mask=at < V, eviction_policy="evict_first")
 
 
 @triton.jit
 def _write_zeros(
     d_row,  # pointer to [V], out
+    scales,  # fp32 [V / 128, stride], out; None = the gradient is not quantised
+    row,  # whose scales are in this column
+    stride,
     columns,  # int32 [LANES, WIDTH], of the first step
     V: tl.constexpr,
     LANES: tl.constexpr,
@@ -131,6 +152,10 @@ def _write_zeros(
     for start in range(0, V, LANES * WIDTH):
         at = start + columns
         tl.store(d_row + at, zeros, mask=at < V, eviction_policy="evict_first")
+        if scales is not None:
+            block = start // 128 + tl.arange(0, LANES * WIDTH // 128)
+            least = tl.full([LANES * WIDTH // 128], 1.1754943508222875e-38, tl.float32)  # 2^-126
+            tl.store(scales + block * stride + row, least, mask=block < V // 128)
 
 
 @triton.jit
@@ -139,10 +164,13 @@ def _cross_entropy_kernel(
     labels,  # [C] int64
     losses,  # [C] fp32, out
     d_logits,  # [C, V], contiguous, out: logits itself or other memory; None: not wanted
+    scales,  # [V / 128, stride] fp32, of rows side by side, out; None: d_logits is not quantised
+    stride,  # C rounded up
     V: tl.constexpr,
     IGNORE: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
@@ -151,7 +179,7 @@ def _cross_entropy_kernel(
     if label == IGNORE:
         tl.store(losses + row, 0.0)
         if d_logits is not None:
-            _write_zeros(d_logits + row * V, columns, V, LANES, WIDTH)
+            _write_zeros(d_logits + row * V, scales, row, stride, columns, V, LANES, WIDTH)
     else:
         inside = (label >= 0) & (label < V)
         # Before the sums, where threads meet: in place, the second pass overwrites it.
@@ -161,8 +189,22 @@ def _cross_entropy_kernel(
         total = tl.where(inside, total, float("nan"))
         tl.store(losses + row, tl.log(total) - (picked - high))
         if d_logits is not None:
-            d_row, target = d_logits + row * V, label.to(tl.int32)
-            _write_gradient(x_row, d_row, columns, target, high, 1.0 / total, V, LANES, WIDTH)
+            d_row, target, scale = d_logits + row * V, label.to(tl.int32), 1.0 / total
+            _write_gradient(
+                x_row,
+                d_row,
+                scales,
+                row,
+                stride,
+                columns,
+                target,
+                high,
+                scale,
+                V,
+                LANES,
+                WIDTH,
+                POWER_OF_TWO,
+            )
 
 
 @triton.jit
@@ -196,25 +238,47 @@ def _softmax_gradient_kernel(
     highs,  # [C] fp32, the maximum of the whole row
     sums,  # [C] fp32, the sum of exp(x - high)
     d_logits,  # [C, V], contiguous, out: logits itself or other memory
+    scales,  # [V / 128, stride] fp32, of rows side by side, out; None: d_logits is not quantised
+    stride,  # C rounded up
     V: tl.constexpr,
     IGNORE: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     d_row = d_logits + row * V
     if label == IGNORE:
-        _write_zeros(d_row, columns, V, LANES, WIDTH)
+        _write_zeros(d_row, scales, row, stride, columns, V, LANES, WIDTH)
     else:
         x_row, target = logits + row * V, label.to(tl.int32)
         high, scale = tl.load(highs + row), 1.0 / tl.load(sums + row)
-        _write_gradient(x_row, d_row, columns, target, high, scale, V, LANES, WIDTH)
+        _write_gradient(
+            x_row,
+            d_row,
+            scales,
+            row,
+            stride,
+            columns,
+            target,
+            high,
+            scale,
+            V,
+            LANES,
+            WIDTH,
+            POWER_OF_TWO,
+        )
 
 
 def _cross_entropy(
-    logits_CV: Tensor, labels_C: Tensor, d_logits_CV: Tensor | None, in_place: bool
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    d_logits_CV: Tensor | None,
+    scales: Tensor | None,
+    in_place: bool,
+    power_of_two: bool,
 ) -> Tensor:
     """Return the losses [C]; the gradient goes to d_logits, or over the logits if in_place."""
     C, V = logits_CV.shape
@@ -222,16 +286,22 @@ def _cross_entropy(
     # A 16-bit gradient could lie in the memory of its fp32 logits. That would take a barrier per
     # tile, since threads overwrite what others read, and leave the products after it rows of 2 * V,
     # for 2 * C * V bytes less. It has its own memory instead.
-    args = (logits_CV, labels_C, losses_C, logits_CV if in_place else d_logits_CV)
-    launch(_cross_entropy_kernel, C, *args, V=V, IGNORE=IGNORE_INDEX, **_tile(V))
+    args = (logits_CV, labels_C, losses_C, logits_CV if in_place else d_logits_CV, *_at(scales))
+    how = dict(V=V, IGNORE=IGNORE_INDEX, POWER_OF_TWO=power_of_two, **_tile(V))
+    launch(_cross_entropy_kernel, C, *args, **how)
     return losses_C
+
+
+def _at(scales: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return scales, and how far one is from the next of its row."""
+    return scales, 0 if scales is None else scales.stride(0)
 
 
 _cross_entropy_op = Op(
     "cross_entropy_",
     _cross_entropy,
     lambda logits_CV, *_: logits_CV.new_empty(logits_CV.shape[0], dtype=torch.float32),
-    mutates_args=("logits_CV", "d_logits_CV"),
+    mutates_args=("logits_CV", "d_logits_CV", "scales"),
 )
 
 
@@ -257,9 +327,30 @@ def cross_entropy_(
         return cross_entropy_ref_(logits_CV, labels_C, dtype)
     logits_CV, labels_C = logits_CV.contiguous(), labels_C.contiguous()
     if dtype == logits_CV.dtype:
-        return _cross_entropy_op(logits_CV, labels_C, None, True).sum(), logits_CV
+        return _cross_entropy_op(logits_CV, labels_C, None, None, True, True).sum(), logits_CV
     d_logits_CV = None if dtype is None else torch.empty_like(logits_CV, dtype=dtype)
-    return _cross_entropy_op(logits_CV, labels_C, d_logits_CV, False).sum(), d_logits_CV
+    losses_C = _cross_entropy_op(logits_CV, labels_C, d_logits_CV, None, False, True)
+    return losses_C.sum(), d_logits_CV
+
+
+def cross_entropy_blocks(
+    logits_CV: Tensor, labels_C: Tensor, *, power_of_two: bool
+) -> tuple[Tensor, Blocks]:
+    """Return all rows' summed loss and its gradient in FP8, one scale per 128 columns of a row.
+
+    The gradient is rounded once, from fp32; logits are left as they are. Else as `cross_entropy_`.
+
+    Args:
+        logits_CV: contiguous bf16, fp16 or fp32; V a multiple of 128.
+        power_of_two: of the scales.
+    """
+    if not use_kernel(logits_CV):
+        loss, d_logits_CV = cross_entropy_ref_(logits_CV.float(), labels_C, torch.float32)
+        assert d_logits_CV is not None
+        return loss, row_blocks_ref(d_logits_CV, power_of_two)
+    d = empty_row_blocks(logits_CV, *logits_CV.shape)
+    out = (d.values.view(torch.uint8), d.scales, False, power_of_two)
+    return _cross_entropy_op(logits_CV, labels_C.contiguous(), *out).sum(), d
 
 
 def row_statistics_ref(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
@@ -306,18 +397,21 @@ def _softmax_gradient(
     highs_C: Tensor,
     sums_C: Tensor,
     d_logits_CV: Tensor | None,
+    scales: Tensor | None,
+    power_of_two: bool,
 ) -> None:
     C, V = logits_CV.shape
     out_CV = logits_CV if d_logits_CV is None else d_logits_CV
-    args = (logits_CV, labels_C, highs_C, sums_C, out_CV)
-    launch(_softmax_gradient_kernel, C, *args, V=V, IGNORE=IGNORE_INDEX, **_tile(V))
+    args = (logits_CV, labels_C, highs_C, sums_C, out_CV, *_at(scales))
+    how = dict(V=V, IGNORE=IGNORE_INDEX, POWER_OF_TWO=power_of_two, **_tile(V))
+    launch(_softmax_gradient_kernel, C, *args, **how)
 
 
 _softmax_gradient_op = Op(
     "softmax_gradient_",
     _softmax_gradient,
     lambda *_: None,
-    mutates_args=("logits_CV", "d_logits_CV"),
+    mutates_args=("logits_CV", "d_logits_CV", "scales"),
 )
 
 
@@ -353,5 +447,19 @@ def softmax_gradient_(
     logits_CV = logits_CV.contiguous()
     d_logits_CV = None if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
     labels_C, highs_C, sums_C = (t.contiguous() for t in (labels_C, highs_C, sums_C))
-    _softmax_gradient_op(logits_CV, labels_C, highs_C, sums_C, d_logits_CV)
+    _softmax_gradient_op(logits_CV, labels_C, highs_C, sums_C, d_logits_CV, None, True)
     return logits_CV if d_logits_CV is None else d_logits_CV
+
+
+def softmax_gradient_blocks(
+    logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor, *, power_of_two: bool
+) -> Blocks:
+    """Return what `softmax_gradient_` does in FP8, as `cross_entropy_blocks` has it."""
+    numbers = (labels_C, highs_C, sums_C)
+    if not use_kernel(logits_CV):
+        d_logits_CV = softmax_gradient_ref_(logits_CV.float(), *numbers, torch.float32)
+        return row_blocks_ref(d_logits_CV, power_of_two)
+    d = empty_row_blocks(logits_CV, *logits_CV.shape)
+    out = (d.values.view(torch.uint8), d.scales, power_of_two)
+    _softmax_gradient_op(logits_CV, *(x_C.contiguous() for x_C in numbers), *out)
+    return d

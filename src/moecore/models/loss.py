@@ -28,12 +28,7 @@ from moecore.base.fields import Count, check_arguments
 from moecore.base.options.precision import Recipe
 from moecore.base.torch_names import autocast_dtype
 from moecore.kernels.common import no_autocast
-from moecore.kernels.cross_entropy import (
-    IGNORE_INDEX,
-    cross_entropy_,
-    row_statistics,
-    softmax_gradient_,
-)
+from moecore.kernels.cross_entropy import IGNORE_INDEX, row_statistics
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.moe.dispatch.collectives import gather_ranks
 from moecore.precision.head import HeadProducts, head_products
@@ -185,18 +180,15 @@ def _add_chunk_(
     # What is as large as the logits is gone when this returns, before the next chunk's are made.
     want = d_hidden_CD is not None or d_weight_VD is not None
     logits_CV = products.logits(hidden_CD)
-    d_logits_CV = None
+    d_logits = None
     if group is None:
-        loss, d_logits_CV = cross_entropy_(logits_CV, labels_C, hidden_CD.dtype if want else None)
+        loss, d_logits = products.cross_entropy(logits_CV, labels_C, wants=want)
     else:
         of_rows = whole_rows(logits_CV, labels_C, group)
         loss = -of_rows.log_probs().sum()
         if want:
-            d_logits_CV = softmax_gradient_(logits_CV, *of_rows[:3], hidden_CD.dtype)
-    if d_logits_CV is None:
-        return loss
-    d_logits = products.operand(d_logits_CV)
-    del logits_CV, d_logits_CV
+            d_logits = products.softmax_gradient(logits_CV, *of_rows[:3])
+    del logits_CV
     if d_hidden_CD is not None:
         products.d_hidden(d_logits, d_hidden_CD)
     if d_weight_VD is not None:

@@ -22,6 +22,12 @@ from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import is_gpu
+from moecore.kernels.cross_entropy import (
+    cross_entropy_,
+    cross_entropy_blocks,
+    softmax_gradient_,
+    softmax_gradient_blocks,
+)
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.quantised import (
@@ -53,9 +59,20 @@ class HeadProducts:
         dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
         return product(hidden_CD, self.weight_VD.t(), dtype)
 
-    def operand(self, d_logits_CV: Tensor) -> Any:
-        """Return the gradient of the last logits as the products of both gradients take it."""
-        return d_logits_CV
+    def cross_entropy(
+        self, logits_CV: Tensor, labels_C: Tensor, *, wants: bool
+    ) -> tuple[Tensor, Any]:
+        """Return the summed loss of the last logits, used up, and, if wanted, their gradient.
+
+        The gradient is as the products take it.
+        """
+        return cross_entropy_(logits_CV, labels_C, self.hidden_CD.dtype if wants else None)
+
+    def softmax_gradient(
+        self, logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor
+    ) -> Any:
+        """Return that gradient from numbers of whole rows, as `softmax_gradient_` takes them."""
+        return softmax_gradient_(logits_CV, labels_C, highs_C, sums_C, self.hidden_CD.dtype)
 
     def d_hidden(self, d_logits: Any, out_CD: Tensor) -> None:
         """Write the gradient of the chunk's hidden states."""
@@ -69,8 +86,8 @@ class HeadProducts:
 class BlockwiseHeadProducts(HeadProducts):
     """Products in FP8 by a "blockwise" recipe, for V and D that are multiples of 128."""
 
-    # Logits, in whose memory their gradient lies, take two bytes, and its two operands one each:
-    # the second is made when the wide gradient is gone.
+    # Logits take two bytes, and both operands of their gradient one each, the second of them when
+    # the logits are gone.
     chunks = 2
 
     def __init__(self, weight_VD: Tensor, *, training: bool, recipe: Recipe) -> None:
@@ -84,12 +101,24 @@ class BlockwiseHeadProducts(HeadProducts):
         self.dtype, C = hidden_CD.dtype, hidden_CD.shape[0]
         self.ends_1 = torch.full((1,), C, dtype=torch.int32, device=hidden_CD.device)
         self.tiles: RowTiles = map_row_tiles(self.ends_1, C)
-        self.hidden = self._rows(hidden_CD)
+        rows = quantise_rows(hidden_CD.contiguous(), power_of_two=self.power_of_two)
+        self.hidden = gather_row_blocks(rows, None, None, None)
         return self._product(self.hidden, self.weight.rows)
 
     @override
-    def operand(self, d_logits_CV: Tensor) -> Blocks:
-        return self._rows(d_logits_CV)
+    def cross_entropy(
+        self, logits_CV: Tensor, labels_C: Tensor, *, wants: bool
+    ) -> tuple[Tensor, Any]:
+        if not wants:
+            return cross_entropy_(logits_CV, labels_C, None)
+        return cross_entropy_blocks(logits_CV, labels_C, power_of_two=self.power_of_two)
+
+    @override
+    def softmax_gradient(
+        self, logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor
+    ) -> Blocks:
+        how = dict(power_of_two=self.power_of_two)
+        return softmax_gradient_blocks(logits_CV, labels_C, highs_C, sums_C, **how)
 
     @override
     def d_hidden(self, d_logits: Blocks, out_CD: Tensor) -> None:
@@ -100,10 +129,6 @@ class BlockwiseHeadProducts(HeadProducts):
         d_logits, hidden = (tile_tokens(x, None, self.tiles) for x in (d_logits, self.hidden))
         how: Any = dict(out=out_VD[None], adds=not first, dtype=out_VD.dtype)
         fp8_wgrad(d_logits, hidden, self.tiles, **how)
-
-    def _rows(self, x: Tensor) -> Blocks:
-        rows = quantise_rows(x.contiguous(), power_of_two=self.power_of_two)
-        return gather_row_blocks(rows, None, None, None)
 
     def _product(self, a: Blocks, b: Blocks | None) -> Tensor:
         assert b is not None
