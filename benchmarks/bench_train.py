@@ -90,6 +90,7 @@ SHOWN = (
     "no_overlap",
     "send_again",
     "fp8_dispatch",
+    "fp8_head",
     "ep",
     "cp",
     "tp",

@@ -158,7 +158,7 @@ def _write_zeros(
             tl.store(scales + block * stride + row, least, mask=block < V // 128)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _cross_entropy_kernel(
     logits,  # [C, V], contiguous
     labels,  # [C] int64
@@ -231,7 +231,7 @@ def _row_statistics_kernel(
     tl.store(statistics + row * 3 + 2, picked)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _softmax_gradient_kernel(
     logits,  # [C, V], contiguous
     labels,  # [C] int64
