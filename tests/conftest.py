@@ -40,6 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run the cases marked nightly as well")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):  # this process starts workers of pytest-xdist
+        from tests.helpers.ranks import share_servers
+
+        share_servers()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     whole_grids = config.option.nightly or torch.cuda.is_available()
 
