@@ -55,15 +55,17 @@ ON_ONE_GPU = 4  # ranks that share the only GPU of a host, where any number woul
 IMPORTED = (
     "tests.helpers.ranks",
     "moecore.parallelize",
-    "moecore.io.hf",
+    "moecore.io",
     "moecore.models",
     "moecore.packing",
+    "moecore.planning",
     "moecore.train",
     "pytest",
     "torch._dynamo",
     "torch._functorch.aot_autograd",  # what a first compile imports, and the next line's
     "torch._inductor.compile_fx",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",  # if it is there: a second per rank
+    "peft",  # if it is there
 )
 FIRST, LAST = "tests.helpers.sparing", "tests.helpers.frozen"
 SERVERS = "MOECORE_RANKS_SERVERS"  # addresses of the two that a parent has started
