@@ -47,7 +47,7 @@ NIGHTLY = [
 
 def build(name: str) -> Decoder:
     """Return a preset whose attention is one operation on a CPU: with heads of one size."""
-    config = preset(name.removesuffix(" in FP8"))
+    config = dataclasses.replace(preset(name.removesuffix(" in FP8")), num_layers=2)
     if config.mla is not None:
         mla = dataclasses.replace(config.mla, v_head_dim=config.mla.qk_head_dim)
         config = dataclasses.replace(config, mla=mla)
