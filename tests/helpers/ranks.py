@@ -178,7 +178,7 @@ def _main(
     rank = first_rank + index
     os.environ.clear()  # a fork has the server's, which may be older
     os.environ.update(environ)
-    # What loads a rank's data forks from the rank; a server's children would start one of their own.
+    # What loads its data forks from the rank, as by default; else it would start another server.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     timeout_s = int(os.environ.get(TIMEOUT_S, "900"))

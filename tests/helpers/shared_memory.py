@@ -108,7 +108,9 @@ class Memory:
         at, forms = HEAD_BYTES, list[Form]()
         for part in parts:
             forms.append((at, tuple(part.shape), part.dtype))
-            self.view(slot, self.rank, forms[-1]).copy_(part.detach() if part.requires_grad else part)
+            self.view(slot, self.rank, forms[-1]).copy_(
+                part.detach() if part.requires_grad else part
+            )
             at += -(-part.numel() * part.element_size() // ALIGNMENT) * ALIGNMENT
         head = _head(tuple(forms))
         assert len(head) + 8 <= HEAD_BYTES and at <= SLOT_BYTES, "SLOT_BYTES is too little"
