@@ -28,12 +28,15 @@ from tests.helpers import sparing  # noqa: F401  # tests make little garbage as 
 
 try:
     from hypothesis import settings
+    from hypothesis.internal.conjecture import providers
 except ImportError:  # tests that need it fail by its name
     pass
 else:
     settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
     settings.register_profile("explore", deadline=None)
     settings.load_profile("fixed")
+    # Else examples depend on the source of all modules that are imported, whose parsing takes long.
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
