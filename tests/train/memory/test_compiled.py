@@ -40,7 +40,7 @@ CASES = [(name, parts) for name, options in PARTS.items() for parts in options]
 # Parts of others.
 NIGHTLY = [
     ("tiny-qwen3", ("norm", "rope")),
-    ("tiny-shared", GEMM_LAST),
+    *(("tiny-shared", parts) for parts in PARTS["tiny-shared"]),
     ("tiny-deepseek-v3", GEMM_LAST),
 ]
 
