@@ -79,8 +79,7 @@ SAME: dict[str, dict[str, Any]] = {
     "checkpoints": {},
     "regions": {},
 }
-# Gathers ahead change the bits of no other format either, and regions recompute as checkpoints do.
-NIGHTLY = ["far ahead", "checkpoints"]
+NIGHTLY = ["far ahead"]  # gathers ahead change the bits of no other format either
 # Scales that round with each way of cutting a matrix, powers of two with one.
 RECIPES = {"model dim": (Recipe(), ROUNDED), "tp, ep": (ROUNDED,), "hybrid": (ROUNDED,)}
 REGIONS = MemoryOptions(recompute=("norm", "activation", "qkv_proj", "mlp", "expert_fc1"))
