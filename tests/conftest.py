@@ -28,16 +28,26 @@ from tests.helpers import sparing  # noqa: F401  # tests make little garbage as 
 
 try:
     from hypothesis import settings
+    from hypothesis.internal.conjecture import providers
 except ImportError:  # tests that need it fail by its name
     pass
 else:
     settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
     settings.register_profile("explore", deadline=None)
     settings.load_profile("fixed")
+    # Else examples depend on the source of all modules that are imported, whose parsing takes long.
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run the cases marked nightly as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):  # this process starts workers of pytest-xdist
+        from tests.helpers.ranks import share_servers
+
+        share_servers()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

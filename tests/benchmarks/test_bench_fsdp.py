@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks.forks import rows_of, run
-from tests.helpers.grids import beside
 
 ARGUMENTS = "--seq-len 32 --batch-sizes 1 2 --warm-up 1 --steps 2 --rounds 2 --lr 0.02"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", beside(["tiny-dense", "tiny-qwen3 --ep 2"], ["tiny-dense"]))
+@pytest.mark.nightly  # test_against_fsdp2.py has the bits of both
+@pytest.mark.parametrize("model", ["tiny-dense", "tiny-qwen3 --ep 2"])
 def test_variants_compute_the_same(model: str, tmp_path: Path) -> None:
     words = f"--model {model} {ARGUMENTS} --variants fsdp2 moecore".split()
     rows, _ = rows_of("bench_fsdp", words, tmp_path, num_ranks=2)

@@ -12,6 +12,7 @@ ARGUMENTS = "--preset tiny-deepseek-v3 --layers 3 --seq-len 32 --batch-size 2 --
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # as most scripts of benchmarks
 def test_each_fraction_moves_its_share(tmp_path: Path) -> None:
     words = f"{ARGUMENTS} --min-bytes 256 --fractions 0 0.5 1 --ops step".split()
     rows, said = rows_of("bench_offload", words, tmp_path, num_ranks=1)

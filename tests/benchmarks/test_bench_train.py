@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.bench_train import committed
 
-from tests.benchmarks.forks import run
+from tests.benchmarks.forks import rows_of, run
 
 REPO = Path(__file__).parents[2]
 ARGUMENTS = (
@@ -22,6 +23,14 @@ ARGUMENTS = (
 
 @pytest.mark.slow
 def test_a_run_prints_and_records_its_row(tmp_path: Path) -> None:
+    words = f"{ARGUMENTS} --run-dir {tmp_path / 'run'}".split()
+    (row,), said = rows_of("bench_train", words, tmp_path / "results", num_ranks=2)
+    check(row, said)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly  # its ranks do as above
+def test_torchrun_starts_it(tmp_path: Path) -> None:
     command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.bench_train"
     where = f"--run-dir {tmp_path / 'run'} --results {tmp_path / 'results'}"
     here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -34,9 +43,13 @@ def test_a_run_prints_and_records_its_row(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tokens_per_second_per_gpu" in done.stdout
     (file,) = (tmp_path / "results").iterdir()
     (row,) = [json.loads(line) for line in file.read_text().splitlines()]
+    check(row, done.stdout)
+
+
+def check(row: dict[str, Any], said: str) -> None:
+    assert "tokens_per_second_per_gpu" in said
     assert (row["op"], row["preset"], row["num_gpus"], row["ep"]) == ("train", "tiny-qwen3", 2, 2)
     assert row["tokens_per_step"] == 2 * 2 * 32 and len(row["losses"]) == 3
     rate = row["tokens_per_second_per_gpu"]

@@ -106,6 +106,7 @@ def test_a_report_of_skips_and_errors() -> None:
     assert "no import" in str(found["tests/moe/test_c.py"])
 
 
+@pytest.mark.nightly  # `make bench` collects them as well
 def test_benchmarks_are_collected_by_name_and_all_say_what_proves_them() -> None:
     command = [sys.executable, "-m", "pytest", "benchmarks", "--collect-only", "-q"]
     run = subprocess.run(

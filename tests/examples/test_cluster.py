@@ -97,6 +97,7 @@ def test_kubernetes(job: dict[str, str], tmp_path: Path) -> None:
     assert found == "--run-dir /runs/moecore --preset qwen3-30b-a3b --ep 8 --compile"
 
 
+@pytest.mark.nightly  # the same options of torchrun as those of Slurm
 def test_skypilot(job: dict[str, str], tmp_path: Path) -> None:
     task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
     assert task["num_nodes"] == 2 and task["file_mounts"]["/runs"]["mode"] == "MOUNT_CACHED"

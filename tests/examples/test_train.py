@@ -139,14 +139,21 @@ def assert_same_run(run_dir: Path, straight: Path) -> None:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """One run that never stops, on two hosts, torchrun agents of this one; what rank 0 prints."""
+    """One run that never stops, and what rank 0 prints."""
     run_dir = tmp_path_factory.mktemp("straight")
+    return run_dir, run_in_forks(run_dir, WHOLE)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly  # test_cluster.py starts two hosts, and test_bench_train.py ranks by torchrun
+def test_two_hosts_train_as_one(straight: tuple[Path, str], tmp_path: Path) -> None:
+    """They are torchrun agents of this host."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --local-addr 127.0.0.1"
     agent = [sys.executable, "-m", "torch.distributed.run", *words.split()]
-    agent += ["--rdzv-endpoint", f"127.0.0.1:{port}", str(SCRIPT), "--run-dir", str(run_dir)]
+    agent += ["--rdzv-endpoint", f"127.0.0.1:{port}", str(SCRIPT), "--run-dir", str(tmp_path)]
     hosts = [
         subprocess.Popen(
             [*agent, *f"{MICRO} {WHOLE}".split()],
@@ -159,7 +166,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     ]
     said = [host.communicate(timeout=300) for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], said
-    return run_dir, max((out for out, _ in said), key=lambda text: "--- sample" in text)
+    assert_same_run(tmp_path, straight[0])
+    assert any("--- sample" in out for out, _ in said)
 
 
 @pytest.mark.slow

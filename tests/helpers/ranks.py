@@ -6,6 +6,7 @@ returns on rank 0 comes back. A failing rank stops all of them with its tracebac
 Note "starts": importing takes a rank longer than most cases, so CPU ranks are forks of a server
 that has imported and done nothing else. The last one has a server of its own, an interpreter that
 hashes strings otherwise: ranks that walk a set each in its own order are a bug that must show.
+The workers of pytest-xdist share the two of the process that starts them.
 
 Note "transport": groups of CPU ranks exchange tensors through shared memory (`shared_memory.py`),
 or over gloo, where its sums or its errors are what a test is about.
@@ -33,7 +34,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -54,17 +55,20 @@ ON_ONE_GPU = 4  # ranks that share the only GPU of a host, where any number woul
 IMPORTED = (
     "tests.helpers.ranks",
     "moecore.parallelize",
-    "moecore.io.hf",
+    "moecore.io",
     "moecore.models",
     "moecore.packing",
+    "moecore.planning",
     "moecore.train",
     "pytest",
     "torch._dynamo",
     "torch._functorch.aot_autograd",  # what a first compile imports, and the next line's
     "torch._inductor.compile_fx",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",  # if it is there: a second per rank
+    "peft",  # if it is there
 )
 FIRST, LAST = "tests.helpers.sparing", "tests.helpers.frozen"
+SERVERS = "MOECORE_RANKS_SERVERS"  # addresses of the two that a parent has started
 STARTING = threading.Lock()  # which server forks is a global of multiprocessing
 
 
@@ -112,6 +116,7 @@ def forks() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # before the server starts; later it is ignored
     context.set_forkserver_preload([FIRST, *IMPORTED, LAST])
+    _servers("")  # which may be there
     return context
 
 
@@ -121,7 +126,20 @@ def _servers(imported: str) -> tuple[forkserver.ForkServer, forkserver.ForkServe
     alike = forkserver.ForkServer() if imported else forkserver._forkserver
     for server in (both := (alike, forkserver.ForkServer())):
         server.set_forkserver_preload([FIRST, *IMPORTED, *filter(None, [imported]), LAST])
+    if not imported and SERVERS in os.environ:
+        for server, address in zip(both, os.environ[SERVERS].split(), strict=True):
+            server._forkserver_address = address
+            server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # the parent has it
+            server.ensure_running = resource_tracker.ensure_running  # type: ignore[method-assign]
     return both
+
+
+def share_servers() -> None:
+    """Start both servers for the processes that this one will start."""
+    if sys.version_info < (3, 14):  # which asks for a key
+        for server in (both := _servers("")):
+            server.ensure_running()
+        os.environ[SERVERS] = " ".join(str(server._forkserver_address) for server in both)
 
 
 def _fork(setup: tuple[Any, ...], ranks: range, server: forkserver.ForkServer) -> ProcessContext:
@@ -160,6 +178,8 @@ def _main(
     rank = first_rank + index
     os.environ.clear()  # a fork has the server's, which may be older
     os.environ.update(environ)
+    # What loads its data forks from the rank, as by default; else it would start another server.
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     timeout_s = int(os.environ.get(TIMEOUT_S, "900"))
     faulthandler.dump_traceback_later(timeout_s, file=sys.__stderr__)

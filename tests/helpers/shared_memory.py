@@ -41,7 +41,11 @@ HEAD_BYTES = 1 << 14
 ALIGNMENT = 64
 FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]  # number of the system call
 FUTEX_WAIT, FUTEX_WAKE, EVERYBODY = 0, 1, 1 << 30
-LIBC = ctypes.CDLL(None, use_errno=True)
+SYSCALL = ctypes.CDLL(None, use_errno=True).syscall
+SYSCALL.argtypes = (  # number, address, action, value, seconds
+    *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p),
+    *(ctypes.c_void_p, ctypes.c_int),
+)
 
 Form = tuple[int, tuple[int, ...], torch.dtype]  # first byte in a slot, shape, dtype
 Parts = list[Sequence[Tensor]]  # what each rank sent
@@ -79,6 +83,13 @@ class Memory:
     def has_reached(self, counter: int, value: int) -> bool:
         return self._counters[counter] >= value
 
+    def all_reach(self, counter: int, value: int) -> None:
+        """Wait until the counters of all ranks from this one on have a value."""
+        counters = range(counter, counter + self.size)
+        if min(self._counters[counters.start : counters.stop]) < value:
+            for each in counters:
+                self.reach(each, value)
+
     def reach(self, counter: int, value: int) -> None:
         """Wait until a counter has a value; RuntimeError after the group's timeout."""
         if self._counters[counter] >= value:
@@ -97,7 +108,9 @@ class Memory:
         at, forms = HEAD_BYTES, list[Form]()
         for part in parts:
             forms.append((at, tuple(part.shape), part.dtype))
-            self.view(slot, self.rank, forms[-1]).copy_(part.detach())
+            self.view(slot, self.rank, forms[-1]).copy_(
+                part.detach() if part.requires_grad else part
+            )
             at += -(-part.numel() * part.element_size() // ALIGNMENT) * ALIGNMENT
         head = _head(tuple(forms))
         assert len(head) + 8 <= HEAD_BYTES and at <= SLOT_BYTES, "SLOT_BYTES is too little"
@@ -121,8 +134,7 @@ class Memory:
         return found
 
     def _futex(self, counter: int, action: int, value: int, seconds: Any) -> None:
-        address = ctypes.c_void_p(self._address + 8 * counter)
-        LIBC.syscall(FUTEX, address, action, ctypes.c_uint32(value), seconds, None, 0)
+        SYSCALL(FUTEX, self._address + 8 * counter, action, value, seconds, None, 0)
 
 
 class _Written(Sequence[Tensor]):
@@ -156,6 +168,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.pending: deque[_Collective] = deque()
         self._num_sent = [0] * size
         self._num_received = [0] * size
+        self.no_grad = torch.no_grad()  # one for all operations, which are not within another
 
     # What torch asks of a group, and of the backend that this one is, too.
 
@@ -190,8 +203,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         memory, slot = self.memory, self._begun % SLOTS
         if len(self.pending) == SLOTS:
             self.pending[0].wait()
-        for rank in range(memory.size):
-            memory.reach(memory.size + rank, self._begun + 1 - SLOTS)
+        memory.all_reach(memory.size, self._begun + 1 - SLOTS)
         memory.write(slot, sent)
         self._begun += 1
         memory.raise_to(memory.rank, self._begun)
@@ -341,10 +353,9 @@ class _Collective(dist._Work):
         group, memory = self._group, self._group.memory
         while not self._is_done:
             first = group.pending[0]
-            for rank in range(memory.size):
-                memory.reach(rank, first._number)
+            memory.all_reach(0, first._number)
             slot = (first._number - 1) % SLOTS
-            with torch.no_grad():
+            with group.no_grad:
                 first._receive([memory.read(slot, rank) for rank in range(memory.size)])
             first._is_done = True
             group.pending.popleft()

@@ -238,20 +238,21 @@ class Handle:
         assert y.dtype == out.dtype and y.dtype in (torch.bfloat16, torch.float16, torch.float32)
         assert (weights is not None) == (outputs.topk_weights is not None) == (not is_forward)
         name = "combine" if is_forward else "backward combine"
-        mine = []
-        for row, (r, t) in enumerate(self._sources()):
+        sources, given_back = self._sources(), []
+        for row, (r, t) in enumerate(sources):
             back = {}
             if weights is not None:
                 assert weights.buffer.shape == (rows, self.top_k)
                 for k, (_, column) in enumerate(self._local(r, t)):
                     back[column] = float(weights.buffer[row, k])
-            mine.append((r, t, y[row].clone(), back))
+            given_back.append(back)
         sums = torch.zeros(out.shape, dtype=torch.float32)
         given = torch.zeros(self.ids[me].shape)
-        for part in self.group.exchange(name, mine):  # in the order of ranks
-            for r, t, row, back in part:
+        # In the order of ranks.
+        for part in self.group.exchange(name, (sources, y.float(), given_back)):
+            for (r, t), row, back in zip(*part, strict=True):
                 if r == me:
-                    sums[t] += row.float()
+                    sums[t] += row
                     for column, value in back.items():
                         given[t, column] = value
         out.copy_(sums)

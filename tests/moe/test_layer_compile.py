@@ -12,9 +12,7 @@ from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.base.options.precision import Recipe
 
 LAYERS: dict[str, dict[str, Any]] = {
-    "softmax": {},
-    "shared": dict(shared_hidden_dim=16, shared_gate=True),
-    "latent": dict(latent_dim=16),
+    "shared, latent": dict(shared_hidden_dim=16, shared_gate=True, latent_dim=16),
     "fp8": dict(dim=128, hidden_dim=128),
     "balanced": dict(
         score_function="sigmoid",

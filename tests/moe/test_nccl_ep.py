@@ -165,7 +165,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def trained(dispatcher: Any, meshes: Any, **options: Any) -> list[float]:
     """Return losses and norms of two steps of a decoder."""
     config = preset("tiny")
-    model = Decoder(replace(config, moe=replace(config.moe, num_experts=E)))
+    moe = replace(config.moe, num_experts=E)
+    model = Decoder(replace(config, num_layers=3, moe=moe))  # two of MoE
     model.init_weights(0)
     parallelize_moe(model, meshes, dispatcher=dispatcher, **options)
     step = TrainStep(model, AdamW(model.parameters(), lr=1e-2), max_norm=1.0)

@@ -108,6 +108,9 @@ NIGHTLY = (
     "moe computed again",
     "transformers",
     "two chunks",
+    "shared experts",
+    # As freed units, and blocks of others that are computed again.
+    "freed blocks computed again",
 )
 
 

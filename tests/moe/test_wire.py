@@ -8,6 +8,7 @@ Legend: T tokens of a rank, D model dim, W bytes of a packed row.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -132,6 +133,15 @@ def dispatcher_of(folding: str, fp8: bool) -> Dispatcher:
     return HierarchicalDispatcher(place, near, one, across, fp8=fp8)
 
 
+@cache
+def layer_of(config: MoEConfig, dtype: torch.dtype) -> MoELayer:
+    torch.manual_seed(0)
+    layer = MoELayer(config, dtype=dtype)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return layer
+
+
 def gradients(
     folding: str,
     dispatcher: Any,
@@ -148,10 +158,7 @@ def gradients(
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Return a layer's output, and the gradients of tokens and parameters."""
-    torch.manual_seed(0)
-    layer = MoELayer(config, dtype=dtype)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.2)
+    layer = copy.deepcopy(layer_of(config, dtype))
     experts = layer.part("experts")
     backend = "auto" if recipe is not None else backend
     experts.set_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)

@@ -61,6 +61,24 @@ RING = ContextOptions(way="p2p")
 # Degrees, schedules and options that others have, which stages do not make one another's.
 NIGHTLY = [
     case(
+        4,
+        "pp=4 dp_shard=1",
+        "pp=4 edp_shard=1",
+        pipeline=ONE_F_ONE_B,
+        accumulate=2,
+        layers=4,
+        recompute=True,
+    ),
+    case(
+        6,
+        "pp=3 dp_shard=1 tp=2",
+        "pp=3 etp=2 edp_shard=1",
+        pipeline=TWO,
+        accumulate=4,
+        layers=6,
+        fsdp=GRADS,
+    ),
+    case(
         8,
         "pp=2 dp_shard=2 tp=2",
         "pp=2 ep=2 etp=2 edp_shard=1",
@@ -108,15 +126,6 @@ CASES = [
         "pp=4 dp_shard=1",
         "pp=4 edp_shard=1",
         pipeline=ONE_F_ONE_B,
-        accumulate=2,
-        layers=4,
-        recompute=True,
-    ),
-    case(
-        4,
-        "pp=4 dp_shard=1",
-        "pp=4 edp_shard=1",
-        pipeline=ONE_F_ONE_B,
         accumulate=5,
         layers=5,
         tied=True,
@@ -139,15 +148,6 @@ CASES = [
         accumulate=3,
         context=RING,
         packed=True,
-    ),
-    case(
-        6,
-        "pp=3 dp_shard=1 tp=2",
-        "pp=3 etp=2 edp_shard=1",
-        pipeline=TWO,
-        accumulate=4,
-        layers=6,
-        fsdp=GRADS,
     ),
     case(
         4,

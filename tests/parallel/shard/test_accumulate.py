@@ -83,7 +83,9 @@ NIGHTLY = (
 UNANNOUNCED = ("whole experts, gathered once", "all gathered once", "two blocks together")
 # Steps that are not announced leave nothing shared: one layout of each kind of unit.
 DROPPED = [*((layout, "once") for layout in LAYOUTS), *((each, "every") for each in UNANNOUNCED)]
-OF_NIGHT = [case for case in DROPPED if case[0] in NIGHTLY]
+# A dropped step by day: of each kind of unit, and without shards.
+DROPPED_BY_DAY = (*UNANNOUNCED, "replicated")
+OF_NIGHT = [case for case in DROPPED if case[0] not in DROPPED_BY_DAY]
 
 
 def make(layout: str) -> Decoder:
@@ -182,7 +184,9 @@ def communication(model: Decoder, events: list[str]) -> dict[str, int]:
     )
 
 
-def worker(rank: int, device: torch.device, layouts: list[str]) -> dict[str, Any]:
+def worker(
+    rank: int, device: torch.device, layouts: list[str], drops: list[tuple[str, str]]
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     of: dict[str, dict[str, Tensor]] = {}
     plain = {
@@ -192,7 +196,7 @@ def worker(rank: int, device: torch.device, layouts: list[str]) -> dict[str, Any
         every, (once, by) = plain[EVERY.get(layout, layout)], train(layout, rank, once=True)
         found[layout], of[layout] = errors(once, every), once
         for told, clean in (("once", once), ("every", every)):
-            if (layout, told) not in DROPPED:
+            if (layout, told) not in drops:
                 continue
             dropped, tokens = after_a_dropped_step(layout, rank, once=told == "once")
             found[f"{layout}, dropped, {told}"] = (
@@ -212,7 +216,8 @@ def errors(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     needed = dict.fromkeys([*asked_for(request, "layout"), "all gathered once", "replicated"])
-    return run_ranks(WORLD, worker, [layout for layout in LAYOUTS if layout in needed])
+    drops = asked_for(request, "layout", "told")
+    return run_ranks(WORLD, worker, [layout for layout in LAYOUTS if layout in needed], drops)
 
 
 @pytest.mark.parametrize("layout", beside(LAYOUTS, NIGHTLY))

@@ -105,7 +105,13 @@ SHUFFLED = (*APART[:-3], ("W", 1), ("W", 2), ("W", 0))
 MIXED = tuple(zip("FFDBFDWW", (0, 1, 0, 1, 2, 2, 0, 2), strict=True))
 FEW = ("optim, ep 2", "optim_grads_params, ep 1", "tp", "fp8 gathers, tp")
 WAYS: list[tuple[str, str, Turns]] = [(case, "apart", APART) for case in CASES]
-ALONE = [(case, "apart") for case in NIGHTLY]
+# Other orders of turns have by day a case or two each, which differ in what their units do.
+ALONE = [
+    *((case, "apart") for case in NIGHTLY),
+    *(("optim_grads_params, ep 1", way) for way in ("left", "mixed")),
+    *(("optim, ep 2", way) for way in ("whole", "shuffled")),
+    *(("tp", way) for way in ("left", "whole", "shuffled")),
+]
 WAYS += [(case, "left", LEFT) for case in FEW]
 OTHER_ORDERS: list[tuple[str, str, Turns]] = [
     (case, way, turns)
@@ -229,14 +235,14 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     }
 
 
-def worker(rank: int, device: torch.device, cases: list[str]) -> dict[Any, Any]:
-    cases = [c for c in CASES if c in cases or c == "bf16"]
+def worker(rank: int, device: torch.device, asked: list[tuple[str, str]]) -> dict[Any, Any]:
+    cases = [c for c in CASES if c == "bf16" or c in dict(asked)]
     wanted = {c: make(c, defers=False).play(WHOLE) for c in cases if c not in LIKE_BF16}
     wanted |= dict.fromkeys(LIKE_BF16, wanted["bf16"])
     found: dict[Any, Any] = {"moving": all(map(moves, wanted.values()))}
-    for case in (c for c in FEW if c in cases):
+    for case in (c for c in FEW if (c, "whole") in asked):
         found[case, "whole"] = errors(make(case, defers=True).play(WHOLE), wanted[case])
-    for case, way, turns in (one for one in WAYS + OTHER_ORDERS if one[0] in cases):
+    for case, way, turns in (one for one in WAYS + OTHER_ORDERS if one[:2] in asked):
         run = make(case, defers=True)
         with recorded(run.model) as events:
             found[case, way] = errors(run.play(turns), wanted[case])
@@ -264,16 +270,19 @@ def reductions(model: nn.Module, events: list[str]) -> dict[str, set[int]]:
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[Any, Any]:
-    return run_ranks(WORLD, worker, asked_for(request, "case"))
+    return run_ranks(WORLD, worker, asked_for(request, "case", "way"))
 
 
 def test_there_is_something_to_compare(found: dict[Any, Any]) -> None:
     assert found["moving"] == [True] * WORLD
 
 
+def by_day(ways: list[tuple[str, str]]) -> list[Any]:
+    return beside(ways, [way for way in ways if way in ALONE], several=True)
+
+
 @pytest.mark.parametrize(
-    ("case", "way"),
-    beside([(c, w) for c, w, _ in WAYS] + [(c, "whole") for c in FEW], ALONE, several=True),
+    ("case", "way"), by_day([(c, w) for c, w, _ in WAYS] + [(c, "whole") for c in FEW])
 )
 def test_gradients_have_the_bits_of_whole_backwards(
     case: str, way: str, found: dict[Any, Any]
@@ -281,23 +290,20 @@ def test_gradients_have_the_bits_of_whole_backwards(
     assert found[case, way] == [{}] * WORLD
 
 
-@pytest.mark.parametrize(("case", "way"), [(c, w) for c, w, _ in OTHER_ORDERS])
+@pytest.mark.parametrize(("case", "way"), by_day([(c, w) for c, w, _ in OTHER_ORDERS]))
 def test_another_order_changes_the_order_of_sums_alone(
     case: str, way: str, found: dict[Any, Any]
 ) -> None:
     assert max((e for ours in found[case, way] for e in ours.values()), default=0.0) <= 1e-6
 
 
-@pytest.mark.parametrize("case", beside(CASES, NIGHTLY))
-def test_products_of_weights_run_in_w_alone(case: str, found: dict[Any, Any]) -> None:
+@pytest.mark.parametrize(("case", "way"), by_day([(c, "apart") for c in CASES]))
+def test_products_of_weights_run_in_w_alone(case: str, way: str, found: dict[Any, Any]) -> None:
     turns = [(verb, 0 if verb == "D" else PRODUCTS) for verb, _ in APART if verb != "F"]
-    assert found[case, "apart", "products"] == [turns] * WORLD
+    assert found[case, way, "products"] == [turns] * WORLD
 
 
-@pytest.mark.parametrize(
-    ("case", "way"),
-    beside([(c, w) for c, w, _ in WAYS + OTHER_ORDERS], ALONE, several=True),
-)
+@pytest.mark.parametrize(("case", "way"), by_day([(c, w) for c, w, _ in WAYS + OTHER_ORDERS]))
 def test_what_accumulates_is_reduced_once(case: str, way: str, found: dict[Any, Any]) -> None:
     """Other units by each part that has a gradient of theirs."""
     for by in found[case, way, "reductions"]:
