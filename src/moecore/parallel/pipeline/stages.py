@@ -63,6 +63,9 @@ class StagedModel(Protocol):
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of what enters a stage; see `hidden_shape`."""
 
+    def check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Raise ValueError for a micro-batch that stages cannot run; every rank calls it first."""
+
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the model by its name."""
 
@@ -136,6 +139,15 @@ def check_held(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
                 f"stage ({stage.index}) must be one that this rank has, but {name} is elsewhere: "
                 "pass one of those given to take_stages"
             )
+
+
+def check_given(inputs: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError for a micro-batch that has none of these."""
+    if all(inputs.get(name) is None for name in names):
+        raise ValueError(
+            f"{' or '.join(names)} (None) must be in every micro-batch of pipeline stages, which "
+            "return losses: pass it on all ranks"
+        )
 
 
 def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) -> None:
