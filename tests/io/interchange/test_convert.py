@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -517,6 +518,31 @@ def test_rules_of_megatron_are_not_those_of_every_config(change):
     }[change]
     with pytest.raises(NotImplementedError, match=re.escape(f"DecoderConfig.{message}, ")):
         megatron_blocks(replace(config, **wrong))
+
+
+@pytest.mark.parametrize(
+    "change", [dict(activation_func_clamp_value=10.0), dict(rotary_interleaved=True)]
+)
+def test_arguments_of_a_run_that_make_it_another_model_are_refused(change, tmp_path, monkeypatch):
+    """They are read out of the pickle, in which nothing runs."""
+    config, values = case("qwen3")
+    source = written(tmp_path / "in", megatron_state(config, decoder(config).state_dict()))
+    plain = dict(num_layers=2, swiglu=True, apply_layernorm_1p=False, rotary_interleaved=False)
+    (name,) = change
+    monkeypatch.setattr(Namespace, "__setstate__", lambda *_: pytest.fail("it ran"), raising=False)
+    for protocol in (2, 4):
+        common = dict(
+            args=Namespace(**plain | change), iteration=3, activation_func_tanh_clamp_scale=None
+        )
+        torch.save(common, source / "common.pt", pickle_protocol=protocol)
+        with pytest.raises(NotImplementedError) as error:
+            dcp_to_native(source, tmp_path / "run", config=values)
+        wanted = f"{name} ({change[name]}) of {source / 'common.pt'} must be off, else the native"
+        assert str(error.value).startswith(wanted) and "\n" not in str(error.value)
+    torch.save(dict(args=Namespace(**plain)), source / "common.pt")
+    dcp_to_native(source, tmp_path / "run", config=values)
+    (source / "common.pt").write_bytes(b"no file of torch")
+    dcp_to_native(source, tmp_path / "other", config=values)
 
 
 def test_every_field_is_carried_or_must_have_its_default():

@@ -56,6 +56,12 @@ CARRIED = frozenset(
         *("moe.num_shared_experts", "moe.shared_gate"),
     }
 )
+# Arguments of Megatron-LM with which the same tensors are another model than any of `CARRIED`.
+OTHER_FUNCTIONS = (
+    *("activation_func_clamp_value", "activation_func_tanh_clamp_scale", "glu_linear_offset"),
+    *("activation_func_tanh_clamp_scale_linear", "apply_layernorm_1p", "quick_geglu"),
+    *("moe_apply_probs_on_input", "rotary_interleaved"),
+)
 
 
 @dataclass(frozen=True, slots=True)
