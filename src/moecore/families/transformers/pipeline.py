@@ -157,19 +157,19 @@ def _check_between(model: Any, parts: StageParts) -> None:
     """Raise where a model changes hidden states between its parts, or needs what layers return."""
     shell: Any = copy_modules(model, on_meta, unwrapped=True)[model]
     layers = [f"{parts.layers}.{i}" for i in range(len(shell.get_submodule(parts.layers)))]
-    for name in (parts.embedding, *layers, parts.norm, parts.head):
+    line, entered = [*layers, parts.norm, parts.head], list[tuple[str, Any]]()
+    for name in (parts.embedding, *line):
         shell.set_submodule(name, Elsewhere(shell.get_submodule(name)))
     for module in shell.modules():  # on the CPU, where the model may be on meta
-        buffers = module._buffers.items()
-        module._buffers = {
-            n: b if b is None else torch.zeros_like(b, device="cpu") for n, b in buffers
-        }
-    entered: list[tuple[Any, ...]] = []
-    for name in (*layers, parts.norm, parts.head):
-        shell.get_submodule(name).register_forward_pre_hook(lambda _, args: entered.append(args))
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    for name in line:
+        shell.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: entered.append((name, args[0] if args else None))
+        )
     # One row: what a model unpacks of it in the place of several tensors is an error.
-    config, dtype = model.config.get_text_config(), next(model.parameters()).dtype
-    hidden = torch.zeros(1, 8, config.hidden_size, dtype=dtype)
+    config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
+    hidden = torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu")
     asked = {"use_cache": False, "return_dict": True}
     if hasattr(config, "output_router_logits"):  # else `check_inputs` refuses it
         asked["output_router_logits"] = False
@@ -179,13 +179,11 @@ def _check_between(model: Any, parts: StageParts) -> None:
     except Exception as error:  # of any kind: the model's own code
         reason = " ".join(str(error).split())
         raise _refusal(model, f"its forward fails without its layers ({reason})") from error
-    for name, args in zip((*layers, parts.norm, parts.head), entered, strict=True):
-        x = args[0] if args else None
-        if (
-            not isinstance(x, Tensor)
-            or x.shape != hidden.shape
-            or x.data_ptr() != hidden.data_ptr()
-        ):
+    if [name for name, _ in entered] != line:
+        raise _refusal(model, "it does not run its layers in turn, once each")
+    for name, x in entered:
+        is_same = isinstance(x, Tensor) and x.shape == hidden.shape
+        if not is_same or x.data_ptr() != hidden.data_ptr():
             raise _refusal(model, f"it changes hidden states in front of {name}")
     if version(hidden):
         raise _refusal(model, "it changes hidden states in place")
