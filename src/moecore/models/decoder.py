@@ -50,13 +50,7 @@ from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name, init_normal_, local_param
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.stages import (
-    StageParts,
-    check_given,
-    check_held,
-    check_hidden,
-    runs_norm,
-)
+from moecore.parallel.pipeline.stages import StageParts, check_held, check_hidden, need, runs_norm
 from moecore.precision.plain import Linear
 
 INIT_STD = 0.02
@@ -384,8 +378,7 @@ class Decoder(nn.Module):
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Raise ValueError for a micro-batch that stages cannot run."""
-        check_given(inputs, "tokens_BT")
-        check_given(inputs, "labels_BT", "log_prob_loss")
+        need(inputs, "tokens_BT", "labels_BT or log_prob_loss")
         names = ("tokens_BT", "labels_BT", "padding_mask_BT", "log_prob_loss")
         self._check(*(inputs.get(name) for name in names))  # type: ignore[arg-type]
 

@@ -28,9 +28,9 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import (
     Elsewhere,
     StageParts,
-    check_given,
     check_held,
     check_hidden,
+    need,
     runs_norm,
 )
 from moecore.parallel.shard.units import find_blocks
@@ -94,8 +94,7 @@ class StagedCausal:
                 f"{name} must be left out of a pipeline stage, which has a part of the layers: "
                 "pass input_ids, and balance experts by parallelize_moe(balance=...)"
             )
-        check_given(inputs, "input_ids")
-        check_given(inputs, "labels", "log_prob_loss")
+        need(inputs, "input_ids", "labels or log_prob_loss")
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
         """Run one stage; see `moecore.parallel.pipeline.stages.StagedModel`."""

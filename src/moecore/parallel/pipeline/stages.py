@@ -141,13 +141,14 @@ def check_held(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
             )
 
 
-def check_given(inputs: Mapping[str, Any], *names: str) -> None:
-    """Raise ValueError for a micro-batch that has none of these."""
-    if all(inputs.get(name) is None for name in names):
-        raise ValueError(
-            f"{' or '.join(names)} (None) must be in every micro-batch of pipeline stages, which "
-            "return losses: pass it on all ranks"
-        )
+def need(inputs: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError for a micro-batch without one of these; "a or b" is either."""
+    for name in names:
+        if all(inputs.get(one) is None for one in name.split(" or ")):
+            raise ValueError(
+                f"{name} (None) must be in every micro-batch of pipeline stages, which return "
+                "losses: pass it on all ranks"
+            )
 
 
 def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) -> None:
