@@ -8,16 +8,28 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from moecore import BalanceConfig, MoEConfig, MoELayer, NVLinkOptions, ParallelConfig
+from moecore import (
+    BalanceConfig,
+    MoEConfig,
+    MoELayer,
+    NVLinkOptions,
+    ParallelConfig,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.base.options.precision import Precision, Recipe
 from moecore.integrations.torchtitan.options import MoECore, request_of
-from moecore.models import PRESETS
+from moecore.models import PRESETS, Decoder
 from moecore.moe.forced import force_even_load
+from moecore.precision.apply import amax_histories
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.integrations.titan_options import JOBS, NOT_ASKED, RESUMED, native, resumed, trained
@@ -481,6 +493,58 @@ def test_fused_adamw_is_moecores(implementation: str) -> None:
     assert getattr(found, "master_remainder", False) == (implementation == "fused")
     names = ("lr", "betas", "eps", "weight_decay", "fused")
     assert [group[n] for n in names] == [0.5, (0.9, 0.75), 0.25, 0.1, implementation == "fused"]
+
+
+@pytest.mark.skipif(V03, reason="torchtitan 0.3 makes its optimizers itself")
+def test_histories_of_delayed_scaling_are_saved_with_optimizers(tmp_path: Path) -> None:
+    """A resume has the bits of the run; other data ranks have gradients of another size."""
+    from torchtitan.components.checkpoint import ModelWrapper
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    from moecore.integrations.torchtitan.step import AMAX, finish_at_step
+    from tests.io.checkpoint.test_amax import CONFIG, ROLES
+
+    recipe = Recipe(scaling="tensorwise", amax_history=2, power_of_two=False)
+    meshes = build_meshes(ParallelConfig(), "cpu")
+
+    def job(seed: int) -> tuple[Decoder, dict[str, Any]]:
+        model = Decoder(CONFIG, device="meta")
+        parallelize_moe(model, meshes, precision=Precision(recipe=recipe, roles=ROLES))
+        model.to_empty(device="cpu")
+        model.init_weights(seed)
+        optimizers = OptimizersContainer([model], torch.optim.AdamW, dict(lr=1e-2))
+        finish_at_step(optimizers, [model])
+        return model, {"model": ModelWrapper(model), "optimizer": optimizers}
+
+    def step(model: Decoder, states: dict[str, Any], number: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        tokens_BT = torch.randint(CONFIG.vocab_size, (2, 17), generator=generator)
+        loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:])
+        loss.backward()
+        states["optimizer"].step()
+        states["optimizer"].zero_grad()
+        return [loss.detach(), *past(model).values()]
+
+    def past(model: Decoder) -> dict[tuple[str, str], Tensor]:
+        histories = amax_histories(model).items()
+        return {(name, o): s.clone() for name, h in histories for o, s in h.steps.items()}
+
+    (source, saved), (again, loaded) = job(0), job(1)
+    for number in range(3):
+        step(source, saved, number)
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    wanted = past(source)
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert past(again).keys() == wanted.keys() and len(wanted) == 3 * 11 + 4
+    assert all(torch.equal(steps, wanted[key]) for key, steps in past(again).items())
+    ahead = step(source, saved, 3)
+    assert all(torch.equal(a, b) for a, b in zip(step(again, loaded, 3), ahead, strict=True))
+
+    state = saved["optimizer"].state_dict()
+    state[f"{AMAX}degrees"] = torch.tensor([4, 1, 1])
+    loaded["optimizer"].load_state_dict(state)
+    unknown = {operand for (_, operand), steps in past(again).items() if not steps.any()}
+    assert unknown == {"gradient", "dy", "dh"}
 
 
 @pytest.mark.parametrize(

@@ -335,6 +335,7 @@ def run_scaled_rows(per_row: bool) -> None:
                     scaled_rows.scaled_matrices(w_eND, **how, **layouts)
             if not per_row:
                 one = dict(amax=torch.ones(1), seen=torch.ones(1))
+                scaled_rows.amax_of_rows(x_RD, offsets_e, torch.ones(1))
                 scaled_rows.scaled_rows(x_RD, offsets_e, padded_e, fmt=fmt, **how, **one)
 
 

@@ -239,7 +239,8 @@ def test_history_worked_example() -> None:
     before = history.steps["input"].clone()
     advance_together([history], CPU, None)  # no training forward since
     assert torch.equal(history.steps["input"], before)
-    assert history.amax("gradient").item() == 1  # type: ignore[union-attr]
+    assert history.amax("gradient").item() == 0  # type: ignore[union-attr]
+    assert not history.is_sure
 
 
 def test_history_of_a_replayed_graph() -> None:
@@ -253,18 +254,32 @@ def test_history_of_a_replayed_graph() -> None:
 
 
 def test_history_of_a_rank_that_comes_later() -> None:
-    """Steps that other ranks alone had are there for its first training forward, and no sooner."""
+    """Steps that other ranks alone had are there for its first training forward."""
     history = AmaxHistory(2)
-    assert history.largest("weight") is None  # as on all ranks
+    assert history.amax("weight") is None  # as on all ranks
     advance_together([history], CPU, None)  # a step of no rank
     push_together([history], torch.tensor([3.0, 2.0, 0.0]))
-    assert history.amax("input") is None and history.largest("weight") == 2
-    history.record(CPU, training=True)
-    assert history.amax("input") == 3 and history.amax("gradient") is None
-    unused = AmaxHistory(2)
-    advance_together([unused], CPU, None)
-    unused.record(CPU, training=True)
-    assert unused.amax("input") is None
+    assert [history.amax(o).item() for o in history.operands] == [3, 2, 0]  # type: ignore[union-attr]
+    assert not history.is_sure
+    push_together([history], torch.tensor([0.0, 0.0, 1.0]))
+    assert history.is_sure
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e4])
+def test_operands_that_no_step_had_are_scaled_by_their_own(size: float) -> None:
+    """Behind a first step of zeros no bit differs from the first step of others."""
+    x, weight, _, dy = operands()
+    late, first = Fp8Products(HISTORY), Fp8Products(HISTORY)
+    values(late, torch.zeros_like(x, requires_grad=True), weight, dy=torch.zeros_like(dy))
+    assert late.history is not None
+    advance_together([late.history], CPU, None)
+    larger = (size * x.detach()).requires_grad_()
+    for _ in range(2):  # micro-batches
+        found = values(late, larger, weight, dy=size * dy)
+        wanted = values(first, larger, weight, dy=size * dy)
+        assert all(torch.equal(a, b) and a.any() for a, b in zip(found, wanted, strict=True))
+    advance_together([late.history], CPU, None)
+    assert late.history.is_sure and late.history.amax("gradient") == (size * dy).abs().max()
 
 
 def test_delayed_scaling_uses_and_makes_the_history() -> None:

@@ -51,7 +51,7 @@ from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name, init_normal_, local_param
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.stages import StageParts, check_held, check_hidden, runs_norm
+from moecore.parallel.pipeline.stages import StageParts, check_held, check_hidden, need, runs_norm
 from moecore.precision.plain import Linear
 
 INIT_STD = 0.02
@@ -378,6 +378,12 @@ class Decoder(nn.Module):
         """
         num_states = self._num_states(stage, predicts=self._predicts(inputs.get("labels_BT")))
         return self._hidden_shape(num_states, inputs["tokens_BT"], inputs.get("cp"))
+
+    def check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Raise ValueError for a micro-batch that stages cannot run."""
+        need(inputs, "tokens_BT", "labels_BT or log_prob_loss")
+        names = ("tokens_BT", "labels_BT", "padding_mask_BT", "log_prob_loss")
+        self._check(*(inputs.get(name) for name in names))  # type: ignore[arg-type]
 
     def _hidden_shape(self, num_states: int, tokens_BT: Tensor, cp: int | None) -> tuple[int, ...]:
         """Return the shape of so many normed states of own tokens, or of the residual stream."""

@@ -11,6 +11,10 @@ step 0, 2 in step 1 and 1 in step 2 are scaled in
 Magnitudes of this step are collected beside the history, which changes between steps alone
 (`advance_together`), so micro-batches of a step and their recomputation see the same scales.
 Infinity and NaN are not collected: they would clip nothing for n steps, and the step is skipped.
+
+An operand that no step had, such as the gradient behind a matrix of zeros or of a skipped first
+step, is scaled by its own magnitudes until one has it. The device decides that (`amax` is 0); once
+the host knows that all operands have a past (`is_sure`), nothing asks any more.
 """
 
 from __future__ import annotations
@@ -38,18 +42,13 @@ class AmaxHistory:
         self.seen: dict[str, Tensor] = {}  # fp32 [1], the largest of this step so far
         # fp32 [num_steps], the newest step first, 0 where there was none; {} before `push`.
         self.steps: dict[str, Tensor] = {}
-        self._past: dict[str, Tensor] = {}  # fp32 [1], the largest of the steps, or 1 for none
-        self._has_recorded = False  # and stays so: a replayed CUDA graph adds, but runs no Python
-        self._known: set[str] = set()  # operands that `steps` gives a scale to, as this rank knows
+        self._past: dict[str, Tensor] = {}  # fp32 [1], the largest of the steps
+        self.is_sure = False  # the host knows that every operand has a past: `amax` is not 0
+        self._answer: _Answer | None = None  # to whether it has
 
     def amax(self, operand: str) -> Tensor | None:
-        """Return fp32 [1], the largest of the steps; None before the first, when it is its own."""
-        # 1 for an operand that no step had, like the gradient after forwards without backward.
-        return self._past[operand] if operand in self._known else None
-
-    def largest(self, operand: str) -> Tensor | None:
-        """Return fp32 [1], 0 where no step had it; None before the first advance."""
-        return self.steps[operand].amax().reshape(1) if operand in self.steps else None
+        """Return fp32 [1], the largest of the steps, 0 where none had it; None before the first."""
+        return self._past.get(operand)
 
     def record(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
         """Return `seen`, to which a forward that trains and its backward add; {} in others."""
@@ -61,10 +60,6 @@ class AmaxHistory:
             if torch.compiler.is_compiling():
                 return {}
             self.start(device)
-        is_first = not (self._has_recorded or self._known)
-        if self.steps and is_first and not torch.compiler.is_compiling():
-            self._find_known()  # once: other ranks may have had steps before this one's first
-        self._has_recorded = True
         return self.seen
 
     def start(self, device: torch.device) -> None:
@@ -82,7 +77,7 @@ class AmaxHistory:
         if not self.steps:
             for operand in self.operands:
                 self.steps[operand] = torch.zeros(self.num_steps, device=device)
-                self._past[operand] = torch.ones(1, device=device)
+                self._past[operand] = torch.zeros(1, device=device)
 
     def load(self, saved: Mapping[str, Tensor], device: torch.device) -> None:
         """Go on from saved `steps`, the newest that there is room for. Host sync.
@@ -96,19 +91,35 @@ class AmaxHistory:
             newest = saved.get(operand, steps[:0])[: self.num_steps]
             steps[len(newest) :] = 0
             steps[: len(newest)] = newest
-            largest = steps.amax().reshape(1)
             # in place, where a CUDA graph reads it
-            self._past[operand].copy_(torch.where(largest > 0, largest, 1.0))
-        self._find_known()
-
-    def know(self) -> None:
-        """Let scales come from the steps, once this rank had a training forward."""
-        if self._has_recorded:
-            self._known.update(self.operands)
-
-    def _find_known(self) -> None:
+            self._past[operand].copy_(steps.amax())
         wait_on_host()
-        self._known = {operand for operand, steps in self.steps.items() if steps.any()}
+        self.is_sure, self._answer = all(steps.any() for steps in self.steps.values()), None
+
+    def learn(self) -> None:
+        """Take an answer that has come. No host sync."""
+        if self._answer is not None and self._answer.has_come():
+            self.is_sure, self._answer = self._answer.of(self), None
+
+
+class _Answer:
+    """Whether each history has a past of all operands, on its way to the host."""
+
+    def __init__(self, histories: Sequence[AmaxHistory]) -> None:
+        least = torch.stack([torch.cat([*h._past.values()]).amin() for h in histories])
+        self._index = {history: i for i, history in enumerate(histories)}
+        self._least = least.to("cpu", non_blocking=True)
+        self._event = torch.cuda.Event() if least.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def has_come(self) -> bool:
+        """Whether the host can read it, without a wait."""
+        return self._event is None or self._event.query()
+
+    def of(self, history: AmaxHistory) -> bool:
+        """Return that of one history."""
+        return bool(self._least[self._index[history]] > 0)
 
 
 @torch.no_grad()
@@ -137,16 +148,32 @@ def push_together(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
         history.grow(largest.device)
         entries = of_length.setdefault(history.num_steps, [])
         entries += [(history, operand, next(values)) for operand in history.operands]
-        history.know()
     for entries in of_length.values():
         newest = torch.cat([value for _, _, value in entries])[:, None]
         before = torch.stack([history.steps[operand] for history, operand, _ in entries])
         after = torch.where(newest > 0, torch.cat((newest, before[:, :-1]), 1), before)
         of_all = after.amax(1)
-        of_all = torch.where(of_all > 0, of_all, 1.0)
         # in place, where a CUDA graph reads it
         foreach_copy_([history.steps[operand] for history, operand, _ in entries], after.unbind())
         foreach_copy_([history._past[operand] for history, operand, _ in entries], of_all.split(1))
     collected = [seen for history in histories for seen in history.seen.values()]
     if collected:
         foreach_copy_(collected, torch.zeros(len(collected), device=largest.device).split(1))
+    _learn_together([history for history in histories if not history.is_sure])
+
+
+def _learn_together(histories: Sequence[AmaxHistory]) -> None:
+    """Let the host know which histories are sure: at once, or on a GPU before a later step."""
+    for history in histories:
+        history.learn()
+    unasked = [h for h in histories if not h.is_sure and h._answer is None]
+    if not unasked:
+        return
+    if next(iter(unasked[0].steps.values())).is_meta:  # a dry run is of a later step
+        for history in unasked:
+            history.is_sure = True
+        return
+    answer = _Answer(unasked)
+    for history in unasked:
+        history._answer = answer
+        history.learn()

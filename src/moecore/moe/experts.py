@@ -306,7 +306,8 @@ class Experts(nn.Module):
             return None
         seen = history.record(device, training=self.training)
         past = {operand: history.amax(operand) for operand in OPERANDS}
-        return Magnitudes(past, {operand: seen[operand] for operand in OPERANDS if seen})
+        collected = {operand: seen[operand] for operand in OPERANDS if seen}
+        return Magnitudes(past, history.is_sure, collected)
 
     def _quantised(self, w1_eCD: Tensor, w2_eDF: Tensor) -> tuple[Both, Both] | None:
         """Return the matrices by the recipe, for this forward and backward and maybe others."""

@@ -71,6 +71,7 @@ def _linear(
     weight_kind: str,
     grad_fmt: str,
     power_of_two: bool,
+    is_sure: bool,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return y [..., N]; `columns` and what follows the weight's scales are for backward."""
@@ -88,13 +89,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # A unit holds what it has gathered; with the weight autograd checks that it is still there.
     ctx.gathered = None if has_values(weight_NK) else inputs[7:9]
     ctx.dy_seen = inputs[11]  # grows from one backward to the next, so autograd must not check it
-    ctx.how = inputs[12:16]
+    ctx.how = inputs[12:17]
     ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
 
 
 def _gradients(ctx: Any, dy: Tensor) -> Gradients:
     weight_NK, columns, column_scales, w_amax, dy_amax = ctx.saved_tensors
-    activation_kind, _, grad_fmt, power_of_two = ctx.how
+    activation_kind, _, grad_fmt, power_of_two, is_sure = ctx.how
     x_dtype, weight_dtype, bias_dtype = ctx.dtypes
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     dx = operands = dbias_N = None
@@ -105,7 +106,7 @@ def _gradients(ctx: Any, dy: Tensor) -> Gradients:
         power_of_two=power_of_two,
         rows=wants_x,
         columns=wants_weight,
-        amax=dy_amax,
+        amax=past_or_own(dy_amax, dy, is_sure=is_sure),
         seen=ctx.dy_seen,
     )
     if both.rows is not None:
@@ -120,7 +121,7 @@ def _gradients(ctx: Any, dy: Tensor) -> Gradients:
 
 def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Blocks:
     """Return the weight as operand of the input gradient, summed over N."""
-    _, kind, _, power_of_two = ctx.how
+    _, kind, _, power_of_two, _ = ctx.how
     if ctx.gathered is not None:
         rows, scales = ctx.gathered
         return transpose_operand(Blocks(rows, scales, kind), weight_NK.shape[1])
@@ -210,12 +211,14 @@ class Fp8Products(LinearProducts):
         history = self.history
         seen = {} if history is None else history.record(x.device, training=training)
         columns = torch.is_grad_enabled() and weight_NK.requires_grad
-        x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
+        is_sure = history is None or history.is_sure
+        x_amax = past_or_own(self._past("input"), x, is_sure=is_sure)
+        x_both = self._cast_x(x, columns, x_amax, seen.get("input"))
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
         weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))
         operands = (*parts_of(x_both.rows), *parts_of(x_both.columns), *parts_of(weight_rows))
         scales = weight_amax, self._past("gradient"), seen.get("gradient")
-        how = *kinds, self.recipe.grad_format, self.recipe.power_of_two
+        how = *kinds, self.recipe.grad_format, self.recipe.power_of_two, is_sure
         return self._run(_linear_op, x, weight, weight_NK, bias, *operands, *scales, *how)
 
     def _run(
@@ -259,6 +262,8 @@ class Fp8Products(LinearProducts):
             # slowest.
             with torch.no_grad():
                 largest = max_over_cut(amax(local_param(weight)), weight)
+        elif self.history is not None:  # of zeros so far, a cut weight has scales of its parts
+            largest = past_or_own(largest, weight_NK, is_sure=self.history.is_sure)
         power_of_two = self.recipe.power_of_two
         both = cast(
             weight_NK, kind, power_of_two=power_of_two, columns=False, amax=largest, seen=seen
@@ -285,6 +290,11 @@ class Fp8Products(LinearProducts):
 
 
 _linear_op = linear_op("fp8_linear", Fp8Products)
+
+
+def past_or_own(past: Tensor | None, x: Tensor, *, is_sure: bool) -> Tensor | None:
+    """Return what x is scaled by, fp32 [n]: a past that may be 0, or its own; None = its own."""
+    return past if past is None or is_sure else amax(x, past)
 
 
 def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:

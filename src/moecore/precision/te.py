@@ -83,15 +83,15 @@ def _operand(
     *,
     over_rows: bool = False,
 ) -> Any:
-    """Return a matrix as an operand, by a largest magnitude of its own where none is given."""
+    """Return a matrix as an operand, by a largest magnitude: its own where none, or 0, is given."""
     x_RC = te_names.without_infinities(x_RC.detach().contiguous())
     if operand != "weight":  # zeros, which change no scale
         x_RC = pad(x_RC, (0, 0, 0, -x_RC.shape[0] % recipe.rows))
     if largest is None and seen is None:
         return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows)
     fmt = recipe.grad_format if operand == "gradient" else "e4m3"
-    of_own = amax(x_RC).amax().reshape(1) if largest is None else largest
-    _, scale = block_scale_ref(of_own, recipe.power_of_two, LARGEST[fmt])
+    used = amax(x_RC, largest).amax().reshape(1)
+    _, scale = block_scale_ref(used, recipe.power_of_two, LARGEST[fmt])
     return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=seen)
 
 

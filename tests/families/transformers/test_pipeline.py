@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from moecore import ParallelConfig, PipelineConfig, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.io import init_hf
 from moecore.parallel.pipeline.stages import take_stages
+from moecore.planning import fake_world
 from tests.families.transformers.family_models import freeze_indexers, tiny_model
 from tests.families.transformers.hf_models import batch, learned, padding_mask, random_model
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
@@ -62,6 +64,7 @@ FAMILIES = {
     "nemotron, kinds of layers": lambda: tiny_model("nemotron_h"),
     "gated delta": lambda: tiny_model("qwen3_next"),
     "sparse": sparse,
+    "a factor of logits": lambda: tiny_model("cohere2_moe"),
 }
 
 
@@ -180,48 +183,79 @@ REFUSED = {
     "gemma4": "has 4 modules behind its layers",
     "zaya": "has model.input_hidden_states_scale beside its layers",
     "openai_privacy_filter": "has no embedding, or no head",
-}
-REFUSED_LATER = {
-    "granitemoe": "changes hidden states next to its head",  # a factor of logits
-    "inkling": "changes hidden states next to a layer or its norm",
-    "glm_moe_dsa": "GlmMoeDsaDecoderLayer returns more than hidden states",
-    "qwen4_exp": "has hidden states (2, 9, 128) and not (2, 9, 32)",
+    "granitemoe": "it changes hidden states in front of model.layers.0",  # a factor of embeddings
+    "inkling": "it changes hidden states in front of lm_head",
+    "glm_moe_dsa": "its forward fails without its layers",  # which return several tensors
+    "qwen4_exp": "it changes hidden states in front of model.layers.0",  # several streams
 }
 
 
-@pytest.mark.parametrize("family", [*REFUSED, *REFUSED_LATER])
-def test_models_that_are_more_than_their_parts_are_refused(family):
-    model = tiny_model(family)
-    g = torch.Generator().manual_seed(3)
-    inputs = {"input_ids": torch.randint(52, 61, (2, 9), generator=g)}
-    stage = stages_of("Et|tL")[0]
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("family", REFUSED)
+def test_models_that_are_more_than_their_parts_are_refused(family, device):
+    """By the whole model, before any rank runs a stage of it."""
+    with torch.device(device):
+        model = tiny_model(family)
     with pytest.raises(NotImplementedError) as error:
-        take_stages(staged(model), [stage])
-        assert family in REFUSED_LATER
-        staged(model)(stage=stage, hidden=None, **inputs)
+        staged(model)
     message = str(error.value)
     assert message.startswith(f"model ({type(model).__name__}) must be embedding, layers, norm and")
-    assert {**REFUSED, **REFUSED_LATER}[family] in message and "\n" not in message
+    assert REFUSED[family] in message and "\n" not in message
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_refuses_before_ranks_agree(rank):
+    with fake_world(2, rank):
+        meshes = build_meshes(ParallelConfig(pp=2), "cpu")
+        with pytest.raises(NotImplementedError, match="GraniteMoeForCausalLM"):
+            parallelize_moe(tiny_model("granitemoe"), meshes, pipeline=PipelineConfig())
+
+
+def test_a_layer_with_more_results_is_refused():
+    """Its model takes both forms, so that only its forward shows it."""
+    model = FAMILIES["qwen3-moe"]()
+    model.model.layers[0].register_forward_hook(lambda *found: (found[-1], None))
+    with pytest.raises(NotImplementedError, match="DecoderLayer returns more than hidden states"):
+        staged(model)(stage=stages_of("Et|tL")[0], hidden=None, **inputs_of())
 
 
 WRONG = [
-    (1, None, {}, "hidden (None) must be None in the stage with the embedding and given in every"),
-    (0, (2, 11, 32), {}, "hidden ((2, 11, 32)) must be None in the stage with the embedding and"),
-    (1, (2, 10, 32), {}, "hidden (2, 10, 32) (torch.float32) must be floating with the shape (2,"),
-    (0, None, {"input_ids": None}, "input_ids (None) must be given to every pipeline stage"),
-    (0, None, {"output_router_logits": True}, "output_router_logits must be left out of a pipe"),
-    (0, None, {"use_cache": True}, "use_cache must be left out of a pipeline stage"),
-    (0, None, {"inputs_embeds": torch.ones(2)}, "inputs_embeds must be left out of a pipeline"),
-    (0, None, {"past_key_values": object()}, "past_key_values must be left out of a pipeline"),
-    (2, (2, 11, 32), {}, "stage (2) must be one that this rank has, but model.norm is elsewhere"),
+    (1, None, "hidden (None) must be None in the stage with the embedding and given in every"),
+    (0, (2, 11, 32), "hidden ((2, 11, 32)) must be None in the stage with the embedding and"),
+    (1, (2, 10, 32), "hidden (2, 10, 32) (torch.float32) must be floating with the shape (2,"),
+    (2, (2, 11, 32), "stage (2) must be one that this rank has, but model.norm is elsewhere"),
 ]
 
 
-@pytest.mark.parametrize(("index", "shape", "changed", "message"), WRONG)
-def test_what_is_no_stage_of_a_rank_is_refused(index, shape, changed, message):
+@pytest.mark.parametrize(("index", "shape", "message"), WRONG)
+def test_what_is_no_stage_of_a_rank_is_refused(index, shape, message):
     model, stages = FAMILIES["qwen3-moe"](), stages_of("Et|t|L")
     take_stages(staged(model), stages[:2])
     hidden = None if shape is None else torch.zeros(shape)
     with pytest.raises(ValueError) as error:
-        staged(model)(stage=stages[index], hidden=hidden, **inputs_of() | changed)
+        staged(model)(stage=stages[index], hidden=hidden, **inputs_of())
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+WRONG_INPUTS = [
+    ({"input_ids": None}, "input_ids (None) must be in every micro-batch of pipeline stages"),
+    ({"labels": None}, "labels or log_prob_loss (None) must be in every micro-batch of pipeline"),
+    ({"output_router_logits": True}, "output_router_logits must be left out of a pipeline stage"),
+    ({"use_cache": True}, "use_cache must be left out of a pipeline stage"),
+    ({"inputs_embeds": torch.ones(2)}, "inputs_embeds must be left out of a pipeline stage"),
+    ({"past_key_values": object()}, "past_key_values must be left out of a pipeline stage"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), WRONG_INPUTS)
+def test_micro_batches_that_no_stages_run(changed, message):
+    with pytest.raises(ValueError) as error:
+        staged(FAMILIES["qwen3-moe"]()).check_inputs(inputs_of() | changed)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_router_logits_of_a_config_are_refused():
+    model = FAMILIES["qwen3-moe"]()
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="output_router_logits must be left out of a pipeline"):
+        staged(model).check_inputs(inputs_of())

@@ -80,7 +80,7 @@ class Job:
     def unknown(self) -> set[str]:
         """Return operands that have scales of their own values."""
         histories = amax_histories(self.model).values()
-        return {o for history in histories for o in history.operands if history.amax(o) is None}
+        return {o for h in histories for o in h.operands if not h.amax(o)}
 
     def save(self, folder: Path) -> Path:
         return save(folder, 1, self.model, self.optimizer)

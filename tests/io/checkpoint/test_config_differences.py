@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from torch import Tensor, nn
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.io import load, read_manifest, save
-from moecore.io.checkpoint.config_differences import Difference, hf_differences, own_config
+from moecore.io.checkpoint import config_differences
+from moecore.io.checkpoint.config_differences import (
+    Difference,
+    differences,
+    hf_differences,
+    own_config,
+)
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.models import Decoder, preset
 from tests.families.transformers.hf_models import ARCHITECTURES, random_model
@@ -292,3 +299,25 @@ def test_every_rank_raises(tmp_path: Path) -> None:
     for error, same in run_ranks(2, rank_differs, str(tmp_path)):
         assert "1 differ: config.rms_norm_eps (0.5) must be 1e-06 as in the checkpoint" in error
         assert same
+
+
+@pytest.mark.parametrize("name", ["tiny-deepseek-v3", "tiny-qwen3-next", "tiny-nemotron-h"])
+def test_every_field_of_a_native_config_counts_unless_it_is_named(name):
+    """Exports and conversions to Hugging Face's files compare by this."""
+    config = preset(name)
+    skipped = config_differences.TRAINING
+
+    def check(values: dict[str, Any], prefix: str) -> None:
+        for field, value in [*values.items()]:
+            path = prefix + field
+            if isinstance(value, dict) and path not in skipped:
+                check(value, f"{path}.")
+                continue
+            values[field] = "another value"
+            found = [one.name for one in differences(config, whole)]
+            assert found == ([] if path in skipped else [path])
+            values[field] = value
+
+    whole = asdict(config)
+    check(whole, "")
+    assert whole == asdict(config)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,8 @@ from moecore.io.interchange import dcp as dcp_room
 from moecore.io.interchange.convert import dcp_to_native, native_to_dcp
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, write_dcp
 from moecore.io.interchange.dcp_metadata import _MetadataRecord, _Unpickler
-from moecore.io.interchange.megatron import megatron_blocks
-from moecore.models import Decoder, DecoderConfig, preset
+from moecore.io.interchange.megatron import CARRIED, _not_carried, megatron_blocks
+from moecore.models import Decoder, DecoderConfig
 from tests.families.transformers.hf_models import random_model
 from tests.io.hf.states import hf_state
 from tests.io.hf.test_config import TINY_JSON
@@ -43,8 +46,10 @@ IDS = torch.arange(24).view(2, 12)
 
 def case(name: str) -> tuple[DecoderConfig, dict[str, Any]]:
     """A decoder's config, and the config.json of the same model."""
-    if name.startswith("tiny"):
-        return preset(name), TINY_JSON
+    if "deepseek" in name:  # as Megatron-Core ranks groups, with one eps
+        hf = TINY_JSON if name.startswith("tiny") else make_pair(name)[0].config.to_dict()  # type: ignore[operator]
+        hf = hf | dict(num_experts_per_tok=4, rms_norm_eps=1e-6)
+        return decoder_config_from_hf(hf), hf
     if name == "qwen2":  # with shared experts and their gate
         hf = random_model("qwen2-moe").config.to_dict() | dict(qkv_bias=False)
         return decoder_config_from_hf(hf), hf
@@ -475,6 +480,86 @@ def test_a_model_without_names_there_is_refused(tmp_path):
         with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
             megatron_blocks(config)
     assert not (tmp_path / "out").exists()
+
+
+CHANGED = {
+    "moe.activation": dict(activation="limited_swiglu"),
+    "moe.activation, moe.activation_limit": dict(activation="situ_glu", activation_limit=4.0),
+    "moe.assignment": dict(assignment="sinkhorn", normalize_weights=False),
+    "moe.normalize_weights": dict(score_function="sigmoid", normalize_weights=False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_another_function_of_the_same_tensors_is_refused(name):
+    """The shapes of its tensors are those of a model that Megatron-Core has."""
+    config = case("qwen3")[0]
+    assert config.moe is not None
+    other = replace(config, moe=replace(config.moe, **CHANGED[name]))
+    with pytest.raises(NotImplementedError) as error:
+        megatron_blocks(other)
+    first = name.partition(",")[0]
+    assert str(error.value).startswith(f"DecoderConfig.{first} (") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("change", ["groups", "eps"])
+def test_rules_of_megatron_are_not_those_of_every_config(change):
+    config = case("tiny-deepseek-v3")[0]
+    assert config.moe is not None and config.mla is not None
+    wrong, message = {
+        "groups": (
+            dict(moe=replace(config.moe, top_k=2)),
+            "moe.group_experts (2) must be top_k (2) // top_groups (2)",
+        ),
+        "eps": (
+            dict(mla=replace(config.mla, norm_eps=0.5)),
+            "mla.norm_eps (0.5) must be norm_eps (1e-06)",
+        ),
+    }[change]
+    with pytest.raises(NotImplementedError, match=re.escape(f"DecoderConfig.{message}, ")):
+        megatron_blocks(replace(config, **wrong))
+
+
+@pytest.mark.parametrize(
+    "change", [dict(activation_func_clamp_value=10.0), dict(rotary_interleaved=True)]
+)
+def test_arguments_of_a_run_that_make_it_another_model_are_refused(change, tmp_path, monkeypatch):
+    """They are read out of the pickle, in which nothing runs."""
+    config, values = case("qwen3")
+    source = written(tmp_path / "in", megatron_state(config, decoder(config).state_dict()))
+    plain = dict(num_layers=2, swiglu=True, apply_layernorm_1p=False, rotary_interleaved=False)
+    (name,) = change
+    monkeypatch.setattr(Namespace, "__setstate__", lambda *_: pytest.fail("it ran"), raising=False)
+    for protocol in (2, 4):
+        common = dict(
+            args=Namespace(**plain | change), iteration=3, activation_func_tanh_clamp_scale=None
+        )
+        torch.save(common, source / "common.pt", pickle_protocol=protocol)
+        with pytest.raises(NotImplementedError) as error:
+            dcp_to_native(source, tmp_path / "run", config=values)
+        wanted = f"{name} ({change[name]}) of {source / 'common.pt'} must be off, else the native"
+        assert str(error.value).startswith(wanted) and "\n" not in str(error.value)
+    torch.save(dict(args=Namespace(**plain)), source / "common.pt")
+    dcp_to_native(source, tmp_path / "run", config=values)
+    (source / "common.pt").write_bytes(b"no file of torch")
+    dcp_to_native(source, tmp_path / "other", config=values)
+
+
+def test_every_field_is_carried_or_must_have_its_default():
+    """A new one is refused until it is named."""
+    config = case("tiny-deepseek-v3")[0]
+    assert [*_not_carried(config)] == []
+    named = dict[str, Any]()
+    for prefix, part in (("", config), ("moe.", config.moe), ("mla.", config.mla)):
+        named |= {prefix + field.name: part for field in fields(part)}
+    assert named.keys() >= CARRIED
+    for name in named.keys() - CARRIED - {"moe", "mla"}:
+        changed = copy.copy(named[name])
+        object.__setattr__(changed, name.rpartition(".")[2], "another value")
+        whole = changed if changed.__class__ is DecoderConfig else copy.copy(config)
+        if "." in name:
+            object.__setattr__(whole, name.partition(".")[0], changed)
+        assert [p for p in _not_carried(whole) if p.startswith(f"{name} ('another value') must")]
 
 
 def test_an_error_while_writing_is_the_callers_own(tmp_path):

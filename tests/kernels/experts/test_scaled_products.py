@@ -82,6 +82,8 @@ def run_delayed(
     ids: Tensor,
     past: dict[str, float],
     length: int | None = None,
+    *,
+    is_sure: bool = True,
     **recipe: Any,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return output and gradients with scales of earlier steps, and this step's magnitudes."""
@@ -89,7 +91,7 @@ def run_delayed(
     of_rows: Any = {n: torch.tensor([past[n]]) if n in past else None for n in OPERANDS}
     seen: Any = {n: torch.zeros(1) for n in OPERANDS}
     weights = ExpertWeights(
-        w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], magnitudes=Magnitudes(of_rows, seen)
+        w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], magnitudes=Magnitudes(of_rows, is_sure, seen)
     )
     index = build_index(ids, leaves["weights"], first=0, num_local=5, length=length)
     y = expert_mlp(Rows(leaves["x"]), weights, index, options_of("tensorwise", **DELAYED | recipe))
@@ -119,6 +121,9 @@ def test_delayed_equals_the_oracle(length: int | None) -> None:
     assert (seen["x"], seen["dy"]) == (largest["x"], largest["dy"])  # before they are clipped
     same, _ = run_delayed(leaves, ids, largest, length)
     assert all(torch.equal(same[n], own[n]) for n in OUTPUTS)
+    for past, wanted in ((dict.fromkeys(PAST, 0.0), own), (PAST, found)):  # as no step had, as some
+        again, _ = run_delayed(leaves, ids, past, length, is_sure=False)
+        assert all(torch.equal(again[n], wanted[n]) for n in OUTPUTS)
 
 
 @pytest.mark.parametrize("operand", OPERANDS)
@@ -146,7 +151,7 @@ def test_delayed_experts_refuse_what_takes_no_history() -> None:
     refused = pytest.raises(ValueError, match=r"Recipe.amax_history \(2\) must be 0 for experts")
     with FlopCounterMode(display=False), refused:
         run_delayed(leaves, ids, PAST)
-    own: Any = Magnitudes(dict.fromkeys(OPERANDS), {})
+    own: Any = Magnitudes(dict.fromkeys(OPERANDS), True, {})
     weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], magnitudes=own)
     index, options = rows_of(ids, leaves["weights"], 5), options_of("tensorwise", **DELAYED)
     y = expert_mlp(Rows(leaves["x"]), weights, index, options)

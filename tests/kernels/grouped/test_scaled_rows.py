@@ -11,6 +11,7 @@ from torch import Tensor
 from moecore.kernels.common import INTERPRET
 from moecore.kernels.grouped import scaled_rows as module
 from moecore.kernels.grouped.scaled_rows import (
+    amax_of_rows,
     pad_offsets,
     pad_offsets_ref,
     pad_rows,
@@ -105,6 +106,14 @@ def test_rows_that_are_longer_than_a_program(monkeypatch: pytest.MonkeyPatch, de
     how: Any = dict(per_row=True, power_of_two=True, columns=False)
     found = scaled_rows(x_RD, offsets_e.int(), None, **how)
     check_rows(found, scaled_rows_ref(x_RD, offsets_e.int(), **how), offsets_e)
+
+
+@pytest.mark.parametrize("past", [0.0, 0.25])
+def test_an_amax_that_may_be_of_no_rows(past: float, device: str) -> None:
+    x_RD, offsets_e = torch.randn(180, 144, device=device), torch.tensor([100, 171], device=device)
+    x_RD[171:] = 1e38  # not read
+    found = amax_of_rows(x_RD, offsets_e.int(), torch.tensor([past], device=device))
+    assert found.amax() == (past or x_RD[:171].abs().max())
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])

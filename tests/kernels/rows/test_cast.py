@@ -115,4 +115,8 @@ def test_delayed(device: str) -> None:
 def test_amax(device: str) -> None:
     for shape in SHAPES:
         x = hard(shape, torch.bfloat16, device)
-        assert torch.equal(casts._amax(x).amax(0, keepdim=True), amax_ref(x))
+        for past in (None, 0.0, 0.25, 1e30):  # of earlier steps: where it is not 0 x is not read
+            given = None if past is None else torch.tensor([past], device=device)
+            wanted = casts.past_or_own_ref(given, amax_ref(x))
+            assert torch.equal(casts._amax(x, given).amax(0, keepdim=True), wanted)
+            assert past in (None, 0.0) or wanted == past

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from dataclasses import replace
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from moecore import FSDPOptions
 from moecore.base.copies import copy_modules, on_meta
 from moecore.models import Decoder, DecoderConfig, preset
+from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import Elsewhere, hidden_shape, take_stages
 from moecore.parallel.shard.units import find_blocks, find_units
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
@@ -186,6 +189,27 @@ def test_shapes_by_hand():
     for index in (0, 1):
         with pytest.raises(ValueError, match=f"^stage \\({index}\\) must get hidden states"):
             hidden_shape(staged(model), stages[index], inputs)
+
+
+WRONG_INPUTS = [
+    ({"tokens_BT": None}, "tokens_BT (None) must be in every micro-batch of pipeline stages"),
+    (
+        {"labels_BT": None},
+        "labels_BT or log_prob_loss (None) must be in every micro-batch of pipel",
+    ),
+    ({"tokens_BT": torch.ones(2, 16)}, "tokens (torch.float32) must be ids"),
+]
+
+
+@pytest.mark.parametrize("run", [run_pipeline, forward_pipeline])
+@pytest.mark.parametrize(("changed", "message"), WRONG_INPUTS)
+def test_micro_batches_are_checked_before_ranks_communicate(run, changed, message):
+    model = make("qwen3")
+    pipeline: Any = SimpleNamespace(model=staged(model))  # and nothing to communicate with
+    more = [None] * (len(signature(run).parameters) - 3)
+    with pytest.raises(ValueError) as error:
+        run(model, pipeline, [batch(), batch() | changed], *more)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 X = torch.zeros(2, 16, 64)

@@ -7,9 +7,9 @@
 So masks, positions and rotary embeddings are made by the model in every stage, of the same inputs,
 and a layer keeps its index. Where the head is elsewhere the model's logits are its hidden states.
 
-What a model does to hidden states beside its parts (factors of embeddings or logits, streams that
-layers exchange) would be done in every stage. So a stage's first forward compares what each part
-gets with what the part before has returned.
+What a model does to hidden states beside its parts (factors of embeddings, streams that layers
+exchange) would be done in every stage. So a whole model runs once without its parts, on the CPU and
+on every rank, before it is cut: each part must get what came. Logits alone may be changed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from moecore.base.copies import copy_modules, on_meta
 from moecore.base.torch_names import version
 from moecore.families.transformers.rows import READER, SEQUENCE, RowReader, tokens_of
 from moecore.parallel.pipeline.layout import Stage
@@ -28,12 +30,12 @@ from moecore.parallel.pipeline.stages import (
     StageParts,
     check_held,
     check_hidden,
+    need,
     runs_norm,
 )
 from moecore.parallel.shard.units import find_blocks
 
 PARTS = "_moecore_stage_parts"  # attribute of a model
-CHECKED = "_moecore_checked_stages"  # attribute of a model: stages that have run once
 IS_CUT = "_moecore_is_cut"  # attribute of a model: parts are elsewhere
 RUNS_STAGE = "_moecore_runs_stage"  # attribute of a model: a stage's forward has begun
 LABELS = ("labels", "shift_labels", "log_prob_loss")
@@ -53,8 +55,9 @@ class StagedCausal:
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
         if not hasattr(model, PARTS):
-            setattr(model, PARTS, _find_parts(model))
-            setattr(model, CHECKED, set())
+            parts = _find_parts(model)
+            _check_between(model, parts)
+            setattr(model, PARTS, parts)
         self._reader: RowReader | None = getattr(model, READER, None)
 
     def get_submodule(self, target: str) -> nn.Module:
@@ -81,40 +84,8 @@ class StagedCausal:
         hidden_size: int = self.model.config.get_text_config().hidden_size
         return B, T // (1 if cp is None else cp.size), hidden_size
 
-    def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
-        """Run one stage; see `moecore.parallel.pipeline.stages.StagedModel`."""
-        check_held(self, self.stage_parts(), stage, 0)
-        self._check(hidden, stage, inputs)
-        shape = self.hidden_shape(stage, inputs)
-        if self._reader is not None:
-            inputs[SEQUENCE] = self._reader.sequence_of(tokens_of((), inputs), inputs)
-        if hidden is not None:
-            inputs = {n: v for n, v in inputs.items() if n != "input_ids"}
-            inputs["inputs_embeds"] = hidden
-        if not stage.loss:
-            inputs = {n: v for n, v in inputs.items() if n not in LABELS}
-        with self._alone(stage):
-            if stage in getattr(self.model, CHECKED):
-                return self._run(inputs)
-            stream = _ResidualStream(self.model)
-            with stream.follow(self.stage_parts(), stage):
-                out = self._run(inputs)
-        if not stage.loss:
-            stream.end(out, shape)
-        if not out.is_meta:
-            getattr(self.model, CHECKED).add(stage)
-        return out
-
-    def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        setattr(self.model, RUNS_STAGE, True)
-        try:
-            out = self.model(**{**inputs, "use_cache": False, "return_dict": True})
-        finally:
-            setattr(self.model, RUNS_STAGE, False)
-        found: Tensor = out.logits if getattr(out, "loss", None) is None else out.loss
-        return found
-
-    def _check(self, hidden: Tensor | None, stage: Stage, inputs: Mapping[str, Any]) -> None:
+    def check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Raise ValueError for a micro-batch that stages cannot run."""
         given = [n for n in REFUSED if not (inputs.get(n) is None or inputs[n] is False)]
         if getattr(self.model.config.get_text_config(), "output_router_logits", False):
             given.append("output_router_logits")
@@ -123,13 +94,34 @@ class StagedCausal:
                 f"{name} must be left out of a pipeline stage, which has a part of the layers: "
                 "pass input_ids, and balance experts by parallelize_moe(balance=...)"
             )
-        if inputs.get("input_ids") is None:
-            raise ValueError("input_ids (None) must be given to every pipeline stage: pass them")
+        need(inputs, "input_ids", "labels or log_prob_loss")
+
+    def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
+        """Run one stage; see `moecore.parallel.pipeline.stages.StagedModel`."""
+        check_held(self, self.stage_parts(), stage, 0)
         check_hidden(hidden, stage, self.hidden_shape(stage, inputs))
+        if self._reader is not None:
+            inputs[SEQUENCE] = self._reader.sequence_of(tokens_of((), inputs), inputs)
+        if hidden is not None:
+            inputs = {n: v for n, v in inputs.items() if n != "input_ids"}
+            inputs["inputs_embeds"] = hidden
+        if not stage.loss:
+            inputs = {n: v for n, v in inputs.items() if n not in LABELS}
+        with self._alone(stage) as left:
+            setattr(self.model, RUNS_STAGE, True)
+            try:
+                out = self.model(**{**inputs, "use_cache": False, "return_dict": True})
+            finally:
+                setattr(self.model, RUNS_STAGE, False)
+        if not stage.loss:
+            (found,) = left
+        else:
+            found = out.logits if getattr(out, "loss", None) is None else out.loss
+        return found
 
     @contextmanager
-    def _alone(self, stage: Stage) -> Iterator[None]:
-        """Put `Elsewhere` in the place of what no part of a stage is."""
+    def _alone(self, stage: Stage) -> Iterator[list[Tensor]]:
+        """Put `Elsewhere` in the place of what no part of a stage is; yield what leaves a stage."""
         parts = self.stage_parts()
         layers = enumerate(self.model.get_submodule(parts.layers))
         others = {f"{parts.layers}.{i}": layer for i, layer in layers if i not in stage.layers}
@@ -137,71 +129,63 @@ class StagedCausal:
         names += [] if stage.loss else [parts.head]
         others |= {name: self.model.get_submodule(name) for name in names}
         own = {name: m for name, m in others.items() if not isinstance(m, Elsewhere)}
+        left: list[Tensor] = []
+        mine = [self.model.get_submodule(f"{parts.layers}.{i}") for i in stage.layers]
+        handles = [layer.register_forward_hook(self._refuse_more) for layer in mine]
         try:
             for name in own:
                 self.model.set_submodule(name, Elsewhere(own[name]))
-            yield
-        finally:
-            for name, module in own.items():
-                self.model.set_submodule(name, module)
-
-
-class _ResidualStream:
-    """Follows the hidden states of one forward: a part must get what the part before returned."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._at: Tensor | None = None  # what the last part returned
-        self._version = 0  # of its values
-
-    @contextmanager
-    def follow(self, parts: StageParts, stage: Stage) -> Iterator[None]:
-        """Look at the parts of a stage as they run."""
-        layers: Any = self._model.get_submodule(parts.layers)
-        base = self._model.get_submodule(parts.layers.rpartition(".")[0])
-        followed = [*layers, self._model.get_submodule(parts.norm)]
-        if not stage.loss:
-            followed.append(self._model.get_submodule(parts.head))
-        handles = [base.register_forward_pre_hook(self._start, with_kwargs=True)]
-        for module in followed:
-            handles.append(module.register_forward_pre_hook(self._enter))
-            handles.append(module.register_forward_hook(self._leave))
-        try:
-            yield
+            if not stage.loss:  # before what a model does to logits
+                head = self.model.get_submodule(parts.head)
+                handles.append(head.register_forward_hook(lambda *found: left.append(found[-1])))
+            yield left
         finally:
             for handle in handles:
                 handle.remove()
+            for name, module in own.items():
+                self.model.set_submodule(name, module)
 
-    def end(self, out: Tensor, shape: tuple[int, ...]) -> None:
-        """Raise where a stage without the head returns other than the last part did."""
-        self._compare(out, "its head")
-        if out.shape != shape:
-            raise _refusal(self._model, f"has hidden states {tuple(out.shape)} and not {shape}")
+    def _refuse_more(self, layer: nn.Module, _args: Any, output: Any) -> None:
+        """Raise for a layer with results that the next stage would not get."""
+        if not isinstance(output, Tensor):
+            what = f"{type(layer).__name__} returns more than hidden states"
+            raise _refusal(self.model, what)
 
-    def _start(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("inputs_embeds") is not None:
-            self._set(kwargs["inputs_embeds"])
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not args or not isinstance(args[0], Tensor):
-            raise _refusal(self._model, "does not pass hidden states first")
-        self._compare(args[0], "a layer or its norm")
-
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not isinstance(output, Tensor) or output.shape != args[0].shape:
-            raise _refusal(self._model, f"{type(module).__name__} returns more than hidden states")
-        self._set(output)
-
-    def _set(self, x: Tensor) -> None:
-        self._at, self._version = x, version(x)
-
-    def _compare(self, x: Tensor, place: str) -> None:
-        at = self._at
-        if at is None:  # what the model makes of embeddings, in the stage that has them
-            return
-        is_same = x.shape == at.shape and x.data_ptr() == at.data_ptr()
-        if not is_same or version(x) != self._version:
-            raise _refusal(self._model, f"it changes hidden states next to {place}")
+def _check_between(model: Any, parts: StageParts) -> None:
+    """Raise where a model changes hidden states between its parts, or needs what layers return."""
+    shell: Any = copy_modules(model, on_meta, unwrapped=True)[model]
+    layers = [f"{parts.layers}.{i}" for i in range(len(shell.get_submodule(parts.layers)))]
+    line, entered = [*layers, parts.norm, parts.head], list[tuple[str, Any]]()
+    for name in (parts.embedding, *line):
+        shell.set_submodule(name, Elsewhere(shell.get_submodule(name)))
+    for module in shell.modules():  # on the CPU, where the model may be on meta
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    for name in line:
+        shell.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: entered.append((name, args[0] if args else None))
+        )
+    # One row: what a model unpacks of it in the place of several tensors is an error.
+    config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
+    hidden = torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu")
+    asked = {"use_cache": False, "return_dict": True}
+    if hasattr(config, "output_router_logits"):  # else `check_inputs` refuses it
+        asked["output_router_logits"] = False
+    try:
+        with torch.no_grad():
+            shell(inputs_embeds=hidden, **asked)
+    except Exception as error:  # of any kind: the model's own code
+        reason = " ".join(str(error).split())
+        raise _refusal(model, f"its forward fails without its layers ({reason})") from error
+    if [name for name, _ in entered] != line:
+        raise _refusal(model, "it does not run its layers in turn, once each")
+    for name, x in entered:
+        is_same = isinstance(x, Tensor) and x.shape == hidden.shape
+        if not is_same or x.data_ptr() != hidden.data_ptr():
+            raise _refusal(model, f"it changes hidden states in front of {name}")
+    if version(hidden):
+        raise _refusal(model, "it changes hidden states in place")
 
 
 def _find_parts(model: Any) -> StageParts:

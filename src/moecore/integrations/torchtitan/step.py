@@ -6,17 +6,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.logging import logger
 
 from moecore.integrations.torchtitan.layer import TitanLayer
+from moecore.moe.amax_history import GRADIENTS
 from moecore.moe.metrics import MoEMetrics
 from moecore.parallel.attached import capacity_of, moe_state, request_of
-from moecore.precision.apply import advance_amax, has_history
+from moecore.precision.apply import advance_amax, amax_histories, has_history
 from moecore.train.step import TrainStep
 
 METRICS = "moe_metrics"  # where a step's metrics wait on the optimizers for the next log line
+AMAX = "amax."  # what names of histories begin with
 STEP = "moecore_step"  # attribute of a model with stages: its TrainStep, which has no optimizer
 
 
@@ -38,6 +40,40 @@ def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> No
 
     optimizers.register_step_pre_hook(before_step)
     optimizers.register_step_post_hook(after_step)
+    if delayed:
+        save_histories(optimizers, delayed)
+
+
+def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
+    """Make histories of delayed scaling a part of what torchtitan saves of its optimizers."""
+    save, load = optimizers.state_dict, optimizers.load_state_dict
+    histories = {n: h for part in parts for n, h in amax_histories(part).items()}
+    device = next(parts[0].parameters()).device
+
+    def state_dict() -> dict[str, Any]:
+        # Names are those of every layout, because DCP loads none that a checkpoint lacks.
+        found = {f"{AMAX}degrees": _degrees_of(parts[0])}
+        for name, history in histories.items():
+            history.grow(device)
+            found |= {f"{AMAX}{name}.{o}": steps for o, steps in history.steps.items()}
+        return save() | found
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        load({name: value for name, value in state.items() if not name.startswith(AMAX)})
+        is_same = torch.equal(state[f"{AMAX}degrees"].cpu(), _degrees_of(parts[0]))
+        for name, history in histories.items():
+            saved = {o: state[f"{AMAX}{name}.{o}"] for o in history.operands}
+            history.load({o: s for o, s in saved.items() if is_same or o not in GRADIENTS}, device)
+
+    optimizers.state_dict, optimizers.load_state_dict = state_dict, load_state_dict
+
+
+def _degrees_of(model: nn.Module) -> Tensor:
+    """Return what magnitudes of gradients depend on: see `amax_names` of checkpoints."""
+    request = request_of(model)
+    assert request is not None, "delayed scaling comes from a call of parallelize_moe"
+    meshes = request.meshes
+    return torch.tensor([meshes.data_ranks, meshes.parallel.cp, meshes.parallel.tp])
 
 
 def _ranks_of(model: nn.Module) -> dist.ProcessGroup | None:

@@ -34,7 +34,9 @@ from moecore.io.hf.names import EMBEDDING, FileRecipe, TensorPiece, find_layout,
 from moecore.io.hf.native_writer import Origin, check_alone, write_native
 from moecore.io.hf.quant import TensorSource
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, prefixes, write_dcp
+from moecore.io.interchange.dcp_metadata import read_options
 from moecore.io.interchange.megatron import (
+    OTHER_FUNCTIONS,
     WORDS,
     LayerPlace,
     MegatronBlock,
@@ -217,6 +219,12 @@ def _prefix_of(files: DCPFiles, ending: str) -> str:
 def _megatron_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], list[str]]:
+    for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
+        if value:
+            raise NotImplementedError(
+                f"{option} ({value!r}) of {files.path / 'common.pt'} must be off, else the native "
+                "decoder computes another function of these weights: train on in Megatron-Core"
+            )
     prefix = _prefix_of(files, WORDS)
     names = [name for name in files.tensors if name.startswith(prefix)]
     shapes = {name.removeprefix(prefix): files.tensors[name].shape for name in names}

@@ -12,12 +12,13 @@ import io
 import itertools
 import math
 import pickle
-import pickletools
 import reprlib
+import zipfile
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickletools import genops
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ RECORDS = frozenset(
     }
 )
 HOMES = ("torch.distributed.", "megatron.core.", "pathlib")
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}  # opcodes of a pickle
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
@@ -92,7 +94,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _check_memo(raw: bytes) -> None:
     """Raise for an entry of the memo that is no object's: all before it would get room."""
-    for opcode, number, _ in pickletools.genops(raw):
+    for opcode, number, _ in genops(raw):
         if opcode.name.endswith("PUT") and isinstance(number, int) and number >= len(raw):
             raise _WrongError(f"its memo has {number} entries, more than it has bytes")
 
@@ -115,6 +117,26 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
         f"path ({path / METADATA}) must be that of a whole DCP directory: {message[:300]}: copy "
         "it again"
     )
+
+
+def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
+    """Return what follows names in a file of `torch.save`, such as a trainer's arguments.
+
+    Only numbers, strings, None, True and False are found. Nothing is unpickled. A file that is not
+    there, or of another form, has none.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(read_regular(path, follow=True))) as file:
+            pickles = [file.read(name) for name in file.namelist() if name.endswith("/data.pkl")]
+        codes = [(code.name, value) for raw in pickles for code, value, _ in genops(raw)]
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return {}
+    codes = [(code, value) for code, value in codes if not code.endswith(("PUT", "MEMOIZE"))]
+    return {
+        str(name): CONSTANTS.get(code, value)
+        for (_, name), (code, value) in itertools.pairwise(codes)
+        if isinstance(name, str) and name in names
+    }
 
 
 class _WrongError(Exception):

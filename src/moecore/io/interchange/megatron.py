@@ -29,8 +29,8 @@ Source: Megatron-LM's sharded state dicts and Megatron Bridge's tables of names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NoReturn
+from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn
 
 from moecore.io.hf.names import EMBEDDING, HEAD, hf_copies, hf_plan
 from moecore.models.config import DecoderConfig
@@ -40,6 +40,28 @@ OUTPUT = "output_layer.weight"
 OWN = ("embedding.", "decoder.", "output_layer.", "mtp.")  # of the model; others are a trainer's
 LAYERS, MTP = "decoder.layers", "mtp.layers"
 Shapes = Mapping[str, tuple[int, ...]]
+# Fields that Megatron-Core's tensors or options have, so that the same config.json gives the same
+# model there. Any other field must have its default, else the weights would compute something else.
+CARRIED = frozenset(
+    {
+        *("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "windows"),
+        *("qk_norm", "rope_theta", "rotary_dim", "norm_eps", "tie_embeddings", "dense_layers"),
+        *("mlp_hidden_dim", "num_mtp_layers", "mtp_repeats", "mtp_loss_coef", "mtp_detached"),
+        *("max_seq_len", "ce_chunk_tokens", "mla.kv_lora_rank", "mla.qk_nope_head_dim"),
+        *("mla.qk_rope_head_dim", "mla.v_head_dim", "mla.q_lora_rank", "mla.norm_eps", "yarn"),
+        *("mla.yarn", "moe.dim", "moe.hidden_dim", "moe.num_experts", "moe.top_k", "moe.balance"),
+        *("moe.score_function", "moe.score_order", "moe.normalize_weights", "moe.num_groups"),
+        *("moe.routed_scaling_factor", "moe.top_groups", "moe.group_experts", "moe.expert_bias"),
+        *("moe.router_dtype", "moe.router_jitter", "moe.capacity", "moe.shared_hidden_dim"),
+        *("moe.num_shared_experts", "moe.shared_gate"),
+    }
+)
+# Arguments of Megatron-LM with which the same tensors are another model than any of `CARRIED`.
+OTHER_FUNCTIONS = (
+    *("activation_func_clamp_value", "activation_func_tanh_clamp_scale", "glu_linear_offset"),
+    *("activation_func_tanh_clamp_scale_linear", "apply_layernorm_1p", "quick_geglu"),
+    *("moe_apply_probs_on_input", "rotary_interleaved"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +120,35 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     for name in shapes:
         if name not in covered:
             _refuse(name, shapes)
+    problem = next(_not_carried(config), None)
+    if problem is not None:
+        raise NotImplementedError(
+            f"DecoderConfig.{problem}, else Megatron-Core computes another function of these "
+            "weights: keep native files, or Hugging Face's"
+        )
     return blocks
+
+
+def _not_carried(config: DecoderConfig) -> Iterator[str]:
+    """Yield the fields of a config, and what they must be, with which Megatron-Core's differs."""
+    parts: list[tuple[str, Any]] = [("", config), ("moe.", config.moe), ("mla.", config.mla)]
+    for prefix, part in parts:
+        for field in fields(part) if part is not None else ():
+            name, value = prefix + field.name, getattr(part, field.name)
+            if name not in (*CARRIED, "moe", "mla") and value != field.default:
+                yield f"{name} ({value!r}) must be {field.default!r}"
+    mla, moe = config.mla, config.moe
+    if mla is not None and mla.norm_eps != config.norm_eps:
+        yield f"mla.norm_eps ({mla.norm_eps}) must be norm_eps ({config.norm_eps})"
+    if moe is None:
+        return
+    if moe.top_groups < moe.num_groups and moe.group_experts != moe.top_k // moe.top_groups:
+        yield (
+            f"moe.group_experts ({moe.group_experts}) must be top_k ({moe.top_k}) // top_groups "
+            f"({moe.top_groups})"
+        )
+    if moe.score_function != "softmax" and moe.normalizes != (moe.top_k > 1):
+        yield f"moe.normalize_weights ({moe.normalizes}) must be {moe.top_k > 1}"
 
 
 def _refuse(name: str, shapes: Shapes) -> NoReturn:

@@ -93,7 +93,8 @@ class ProductSource:
 class Magnitudes:
     """The largest magnitudes of expert rows, fp32 [1], with delayed scaling."""
 
-    past: Mapping[Operand, Tensor | None]  # of earlier steps, for scales; None = of the rows
+    past: Mapping[Operand, Tensor | None]  # of earlier steps, for scales; None, 0 = of the rows
+    is_sure: bool  # none is 0
     seen: Mapping[Operand, Tensor]  # grow to those of this step; empty = nothing is collected
 
 

@@ -30,6 +30,7 @@ from moecore.kernels.experts.torch_products import Role, TorchProducts
 from moecore.kernels.grouped.scaled import scaled_gemm, scaled_wgrad
 from moecore.kernels.grouped.scaled_rows import (
     ALIGNED,
+    amax_of_rows,
     pad_offsets,
     scaled_matrices,
     scaled_rows,
@@ -99,7 +100,10 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
         if self.magnitudes is not None:
             # Forward collects those of X and A.
             seen = self.magnitudes.seen.get(operand) if is_gradient or not columns else None
-            how |= {"amax": self.magnitudes.past[operand], "seen": seen}
+            amax = self.magnitudes.past[operand]
+            if amax is not None and not self.magnitudes.is_sure:
+                amax = amax_of_rows(rows, self.offsets_e, amax)
+            how |= {"amax": amax, "seen": seen}
         made = scaled_rows(
             rows,
             self.offsets_e,

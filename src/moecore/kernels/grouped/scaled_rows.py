@@ -37,7 +37,13 @@ from moecore.kernels.common import (
     triton,
     use_kernel,
 )
-from moecore.kernels.rows.cast import amax_parts, cast_rows, has_kernel, stored_as_bytes
+from moecore.kernels.rows.cast import (
+    amax_parts,
+    cast_rows,
+    has_kernel,
+    past_or_own_ref,
+    stored_as_bytes,
+)
 from moecore.kernels.rows.cast_kernel import (
     amax_kernel,
     amax_of_parts,
@@ -52,6 +58,7 @@ from moecore.kernels.rows.scaling import (
     Blocks,
     Both,
     add_seen_ref_,
+    amax_ref,
     encode_ref,
     parts_of,
     quantise_ref,
@@ -110,7 +117,7 @@ def scaled_rows_ref(
     if seen is not None and R:
         add_seen_ref_(x_RD, seen)
     if amax is not None:
-        amax = amax.reshape(1, 1)
+        amax = amax.amax().reshape(1, 1)
     elif not per_row:
         amax = magnitude_ref(x_RD).amax().reshape(1, 1) if R else x_RD.new_zeros(1, 1)
     of_rows = of_columns = None
@@ -127,6 +134,17 @@ def scaled_rows_ref(
         values_DP = values_PD[:-1].T.contiguous().view(DTYPES[fmt])
         of_columns = Blocks(values_DP, scales_eD[:-1].contiguous(), "row")
     return Both(of_rows, of_columns)
+
+
+def amax_of_rows(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
+    """Return fp32 [n], of which the largest scales expert rows: `past` [1], its own where it is 0.
+
+    Rows past the last expert's are not read. No host sync.
+    """
+    if has_kernel(x_RD):
+        return amax_parts(x_RD if x_RD.stride(1) == 1 else x_RD.contiguous(), offsets_e, past)
+    used = torch.arange(len(x_RD), device=x_RD.device) < offsets_e[-1]
+    return past_or_own_ref(past, amax_ref(torch.where(used[:, None], x_RD.detach(), 0)))
 
 
 def _amax_of_columns(x_RD: Tensor, padded: PaddedRows) -> Tensor:
@@ -339,7 +357,7 @@ def scaled_rows(
         fmt: "e4m3" or "e5m2".
         rows: whether to make [R, D] with scales [R], for sums over D.
         columns: whether to make [D, P] with scales [e, D], for sums over an expert's rows.
-        amax: fp32 [1] of other rows, from which all scales come: larger values saturate.
+        amax: fp32 [n], from the largest of which all scales come: larger values saturate.
         seen: fp32 [1], which grows to the largest finite magnitude.
 
     Returns:

@@ -114,7 +114,7 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
         args, grid = (x, None, amax, 1, T, *size), cdiv(T, BLOCK) * cdiv(D, BLOCK)
         launch(amax_kernel, grid, *args, ROWS=rows, E_POW2=1, BLOCK=BLOCK, num_warps=8)
     elif kind == "tensor":
-        amax = _amax(x) if amax is None else amax
+        amax = _amax(x, None) if amax is None else amax
         parts = amax.shape[0]
     (M, K), _, (m, k), _ = shapes
     is_narrow = power_of_two and kind != "block" and seen is None
@@ -213,11 +213,12 @@ def _num_parts(T: int, D: int, num_matrices: int) -> int:
     return next_power_of_2(min(tiles, max(MOST_PARTS // num_matrices, 1)))
 
 
-def amax_parts(x: Tensor, ends_e: Tensor | None = None) -> Tensor:
+def amax_parts(x: Tensor, ends_e: Tensor | None = None, past: Tensor | None = None) -> Tensor:
     """Return fp32 [n], of which the largest is the largest magnitude, by a kernel.
 
     x is [T, D]; or [e, T, D], and the result [e, n]. All rows are as far from the next. NaN is left
-    out. `ends_e` is a running sum of rows, of which those past the last one do not count.
+    out. `ends_e` is a running sum of rows, of which those past the last one do not count. `past` is
+    as in `amax`.
     """
     (T, D), matrices = x.shape[-2:], x.shape[:-2]
     num_matrices = matrices[0] if matrices else 1
@@ -226,7 +227,8 @@ def amax_parts(x: Tensor, ends_e: Tensor | None = None) -> Tensor:
     launch(
         amax_parts_kernel,
         (n, num_matrices),
-        *(x, ends_e, parts, T, D, x.stride(-2), 0 if ends_e is None else ends_e.shape[0]),
+        *(x, ends_e, past, parts, T, D, x.stride(-2)),
+        0 if ends_e is None else ends_e.shape[0],
         PARTS=n,
         ROWS=PART_ROWS,
         COLUMNS=PART_COLUMNS,
@@ -235,12 +237,19 @@ def amax_parts(x: Tensor, ends_e: Tensor | None = None) -> Tensor:
     return parts
 
 
-def _amax(x: Tensor) -> Tensor:
+def _amax(x: Tensor, past: Tensor | None) -> Tensor:
     x_TD = x if x.ndim == 2 else x.detach().reshape(-1, x.shape[-1])
-    return amax_parts(_with_rows(x_TD)) if has_kernel(x) else amax_ref(x_TD.detach())
+    if has_kernel(x):
+        return amax_parts(_with_rows(x_TD), None, past)
+    return past_or_own_ref(past, amax_ref(x_TD.detach()))
 
 
-def _amax_fake(x: Tensor) -> Tensor:
+def past_or_own_ref(past: Tensor | None, own: Tensor) -> Tensor:
+    """Return a largest magnitude of earlier steps, or where that is 0 a tensor's own."""
+    return own if past is None else torch.where(past > 0, past, own)
+
+
+def _amax_fake(x: Tensor, past: Tensor | None) -> Tensor:
     n = _num_parts(math.prod(x.shape[:-1]), x.shape[-1], 1) if has_kernel(x) else 1
     return x.new_empty(n, dtype=torch.float32)
 
@@ -295,7 +304,10 @@ def cast(
     )
 
 
-def amax(x: Tensor) -> Tensor:
-    """Return fp32 [n], of which the largest is the largest magnitude. No autograd, no host sync."""
-    parts: Tensor = _amax_op(x.detach())
+def amax(x: Tensor, past: Tensor | None = None) -> Tensor:
+    """Return fp32 [n], of which the largest is the largest magnitude. No autograd, no host sync.
+
+    `past` is fp32 [1]: where it is not 0 it is the result, and x is not read.
+    """
+    parts: Tensor = _amax_op(x.detach(), past)
     return parts

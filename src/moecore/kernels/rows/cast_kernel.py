@@ -41,6 +41,7 @@ def to_fp8(x, values_ptr, E5M2: tl.constexpr, INTERPRETED: tl.constexpr):  # fp3
 def amax_parts_kernel(
     x_ptr,  # [e, T, D], rows `stride` apart
     ends_ptr,  # [experts] int32 running sum of the rows in use; None = all T
+    past_ptr,  # fp32 [1]: all that is written where it is not 0, and nothing is read; or None
     parts_ptr,  # fp32 [e, PARTS], out
     T,
     D,
@@ -55,6 +56,10 @@ def amax_parts_kernel(
     used = T
     if ends_ptr is not None:
         used = tl.load(ends_ptr + num_experts - 1)
+    past = 0.0
+    if past_ptr is not None:
+        past = tl.load(past_ptr)
+        used = tl.where(past > 0, 0, used)
     width = tl.cdiv(D, COLUMNS)
     largest = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in range(part, tl.cdiv(used, ROWS) * width, PARTS):
@@ -64,7 +69,8 @@ def amax_parts_kernel(
         at = x_ptr + (matrix.to(tl.int64) * T + t)[:, None] * stride + d[None, :]
         x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, magnitude(x))
-    tl.store(parts_ptr + matrix * PARTS + part, tl.max(tl.max(largest, 1), 0))
+    largest = tl.maximum(tl.max(tl.max(largest, 1), 0), past)
+    tl.store(parts_ptr + matrix * PARTS + part, largest)
 
 
 @triton.jit

@@ -97,6 +97,8 @@ def run_pipeline(
     side_by_side: SideBySide,
 ) -> Tensor:
     """Run all micro-batches forward and backward; return their losses, fp32 [n], on every rank."""
+    for inputs in micro_batches:
+        pipeline.model.check_inputs(inputs)
     pipeline.arguments.before_schedule(micro_batches)
     schedule = pipeline.schedule(len(micro_batches))
     run = _ScheduleRun(model, pipeline, schedule, micro_batches, scale, side_by_side)
@@ -109,6 +111,8 @@ def forward_pipeline(
     model: nn.Module, pipeline: Pipeline, micro_batches: Sequence[Inputs]
 ) -> Tensor:
     """Return the losses of micro-batches without gradients, fp32 [n], on every rank."""
+    for inputs in micro_batches:
+        pipeline.model.check_inputs(inputs)
     schedule = pipeline.schedule(len(micro_batches))
     actions = ([a for item in order for a in actions_of(item)] for order in schedule.orders)
     forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)
@@ -211,11 +215,6 @@ class _ScheduleRun:
             out = self._pipeline.model(hidden=hidden, stage=stage, **inputs)
         sent = None if stage.loss else self._checked(out.detach(), action)
         if stage.loss:
-            if out.ndim:
-                raise ValueError(
-                    f"micro_batches[{action.micro_batch}] must have labels, so that the model "
-                    f"returns its loss, found {tuple(out.shape)}: pass them on all ranks"
-                )
             self._losses[action.micro_batch] = out.detach()
             out = self._scale(out)
         if torch.is_grad_enabled():

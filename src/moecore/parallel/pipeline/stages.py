@@ -63,6 +63,9 @@ class StagedModel(Protocol):
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of what enters a stage; see `hidden_shape`."""
 
+    def check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Raise ValueError for a micro-batch that stages cannot run; every rank calls it first."""
+
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the model by its name."""
 
@@ -135,6 +138,16 @@ def check_held(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
             raise ValueError(
                 f"stage ({stage.index}) must be one that this rank has, but {name} is elsewhere: "
                 "pass one of those given to take_stages"
+            )
+
+
+def need(inputs: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError for a micro-batch without one of these; "a or b" is either."""
+    for name in names:
+        if all(inputs.get(one) is None for one in name.split(" or ")):
+            raise ValueError(
+                f"{name} (None) must be in every micro-batch of pipeline stages, which return "
+                "losses: pass it on all ranks"
             )
 
 

@@ -187,7 +187,7 @@ class MatrixFormat(QuantisedFormat):
 
     @override
     def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
-        past = None if part.history is None else part.history.largest("weight")
+        past = None if part.history is None else part.history.amax("weight")
         amax = part.of_matrices
         if past is not None:  # no rank may choose alone, not one that has skipped the linear either
             amax = torch.where(past > 0, past, amax)
