@@ -311,6 +311,13 @@ def test_compiled_as_eager(recipe: Recipe) -> None:
         assert traced.history.amax("gradient").item() == dy.abs().max().item()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kind", ["tile", "block", "row", "tensor"])
+def test_compilers_know_how_casts_are_laid_out(kind: str) -> None:
+    x = torch.randn(256, 128)
+    args = (x, None, kind, "e4m3", True, True, True)
+    torch.library.opcheck(torch.ops.moecore.fp8_cast.default, args, test_utils="test_faketensor")
+
+
 LAUNCHES = {  # of forward and backward: casts, and what finds their scales
     "blockwise": ((), ()),
     "rowwise": (("zeros", "amax_kernel"), 2 * ("zeros", "amax_kernel")),
