@@ -239,7 +239,28 @@ def test_history_worked_example() -> None:
     before = history.steps["input"].clone()
     advance_together([history], CPU, None)  # no training forward since
     assert torch.equal(history.steps["input"], before)
-    assert history.amax("gradient").item() == 1  # type: ignore[union-attr]
+    assert history.amax("gradient") is None and history.is_unsure
+
+
+def test_an_operand_that_no_step_had_is_scaled_by_its_own() -> None:
+    """A gradient of zeros, as of a head that begins at 0, or of frozen layers that thaw."""
+    history, scaled_by = AmaxHistory(2), []
+    for of_gradient in (0.0, 1e-6, 2e-6):
+        past = history.amax("gradient")
+        scaled_by.append(of_gradient if past is None else past.item())
+        seen = history.record(CPU, training=True)
+        for operand, largest in (("input", 3.0), ("weight", 1.0), ("gradient", of_gradient)):
+            seen[operand].fill_(largest)
+        advance_together([history], CPU, None)
+    assert scaled_by == pytest.approx([0.0, 1e-6, 1e-6]) and not history.is_unsure
+    frozen = AmaxHistory(2)
+    seen = frozen.record(CPU, training=True, has_backward=False)
+    seen["input"].fill_(3.0)
+    seen["weight"].fill_(1.0)
+    advance_together([frozen], CPU, None)
+    assert not frozen.is_unsure  # the host does not ask again
+    frozen.record(CPU, training=True)
+    assert frozen.is_unsure and frozen.amax("gradient") is None
 
 
 def test_history_of_a_replayed_graph() -> None:

@@ -10,7 +10,8 @@ step 0, 2 in step 1 and 1 in step 2 are scaled in
 
 Magnitudes of this step are collected beside the history, which changes between steps alone
 (`advance_together`), so micro-batches of a step and their recomputation see the same scales.
-Infinity and NaN are not collected: they would clip nothing for n steps, and the step is skipped.
+Infinity and NaN are not collected, nor is a skipped step: they would clip nothing for n steps. An
+operand that no step had, like a gradient that was 0, is scaled by its own until one has it.
 """
 
 from __future__ import annotations
@@ -39,19 +40,21 @@ class AmaxHistory:
         # fp32 [num_steps], the newest step first, 0 where there was none; {} before `push`.
         self.steps: dict[str, Tensor] = {}
         self._past: dict[str, Tensor] = {}  # fp32 [1], the largest of the steps, or 1 for none
-        self._has_recorded = False  # and stays so: a replayed CUDA graph adds, but runs no Python
+        # These stay so: a replayed CUDA graph adds, but runs no Python.
+        self._has_recorded = self._has_backward = False
         self._known: set[str] = set()  # operands that `steps` gives a scale to, as this rank knows
 
     def amax(self, operand: str) -> Tensor | None:
-        """Return fp32 [1], the largest of the steps; None before the first, when it is its own."""
-        # 1 for an operand that no step had, like the gradient after forwards without backward.
+        """Return fp32 [1], the largest of the steps; None where none had it: then it is its own."""
         return self._past[operand] if operand in self._known else None
 
     def largest(self, operand: str) -> Tensor | None:
         """Return fp32 [1], 0 where no step had it; None before the first advance."""
         return self.steps[operand].amax().reshape(1) if operand in self.steps else None
 
-    def record(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
+    def record(
+        self, device: torch.device, *, training: bool, has_backward: bool = True
+    ) -> dict[str, Tensor]:
         """Return `seen`, to which a forward that trains and its backward add; {} in others."""
         if not (training and torch.is_grad_enabled()):
             return {}
@@ -63,8 +66,9 @@ class AmaxHistory:
             self.start(device)
         is_first = not (self._has_recorded or self._known)
         if self.steps and is_first and not torch.compiler.is_compiling():
-            self._find_known()  # once: other ranks may have had steps before this one's first
+            _find_known([self])  # once: other ranks may have had steps before this one's first
         self._has_recorded = True
+        self._has_backward |= has_backward
         return self.seen
 
     def start(self, device: torch.device) -> None:
@@ -99,45 +103,57 @@ class AmaxHistory:
             largest = steps.amax().reshape(1)
             # in place, where a CUDA graph reads it
             self._past[operand].copy_(torch.where(largest > 0, largest, 1.0))
-        self._find_known()
+        _find_known([self])
 
-    def know(self) -> None:
-        """Let scales come from the steps, once this rank had a training forward."""
-        if self._has_recorded:
-            self._known.update(self.operands)
+    @property
+    def is_unsure(self) -> bool:
+        """Whether steps may have had an operand since this rank has asked."""
+        named = [o for o in self.operands if self._has_backward or o not in GRADIENTS]
+        return self._has_recorded and not self._known.issuperset(named)
 
-    def _find_known(self) -> None:
-        wait_on_host()
-        self._known = {operand for operand, steps in self.steps.items() if steps.any()}
+
+def _find_known(histories: Sequence[AmaxHistory]) -> None:
+    """Let scales come from the steps of operands that have some. Host sync."""
+    wait_on_host()
+    had = torch.stack([steps.any() for history in histories for steps in history.steps.values()])
+    are_known = iter(had.tolist())
+    for history in histories:
+        history._known = {operand for operand in history.steps if next(are_known)}
 
 
 @torch.no_grad()
 def advance_together(
-    histories: Sequence[AmaxHistory], device: torch.device, group: dist.ProcessGroup | None
+    histories: Sequence[AmaxHistory],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    skipped: bool | Tensor = False,
 ) -> None:
-    """Start the next step of operands that are spread over the ranks of a group. No host sync.
+    """Start the next step of operands that are spread over the ranks of a group: `push_together`.
 
-    One all-reduce for all histories, which all ranks have in the same order. None = one rank.
+    One all-reduce for all histories, which all ranks have in the same order. None = one rank. A
+    `skipped` step, bool scalar on the device, adds nothing.
     """
     for history in histories:
         history.start(device)
     largest = torch.cat([seen for history in histories for seen in history.seen.values()])
     if group is not None and group.size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    push_together(histories, largest)
+    if not isinstance(skipped, Tensor):
+        skipped = torch.full((), skipped, device=device)
+    push_together(histories, largest.masked_fill(skipped, 0.0))
 
 
 @torch.no_grad()
 def push_together(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
     """Add a step to histories: fp32 of each operand of each one; 0 = the step did not have it."""
-    # A few launches however many there are. No host sync.
+    # A few launches however many there are. No host sync once all operands have had a step.
     of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
     values = iter(largest.split(1))
     for history in histories:
         history.grow(largest.device)
         entries = of_length.setdefault(history.num_steps, [])
         entries += [(history, operand, next(values)) for operand in history.operands]
-        history.know()
     for entries in of_length.values():
         newest = torch.cat([value for _, _, value in entries])[:, None]
         before = torch.stack([history.steps[operand] for history, operand, _ in entries])
@@ -150,3 +166,9 @@ def push_together(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
     collected = [seen for history in histories for seen in history.seen.values()]
     if collected:
         foreach_copy_(collected, torch.zeros(len(collected), device=largest.device).split(1))
+    unsure = [history for history in histories if history.is_unsure]
+    if largest.is_meta:  # where no step is the first
+        for history in unsure:
+            history._known.update(history.operands)
+    elif unsure:
+        _find_known(unsure)

@@ -209,7 +209,7 @@ class Experts(nn.Module):
         # It has the dtype of `inp.rows`, is added in fp32 and rounded once, and is a partial sum
         # under ep and etp. Expert rows are not summed where `inp.unsummed` is set.
         with self.reader.reading():
-            own = self._weights(inp.rows.dtype)
+            own = self._weights(inp)
             with NOTHING if inp.clones is None else with_clones(own, inp.clones) as joined:
                 return self._multiplied(inp, joined or own)
 
@@ -281,8 +281,8 @@ class Experts(nn.Module):
     def _is_interleaved(self) -> bool:
         return self.config.gated and self.layout.gate_up == "interleaved"
 
-    def _weights(self, dtype: torch.dtype) -> ExpertWeights:
-        config = self.config
+    def _weights(self, inp: ExpertInput) -> ExpertWeights:
+        config, dtype = self.config, inp.rows.dtype
         w1_eCD, sink1 = self._fc1_eCD(dtype)
         w2_eDF = self._weight("w2", dtype)
         if self.layout.transposed:
@@ -296,15 +296,19 @@ class Experts(nn.Module):
             update2=self._update(self.layout.w2, dtype, inputs=self._own_hidden),
             sinks=(sink1, self._sink("w2", w2_eDF)),
             quantised=self._quantised(w1_eCD, w2_eDF),
-            magnitudes=self._magnitudes(w1_eCD.device),
+            magnitudes=self._magnitudes(inp),
         )
 
-    def _magnitudes(self, device: torch.device) -> Magnitudes | None:
+    def _magnitudes(self, inp: ExpertInput) -> Magnitudes | None:
         """Return what delayed scaling knows of expert rows, and where it collects."""
         history = self.history
         if history is None:
             return None
-        seen = history.record(device, training=self.training)
+        handle = inp.rows.handle_SD if inp.unsummed is None else inp.unsummed.handle_RD
+        of_input = (inp.rows.values, handle, inp.index.weights_R)
+        leaves = (*(x for x in of_input if x is not None), *self.parameters())
+        of = dict(training=self.training, has_backward=any(x.requires_grad for x in leaves))
+        seen = history.record(inp.rows.values.device, **of)
         past = {operand: history.amax(operand) for operand in OPERANDS}
         return Magnitudes(past, {operand: seen[operand] for operand in OPERANDS if seen})
 

@@ -208,7 +208,8 @@ class Fp8Products(LinearProducts):
         weight_NK = local_param(weight, reads=False)
         check_operands(x, weight_NK, self.recipe)
         history = self.history
-        seen = {} if history is None else history.record(x.device, training=training)
+        of = dict(training=training, has_backward=x.requires_grad or weight_NK.requires_grad)
+        seen = {} if history is None else history.record(x.device, **of)
         columns = torch.is_grad_enabled() and weight_NK.requires_grad
         x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])

@@ -142,7 +142,8 @@ class TELinearProducts(Fp8Products):
                 "torch.compile and dispatch modes: use backend='moecore'"
             )
         history = self.history
-        seen = {} if history is None else history.record(x.device, training=training)
+        of = dict(training=training, has_backward=x.requires_grad or weight_NK.requires_grad)
+        seen = {} if history is None else history.record(x.device, **of)
         weight_amax = self._past("weight")
         if weight_amax is None and recipe.scaling == "tensorwise":  # as one rank would quantise it
             with torch.no_grad():

@@ -410,8 +410,8 @@ class TrainStep:
     def finish(self) -> StepResult:
         """End the step: clip, optimizer, zero_grad, counts of all ranks, expert biases.
 
-        Call it on every rank. It runs one collective for the norm, one for the counts of all layers
-        and one with quantile balancing. No host sync with fused optimizers or without an optimizer.
+        Call it on every rank; a collective for the norm, the counts and quantile balancing each. No
+        host sync without or with fused optimizers, but in the first steps of delayed scaling.
 
         Raises:
             ValueError: when micro-batches are missing; when a loss scale is given without an
@@ -446,10 +446,10 @@ class TrainStep:
                 )
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
-            if self._is_delayed:
-                advance_amax(self.model, self._request.meshes.stage_group)
             norm, self._norm = self._norm, None
             skipped = False if norm is None else norm.skipped
+            if self._is_delayed:
+                advance_amax(self.model, self._request.meshes.stage_group, skipped=skipped)
             self._reruns.end_step(skipped)
             metrics = [state.reduce_step(skipped=skipped) for state in self._states]
             loss_scale = None

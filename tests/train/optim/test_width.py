@@ -209,7 +209,9 @@ def test_a_run_goes_on_with_the_base_that_it_began_with(tmp_path: Path) -> None:
 
     path = save(tmp_path, 1, *regrouped(64))
     load(path, *regrouped(64))
-    with pytest.raises(ValueError, match=r"hyperparameter width_factor \(0.25\) is 0.5 in the") as e:
+    with pytest.raises(
+        ValueError, match=r"hyperparameter width_factor \(0.25\) is 0.5 in the"
+    ) as e:
         load(path, *regrouped(32))
     assert "\n" not in str(e.value)
 
