@@ -232,6 +232,10 @@ def test_refusals() -> None:
     for optimizer in (torch.optim.SGD, torch.optim.Muon):
         with pytest.raises(ValueError, match=r"must be AdamW or moecore's Muon"):
             rates.regroup(optimizer([model.lm_head.weight], lr=0.1), model)
+    once = AdamW(model.parameters(), lr=0.1)
+    rates.regroup(once, model)
+    with pytest.raises(ValueError, match=r"optimizer \(AdamW\) must be new, but its groups have"):
+        rates.regroup(once, model)
     asked = assign_matrices(model, (("lm_head.weight", "muon"),))
     with pytest.raises(ValueError, match=r"\(Muon\) must not step lm_head.weight"):
         rates.regroup(Muon(asked, lr=0.1), model)
