@@ -18,6 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("torchft", reason="the replicas are torchft's, which extra `torchft` has")
 
@@ -25,7 +27,7 @@ from torchft.coordination import LighthouseServer
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder
-from moecore.train import AdamW
+from moecore.train import AdamW, QKClip
 from tests.examples.test_cluster import free_port
 from tests.integrations.torchft_runs import MODEL, NUM_RANKS, ROWS, SEQ_LEN, batch_of, main
 
@@ -219,6 +221,33 @@ def test_an_aborted_group_makes_no_stray(
     else:
         with pytest.raises(RuntimeError, match="must be those of the others"):
             here.finish()
+
+
+@pytest.mark.parametrize("needed", [0.0, 2.0])
+def test_rows_that_do_not_fit_skip_the_step_of_all(
+    monkeypatch: pytest.MonkeyPatch, needed: float
+) -> None:
+    """Else their replica alone would skip it, and the others step by its gradients."""
+    from moecore.integrations.torchft import Replicas
+
+    capacity = SimpleNamespace(holders=[None, SimpleNamespace(needed=lambda: torch.tensor(needed))])
+    here, sent = object.__new__(Replicas), list[torch.Tensor]()
+    here._records = [SimpleNamespace(capacity=None), SimpleNamespace(capacity=capacity)]
+    here._model, here._device = nn.Linear(2, 2), torch.device("cpu")
+    here._model(torch.ones(1, 2)).sum().backward()
+    monkeypatch.setattr(here, "_reduce", lambda tensors, op: sent.extend(tensors))
+    here._average_gradients()
+    assert all(grad.isfinite().all() for grad in sent) == (needed == 0.0) and len(sent) == 3
+
+
+def test_qk_clip_is_refused() -> None:
+    from moecore.integrations.torchft import Replicas
+
+    here = object.__new__(Replicas)
+    here._model = Decoder(MODEL)
+    QKClip(here._model)
+    with pytest.raises(ValueError, match=r"^QKClip must not watch the model of Replicas"):
+        here.begin()
 
 
 def test_a_sum_of_losses_is_refused() -> None:

@@ -243,6 +243,19 @@ def test_history_worked_example() -> None:
     assert not history.is_sure
 
 
+def test_an_operand_that_no_step_had_has_no_past() -> None:
+    """A gradient of zeros, as of a head that begins at 0."""
+    history, scaled_by = AmaxHistory(2), []
+    for of_gradient in (0.0, 1e-6, 2e-6):
+        past = history.amax("gradient")
+        scaled_by.append(of_gradient if past is None or past == 0 else past.item())
+        seen = history.record(CPU, training=True)
+        for operand, largest in (("input", 3.0), ("weight", 1.0), ("gradient", of_gradient)):
+            seen[operand].fill_(largest)
+        advance_together([history], CPU, None)
+    assert scaled_by == pytest.approx([0.0, 1e-6, 1e-6]) and history.is_sure
+
+
 def test_history_of_a_replayed_graph() -> None:
     """A replay adds to `seen` as a training forward does, but runs no Python."""
     history = AmaxHistory(2)
@@ -324,6 +337,13 @@ def test_compiled_as_eager(recipe: Recipe) -> None:
                 advance_together([products.history], CPU, None)
     if traced.history is not None:
         assert traced.history.amax("gradient").item() == dy.abs().max().item()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["tile", "block", "row", "tensor"])
+def test_compilers_know_how_casts_are_laid_out(kind: str) -> None:
+    x = torch.randn(256, 128)
+    args = (x, None, kind, "e4m3", True, True, True)
+    torch.library.opcheck(torch.ops.moecore.fp8_cast.default, args, test_utils="test_faketensor")
 
 
 LAUNCHES = {  # of forward and backward: casts, and what finds their scales

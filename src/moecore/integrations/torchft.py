@@ -65,7 +65,8 @@ class Replicas:
     A replica that leaves costs the others the step in flight, which `finish` drops and they repeat
     without it. One that comes back takes weights, optimizer, scheduler, loss scale and generators
     from a peer in `begin`, rank by rank, and is part of that step. Gradients are means over the
-    replicas that are there, and expert biases move by the choices of all.
+    replicas that are there, and expert biases move by the choices of all. A step that one of them
+    skips, because of a gradient or of rows that did not fit, all skip.
 
     Args:
         model: parallelized, with loss="mean"; with the same weights on all replicas.
@@ -78,7 +79,8 @@ class Replicas:
             takes, the compilation in the first one too: a replica that waits longer for one ends.
 
     Raises:
-        ValueError: when the loss is a sum, whose divisor would be the tokens of all replicas.
+        ValueError: when the loss is a sum, whose divisor would be the tokens of all replicas; from
+            `begin` while a `QKClip` watches the model.
         RuntimeError: from `begin` or `finish`, when this replica has made steps apart from others:
             let its processes end and start again.
 
@@ -145,6 +147,11 @@ class Replicas:
 
     def begin(self) -> ReplicaPlace:
         """Begin a step with the replicas that are there; waits for `min_replicas`."""
+        if any(getattr(one, "observe_scores", None) for one in self._model.modules()):
+            raise ValueError(
+                "QKClip must not watch the model of Replicas, each of which would clip by logits "
+                "of its own: call its close()"
+            )
         self._manager.start_quorum()
         replica = self._manager.participating_rank()
         assert replica is not None, "replicas that have been healed take part"
@@ -229,7 +236,16 @@ class Replicas:
             if number and param.grad is None:
                 param.grad = torch.zeros_like(param)
         grads = [local_of(param.grad) for param in params if param.grad is not None]
+        self._mark_shortage([grad for grad in grads if grad.numel()])
         self._reduce(grads, dist.ReduceOp.AVG)
+
+    def _mark_shortage(self, grads: list[Tensor]) -> None:
+        """Let all replicas skip a step whose rows did not fit here: a nan reaches their norms."""
+        capacities = [one.capacity for one in self._records if one.capacity is not None]
+        holders = [holder for one in capacities for holder in one.holders if holder is not None]
+        if holders and grads:
+            needed = torch.stack([holder.needed().to(self._device) for holder in holders])
+            grads[0].masked_fill_(needed.amax() > 0, torch.nan)
 
     def _add_counts(self) -> None:
         """Add the choices of all replicas, and make their auxiliary losses means."""

@@ -10,7 +10,7 @@ step 0, 2 in step 1 and 1 in step 2 are scaled in
 
 Magnitudes of this step are collected beside the history, which changes between steps alone
 (`advance_together`), so micro-batches of a step and their recomputation see the same scales.
-Infinity and NaN are not collected: they would clip nothing for n steps, and the step is skipped.
+Infinity and NaN are not collected, nor is a skipped step: they would clip nothing for n steps.
 
 An operand that no step had, such as the gradient behind a matrix of zeros or of a skipped first
 step, is scaled by its own magnitudes until one has it. The device decides that (`amax` is 0); once
@@ -124,18 +124,25 @@ class _Answer:
 
 @torch.no_grad()
 def advance_together(
-    histories: Sequence[AmaxHistory], device: torch.device, group: dist.ProcessGroup | None
+    histories: Sequence[AmaxHistory],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    skipped: bool | Tensor = False,
 ) -> None:
-    """Start the next step of operands that are spread over the ranks of a group. No host sync.
+    """Start the next step of operands that are spread over the ranks of a group: `push_together`.
 
-    One all-reduce for all histories, which all ranks have in the same order. None = one rank.
+    One all-reduce for all histories, which all ranks have in the same order. None = one rank. A
+    `skipped` step, bool scalar on the device, adds nothing.
     """
     for history in histories:
         history.start(device)
     largest = torch.cat([seen for history in histories for seen in history.seen.values()])
     if group is not None and group.size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    push_together(histories, largest)
+    if not isinstance(skipped, Tensor):
+        skipped = torch.full((), skipped, device=device)
+    push_together(histories, largest.masked_fill(skipped, 0.0))
 
 
 @torch.no_grad()

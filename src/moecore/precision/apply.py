@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from moecore.base.options.precision import Precision, Recipe, Role, never_quantised
 from moecore.moe.amax_history import AmaxHistory, advance_together
@@ -128,12 +128,18 @@ def amax_histories(model: nn.Module) -> dict[str, AmaxHistory]:
     return found
 
 
-def advance_amax(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def advance_amax(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    skipped: bool | Tensor = False,
+) -> None:
     """Start the next step of delayed scaling, once after each optimizer step. No host sync."""
     # `group` has the ranks among which a layer's parts and tokens are spread; None = there is one.
     histories = amax_histories(model)
     if histories:
-        advance_together(list(histories.values()), next(model.parameters()).device, group)
+        device = next(model.parameters()).device
+        advance_together(list(histories.values()), device, group, skipped=skipped)
 
 
 def drop_amax(model: nn.Module) -> None:

@@ -446,10 +446,10 @@ class TrainStep:
                 )
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
-            if self._is_delayed:
-                advance_amax(self.model, self._request.meshes.stage_group)
             norm, self._norm = self._norm, None
             skipped = False if norm is None else norm.skipped
+            if self._is_delayed:
+                advance_amax(self.model, self._request.meshes.stage_group, skipped=skipped)
             self._reruns.end_step(skipped)
             metrics = [state.reduce_step(skipped=skipped) for state in self._states]
             loss_scale = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import rows_of_experts
@@ -198,6 +199,16 @@ def test_frozen_inputs_get_no_gradient_and_cost_no_product(frozen: tuple[str, ..
     skipped = len({"w1", "w2"} & set(frozen)) + ("x" in frozen)
     skipped += frozen == ("weights", "x", "w1")  # then the activation's gradient is not needed
     assert calls["aten::_grouped_mm"] == 6 - skipped
+
+
+@pytest.mark.parametrize("keep_h", [True, False])
+def test_under_a_dispatch_mode(keep_h: bool) -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), keep_h=keep_h)
+    eager = run(leaves, ids, options)
+    with FlopCounterMode(display=False):
+        found = run(leaves, ids, options)
+    assert all(torch.equal(found[name], eager[name]) for name in eager)
 
 
 @pytest.mark.parametrize("keep_h", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig, at_width, preset
 from moecore.train import AdamW, Muon, WidthRates, assign_matrices, width_rates
 
@@ -196,6 +198,24 @@ def test_groups_on_any_layout() -> None:
         assert moved == pytest.approx(0.05 if name in slow else 0.1, rel=1e-3), name
 
 
+def test_a_run_goes_on_with_the_base_that_it_began_with(tmp_path: Path) -> None:
+    config = at_width(BASE, 128)
+
+    def regrouped(base: int) -> tuple[Decoder, AdamW]:
+        model = Decoder(config)
+        optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.2)
+        rates_of(config, at_width(BASE, base)).regroup(optimizer, model)
+        return model, optimizer
+
+    path = save(tmp_path, 1, *regrouped(64))
+    load(path, *regrouped(64))
+    with pytest.raises(
+        ValueError, match=r"hyperparameter width_factor \(0.25\) is 0.5 in the"
+    ) as e:
+        load(path, *regrouped(32))
+    assert "\n" not in str(e.value)
+
+
 def test_refusals() -> None:
     tied = replace(BASE, tie_embeddings=True)
     with pytest.raises(
@@ -212,6 +232,10 @@ def test_refusals() -> None:
     for optimizer in (torch.optim.SGD, torch.optim.Muon):
         with pytest.raises(ValueError, match=r"must be AdamW or moecore's Muon"):
             rates.regroup(optimizer([model.lm_head.weight], lr=0.1), model)
+    once = AdamW(model.parameters(), lr=0.1)
+    rates.regroup(once, model)
+    with pytest.raises(ValueError, match=r"optimizer \(AdamW\) must be new, but its groups have"):
+        rates.regroup(once, model)
     asked = assign_matrices(model, (("lm_head.weight", "muon"),))
     with pytest.raises(ValueError, match=r"\(Muon\) must not step lm_head.weight"):
         rates.regroup(Muon(asked, lr=0.1), model)

@@ -24,6 +24,7 @@ OF_THE_RUN = {"fused", "foreach", "capturable", "differentiable"}
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 # Numbers that decide about no state, so that 0 may become another number.
 VALUES = {"lr", "betas", "weight_decay", "eps"} | OF_SCHEDULERS
+WIDTH = "width_factor"  # of `WidthRates.regroup`; it is in the saved lr, weight_decay and weights
 MAX_NESTING = MAX_DEPTH - 10  # of a value, which lies in others
 
 
@@ -121,6 +122,8 @@ def check_json(what: str, values: Mapping[str, Any]) -> None:
 
 def _may_become(key: str, current: Any, saved: Any) -> bool:
     """Whether a hyperparameter may get the saved value; None is "off", but not of `VALUES`."""
+    if key == WIDTH:
+        return bool(current == saved)
     if current is None or saved is None:
         return key not in VALUES or current is saved
     if isinstance(current, bool) or isinstance(saved, bool):

@@ -104,12 +104,13 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     products = make_products(_options(args), _index(args), _weights(args))
     x = products.as_kept(_rows(args.x_SD, args.x_scales, args.dtype))
     h, a = products.fc1(x, keep=args.keep_h)
-    none = args.x_SD.new_empty(0, dtype=args.dtype)
+    # No output is another one's alias, an empty one neither.
+    none, no_scales = (args.x_SD.new_empty(0, dtype=dtype) for dtype in (args.dtype, torch.float32))
     kept = Rows(none) if h is None else h
     y = products.fc2(a)
     if not args.unsummed:
         y = sum_rows_plain(y, *products.where)
-    return y, kept.values, none.float() if kept.scales is None else kept.scales
+    return y, kept.values, no_scales if kept.scales is None else kept.scales
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:

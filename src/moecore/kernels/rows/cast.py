@@ -187,7 +187,8 @@ def _cast_ref(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _Cas
         add_seen_ref_(x_TD, seen)
     outputs: list[Tensor | None] = []
     for wanted, part in ((rows, x_TD), (columns, x_TD.T)):
-        outputs += parts_of(cast_ref(part, amax, kind, fmt, power_of_two) if wanted else None)
+        made = cast_ref(part.contiguous(), amax, kind, fmt, power_of_two) if wanted else None
+        outputs += parts_of(made)
     return tuple(outputs)  # type: ignore[return-value]
 
 

@@ -66,13 +66,18 @@ class WidthRates:
 
         Raises:
             ValueError: when the optimizer is neither AdamW nor Muon, has parameters that are not
-                the model's, or trains one whose factor is not known.
+                the model's, trains one whose factor is not known, or has been regrouped.
         """
         is_muon = isinstance(optimizer, Muon)
         if not (is_muon or isinstance(optimizer, torch.optim.AdamW)):
             raise ValueError(
                 f"optimizer ({type(optimizer).__name__}) must be AdamW or moecore's Muon, whose "
                 "rates by width are known: use one of them"
+            )
+        if any("width_factor" in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"optimizer ({type(optimizer).__name__}) must be new, but its groups have a "
+                "width_factor: call regroup once"
             )
         names = {param: clean_name(name) for name, param in model.named_parameters()}
         if not all(p in names for group in optimizer.param_groups for p in group["params"]):
