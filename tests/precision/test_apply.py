@@ -134,7 +134,11 @@ def test_what_stays_and_why() -> None:
             "mlp", None, "its weight [32, 20] is no matrix of multiples of 16"
         ),
         "up_proj": LinearPrecision("mlp", None, "Scaled has a forward of its own"),
-        "lm_head": LinearPrecision(None, None, "the head's logits keep their precision"),
+        "lm_head": LinearPrecision(
+            None,
+            None,
+            "the head's logits keep their precision: Precision(fp8_head=True) is about its loss",
+        ),
     }
     assert [type(m) for m in model.children()] == [
         ProductLinear,
