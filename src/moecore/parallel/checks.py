@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -300,10 +299,9 @@ def _check_head(model: nn.Module, request: Request) -> None:
             "of tokens (MemoryOptions.fused_loss, or a Decoder): drop it"
         )
     dtype = request.fsdp.param_dtype or next(model.parameters()).dtype
-    how: Any = dict(is_gpu=request.meshes.device_type == "cuda")
     for V, D in shapes:
         own = (V, D) if V % p.tp else (V // p.tp, D)
-        reason = why_not_in_fp8(own, precision.recipe, dtype, **how)
+        reason = why_not_in_fp8(own, precision.recipe, dtype, request.meshes.device)
         if reason is not None:
             raise ValueError(
                 f"Precision.fp8_head (True) must be False for {name}, because {reason}: drop it"

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import is_gpu
+from moecore.kernels.common import has_hopper_kernels, is_gpu
 from moecore.kernels.cross_entropy import (
     cross_entropy_,
     cross_entropy_blocks,
@@ -136,9 +136,12 @@ class BlockwiseHeadProducts(HeadProducts):
 
 
 def why_not_in_fp8(
-    shape: Sequence[int], recipe: Recipe, dtype: torch.dtype, *, is_gpu: bool
+    shape: Sequence[int], recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Return why a head [V, D] of a rank cannot multiply by a recipe in a dtype, or None."""
+    is_gpu = device.type == "cuda"
+    if is_gpu and not has_hopper_kernels(device):
+        return "its products need a GPU of Hopper and Triton"
     if not recipe.reads_blocks:
         return f"{recipe.describe()} has no products for it"
     if any(n == 0 or n % BLOCK for n in shape):
@@ -152,8 +155,7 @@ def head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -
     """Return the products of a weight; ValueError for one that a recipe does not fit."""
     if recipe is None:
         return HeadProducts(weight_VD, training=training)
-    how: Any = dict(is_gpu=is_gpu(weight_VD))
-    reason = why_not_in_fp8(weight_VD.shape, recipe, weight_VD.dtype, **how)
+    reason = why_not_in_fp8(weight_VD.shape, recipe, weight_VD.dtype, weight_VD.device)
     if reason is not None:
         raise ValueError(f"weight_VD must fit FP8 products, but {reason}: use recipe=None")
     return BlockwiseHeadProducts(weight_VD, training=training, recipe=recipe)
