@@ -559,13 +559,19 @@ def test_a_copy_of_a_model_has_its_own() -> None:
 def test_nothing_is_left_to_the_garbage_collector() -> None:
     model = make("tiny-qwen3")
     offload = offloaded(model)
+    one(model)
     gc.collect()
     gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         for _ in range(2):
             one(model)
             assert offload.used_host_bytes == 0
+        gc.collect()
+        assert not any(type(found) is Tensor for found in gc.garbage)
     finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
         gc.enable()
 
 

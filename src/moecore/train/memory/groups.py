@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -99,7 +100,9 @@ class StorageGroup:
     """The storages that one part of a layer saves in one forward."""
 
     key: Key
-    layer: Layer
+    layer: ReferenceType[Layer]  # weak: its layer has it, and a cycle keeps counts on the device
+    is_last: bool  # whether its layer is
+    stream: Stream | None  # of its layer
     weights: frozenset[int]  # keys of the storages of the part's parameters and buffers
     fresh: list[HostCopy] = field(default_factory=list)  # that no earlier group saved
     before: list[StorageGroup] = field(default_factory=list)  # copied back after this backward
@@ -113,7 +116,7 @@ class StorageGroup:
                 copy.free()
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Layer:
     """One forward of a block; a layer without living groups has those of the layer before."""
 

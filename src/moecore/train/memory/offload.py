@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, update_wrapper
 from typing import Annotated, Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +179,9 @@ class Offload(SavedStorages):
                 layer.follow(previous if is_next else None)
                 if chunk is not None:
                     chunk.layers.append(layer)
-                self._retire(lambda group: layer.is_last or not is_done or group.layer is not layer)
+                self._retire(
+                    lambda group: layer.is_last or not is_done or group.layer() is not layer
+                )
 
     @contextmanager
     def part(self, name: str, module: nn.Module) -> Iterator[None]:
@@ -192,16 +194,19 @@ class Offload(SavedStorages):
         key = (name, sum(other == name for other, _ in layer.groups))
         if self._streams.current() == layer.stream:
             with self._locked():
-                self._retire(lambda group: group.layer is not layer and group.key == key)
+                self._retire(lambda group: group.layer() is not layer and group.key == key)
         with self._saving(key, module):
             yield
 
     @contextmanager
     def _saving(self, key: Key, module: nn.Module) -> Iterator[None]:
         """Return a context in which saved tensors are offloaded."""
-        assert self._layer is not None
-        group = StorageGroup(key, self._layer, self._keys_of(module))
-        self._layer.groups[key] = group
+        layer = self._layer
+        assert layer is not None
+        group = StorageGroup(
+            key, ReferenceType(layer), layer.is_last, layer.stream, self._keys_of(module)
+        )
+        layer.groups[key] = group
         is_done = False
         try:
             with packing(partial(self._pack, group), rows_alone=self._rows_alone):
@@ -224,7 +229,7 @@ class Offload(SavedStorages):
 
     def _send(self, group: StorageGroup) -> None:
         """Start to copy out the storages of a part, unless its layer is the last."""
-        if not group.layer.is_last:
+        if not group.is_last:
             self._put(group)
 
 

@@ -328,7 +328,7 @@ class Stash(Offload, Holder):
         return frozenset()
 
     def _send(self, group: StorageGroup) -> None:
-        if group.layer.is_last:
+        if group.is_last:
             self._resting.append((group, self._streams.is_capturing()))
         super()._send(group)
 

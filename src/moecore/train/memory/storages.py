@@ -230,7 +230,7 @@ class SavedStorages:
             # table has: an offload would free no memory, so it stays.
             outlives = copy is not None and not copy.ref.expired()
             if copy is None or not outlives or not copy.holds(tensor):
-                if outlives or not (group.layer.is_last or self._goes(ref, storage.nbytes())):
+                if outlives or not (group.is_last or self._goes(ref, storage.nbytes())):
                     return None
                 copy = self._new(tensor, ref, group, used)
             use = StorageUse(copy, group, copy.readers.join(), group.readers.join())
@@ -264,7 +264,7 @@ class SavedStorages:
             counter=counter,
             version=version(tensor),
             data=bytes_of(storage),
-            home=group.layer.stream,
+            home=group.stream,
             used=used,
         )
         self._copies[ref.cdata] = copy
