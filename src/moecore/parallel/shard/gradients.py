@@ -203,7 +203,6 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all that is not in the shards yet."""
-        self._taken.clear()
         self._left.clear()
         for param in self._params:
             if param.whole is not None:
