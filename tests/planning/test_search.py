@@ -114,6 +114,15 @@ def test_all_levers_need_less_memory_than_none() -> None:
     assert least < 0.5 * whole
 
 
+def test_what_is_offloaded_is_there() -> None:
+    for model, parts in (
+        (replace(DEEPSEEK, num_layers=4), ("attention", "experts", "mlp")),
+        (preset("qwen3-30b-a3b"), ("attention", "experts")),
+    ):
+        request = replace(LARGE, model=model)
+        assert run_of(request, Folding(), rungs_of(request)[-1]).memory.offload == parts
+
+
 def test_a_stage_without_weights_in_fp8_gathers_none() -> None:
     """The head alone is a stage."""
     request = replace(LARGE, model=replace(DEEPSEEK, num_layers=4), num_gpus=64)

@@ -20,7 +20,7 @@ import torch
 from moecore.base.fields import NumBytes, check_arguments
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.memory import MemoryOptions, Recomputed
+from moecore.base.options.memory import MemoryOptions, Offloaded, Recomputed
 from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
 from moecore.parallel.pipeline.config import PipelineConfig
@@ -43,6 +43,12 @@ def _recompute(run: TrainingRun, *parts: Recomputed, **others: Any) -> TrainingR
     up: Recomputed = "mla_up_proj" if run.planned.has_latents else "qkv_proj"
     memory = replace(run.memory, recompute=(*CHAIN, up, *parts), **others)
     return replace(run, memory=memory)
+
+
+def _offloaded(run: TrainingRun) -> tuple[Offloaded, ...]:
+    """Return the parts to offload that the model has."""
+    experts: tuple[Offloaded, ...] = ("experts",) if run.planned.num_moe_runs else ()
+    return ("attention", *experts, *(("mlp",) if run.planned.dense else ()))
 
 
 def _fp8(run: TrainingRun) -> TrainingRun:
@@ -168,9 +174,7 @@ OPTIONS = (
     ),
     Option(
         name='MemoryOptions(offload=("attention", "experts", "mlp"))',
-        change=lambda run: replace(
-            run, memory=replace(run.memory, offload=("attention", "experts", "mlp"))
-        ),
+        change=lambda run: replace(run, memory=replace(run.memory, offload=_offloaded(run))),
         overhead="medium",
         page="memory.md#offload",
     ),

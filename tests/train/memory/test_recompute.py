@@ -400,4 +400,6 @@ def test_options() -> None:
         MemoryOptions(offload=("experts", "experts"))
     with pytest.warns(UserWarning, match=r"'mla_up_proj'\) is not used: no block has it"):
         build("tiny", ("norm", "mla_up_proj"))
+    with warnings.catch_warnings(action="error"):  # no block of it has an MLP's activation
+        build("tiny-qwen3", (*GEMM_LAST, "qkv_proj"))
     assert set(GEMM_LAST) < set(RECOMPUTED)

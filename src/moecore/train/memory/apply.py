@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moecore.base.fields import shown
-from moecore.base.options.memory import MemoryOptions, Recomputed
+from moecore.base.options.memory import GEMM_LAST, MemoryOptions, Recomputed
 from moecore.base.regions import running_again
 from moecore.moe.backends import separate_computation
 from moecore.moe.layer import RoutedLayer
@@ -107,8 +107,10 @@ def _apply_recompute(
             if use.parts and part.module not in compiled:
                 _recompute(part, use)
         wrap(block, within, sharing_outputs)
+    if wanted.issuperset(GEMM_LAST):  # all three: those that there are
+        wanted.difference_update(GEMM_LAST)
     unused = [part for part in options.parts if part in wanted - used]
-    if unused and options.recompute != "gemm_last":
+    if unused:
         warnings.warn(
             f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it", stacklevel=6
         )
