@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +305,7 @@ def test_every_rank_raises(tmp_path: Path) -> None:
 def test_every_field_of_a_native_config_counts_unless_it_is_named(name):
     """Exports and conversions to Hugging Face's files compare by this."""
     config = preset(name)
-    skipped = config_differences.TRAINING
+    skipped = config_differences.TRAINING | config_differences.READ_WITH.keys()
 
     def check(values: dict[str, Any], prefix: str) -> None:
         for field, value in [*values.items()]:
@@ -321,3 +321,19 @@ def test_every_field_of_a_native_config_counts_unless_it_is_named(name):
     whole = asdict(config)
     check(whole, "")
     assert whole == asdict(config)
+
+
+def test_a_limit_counts_where_an_activation_reads_it() -> None:
+    config = preset("tiny-qwen3")
+    assert config.moe is not None
+    for activation, read in (
+        ("swiglu", []),
+        ("limited_swiglu", ["moe.activation_limit"]),
+        ("clamped_swiglu", ["moe.activation_limit", "moe.activation_alpha"]),
+    ):
+        moe = replace(config.moe, activation=activation)
+        ours, theirs = (
+            replace(config, moe=replace(moe, activation_limit=limit, activation_alpha=alpha))
+            for limit, alpha in ((7.0, 1.702), (6.0, 1.5))
+        )
+        assert [one.name for one in differences(ours, theirs)] == read

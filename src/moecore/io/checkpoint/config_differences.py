@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from moecore.base.options.layer import MoEConfig
+from moecore.base.options.layer import LIMITED_ACTIVATIONS, MoEConfig
 from moecore.families.transformers.stock import is_pretrained
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
@@ -26,6 +26,13 @@ TRAINING = frozenset(
         *("moe.balance", "moe.router_jitter", "moe.router_dtype", "moe.capacity"),
     }
 )
+# Fields that other values of a second field, of the same record, do not read.
+READ_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
+    "moe.activation_limit": ("activation", LIMITED_ACTIVATIONS),
+    "moe.activation_alpha": ("activation", ("clamped_swiglu",)),
+    "mlp_activation_limit": ("mlp_activation", ("situ_glu",)),
+    "mlp_activation_up_limit": ("mlp_activation", ("situ_glu",)),
+}
 # Fields of a transformers config that change no output of a model from the same weights.
 BOOKKEEPING = frozenset(
     {
@@ -214,6 +221,10 @@ def _differing(
         mine, other = getattr(ours, field.name), theirs.get(field.name, field.default)
         if name in skipped or other is MISSING:
             continue
+        if name in READ_WITH:
+            by, values = READ_WITH[name]
+            if getattr(ours, by) not in values:
+                continue
         if name == "moe.normalize_weights":  # None follows K, which is compared itself
             mine, other = ours.normalizes, ours.choices_per_token > 1 if other is None else other
         if is_dataclass(mine) and isinstance(other, Mapping):
