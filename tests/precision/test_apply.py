@@ -197,3 +197,9 @@ def test_on_meta() -> None:
     history = model.q_proj.products.history
     assert history.amax("input").item() == x.abs().max().item()
     assert not any("amax" in name for name in model.state_dict())
+
+
+def test_a_kept_hidden_state_is_asked_of_routed_experts() -> None:
+    precision = Precision(recipe=Recipe(), overrides=(("q_*", Recipe(keep_hidden="fp8")),))
+    with pytest.raises(ValueError, match=r"'q_\*'\) must match routed experts with Recipe.keep_h"):
+        apply_precision(Model(), precision)

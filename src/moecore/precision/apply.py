@@ -169,13 +169,21 @@ def _decide(name: str, module: nn.Linear, precision: Precision) -> LinearPrecisi
 def _check_overrides(
     model: nn.Module, precision: Precision, table: dict[str, LinearPrecision]
 ) -> None:
-    """Raise for patterns with a recipe that reach nothing."""
+    """Raise for patterns with a recipe that reach nothing, or nothing that reads it."""
     modules = {clean_name(name): module for name, module in model.named_modules()}
     experts = {n for n, m in modules.items() if isinstance(m, Experts | SharedExpert)}
     quantised = {name for name, decided in table.items() if decided.recipe is not None}
     for pattern, recipe in precision.overrides:
         matched = [name for name in modules if fnmatchcase(name, pattern)]
-        if recipe is None or not (experts | quantised).isdisjoint(matched):
+        if recipe is None:
+            continue
+        routed = any(isinstance(modules[name], Experts) for name in matched)
+        if recipe.keep_hidden == "fp8" and not routed:
+            raise ValueError(
+                f"Precision.overrides ({pattern!r}) must match routed experts with "
+                "Recipe.keep_hidden ('fp8'), which is about them: use 'auto'"
+            )
+        if not (experts | quantised).isdisjoint(matched):
             continue
         linears = [name for name in matched if name in table]
         found = "matches no linear and no experts"
