@@ -55,12 +55,14 @@ from options import (
     DEGREES,
     MOMENT_DTYPES,
     add_common,
+    add_state,
     check_dynamic_cp,
     check_wandb,
     compute_dtype,
     parallel_config,
     whole,
 )
+from records import add_records, build, given
 from report import make_run_dir
 from torch import Tensor
 
@@ -68,6 +70,7 @@ from moecore import (
     BalanceConfig,
     ContextOptions,
     FSDPOptions,
+    MemoryOptions,
     Meshes,
     NVLinkOptions,
     build_meshes,
@@ -78,10 +81,11 @@ from moecore.families.transformers.rows import why_whole
 from moecore.io import load_hf
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledBatch, ScheduledCollator
-from moecore.train import AdamW
+from moecore.train import AdamW, StateOffload
 
 EXPORT = "export"
 SHARDING = tuple(d for d in DEGREES if d not in ("pp", "cp", "tp"))  # of transformers models
+RECORDS = {"fsdp": FSDPOptions, "memory": MemoryOptions, "nvlink": NVLinkOptions}
 
 
 @dataclass(kw_only=True)
@@ -223,7 +227,10 @@ def build_job(args: argparse.Namespace) -> FineTuning:
         betas=(0.9, 0.95),
         weight_decay=0.0,
         moment_dtype=MOMENT_DTYPES[args.moment_dtype],
+        master_remainder=args.master_remainder,
     )
+    if args.state_offload:
+        StateOffload(optimizer, model, fraction=args.state_offload)
     job = FineTuning if args.dynamic_cp is None else ScheduledTuning
     return job(
         args=args,
@@ -272,26 +279,29 @@ def read_data(
 def build_model(args: argparse.Namespace, config: object, meshes: Meshes) -> Any:
     """Return this rank's shards of the model, with the weights of the directory."""
     device = torch.device(meshes.device_type)
-    model = build_hf(config, args.model)
+    dtype = torch.bfloat16 if args.master_remainder else torch.float32
+    model = build_hf(config, args.model, dtype)
     if args.recompute:
         recompute(model)
     balance = BalanceConfig(micro_batch_coef=args.aux_loss) if args.aux_loss else None
-    dynamic: dict[str, Any] = {}
+    nvlink, dynamic = given(args, "nvlink"), {}
     if args.dynamic_cp is not None:
         if (other := why_whole(model)) is not None:
             raise ValueError(
                 f"--dynamic-cp ({args.dynamic_cp}) must be left out for {type(model).__name__}, "
                 f"because {other} needs rows of one example each"
             )
-        nvlink = NVLinkOptions(max_tokens=args.dynamic_cp)  # the first one need not be the longest
-        dynamic = {"context": ContextOptions(dynamic=True), "nvlink": nvlink}
+        nvlink["max_tokens"] = args.dynamic_cp  # the first one need not be the longest
+        dynamic = {"context": ContextOptions(dynamic=True)}
     parallelize_moe(
         model,
         meshes,
         loss="sum",
         balance=balance,
         precision=args.precision,
-        fsdp=FSDPOptions(param_dtype=compute_dtype(args, device)),
+        fsdp=FSDPOptions(param_dtype=compute_dtype(args, device), **given(args, "fsdp")),
+        memory=build(args, "memory", MemoryOptions),
+        nvlink=NVLinkOptions(**nvlink) if nvlink else None,
         **dynamic,
     )
     model.to_empty(device=device)
@@ -322,6 +332,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--recompute", action="store_true", help="activations again in backward: less memory")
     add("--dynamic-cp", type=whole, metavar="N", help="a cp for each micro-batch, N tokens a rank")
     add_common(parser, SHARDING)
+    add_state(parser)
+    add_records(parser, RECORDS, without=("fsdp.param_dtype", "nvlink.max_tokens"))
     parser.set_defaults(
         run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, lr=1e-5, eval_every=50
     )

@@ -85,8 +85,8 @@ def read_config(path: Path) -> Any:
     return config
 
 
-def build_hf(config: Any, path: Path) -> nn.Module:
-    """Return the model of a config on meta, with fp32 parameters to train.
+def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return the model of a config on meta, with parameters to train in a dtype.
 
     Raises:
         ValueError: when transformers has no causal language model of it.
@@ -95,7 +95,7 @@ def build_hf(config: Any, path: Path) -> nn.Module:
 
     try:
         with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ValueError as error:
         raise ValueError(
             f"--model ({path}) must be a causal language model of transformers: {_line(error)}"

@@ -140,6 +140,13 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
         add(flag, type=int, help=text, metavar="N")
 
 
+def add_state(parser: argparse.ArgumentParser) -> None:
+    """Add options by which weights and AdamW's state take less memory."""
+    add = parser.add_argument
+    add("--master-remainder", action="store_true", help="bf16 weights, see moecore.train.AdamW")
+    add("--state-offload", type=positive, help="of AdamW's state in host memory (None = nothing)")
+
+
 def whole(text: str, least: int = 1) -> int:
     # 18 digits fit into int64, which seeds and shapes are.
     if not text.isdecimal() or len(text) > 18 or int(text) < least:

@@ -54,6 +54,7 @@ from native import DecoderJob, dispatcher_of, inputs_of, make_optimizers
 from options import (
     DEGREES,
     add_common,
+    add_state,
     check_dynamic_cp,
     check_memory,
     check_rows,
@@ -61,7 +62,6 @@ from options import (
     compute_dtype,
     count,
     parallel_config,
-    positive,
     whole,
 )
 from records import add_records, as_toml, build, given, parse
@@ -464,10 +464,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
     add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
     add("--base-width", type=whole, help="dim of which --lr is, see width_rates (None = its own)")
-    add("--master-remainder", action="store_true", help="bf16 weights, see moecore.train.AdamW")
-    add("--state-offload", type=positive, help="of AdamW's state in host memory (None = nothing)")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add_common(parser, DEGREES)
+    add_state(parser)
     add_records(parser, RECORDS, without=TAKEN)
     parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256, lr=3e-3)
     parser.set_defaults(eval_every=0)

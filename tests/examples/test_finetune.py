@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
@@ -39,6 +39,11 @@ ROWS, TOKENS = 8, 96  # of a step
 SIZES = dict(hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16)
 COMMON = f"--lr 3e-3 --seq-len {TOKENS} --batch-size 2 --max-steps {STEPS} --eval-every 3"
 SAVING = "--checkpoint-every 2"
+SMALL = (
+    "--dtype bfloat16 --master-remainder --moment-dtype float8_e4m3fn --state-offload 1 "
+    "--offload attention experts --memory-recompute norm rope qkv_proj "
+    "--experts-strategy optim_grads_params --checkpoint-every 0"
+)
 TWO_RANKS, ONE_RANK = "--grad-accum 2 --ep 2", "--grad-accum 4 --recompute"
 
 
@@ -70,6 +75,7 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     other = start("other", wanted=2)
     script.digest_of = digest_of
     start("dynamic", f"{TWO_RANKS} --checkpoint-every 0 --dynamic-cp {TOKENS // 2}")
+    start("small", f"--model {folder / 'tiny-bf16'} {TWO_RANKS} {SMALL}")
     train_step = loop.train_step
 
     def stops(job: Any, step: int) -> Any:
@@ -98,6 +104,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     config = json.loads((folder / "tiny" / "config.json").read_text())
     config["num_experts"] = config.pop("num_local_experts")  # as published
     (folder / "tiny" / "config.json").write_text(json.dumps(config))
+    shutil.copytree(folder / "tiny", folder / "tiny-bf16")
+    (folder / "tiny-bf16" / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    weights = folder / "tiny-bf16" / "model.safetensors"
+    narrow = {name: tensor.bfloat16() for name, tensor in load_file(weights).items()}
+    save_file(narrow, weights, metadata={"format": "pt"})
     chats = (folder / "tiny" / "chats.jsonl").read_text().splitlines()[:40]
     (folder / "tiny" / "some.jsonl").write_text("\n".join(chats))
     return folder, run_ranks(2, on_two_ranks, folder)
@@ -522,3 +533,19 @@ def test_the_tiny_directory_is_made_once(
     monkeypatch.setattr(sys, "argv", ["tiny_hf.py", str(runs[0] / "tiny")])
     assert tiny_hf.main() == 2
     assert "tiny_hf.py: error: OUT (" in capsys.readouterr().err
+
+
+def test_a_run_in_the_least_memory_learns_the_same(runs: tuple[Path, list[str]]) -> None:
+    folder, _ = runs
+    losses = [
+        [row["loss"] for row in metrics(folder / run) if "loss" in row]
+        for run in ("small", "straight")
+    ]
+    assert len(losses[0]) == STEPS
+    for small, plain in zip(*losses, strict=True):
+        assert abs(small - plain) <= 1e-3 * plain
+    small, plain = (
+        load_file(folder / run / "export" / "model.safetensors") for run in ("small", "straight")
+    )
+    assert small.keys() == plain.keys()
+    assert {weight.dtype for weight in small.values()} == {torch.bfloat16}
