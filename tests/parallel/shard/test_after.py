@@ -8,21 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.models import Decoder, DecoderConfig
+from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.models import Decoder
 from tests.helpers.ranks import run_ranks
+from tests.parallel.shard.test_failures import CONFIG
 from tests.parallel.shard.units import resident_bytes
 
-CONFIG = DecoderConfig(
-    vocab_size=61,
-    dim=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=32,
-    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
-)
 Grads = dict[str, Tensor]
 
 

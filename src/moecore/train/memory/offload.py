@@ -204,7 +204,11 @@ class Offload(SavedStorages):
         layer = self._layer
         assert layer is not None
         group = StorageGroup(
-            key, ReferenceType(layer), layer.is_last, layer.stream, self._keys_of(module)
+            key=key,
+            layer=ReferenceType(layer),
+            is_last=layer.is_last,
+            stream=layer.stream,
+            weights=self._keys_of(module),
         )
         layer.groups[key] = group
         is_done = False
