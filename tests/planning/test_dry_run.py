@@ -209,6 +209,18 @@ def test_a_module_of_prediction_counts_as_often_as_it_runs() -> None:
     assert pages == pytest.approx(dry_run(paged, 4).pages, rel=1e-3)
 
 
+def test_a_choice_that_no_expert_gets_is_memory_alone() -> None:
+    tiny = preset("tiny-qwen3")
+    moe = replace(tiny.moe, dim=256, hidden_dim=128, top_k=4, zero_experts=tiny.moe.num_experts)
+    model = replace(tiny, dim=256, max_seq_len=256, moe=moe)
+    run = TrainingRun(model=model, num_gpus=1, seq_len=256, batch_size=2)
+    step = dry_run(run)
+    flops = sum(work.flops for work in step.forward_backward)
+    assert flops == pytest.approx(512 * flops_per_token(model, 256), rel=0.01)
+    other = replace(model, moe=replace(moe, zero_experts=0))
+    assert step.peak >= dry_run(replace(run, model=other)).peak
+
+
 def test_stores_into_peers_memory_stay_in_a_node() -> None:
     with pytest.raises(ValueError, match=r"nvlink .* must be None with ep \* etp \(16\)"):
         replace(NEAR, num_gpus=16, parallel=ParallelConfig(ep=16), nvlink=NVLinkOptions())

@@ -131,16 +131,26 @@ class TrainingRun(CheckedRecord):
 
     @property
     def even(self) -> TrainingRun:
-        """The run with capacity for even loads only: shapes are then those of the rows in use."""
-        if self.nvlink is None:
-            return self
-        room = replace(self.nvlink, row_factor=1.0)
-        return replace(self, nvlink=room)
+        """The run whose shapes are those of the rows in use, with even loads.
+
+        It has capacity for them only. Choices that fall on experts that return their input have no
+        rows: of a native decoder each token has as many choices less.
+        """
+        nvlink = None if self.nvlink is None else replace(self.nvlink, row_factor=1.0)
+        return replace(self, nvlink=nvlink, model=_without_zero_experts(self.model))
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the trained parameters."""
         return torch.bfloat16 if self.optimizer.master_remainder else torch.float32
+
+
+def _without_zero_experts(model: AnyModel) -> AnyModel:
+    if not isinstance(model, DecoderConfig) or model.moe is None or not model.moe.zero_experts:
+        return model
+    moe = model.moe
+    used = max(1, round(moe.top_k * moe.num_experts / moe.num_candidates))
+    return replace(model, moe=replace(moe, top_k=used, zero_experts=0))
 
 
 @lru_cache(maxsize=64)
