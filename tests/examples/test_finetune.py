@@ -18,6 +18,7 @@ from io import StringIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,9 +26,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.options.precision import Precision
 from moecore.families import use_causal_attention
 from moecore.models import flops_per_token
 from moecore.packing import PackedBatchSampler
+from moecore.parallel.attached import attached
 from tests.examples.test_train import metrics, tensors
 from tests.families.transformers.family_models import tiny_model
 from tests.helpers.ranks import run_ranks
@@ -39,10 +42,11 @@ ROWS, TOKENS = 8, 96  # of a step
 SIZES = dict(hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16)
 COMMON = f"--lr 3e-3 --seq-len {TOKENS} --batch-size 2 --max-steps {STEPS} --eval-every 3"
 SAVING = "--checkpoint-every 2"
+WIDE = dict(hidden_size=128, num_hidden_layers=2, head_dim=32, moe_intermediate_size=128)
 SMALL = (
     "--dtype bfloat16 --master-remainder --moment-dtype float8_e4m3fn --state-offload 1 "
-    "--offload attention experts --memory-recompute norm rope qkv_proj "
-    "--experts-strategy optim_grads_params --checkpoint-every 0"
+    "--precision blockwise --fp8-param-gather --offload attention experts "
+    "--memory-recompute norm rope qkv_proj --experts-strategy optim_grads_params"
 )
 TWO_RANKS, ONE_RANK = "--grad-accum 2 --ep 2", "--grad-accum 4 --recompute"
 
@@ -54,6 +58,18 @@ class Stopped(BaseException):
 def arguments(folder: Path, run: str, more: str) -> list[str]:
     where = ["--model", str(folder / "tiny"), "--run-dir", str(folder / run)]
     return [*where, "--data", str(folder / "tiny" / "some.jsonl"), *f"{COMMON} {more}".split()]
+
+
+def check_small(*, model: Any, optimizers: list[Any], **_: Any) -> None:
+    """Each option of `SMALL` has reached the run."""
+    record, (adamw,) = attached(model), optimizers
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert adamw.master_remainder and adamw.moment_dtype == torch.float8_e4m3fn
+    assert record.request.memory.offload == ("attention", "experts")
+    assert record.request.memory.recompute == ("norm", "rope", "qkv_proj")
+    assert record.request.fsdp.fp8_param_gather
+    assert record.request.fsdp.experts_strategy == "optim_grads_params"
+    assert record.request.precision == Precision.of("blockwise")
 
 
 def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
@@ -75,7 +91,15 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     other = start("other", wanted=2)
     script.digest_of = digest_of
     start("dynamic", f"{TWO_RANKS} --checkpoint-every 0 --dynamic-cp {TOKENS // 2}")
-    start("small", f"--model {folder / 'tiny-bf16'} {TWO_RANKS} {SMALL}")
+    start("wide", f"--model {folder / 'wide'} {TWO_RANKS} --checkpoint-every 0")
+    small = f"--model {folder / 'wide-bf16'} {TWO_RANKS} --checkpoint-every 0 {SMALL}"
+    with (
+        patch.object(script, "FineTuning", wraps=script.FineTuning) as job,
+        patch.object(script, "StateOffload", wraps=script.StateOffload) as away,
+    ):
+        start("small", small)
+    check_small(**job.call_args.kwargs)
+    assert away.call_args.kwargs == {"fraction": 1.0}
     train_step = loop.train_step
 
     def stops(job: Any, step: int) -> Any:
@@ -98,15 +122,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("runs")
     sys.path.insert(0, str(EXAMPLES))
     try:
-        importlib.import_module("tiny_hf").make(folder / "tiny", **SIZES)
+        make = importlib.import_module("tiny_hf").make
+        make(folder / "tiny", **SIZES)
+        make(folder / "wide", **WIDE)
     finally:
         sys.path.remove(str(EXAMPLES))
     config = json.loads((folder / "tiny" / "config.json").read_text())
     config["num_experts"] = config.pop("num_local_experts")  # as published
     (folder / "tiny" / "config.json").write_text(json.dumps(config))
-    shutil.copytree(folder / "tiny", folder / "tiny-bf16")
-    (folder / "tiny-bf16" / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    weights = folder / "tiny-bf16" / "model.safetensors"
+    shutil.copytree(folder / "wide", folder / "wide-bf16")
+    weights = folder / "wide-bf16" / "model.safetensors"
     narrow = {name: tensor.bfloat16() for name, tensor in load_file(weights).items()}
     save_file(narrow, weights, metadata={"format": "pt"})
     chats = (folder / "tiny" / "chats.jsonl").read_text().splitlines()[:40]
@@ -536,16 +561,15 @@ def test_the_tiny_directory_is_made_once(
 
 
 def test_a_run_in_the_least_memory_learns_the_same(runs: tuple[Path, list[str]]) -> None:
+    """`check_small` says that it has all options; bf16 and FP8 round."""
     folder, _ = runs
-    losses = [
-        [row["loss"] for row in metrics(folder / run) if "loss" in row]
-        for run in ("small", "straight")
-    ]
-    assert len(losses[0]) == STEPS
-    for small, plain in zip(*losses, strict=True):
-        assert abs(small - plain) <= 1e-3 * plain
-    small, plain = (
-        load_file(folder / run / "export" / "model.safetensors") for run in ("small", "straight")
+    small, wide = (
+        [row["loss"] for row in metrics(folder / r) if "loss" in row] for r in ("small", "wide")
     )
-    assert small.keys() == plain.keys()
-    assert {weight.dtype for weight in small.values()} == {torch.bfloat16}
+    assert len(small) == STEPS
+    for found, wanted in zip(small, wide, strict=True):
+        assert abs(found - wanted) <= 1e-3 * wanted
+    exports = (
+        load_file(folder / run / "export" / "model.safetensors") for run in ("small", "wide")
+    )
+    assert len({frozenset(export) for export in exports}) == 1

@@ -217,8 +217,10 @@ def test_a_choice_that_no_expert_gets_is_memory_alone() -> None:
     step = dry_run(run)
     flops = sum(work.flops for work in step.forward_backward)
     assert flops == pytest.approx(512 * flops_per_token(model, 256), rel=0.01)
-    other = replace(model, moe=replace(moe, zero_experts=0))
-    assert step.peak >= dry_run(replace(run, model=other)).peak
+    other = dry_run(replace(run, model=replace(model, moe=replace(moe, zero_experts=0))))
+    assert step.peak >= other.peak
+    assert [work.name for work in step.optimizer] == [work.name for work in other.optimizer]
+    assert plan_time(run, TABLE).seconds == pytest.approx(time_step(step, TABLE).seconds, rel=0.01)
 
 
 def test_stores_into_peers_memory_stay_in_a_node() -> None:

@@ -204,8 +204,8 @@ def test_on_a_gpu_it_is_what_its_definition_says() -> None:
     logits = products.logits(on_gpu[0].detach()).double().cpu()
     x_q, weight_q = rounded(hidden, 1), rounded(weight, BLOCK)
     exact = x_q @ weight_q.T
-    half = exact.abs() * 2**-8  # a step of bf16, half of it
-    assert ((logits - exact).abs() <= half + 2**-13 * (x_q.abs() @ weight_q.abs().T)).all()
+    half_step = exact.abs() * 2**-8  # of bf16
+    assert ((logits - exact).abs() <= half_step + 2**-13 * (x_q.abs() @ weight_q.abs().T)).all()
     how: Any = dict(num_tokens=1, chunk_tokens=500, recipe=Recipe())
     loss = linear_cross_entropy(*on_gpu, labels.cuda(), **how)
     loss.backward()

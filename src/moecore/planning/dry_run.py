@@ -93,7 +93,12 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 def of_rows(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
     """Return the dry run with the memory of the capacity, and the work of the rows in use."""
     found = dry(run)
-    return found if run.even == run else replace(found, queued=dry(run.even).queued)
+    if run.even == run:
+        return found
+    used = dry(run.even)  # in which parts may queue another number of operations
+    pairs = zip(found.starts, used.starts, strict=True)
+    starts = tuple(start._replace(first=of_used.first) for start, of_used in pairs)
+    return replace(found, queued=used.queued, starts=starts)
 
 
 def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:

@@ -133,11 +133,11 @@ class TrainingRun(CheckedRecord):
     def even(self) -> TrainingRun:
         """The run whose shapes are those of the rows in use, with even loads.
 
-        It has capacity for them only. Choices that fall on experts that return their input have no
-        rows: of a native decoder each token has as many choices less.
+        It has capacity for them only. Choices of experts that return their input have no rows, so
+        tokens of a native decoder have as many choices less, rounded to whole ones.
         """
         nvlink = None if self.nvlink is None else replace(self.nvlink, row_factor=1.0)
-        return replace(self, nvlink=nvlink, model=_without_zero_experts(self.model))
+        return replace(self, nvlink=nvlink, model=_with_used_choices(self.model))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,7 +145,7 @@ class TrainingRun(CheckedRecord):
         return torch.bfloat16 if self.optimizer.master_remainder else torch.float32
 
 
-def _without_zero_experts(model: AnyModel) -> AnyModel:
+def _with_used_choices(model: AnyModel) -> AnyModel:
     if not isinstance(model, DecoderConfig) or model.moe is None or not model.moe.zero_experts:
         return model
     moe = model.moe

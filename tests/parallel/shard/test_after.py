@@ -1,4 +1,4 @@
-"""A step has the gradients of its own batches, whatever ended, failed or changed before it."""
+"""A step has the gradients of its own batches, whatever the step before it did."""
 
 from __future__ import annotations
 
@@ -51,10 +51,6 @@ class Model:
             for param in self.decoder.parameters():
                 param.mul_(1.25)
 
-    def each_expert(self, function: Callable[[nn.Module], object]) -> None:
-        for layer in self.decoder.model.layers:
-            function(layer.mlp.experts)
-
 
 def of_kernels(model: Model) -> None:
     """Kernels put experts' gradients into sums, autograd does in the next step."""
@@ -65,7 +61,8 @@ def of_kernels(model: Model) -> None:
             if not param._backward_hooks:
                 param.register_hook(lambda grad: grad)
 
-    model.each_expert(lambda experts: experts.register_forward_pre_hook(hook))
+    for layer in model.decoder.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(hook)
 
 
 def of_an_idle_forward(model: Model) -> None:

@@ -26,7 +26,7 @@ TRAINING = frozenset(
         *("moe.balance", "moe.router_jitter", "moe.router_dtype", "moe.capacity"),
     }
 )
-# Fields that other values of a second field, of the same record, do not read.
+# Field -> another field of its record, and the values of that one with which it is read.
 READ_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
     "moe.activation_limit": ("activation", LIMITED_ACTIVATIONS),
     "moe.activation_alpha": ("activation", ("clamped_swiglu",)),

@@ -107,7 +107,7 @@ def _apply_recompute(
             if use.parts and part.module not in compiled:
                 _recompute(part, use)
         wrap(block, within, sharing_outputs)
-    if wanted.issuperset(GEMM_LAST):  # all three: those that there are
+    if wanted.issuperset(GEMM_LAST):  # a block need not have all three
         wanted.difference_update(GEMM_LAST)
     unused = [part for part in options.parts if part in wanted - used]
     if unused:
