@@ -33,8 +33,10 @@ STEP = (
 )
 GRAPH = "--cuda-graph"
 EVEN = "--tokens random --routing balanced --row-factor 1.5"
-NATURAL = "--lr 3e-4 --schedule-steps 400 --row-factor 3"
+NATURAL = "--lr 3e-4 --schedule-steps 40000 --row-factor 2"  # 2,000 steps of warm-up
+QUANTILE = f"{NATURAL} --quantile --bias-per-micro-batch"
 FP8 = "--precision blockwise --fp8-dispatch"
+PRECISIONS = {"bf16": "", "fp8": FP8, "fp8-head": f"{FP8} --fp8-head"}
 TINY_STEP = (
     "-m benchmarks.bench_train --preset tiny --seq-len 32 --batch-size 2 --warm-up 1 --timed 2 "
     "--results {records}"
@@ -70,17 +72,19 @@ def step(name: str, arguments: str, seconds: int = 90, tiny: str = "") -> Run:
 
 
 def steps_of(preset: str, rows: int) -> tuple[Run, ...]:
-    """Return whole steps of a model over all GPUs: even and natural routing, bf16 and FP8."""
-    runs = []
-    for kind, options in (
-        ("even", f"{EVEN} {GRAPH}"),
-        ("natural", f"{NATURAL} {GRAPH}"),
-        ("eager", EVEN),
+    """Return whole steps of a model over all GPUs: even, natural and balanced routing."""
+    runs: list[Run] = []
+    for kind, options, precisions in (
+        ("even", f"{EVEN} {GRAPH}", ("bf16", "fp8", "fp8-head")),
+        ("natural", f"{NATURAL} {GRAPH}", ("bf16", "fp8-head")),
+        ("quantile", f"{QUANTILE} {GRAPH}", ("bf16", "fp8-head")),
+        ("eager", EVEN, ("bf16",)),
     ):
-        for dtype, precision in (("bf16", ""), ("fp8", FP8)):
-            arguments = f"--preset {preset} --ep {{gpus}} --batch-size {rows} {options}"
-            tiny = f"--ep {{gpus}} {'--precision blockwise' * bool(precision)}"
-            runs.append(step(f"{kind}-{dtype}", f"{arguments} {precision}", 95, tiny))
+        for precision in precisions:
+            more = PRECISIONS[precision]
+            arguments = f"--preset {preset} --ep {{gpus}} --batch-size {rows} {options} {more}"
+            tiny = f"--ep {{gpus}} {more.replace('--fp8-dispatch', '')}"
+            runs.append(step(f"{kind}-{precision}", arguments, 65 if runs else 95, tiny))
     return tuple(runs)
 
 
@@ -114,6 +118,7 @@ def staged(ranks: int) -> Iterator[Run]:
 HF = "-m benchmarks.bench_hf --batch-size 1 --variants transformers moecore moecore+loss+auto"
 LORA = "-m benchmarks.bench_lora --results {records}"
 TINY_HF = "--preset tiny-qwen3 --layers 2 --batch-size 1 --seq-len 32 --warm-up 1 --timed 1"
+PARITY = "!{python} -m pytest -q -m gpu tests/test_parity.py -k '{gpus}r and not nvlink'"
 PAIRS = "-m benchmarks.bench_pairs --ep {gpus} --batch-sizes 1 2 --layers 6 --results {records}"
 CALLS: dict[str, tuple[Run, ...]] = {
     "qwen3": steps_of("qwen3-30b-a3b", 2),
@@ -166,13 +171,7 @@ CALLS: dict[str, tuple[Run, ...]] = {
             "--steps 1 --rounds 1",
         ),
     ),
-    "foldings": (
-        Run(
-            name="parity",
-            command="!{python} -m pytest -q -m gpu tests/test_parity.py -k '8r and not nvlink'",
-            seconds=590,
-        ),
-    ),
+    "foldings": (Run(name="parity", command=PARITY, seconds=590),),
     "scaling": (scaled(1), scaled(2), scaled(4), scaled(8)),
 }
 PLANS = (  # preset, options of a plan; of every GPU that is lent
