@@ -247,7 +247,8 @@ def experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> Call:
     experts = layer.part("experts")
     with torch.no_grad():
         inp = dispatcher.dispatch(x_TD.detach(), layer.part("router")(x_TD, MicroBatch()))
-    rows, inp = inp.rows.values, dataclasses.replace(inp, rows=Rows(inp.rows.widen()))
+    rows = inp.rows.widen()
+    inp = dataclasses.replace(inp, rows=Rows(rows))
     if inp.unsummed is not None:
         rows = inp.unsummed.handle_RD
         inp = dataclasses.replace(inp, unsummed=UnsummedInput(rows))  # nothing travels

@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks import bench_dispatch
 from benchmarks.dispatch_sweep import divisions
 
+from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.kernels.exchange.buffer import ExchangeLayout
+from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.placement import ExpertPlacement
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.mark.parametrize("programs", [24, 132])
@@ -36,3 +41,18 @@ def test_the_recorded_command_names_no_folder(monkeypatch: pytest.MonkeyPatch) -
         found = bench_dispatch._command(Path("/tmp/x"), 8)
         expected = "torchrun --nproc-per-node 8 -m benchmarks.bench_dispatch --ep 8 --no-layer"
         assert found == expected
+
+
+def test_experts_alone_get_gradients_of_what_came_in_fp8() -> None:
+    run_ranks(2, experts_of_fp8_rows)
+
+
+def experts_of_fp8_rows(rank: int, device: torch.device) -> None:
+    meshes = build_meshes(ParallelConfig(ep=2), device.type)
+    layer = MoELayer(MoEConfig(dim=128, hidden_dim=32, num_experts=4, top_k=2))
+    layer.part("experts").shard(meshes.expert["ep", "etp"])
+    assert meshes.dispatch_group is not None
+    place = ExpertPlacement(group=meshes.dispatch_group, num_experts=4, ep=2, etp=1)
+    dispatcher = AllToAllDispatcher(place, fp8=True)
+    bench_dispatch.experts_call(layer, dispatcher, torch.randn(16, 128))()
+    assert all(p.grad is not None for p in layer.part("experts").parameters())
