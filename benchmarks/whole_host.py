@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,10 +33,19 @@ STEP = (
 )
 GRAPH = "--cuda-graph"
 EVEN = "--tokens random --routing balanced --row-factor 1.5"
-NATURAL = "--lr 3e-4 --schedule-steps 40000 --row-factor 2"  # 2,000 steps of warm-up
-QUANTILE = f"{NATURAL} --quantile --bias-per-micro-batch"
-FP8 = "--precision blockwise --fp8-dispatch"
-PRECISIONS = {"bf16": "", "fp8": FP8, "fp8-head": f"{FP8} --fp8-head"}
+FRESH = "--lr 3e-4 --schedule-steps 40000 --row-factor 2"  # 2,000 steps of warm-up
+KINDS = {  # of routing: even by force, or what a router has learned in 16 steps
+    "even": f"{EVEN} {GRAPH}",
+    "eager": EVEN,
+    "natural": f"{FRESH} {GRAPH} --tokens random",
+    "text": f"{FRESH} {GRAPH}",
+    "quantile": f"{FRESH} {GRAPH} --quantile --bias-per-micro-batch",
+}
+PACKED = "--fp8-dispatch"
+FP8 = f"--precision blockwise {PACKED}"
+PRECISIONS = {"bf16": "", "fp8": FP8, "head": f"{FP8} --fp8-head"}
+FORCED = ("even-bf16", "even-fp8", "even-head", "eager-bf16", "eager-fp8")
+LEARNED = ("natural-bf16", "natural-head", "text-bf16", "text-head", "quantile-bf16")
 TINY_STEP = (
     "-m benchmarks.bench_train --preset tiny --seq-len 32 --batch-size 2 --warm-up 1 --timed 2 "
     "--results {records}"
@@ -71,20 +80,14 @@ def step(name: str, arguments: str, seconds: int = 90, tiny: str = "") -> Run:
     )
 
 
-def steps_of(preset: str, rows: int) -> tuple[Run, ...]:
-    """Return whole steps of a model over all GPUs: even, natural and balanced routing."""
-    runs: list[Run] = []
-    for kind, options, precisions in (
-        ("even", f"{EVEN} {GRAPH}", ("bf16", "fp8", "fp8-head")),
-        ("natural", f"{NATURAL} {GRAPH}", ("bf16", "fp8-head")),
-        ("quantile", f"{QUANTILE} {GRAPH}", ("bf16", "fp8-head")),
-        ("eager", EVEN, ("bf16",)),
-    ):
-        for precision in precisions:
-            more = PRECISIONS[precision]
-            arguments = f"--preset {preset} --ep {{gpus}} --batch-size {rows} {options} {more}"
-            tiny = f"--ep {{gpus}} {more.replace('--fp8-dispatch', '')}"
-            runs.append(step(f"{kind}-{precision}", arguments, 65 if runs else 95, tiny))
+def steps_of(preset: str, rows: int, kinds: Iterable[str]) -> tuple[Run, ...]:
+    """Return whole steps of a model over all GPUs."""
+    runs = []
+    for name in kinds:
+        kind, _, precision = name.partition("-")
+        more = PRECISIONS[precision]
+        arguments = f"--preset {preset} --ep {{gpus}} --batch-size {rows} {KINDS[kind]} {more}"
+        runs.append(step(name, arguments, 115, f"--ep {{gpus}} {more.replace(PACKED, '')}"))
     return tuple(runs)
 
 
@@ -121,10 +124,12 @@ TINY_HF = "--preset tiny-qwen3 --layers 2 --batch-size 1 --seq-len 32 --warm-up 
 PARITY = "!{python} -m pytest -q -m gpu tests/test_parity.py -k '{gpus}r and not nvlink'"
 PAIRS = "-m benchmarks.bench_pairs --ep {gpus} --batch-sizes 1 2 --layers 6 --results {records}"
 CALLS: dict[str, tuple[Run, ...]] = {
-    "qwen3": steps_of("qwen3-30b-a3b", 2),
-    "qwen3-batch-3": steps_of("qwen3-30b-a3b", 3),
-    "qwen3-batch-4": steps_of("qwen3-30b-a3b", 4),
-    "moonlight": steps_of("moonlight-16b-a3b", 4),
+    "qwen3": steps_of("qwen3-30b-a3b", 2, FORCED),
+    "qwen3-learned": steps_of("qwen3-30b-a3b", 2, LEARNED),
+    "qwen3-batch-3": steps_of("qwen3-30b-a3b", 3, FORCED),
+    "qwen3-batch-4": steps_of("qwen3-30b-a3b", 4, FORCED),
+    "moonlight": steps_of("moonlight-16b-a3b", 4, FORCED),
+    "moonlight-learned": steps_of("moonlight-16b-a3b", 4, LEARNED),
     "finetune": (
         Run(
             name="transformers",
