@@ -10,14 +10,14 @@ The model's own tokenizer and chat template make the tokens, and answers alone a
 chat.py for the forms of data. Examples are packed into rows, without attention across them, where
 the model keeps documents apart; else each has a row of its own. Started again with the same
 arguments, a run continues from its last whole checkpoint, bit for bit as if it had never stopped.
-Its result is RUN_DIR/export, which `AutoModelForCausalLM.from_pretrained` loads.
-docs/finetuning.md has all of it.
+Its result is RUN_DIR/export, which `AutoModelForCausalLM.from_pretrained` loads. A TOML file stands
+for options (--config), such as that of `moecore plan --write`. docs/finetuning.md has all of it.
 
 The loss of a step is the mean over the answers' tokens of all ranks and micro-batches: each
 micro-batch gives a sum, divided by the step's number of tokens. So a run computes the same on any
 number of ranks that divides its batch. Padding reaches neither experts nor their counts.
 
-loop.py has the steps, which train.py shares.
+loop.py has the steps, which train.py shares, sharding.py how a model is put onto the ranks.
 
 Legend: A micro-batches of a step, B rows, T tokens of a row.
 """
@@ -38,6 +38,7 @@ import torch.distributed as dist
 from batches import ScheduledExamples, digest_of, packed_examples, split_examples
 from chat import Example, Examples, read_examples
 from data import PackedSteps, StepBatch, to_device
+from errors import ARGUMENT_ERRORS, print_error
 from hf_model import (
     build_hf,
     decoder_of,
@@ -58,24 +59,15 @@ from options import (
     add_state,
     check_dynamic_cp,
     check_wandb,
-    compute_dtype,
     parallel_config,
     whole,
 )
-from records import add_records, build, given
+from records import add_records, given, parse
 from report import make_run_dir
+from sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 from torch import Tensor
 
-from moecore import (
-    BalanceConfig,
-    ContextOptions,
-    FSDPOptions,
-    MemoryOptions,
-    Meshes,
-    NVLinkOptions,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import BalanceConfig, Meshes, build_meshes
 from moecore.base.agreement import difference
 from moecore.families.transformers.rows import why_whole
 from moecore.io import load_hf
@@ -85,7 +77,7 @@ from moecore.train import AdamW, StateOffload
 
 EXPORT = "export"
 SHARDING = tuple(d for d in DEGREES if d not in ("pp", "cp", "tp"))  # of transformers models
-RECORDS = {"fsdp": FSDPOptions, "memory": MemoryOptions, "nvlink": NVLinkOptions}
+TAKEN = ("fsdp.param_dtype", "context.dynamic")  # what another option says
 
 
 @dataclass(kw_only=True)
@@ -283,27 +275,16 @@ def build_model(args: argparse.Namespace, config: object, meshes: Meshes) -> Any
     model = build_hf(config, args.model, dtype)
     if args.recompute:
         recompute(model)
-    balance = BalanceConfig(micro_batch_coef=args.aux_loss) if args.aux_loss else None
-    nvlink, dynamic = given(args, "nvlink"), {}
+    records = records_of(args) | {"fsdp": fsdp_of(args, meshes)}
     if args.dynamic_cp is not None:
         if (other := why_whole(model)) is not None:
             raise ValueError(
                 f"--dynamic-cp ({args.dynamic_cp}) must be left out for {type(model).__name__}, "
                 f"because {other} needs rows of one example each"
             )
-        nvlink["max_tokens"] = args.dynamic_cp  # the first one need not be the longest
-        dynamic = {"context": ContextOptions(dynamic=True)}
-    parallelize_moe(
-        model,
-        meshes,
-        loss="sum",
-        balance=balance,
-        precision=args.precision,
-        fsdp=FSDPOptions(param_dtype=compute_dtype(args, device), **given(args, "fsdp")),
-        memory=build(args, "memory", MemoryOptions),
-        nvlink=NVLinkOptions(**nvlink) if nvlink else None,
-        **dynamic,
-    )
+        records["nvlink"] = nvlink_of(records, args.dynamic_cp)
+    balance = BalanceConfig(micro_batch_coef=args.aux_loss) if args.aux_loss else None
+    parallelize(model, meshes, args, records, balance=balance)
     model.to_empty(device=device)
     load_hf(args.model, model)
     return model
@@ -314,9 +295,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         description="Fine-tune a Hugging Face Mixture-of-Experts model on chats, prompts or text.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="DIR", help="config, tokenizer and weights")
+    add("--config", type=Path, metavar="FILE", help="TOML; what is given beside it wins")
+    where = dict(type=Path, required=True, metavar="DIR", help="config, tokenizer and weights")
+    add("--model", "--hf-config", **where)
     add(
         "--data",
         type=Path,
@@ -330,15 +314,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--epochs", type=whole, default=1, help="times that all of --data is read")
     add("--max-steps", type=whole, help="optimizer steps of the whole run (None = of --epochs)")
     add("--recompute", action="store_true", help="activations again in backward: less memory")
-    add("--dynamic-cp", type=whole, metavar="N", help="a cp for each micro-batch, N tokens a rank")
     add_common(parser, SHARDING)
     add_state(parser)
-    add_records(parser, RECORDS, without=("fsdp.param_dtype", "nvlink.max_tokens"))
+    add_records(parser, TABLES, without=TAKEN)
     parser.set_defaults(
         run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, lr=1e-5, eval_every=50
     )
     parser.set_defaults(schedule_steps=None, expert_loads_every=10)  # no options here
-    return parser.parse_args(arguments)
+    args = parse(parser, sys.argv[1:] if arguments is None else arguments)
+    args.dynamic_cp = given(args, "sharding").get("dynamic_cp")
+    return args
 
 
 def share(text: str) -> float:
@@ -369,7 +354,10 @@ def check(args: argparse.Namespace, world_size: int) -> Any:
 
 def main() -> int:
     """Start the ranks, or be one of them under torchrun."""
-    args = parse_arguments()
+    try:
+        args = parse_arguments()
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
     return start(run_rank, args, partial(check, args))
 
 

@@ -20,7 +20,8 @@ Started again with the same arguments, a run continues from its last whole check
 never stopped; on other ranks too it reads the tokens that are left, each once. Its result is
 RUN_DIR/export, with the tokenizer, where the config.json is known.
 
-loop.py has the steps, which train.py and finetune_hf.py share, native.py the model.
+loop.py has the steps, which train.py and finetune_hf.py share, sharding.py how a model is put onto
+the ranks, native.py the model.
 """
 
 from __future__ import annotations
@@ -66,26 +67,17 @@ from options import (
 )
 from records import add_records, as_toml, build, given, parse
 from report import make_run_dir
+from sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 from torch import Tensor
 
 from moecore import (
     BalanceConfig,
     CapacityConfig,
-    CloneOptions,
-    ContextOptions,
-    DispatcherName,
-    ExpertBackend,
-    FSDPOptions,
-    MemoryOptions,
     Meshes,
     MoEConfig,
-    NVLinkOptions,
     PipelineConfig,
-    StashOptions,
     build_meshes,
-    parallelize_moe,
 )
-from moecore.base.options.precision import Precision, Recipe
 from moecore.io import decoder_config_from_hf, export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost, preset
@@ -94,52 +86,14 @@ from moecore.packing.split import multiple_of
 from moecore.train import WidthRates, width_rates
 
 EXPORT = "export"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """How the model is put onto the ranks, beside the options that are records.
-
-    Attributes:
-        dispatcher: how tokens travel; "auto" chooses by the hardware.
-        fp8_dispatch: tokens travel between ranks, and are kept for backward, as FP8.
-        expert_backend: which kernels multiply the experts' matrices.
-        overlap_shared: on GPUs, run shared experts on a stream of their own.
-        compile_dense: run attention, norms and residual adds through torch.compile.
-        graph_dense: on GPUs, run what is between exchanges as CUDA graphs.
-        stash: experts' rows in pages, as [stash] says.
-        clones: clones of hot experts, as [clones] says.
-        dynamic_cp: each micro-batch has its own cp, and this is the most tokens that a rank holds
-            of one; None = --cp for all.
-    """
-
-    dispatcher: DispatcherName = "auto"
-    fp8_dispatch: bool = False
-    expert_backend: ExpertBackend = "auto"
-    overlap_shared: bool = False
-    compile_dense: bool = False
-    graph_dense: bool = False
-    stash: bool = False
-    clones: bool = False
-    dynamic_cp: int | None = None
-
-
 RECORDS: dict[str, type] = {
     "corpus": CorpusOptions,
     "model": DecoderConfig,
     "moe": MoEConfig,
     "capacity": CapacityConfig,
     "balance": BalanceConfig,
-    "sharding": Sharding,
-    "fsdp": FSDPOptions,
-    "memory": MemoryOptions,
-    "stash": StashOptions,
-    "clones": CloneOptions,
-    "nvlink": NVLinkOptions,
-    "context": ContextOptions,
+    **TABLES,
     "pipeline": PipelineConfig,
-    "fp8": Precision,
-    "recipe": Recipe,
 }
 # What another option says.
 TAKEN = ("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim")
@@ -293,51 +247,6 @@ def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> 
     return CorpusOptions(**of_run, multiple=multiple_of(cp), **given(args, "corpus"))
 
 
-def records_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the records that flags or the file have given, by table."""
-    sharding = Sharding(**given(args, "sharding"))
-    context = build(args, "context", ContextOptions)
-    if sharding.dynamic_cp is not None:
-        context = replace(context or ContextOptions(), dynamic=True)
-    stash = build(args, "stash", StashOptions) or (StashOptions() if sharding.stash else None)
-    clones = build(args, "clones", CloneOptions) or (CloneOptions() if sharding.clones else None)
-    recipe = build(args, "recipe", Recipe)
-    if given(args, "fp8") and recipe is None:
-        recipe = Recipe()
-    if recipe is not None and args.precision:
-        raise ValueError(
-            f"--precision ({args.precision}) must not go with options of [recipe] and [fp8], which "
-            "are a recipe of their own: drop it"
-        )
-    if given(args, "pipeline") and (args.pp or 1) == 1:
-        raise ValueError(f"--pp ({args.pp}) must be > 1 with options of [pipeline]: drop those")
-    return {
-        "sharding": sharding,
-        "memory": MemoryOptions(**given(args, "memory"), stash=stash),
-        "stash": stash,
-        "clones": clones,
-        "nvlink": build(args, "nvlink", NVLinkOptions),
-        "context": context,
-        "pipeline": PipelineConfig(**given(args, "pipeline")) if (args.pp or 1) > 1 else None,
-        "recipe": recipe,
-        "fp8": recipe and Precision(recipe=recipe, **given(args, "fp8")),
-    }
-
-
-def nvlink_of(records: dict[str, Any], max_tokens: int) -> NVLinkOptions | None:
-    """Return options with room for the longest micro-batch, which the first one need not be."""
-    nvlink, dispatcher = records["nvlink"], records["sharding"].dispatcher
-    if nvlink is None and dispatcher not in ("auto", "nvlink", "hierarchical"):
-        return None
-    nvlink = nvlink or NVLinkOptions()
-    return nvlink if nvlink.max_tokens else replace(nvlink, max_tokens=max_tokens)
-
-
-def fsdp_of(args: argparse.Namespace, meshes: Meshes) -> FSDPOptions:
-    dtype = compute_dtype(args, torch.device(meshes.device_type))
-    return FSDPOptions(param_dtype=dtype, **given(args, "fsdp"))
-
-
 def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]) -> None:
     """Write the options of the run to its directory, as --config reads them."""
     if not args.hf_config:
@@ -363,24 +272,9 @@ def build_model(
     rates: WidthRates | None,
 ) -> Decoder:
     """Return this rank's shards of the model: the same weights on every layout."""
-    dtype, sharding = torch.float32, records["sharding"]
-    if args.master_remainder:
-        dtype = torch.bfloat16
+    dtype = torch.bfloat16 if args.master_remainder else torch.float32
     model = Decoder(config, device="meta", dtype=dtype)
-    names = "nvlink", "memory", "clones", "context", "pipeline", "fsdp"
-    parallelize_moe(
-        model,
-        meshes,
-        dispatcher=sharding.dispatcher,
-        fp8_dispatch=sharding.fp8_dispatch,
-        expert_backend=sharding.expert_backend,
-        overlap_shared=sharding.overlap_shared,
-        compile_dense=sharding.compile_dense,
-        graph_dense=sharding.graph_dense,
-        precision=records["fp8"] or args.precision,
-        loss="sum",
-        **{name: records[name] for name in names},
-    )
+    parallelize(model, meshes, args, records)
     model.to_empty(device=torch.device(meshes.device_type))
     model.init_weights(args.seed)
     if rates is not None:

@@ -118,7 +118,8 @@ def words_of(parser: argparse.ArgumentParser, file: Path) -> list[str]:
         raise ValueError(f"--config ({file}) must be a readable file: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"--config ({file}) must be TOML: {error}") from None
-    actions = {action.dest: action for action in parser._actions}
+    flags = {f.lstrip("-").replace("-", "_"): a for a in parser._actions for f in a.option_strings}
+    actions = flags | {action.dest: action for action in parser._actions}
     words: list[str] = []
     for name, value in _flat(content):
         if name not in actions:

@@ -25,12 +25,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import (
+    FSDPOptions,
+    MemoryOptions,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.base.options.precision import Precision
 from moecore.families import use_causal_attention
 from moecore.models import flops_per_token
 from moecore.packing import PackedBatchSampler
 from moecore.parallel.attached import attached
+from moecore.planning.recipe import recipe_of
+from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.transformers import TransformersModel
 from tests.examples.test_train import metrics, tensors
 from tests.families.transformers.family_models import tiny_model
 from tests.helpers.ranks import run_ranks
@@ -43,11 +53,6 @@ SIZES = dict(hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_s
 COMMON = f"--lr 3e-3 --seq-len {TOKENS} --batch-size 2 --max-steps {STEPS} --eval-every 3"
 SAVING = "--checkpoint-every 2"
 WIDE = dict(hidden_size=128, num_hidden_layers=2, head_dim=32, moe_intermediate_size=128)
-SMALL = (
-    "--dtype bfloat16 --master-remainder --moment-dtype float8_e4m3fn --state-offload 1 "
-    "--precision blockwise --fp8-param-gather --offload attention experts "
-    "--memory-recompute norm rope qkv_proj --experts-strategy optim_grads_params"
-)
 TWO_RANKS, ONE_RANK = "--grad-accum 2 --ep 2", "--grad-accum 4 --recompute"
 
 
@@ -56,20 +61,40 @@ class Stopped(BaseException):
 
 
 def arguments(folder: Path, run: str, more: str) -> list[str]:
-    where = ["--model", str(folder / "tiny"), "--run-dir", str(folder / run)]
+    model = [] if "--config" in more else ["--model", str(folder / "tiny")]
+    where = [*model, "--run-dir", str(folder / run)]
     return [*where, "--data", str(folder / "tiny" / "some.jsonl"), *f"{COMMON} {more}".split()]
 
 
-def check_small(*, model: Any, optimizers: list[Any], **_: Any) -> None:
-    """Each option of `SMALL` has reached the run."""
-    record, (adamw,) = attached(model), optimizers
+def least_memory(folder: Path) -> TrainingRun:
+    """The planned run of the wide model in bf16 in which all options save memory."""
+    return TrainingRun(
+        model=TransformersModel.of(folder / "wide-bf16"),
+        num_gpus=2,
+        parallel=ParallelConfig(ep=2),
+        seq_len=TOKENS,
+        batch_size=2,
+        num_micro_batches=2,
+        fsdp=FSDPOptions(
+            param_dtype=torch.bfloat16, experts_strategy="optim_grads_params", fp8_param_gather=True
+        ),
+        memory=MemoryOptions(
+            offload=("attention", "experts"), recompute=("norm", "rope", "qkv_proj")
+        ),
+        precision=Precision.of("blockwise"),
+        optimizer=OptimizerOptions(
+            moment_dtype="float8_e4m3fn", master_remainder=True, offload_fraction=1.0
+        ),
+    )
+
+
+def check_planned(run: TrainingRun, *, model: Any, optimizers: list[Any], **_: Any) -> None:
+    """The run has each option of the plan."""
+    request, (adamw,) = attached(model).request, optimizers
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     assert adamw.master_remainder and adamw.moment_dtype == torch.float8_e4m3fn
-    assert record.request.memory.offload == ("attention", "experts")
-    assert record.request.memory.recompute == ("norm", "rope", "qkv_proj")
-    assert record.request.fsdp.fp8_param_gather
-    assert record.request.fsdp.experts_strategy == "optim_grads_params"
-    assert record.request.precision == Precision.of("blockwise")
+    assert (request.memory, request.fsdp) == (run.memory, run.fsdp)
+    assert request.precision == run.precision and request.meshes.parallel == run.resolved
 
 
 def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
@@ -92,13 +117,16 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     script.digest_of = digest_of
     start("dynamic", f"{TWO_RANKS} --checkpoint-every 0 --dynamic-cp {TOKENS // 2}")
     start("wide", f"--model {folder / 'wide'} {TWO_RANKS} --checkpoint-every 0")
-    small = f"--model {folder / 'wide-bf16'} {TWO_RANKS} --checkpoint-every 0 {SMALL}"
+    planned, file = least_memory(folder), folder / "plan.toml"
+    if rank == 0:
+        file.write_text(recipe_of(planned, folder / "wide-bf16"))
+    torch.distributed.barrier()
     with (
         patch.object(script, "FineTuning", wraps=script.FineTuning) as job,
         patch.object(script, "StateOffload", wraps=script.StateOffload) as away,
     ):
-        start("small", small)
-    check_small(**job.call_args.kwargs)
+        start("small", f"--config {file} --checkpoint-every 0")
+    check_planned(planned, **job.call_args.kwargs)
     assert away.call_args.kwargs == {"fraction": 1.0}
     train_step = loop.train_step
 
@@ -561,7 +589,7 @@ def test_the_tiny_directory_is_made_once(
 
 
 def test_a_run_in_the_least_memory_learns_the_same(runs: tuple[Path, list[str]]) -> None:
-    """`check_small` says that it has all options; bf16 and FP8 round."""
+    """A planned one: `check_planned` says that it has all options; bf16 and FP8 round."""
     folder, _ = runs
     small, wide = (
         [row["loss"] for row in metrics(folder / r) if "loss" in row] for r in ("small", "wide")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecore import NVLinkOptions
+from moecore import FSDPOptions, NVLinkOptions
 from moecore.cli import _parser, main
 from moecore.models import Decoder, preset
 from moecore.planning.flags import run_of_options
@@ -149,7 +149,7 @@ def test_a_planned_run_is_a_file_of_options(
     parallel = pretrain.parallel_config(args, 2, num_experts=config.moe.num_experts)
     assert parallel.resolve(2) == run.resolved
     records = pretrain.records_of(args)
-    fsdp = pretrain.FSDPOptions(param_dtype=torch.bfloat16, **pretrain.given(args, "fsdp"))
+    fsdp = FSDPOptions(param_dtype=torch.bfloat16, **pretrain.given(args, "fsdp"))
     assert fsdp == run.fsdp and records["memory"] == run.memory
     assert records["pipeline"] == run.pipeline
     assert (records["nvlink"] or NVLinkOptions()) == (run.nvlink or NVLinkOptions())

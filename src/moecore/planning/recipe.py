@@ -1,4 +1,4 @@
-"""recipe_of: a planned run as the TOML that `examples/pretrain.py --config` reads.
+"""recipe_of: a planned run as TOML for --config of examples/pretrain.py and finetune_hf.py.
 
 Names are those of its flags and of the records of options: a field that has its default is left
 out. What a plan does not know is given beside the file: data, tokenizer, steps, learning rate.
@@ -19,6 +19,7 @@ from moecore.planning.run import TrainingRun, dispatcher_of, precision_name
 
 TAKEN = ("param_dtype", "stash")  # fields that another line stands for
 LEFT = ("dp_shard", "edp_shard")  # degrees that are what others leave
+ONES = ("pp", "tp", "cp")  # degrees of 1 without these
 VALUES = (bool, int, float, str)
 
 
@@ -26,19 +27,14 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
     """Return the TOML of a run.
 
     Args:
-        run: of a native decoder.
+        run: any; examples/pretrain.py trains native decoders.
         config: the config.json of its model, or the directory; None = the model is a preset.
 
     Raises:
-        ValueError: for a run that examples/pretrain.py cannot be given: a model of transformers, or
-            one that is neither a preset nor read from a config.json, and options without a name.
+        ValueError: for a model that is neither a preset nor read from a config.json, and options
+            without a name.
     """
     check_arguments(recipe_of, locals())
-    if not isinstance(run.model, DecoderConfig):
-        raise ValueError(
-            "model (a class of transformers) must be a native decoder for a recipe, because "
-            "examples/pretrain.py trains no other: print its --call"
-        )
     precision = None if run.precision is None else precision_name(run.precision)
     if run.precision is not None and precision is None:
         raise ValueError("precision must be one that has a name for a recipe: print its --call")
@@ -49,18 +45,19 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
         )
     model, others = {"hf_config": str(config)}, dict[str, int]()
     if config is None:
-        preset = preset_of(run.model)
+        preset = preset_of(run.model) if isinstance(run.model, DecoderConfig) else None
         if preset is None:
             raise ValueError(
                 "model must be a preset, or be read from a config.json, for a recipe: write one "
                 "and pass config"
             )
         model, others = {"preset": preset[0]}, preset[1]
-    degrees = {f.name: getattr(run.resolved, f.name) for f in fields(run.parallel)}
+    found = {f.name: getattr(run.resolved, f.name) for f in fields(run.parallel)}
+    degrees = {n: d for n, d in found.items() if n not in LEFT and (d > 1 or n not in ONES)}
     is_sent = run.resolved.ep * run.resolved.etp > 1
     tables: dict[str, Mapping[str, Any]] = {
         "": model
-        | {name: degree for name, degree in degrees.items() if name not in LEFT}
+        | degrees
         | {
             "seq_len": run.seq_len,
             "batch_size": run.batch_size,
@@ -83,11 +80,11 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
         "nvlink": _changed(run.nvlink),
         "pipeline": _changed(run.pipeline),
     }
-    found = list[str]()
+    text = list[str]()
     for table, values in tables.items():
         lines = [f"{name} = {_shown(v)}" for name, v in values.items() if v is not None]
-        found += [*([f"[{table}]"] if table and lines else []), *lines]
-    return "\n".join(found) + "\n"
+        text += [*([f"[{table}]"] if table and lines else []), *lines]
+    return "\n".join(text) + "\n"
 
 
 def _changed(record: Any) -> dict[str, Any]:
