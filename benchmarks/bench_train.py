@@ -288,6 +288,7 @@ def traced(job: train.Pretraining, *, first_step: int) -> Row:
         "exposed_share": found.exposed / found.wall,
         "kernels": found.kernels,
         "longest": [[name[:120], *times] for name, times in found.longest.items()],
+        "gaps": [[name, *times] for name, times in found.gaps.items()],
     }
 
 
@@ -323,8 +324,11 @@ def report(row: Row, folder: Path | None) -> None:
             idle=row["idle_ms"],
             kernels=row["kernels"],
             longest={},
+            gaps={name: (ms, count) for name, ms, count in row["gaps"]},
         )
-        print("\n".join(table(found)), flush=True)
+        print("\n".join(table(found)))
+        for name, (ms, count) in list(found.gaps.items())[:12]:
+            print(f"idle {ms:.2f} ms, {count} times: {name}", flush=True)
     if folder is None:
         return
     command = shlex.join(["-m", "benchmarks.bench_train", *sys.argv[1:]])

@@ -7,7 +7,7 @@ the wall time: some kernel other than communication runs ("compute"), only commu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ class Breakdown:
         idle: nothing ran.
         kernels: launches.
         longest: name -> (sum of times, launches) of the kernels that took longest in all.
+        gaps: "kernel before -> kernel after" -> the same of the idle times between them.
     """
 
     wall: float
@@ -37,6 +38,7 @@ class Breakdown:
     idle: float
     kernels: int
     longest: dict[str, tuple[float, int]]
+    gaps: dict[str, tuple[float, int]]
 
 
 def break_down(
@@ -49,27 +51,46 @@ def break_down(
     """
     kernels = list(kernels)
     if not kernels:
-        return Breakdown(wall=0, categories={}, exposed=0, idle=0, kernels=0, longest={})
+        return Breakdown(wall=0, categories={}, exposed=0, idle=0, kernels=0, longest={}, gaps={})
     scale = 1e-3 / num_steps
     sums: dict[str, float] = {}
-    names: dict[str, tuple[float, int]] = {}
     for kernel in kernels:
-        took, category = kernel.end - kernel.start, category_of(kernel.name)
-        sums[category] = sums.get(category, 0.0) + took * scale
-        total, count = names.get(kernel.name, (0.0, 0))
-        names[kernel.name] = (total + took * scale, count + 1)
+        category = category_of(kernel.name)
+        sums[category] = sums.get(category, 0.0) + (kernel.end - kernel.start) * scale
     wall = max(k.end for k in kernels) - min(k.start for k in kernels)
     busy = covered(kernels)
     computing = covered(k for k in kernels if category_of(k.name) not in COMMUNICATION)
-    longest = sorted(names.items(), key=lambda item: -item[1][0])[:num_longest]
+    times = ((k.name, k.end - k.start) for k in kernels)
     return Breakdown(
         wall=wall * scale,
         categories=dict(sorted(sums.items(), key=lambda item: -item[1])),
         exposed=(busy - computing) * scale,
         idle=(wall - busy) * scale,
         kernels=len(kernels) // num_steps,
-        longest=dict(longest),
+        longest=_longest(times, scale, num_longest),
+        gaps=_longest(gaps_of(kernels), scale, num_longest),
     )
+
+
+def _longest(
+    times: Iterable[tuple[str, float]], scale: float, most: int
+) -> dict[str, tuple[float, int]]:
+    """Return sum and number of the times by name, the largest sums first."""
+    names: dict[str, tuple[float, int]] = {}
+    for name, took in times:
+        total, count = names.get(name, (0.0, 0))
+        names[name] = (total + took * scale, count + 1)
+    return dict(sorted(names.items(), key=lambda item: -item[1][0])[:most])
+
+
+def gaps_of(kernels: Iterable[Kernel]) -> Iterator[tuple[str, float]]:
+    """Yield each time in which nothing runs, with what ran before and after it."""
+    last: Kernel | None = None
+    for kernel in sorted(kernels, key=lambda k: k.start):
+        if last is not None and kernel.start > last.end:
+            yield f"{last.name[:50]} -> {kernel.name[:50]}", kernel.start - last.end
+        if last is None or kernel.end > last.end:
+            last = kernel
 
 
 def covered(kernels: Iterable[Kernel]) -> float:

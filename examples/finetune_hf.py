@@ -341,6 +341,7 @@ def check(args: argparse.Namespace, world_size: int) -> Any:
     config = read_config(args.model)
     parallel = parallel_config(args, world_size, num_experts=num_experts(config))
     parallel = parallel.resolve(world_size)
+    records_of(args)
     if args.dynamic_cp is not None:
         check_dynamic_cp(args, args.dynamic_cp, parallel)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)

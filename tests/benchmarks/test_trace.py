@@ -21,6 +21,7 @@ def test_the_worked_example() -> None:
     assert found.exposed == pytest.approx(3 * US) and found.idle == pytest.approx(1 * US)
     assert found.categories == pytest.approx({"dense products": 4 * US, "nccl": 4 * US})
     assert found.kernels == 3 and found.longest["gemm"] == (pytest.approx(4 * US), 2)
+    assert found.gaps == {"ncclAllReduce -> gemm": (pytest.approx(1 * US), 1)}
     assert table(found)[-1].endswith("| 0.0 | 12.5% |")
 
 
