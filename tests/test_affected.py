@@ -13,25 +13,40 @@ from tools import affected
 
 ROOT = Path(__file__).parents[1]
 BOTH = ["tests/benchmarks", "tests/examples"]
+COMPILED = [name for name in affected.ONLY_AFTER if name.endswith("compile.py")]
 
 
-def test_only_folders_that_no_change_concerns_are_left_out() -> None:
+def test_only_what_no_change_concerns_is_left_out() -> None:
+    every = [*BOTH, *COMPILED]
     assert affected.leave_out(None) == []
-    assert affected.leave_out([]) == affected.leave_out(["docs/api.md", "README.md"]) == BOTH
-    assert affected.leave_out(["docs/api.md", "examples/train.py"]) == BOTH[:1]
-    assert affected.leave_out(["benchmarks/harness.py"]) == BOTH[1:]
+    assert affected.leave_out([]) == affected.leave_out(["docs/api.md", "README.md"]) == every
+    assert affected.leave_out(["docs/api.md", "examples/train.py"]) == [BOTH[0], *COMPILED]
+    assert affected.leave_out(["benchmarks/harness.py"]) == every[1:]
+    assert affected.leave_out(["src/moecore/kernels/common.py"]) == BOTH
     assert affected.leave_out(["tests/helpers/ranks.py"]) == []
 
 
-@pytest.mark.parametrize("folder", BOTH)
+@pytest.mark.parametrize("name", COMPILED)
+def test_all_that_a_test_of_compiling_imports_concerns_it(name: str) -> None:
+    for file in affected.closure(ROOT / name):
+        assert name not in affected.leave_out([str(file.relative_to(ROOT))]), file
+
+
+@pytest.mark.parametrize("folder", affected.ONLY_AFTER)
 def test_the_table_names_what_is_there(folder: str) -> None:
+    assert (ROOT / folder).exists()
     files = [str(p.relative_to(ROOT)) for top in ("src", "tests") for p in (ROOT / top).rglob("*")]
     files += [str(p.relative_to(ROOT)) for p in [*ROOT.glob("*"), *ROOT.glob("*/*")]]
     for pattern in affected.ONLY_AFTER[folder]:
         assert any(re.fullmatch(pattern, file) for file in files), pattern
+
+
+@pytest.mark.parametrize("folder", BOTH)
+def test_what_scripts_put_together_concerns_them(folder: str) -> None:
+    files = [str(p.relative_to(ROOT)) for p in (ROOT / "src").rglob("*.py")]
     for name in ("step", "parallelize", "checkpoint/store"):
         found = [f for f in files if re.fullmatch(rf"src/moecore/(.*/)?{name}\.py", f)]
-        assert found and all(affected.leave_out([file]) == [] for file in found)
+        assert found and all(folder not in affected.leave_out([file]) for file in found)
 
 
 @pytest.fixture

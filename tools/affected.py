@@ -1,7 +1,7 @@
 """Which tests a change needs.
 
     python -m tools.affected tests src/moecore/mesh.py  # test files that import it, however far
-    python -m tools.affected leave-out                  # folders that `make test` leaves out
+    python -m tools.affected leave-out                  # what `make test` leaves out
 
 A file needs what it imports, read from its source; of a package's `__init__`, the names it takes.
 Scripts run as processes of their own, so what benchmarks and examples need is a table.
@@ -29,14 +29,24 @@ RUNS = (
     r"tests/(conftest|helpers/.*)\.py",
     r"pyproject\.toml|constraints\.txt|Makefile|tools/affected\.py",
 )
+# Compiling for GPUs that are not there takes minutes, and reads kernels alone.
+COMPILED = (
+    r"src/moecore/(kernels|base)/.*",
+    r"tests/kernels/.*",
+    r"tests/(conftest|helpers/.*)\.py",
+    r"pyproject\.toml|constraints\.txt|Makefile|tools/affected\.py",
+)
 ONLY_AFTER = {
     "tests/benchmarks": (r"(tests/)?benchmarks/.*\.py", r"tests/golden/.*\.py", *RUNS),
     "tests/examples": (r"(tests/)?examples/.*", *RUNS),
+    "tests/kernels/test_compile.py": COMPILED,
+    "tests/kernels/exchange/test_exchange_compile.py": COMPILED,
+    "tests/kernels/rows/test_cast_compile.py": COMPILED,
 }
 
 
 def leave_out(changed: list[str] | None) -> list[str]:
-    """Return the folders of tests that none of these changes concern; None: changes unknown."""
+    """Return folders and files of tests that no change concerns; None: changes unknown."""
     if changed is None:
         return []
     return [

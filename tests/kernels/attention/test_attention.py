@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -170,6 +171,26 @@ def test_refusals() -> None:
         attention_forward(q, k[:, :, :1].expand(1, 4, 3, 8), v, AttentionMask(), SCALE)
     with pytest.raises(ValueError, match=r"k \(torch.float64\) .* must have the dtype of q"):
         attention_forward(q, k.double(), v, AttentionMask(), SCALE)
+
+
+def test_a_hopper_without_the_fast_package_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    reason = "flash-attn-4 must be installed and have its functions (none): install it"
+    monkeypatch.setattr(flash4, "_why_not", lambda: reason)
+    flash4.recommend.cache_clear()
+    monkeypatch.setattr(cudnn, "supports", lambda *x: "no" if x[3].is_packed else None)
+    monkeypatch.setattr(flash, "supports", lambda *_: None)
+    heads = [torch.empty(1, 4, 2, 8, device="meta") for _ in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rule.choose_kernel(*heads, AttentionMask()) is cudnn
+        assert rule.choose_kernel(*heads, packed([4], [4])) is flash  # no GPU
+    with pytest.warns(UserWarning, match="FlashAttention 2, at about half the speed: flash-attn-4"):
+        flash4.recommend(torch.device("cuda", 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash4.recommend(torch.device("cuda", 0))
+    flash4.recommend.cache_clear()
 
 
 def test_each_implementation_names_what_it_cannot_compute() -> None:

@@ -67,7 +67,11 @@ def run(shape: tuple[Any, ...]) -> None:
     limit_rows(buffer.state, 8, buffer.state, buffer.report)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+NIGHTLY = ("dsv3, 24 SMs", "qwen3-30b", "six ranks, expert choice")
+BY_DAY = [pytest.param(n, marks=[pytest.mark.nightly] * (n in NIGHTLY)) for n in SHAPES]
+
+
+@pytest.mark.parametrize("name", BY_DAY)
 def test_compiles_without_spills_and_moves_16_bytes(
     name: str, compiled: dict[str, Any], tmp_path: Any
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -39,6 +40,20 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
     if reason is None and is_batch_invariant():
         reason = f"batch invariance must be off for {PACKAGE}, whose tiles follow from lengths"
     return reason or _why_not()
+
+
+@cache
+def recommend(device: torch.device) -> None:
+    """Say, once, that documents and windows would be faster with the package."""
+    # On an H200 FlashAttention 2 has 0.50 to 0.60 of its FLOP/s (docs/sequences.md, "On GPUs").
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return
+    if (reason := _why_not()) is not None:
+        warnings.warn(
+            f"documents and windows are computed by torch's FlashAttention 2, at about half the "
+            f"speed: {reason}",
+            stacklevel=2,
+        )
 
 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
