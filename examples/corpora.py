@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from data import BatchShape, StepBatch
+from data import BatchShape, StepBatch, with_borders
 from hf_model import TOKENIZER_FILES
 
 from moecore.packing import (
@@ -255,9 +254,8 @@ class CorpusSteps:
             tokens_ABT=torch.stack([batch["input_ids"] for batch in batches]),
             labels_ABT=torch.stack([batch["labels"] for batch in batches]),
             padding_ABT=torch.stack([batch["padding_mask"] for batch in batches]),
-            cu_seqlens_An=torch.stack([self._padded(batch["cu_seqlens"]) for batch in batches]),
+            cu_seqlens_An=torch.stack(
+                [with_borders(batch["cu_seqlens"], self._most) for batch in batches]
+            ),
             num_labels=torch.stack([batch["num_tokens"] for batch in batches]).sum(),
         )
-
-    def _padded(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        return F.pad(cu_seqlens, (0, self._most - len(cu_seqlens)), value=int(cu_seqlens[-1]))

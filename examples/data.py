@@ -228,12 +228,20 @@ class PackedSteps:
     def _borders(self, cu_seqlens: Tensor) -> Tensor:
         """Return the borders of each micro-batch; ends of rows are borders."""
         tokens = self._shape.batch_size * self._shape.seq_len
-        of_all = torch.full((self._shape.grad_accum, self._max_documents + 1), tokens)
-        for number, borders in enumerate(of_all):
+        of_all = []
+        for number in range(self._shape.grad_accum):
             found = cu_seqlens - number * tokens
             found = found[(found >= 0) & (found <= tokens)]
-            borders[: len(found)] = found
-        return of_all.int()
+            of_all.append(with_borders(found, self._max_documents + 1))
+        return torch.stack(of_all).int()
+
+
+def with_borders(cu_seqlens_n: Tensor, number: int) -> Tensor:
+    """Return so many borders, [..., number]: the last is repeated, for documents without tokens."""
+    more = number - cu_seqlens_n.shape[-1]
+    return torch.cat(
+        [cu_seqlens_n, cu_seqlens_n[..., -1:].expand(*cu_seqlens_n.shape[:-1], more)], -1
+    )
 
 
 def packed_corpus(corpus: Corpus, shape: BatchShape, *, seed: int, data_rank: int) -> PackedSteps:

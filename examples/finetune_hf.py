@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from batches import ScheduledExamples, digest_of, packed_examples, split_example
 from chat import Example, Examples, read_examples
 from data import PackedSteps, StepBatch, to_device
 from errors import ARGUMENT_ERRORS, print_error
+from graphs import Graphed
 from hf_model import (
     build_hf,
     decoder_of,
@@ -58,6 +59,7 @@ from options import (
     add_common,
     add_state,
     check_dynamic_cp,
+    check_graph,
     check_wandb,
     parallel_config,
     whole,
@@ -118,9 +120,23 @@ class FineTuning(Job):
     def next_batch(self, step: int) -> StepBatch:
         return self.packed.next()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+        def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+            return self.train_on(num_labels, zip(*tensors, strict=True))
+
+        self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
+
     def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
+        if self.graph is None:
+            return self.train_on(num_labels, micro_batches(self, batch))
+        return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
+
+    def train_on(self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]) -> Tensor:
+        """Run micro-batches forward and backward; return this rank's part of the loss."""
         loss = torch.zeros((), device=self.device)
-        for parts in micro_batches(self, batch):
+        for parts in micro_batches:
             with self.owner.micro_batch():
                 part = loss_of(self.model, num_labels, *parts)
                 self.owner.scale(part).backward()
@@ -276,12 +292,16 @@ def build_model(args: argparse.Namespace, config: object, meshes: Meshes) -> Any
     if args.recompute:
         recompute(model)
     records = records_of(args) | {"fsdp": fsdp_of(args, meshes)}
-    if args.dynamic_cp is not None:
-        if (other := why_whole(model)) is not None:
+    for option, is_given in (
+        (f"--dynamic-cp ({args.dynamic_cp})", args.dynamic_cp is not None),
+        ("--cuda-graph", args.cuda_graph),
+    ):
+        if is_given and (other := why_whole(model)) is not None:
             raise ValueError(
-                f"--dynamic-cp ({args.dynamic_cp}) must be left out for {type(model).__name__}, "
-                f"because {other} needs rows of one example each"
+                f"{option} must be left out for {type(model).__name__}, because {other} needs rows "
+                "of one example each"
             )
+    if args.dynamic_cp is not None:
         records["nvlink"] = nvlink_of(records, args.dynamic_cp)
     balance = BalanceConfig(micro_batch_coef=args.aux_loss) if args.aux_loss else None
     parallelize(model, meshes, args, records, balance=balance)
@@ -342,6 +362,7 @@ def check(args: argparse.Namespace, world_size: int) -> Any:
     parallel = parallel_config(args, world_size, num_experts=num_experts(config))
     parallel = parallel.resolve(world_size)
     records_of(args)
+    check_graph(args, args.dynamic_cp)
     if args.dynamic_cp is not None:
         check_dynamic_cp(args, args.dynamic_cp, parallel)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)

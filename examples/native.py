@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from data import StepBatch, to_device
+from graphs import Graphed
 from loop import Job
 from metrics import Metrics, usage
 from options import MOMENT_DTYPES
@@ -21,7 +22,6 @@ from moecore import MoELayer, TrainStep
 from moecore.models import Decoder
 from moecore.train import (
     AdamW,
-    GraphedForwardBackward,
     Muon,
     StateOffload,
     WidthRates,
@@ -62,7 +62,7 @@ def make_forward_backward(
     def forward_backward(num_labels: Tensor, *tensors: Tensor) -> Tensor:
         return owner.forward_backward(inputs_of(num_labels, tensors, args.seq_len)).sum()
 
-    return GraphedForwardBackward(forward_backward, model) if args.cuda_graph else forward_backward
+    return Graphed(forward_backward, model) if args.cuda_graph else forward_backward
 
 
 def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> list[dict[str, Any]]:

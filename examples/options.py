@@ -95,7 +95,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
     add("--graph-dense", action="store_true", help="CUDA graphs of what is between exchanges")
-    add("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
     add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add("--prompt", type=some, default="def ", help="what the sample continues")
@@ -122,6 +121,7 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
         choices=get_args(PrecisionName),
         help="products in FP8, on Hopper (None = all in --dtype)",
     )
+    add("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
     add("--moment-dtype", default="float32", choices=MOMENT_DTYPES, help="of AdamW")
     add("--seed", type=count, default=0, help="of the order of the data, and of new weights")
     add("--eval-every", type=count, help="steps between losses on held-out data; 0 = none")
@@ -238,11 +238,7 @@ def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
             f"--sample-bytes ({args.sample_bytes}) must be 0 with --pp {args.pp}: sample from the "
             "checkpoint, on ranks without stages"
         )
-    if args.cuda_graph and (args.pp or 1) > 1:
-        raise ValueError(
-            f"--cuda-graph must not go with --pp {args.pp}, whose micro-batches wait for other "
-            "ranks: drop it"
-        )
+    check_graph(args)
     memory_options(args)  # has rules of its own
     check_wandb(args)
 
@@ -256,6 +252,19 @@ def check_rows(args: argparse.Namespace, parallel: ParallelConfig) -> None:
             f"--seq-len ({args.seq_len}) must be a multiple of {multiple} with --cp {cp} and "
             f"--tp {tp}: use {-(-args.seq_len // multiple) * multiple}"
         )
+
+
+def check_graph(args: argparse.Namespace, dynamic_cp: int | None = None) -> None:
+    """Raise ValueError for options whose steps no graph holds."""
+    pp = getattr(args, "pp", None) or 1
+    for name, other, why in (
+        (f"--pp {pp}", pp > 1, "wait for other ranks"),
+        (f"--dynamic-cp {dynamic_cp}", dynamic_cp is not None, "have shapes of their own"),
+    ):
+        if args.cuda_graph and other:
+            raise ValueError(
+                f"--cuda-graph must not go with {name}, whose micro-batches {why}: drop it"
+            )
 
 
 def check_dynamic_cp(args: argparse.Namespace, max_tokens: int, parallel: ParallelConfig) -> None:

@@ -49,6 +49,7 @@ from corpora import (
 )
 from data import BatchShape, StepBatch, to_device
 from errors import ARGUMENT_ERRORS, print_error
+from graphs import alike
 from loop import batch_shape, begins, ranks_of, run, say, start
 from metrics import Metrics
 from native import DecoderJob, dispatcher_of, inputs_of, make_optimizers
@@ -57,6 +58,7 @@ from options import (
     add_common,
     add_state,
     check_dynamic_cp,
+    check_graph,
     check_memory,
     check_rows,
     check_wandb,
@@ -98,7 +100,7 @@ RECORDS: dict[str, type] = {
 # What another option says.
 TAKEN = ("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim")
 TAKEN = (*TAKEN, "balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic")
-TAKEN = (*TAKEN, "config", "cuda_graph", "row_factor")
+TAKEN = (*TAKEN, "config", "row_factor")
 
 
 @dataclass(kw_only=True)
@@ -122,7 +124,8 @@ class CorpusTraining(DecoderJob):
         say(f"training {name} {begin} to step {args.steps} on {ranks}: {len(args.data)} source(s)")
 
     def next_batch(self, step: int) -> StepBatch:
-        return self.packed.next()
+        batch = self.packed.next()
+        return alike(batch) if self.args.cuda_graph else batch
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -288,6 +291,8 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
         raise ValueError("--data ([]) must have at least one source: name a file")
     if args.eval_every and not args.validation:
         raise ValueError(f"--eval-every ({args.eval_every}) must go with --validation: name a file")
+    max_tokens = records_of(args)["sharding"].dynamic_cp
+    check_graph(args, max_tokens)
     config, tokenizer = model_config(args), Tokenizer(args.tokenizer)
     if args.base_width is not None:
         at_width(config, args.base_width)
@@ -302,7 +307,7 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
         )
     parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
     check_rows(args, parallel.resolve(world_size))
-    if (max_tokens := records_of(args)["sharding"].dynamic_cp) is not None:
+    if max_tokens is not None:
         check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
     if args.master_remainder and args.optimizer:
         raise ValueError(
@@ -366,7 +371,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.set_defaults(eval_every=0)
     words = sys.argv[1:] if arguments is None else arguments
     args = parse(parser, words)
-    args.cuda_graph = False  # borders of documents have other shapes in other steps
     args.row_factor = given(args, "nvlink").get("row_factor")
     return args
 

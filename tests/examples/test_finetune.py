@@ -41,6 +41,7 @@ from moecore.parallel.attached import attached
 from moecore.planning.recipe import recipe_of
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.transformers import TransformersModel
+from tests.examples.graph_stand_in import GraphStandIn
 from tests.examples.test_train import metrics, tensors
 from tests.families.transformers.family_models import tiny_model
 from tests.helpers.ranks import run_ranks
@@ -116,6 +117,9 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     other = start("other", wanted=2)
     script.digest_of = digest_of
     start("dynamic", f"{TWO_RANKS} --checkpoint-every 0 --dynamic-cp {TOKENS // 2}")
+    with patch.object(importlib.import_module("graphs"), "GraphedForwardBackward", GraphStandIn):
+        start("graphs", f"{TWO_RANKS} --checkpoint-every 0 --cuda-graph")
+    assert len(GraphStandIn.captures) == 1, "all steps have the same shapes"
     start("wide", f"--model {folder / 'wide'} {TWO_RANKS} --checkpoint-every 0")
     planned, file = least_memory(folder), folder / "plan.toml"
     if rank == 0:
@@ -290,6 +294,13 @@ def test_one_rank_computes_the_same_and_routes_no_padding(
 def test_ranks_with_other_data_raise(runs: tuple[Path, list[str]]) -> None:
     other = runs[1][3]
     assert "--data ('38 examples, digest of rank 0' on rank 0) must be the same on every" in other
+
+
+def test_steps_as_graphs_compute_the_same(runs: tuple[Path, list[str]]) -> None:
+    folder, _ = runs
+    found, wanted = metrics(folder / "graphs"), metrics(folder / "straight")
+    assert [row["loss"] for row in found] == [row["loss"] for row in wanted]
+    assert [row["grad_norm"] for row in found] == [row["grad_norm"] for row in wanted]
 
 
 def test_a_cp_for_each_micro_batch_computes_the_same(
@@ -542,6 +553,8 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     ),
     "held out": (as_it_is, "--eval-data no.txt", "--eval-data (no.txt) must be a readable file"),
     "not packed": (chunked, "--dynamic-cp 96", "--dynamic-cp (96) must be left out for Llama4For"),
+    "rows of other lengths": (chunked, "--cuda-graph", "--cuda-graph must be left out for Llama4"),
+    "two shapes": (as_it_is, "--cuda-graph --dynamic-cp 96", "must not go with --dynamic-cp 96"),
     "short": (
         as_it_is,
         "--dynamic-cp 48",

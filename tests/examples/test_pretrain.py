@@ -15,11 +15,13 @@ from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from moecore.io import set_latest
+from tests.examples.graph_stand_in import GraphStandIn
 from tests.examples.test_train import MEASURED
 from tests.helpers.ranks import run_ranks
 
@@ -91,6 +93,15 @@ def rank_of_script(
     return code, said.getvalue()
 
 
+def rank_with_graphs(
+    rank: int, device: torch.device, words: list[str]
+) -> tuple[tuple[int, str], list[list[tuple[int, ...]]]]:
+    """Be a rank of the script with a graph's stand-in; return what it captured, too."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    with patch.object(importlib.import_module("graphs"), "GraphedForwardBackward", GraphStandIn):
+        return rank_of_script(rank, device, 2, words), GraphStandIn.captures
+
+
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(0 <= line["data_wait_share"] <= 1 for line in lines)
@@ -126,6 +137,30 @@ def test_a_killed_run_goes_on_on_any_ranks(corpus: Path, straight: Path, tmp_pat
     for mine, wanted in zip(metrics(wider), metrics(straight), strict=True):
         for name in {"loss", "eval_loss", "grad_norm"} & wanted.keys():
             assert mine[name] == pytest.approx(wanted[name], rel=2e-5), (mine["step"], name)
+
+
+@pytest.mark.slow
+def test_steps_of_any_number_of_documents_are_graphs(
+    corpus: Path, straight: Path, tmp_path: Path
+) -> None:
+    """The stand-in asserts that all ranks have steps of the same shapes."""
+    run = words(corpus, tmp_path / "run", "--cuda-graph")
+    (code, said), captures = run_ranks(2, rank_with_graphs, run)
+    assert code == 0, said
+    assert captures
+    for mine, wanted in zip(metrics(tmp_path / "run"), metrics(straight), strict=True):
+        for name in {"loss", "eval_loss", "grad_norm"} & wanted.keys():
+            assert mine[name] == pytest.approx(wanted[name], rel=2e-5), (mine["step"], name)
+
+
+def test_other_shapes_are_a_graph_of_their_own(pretrain: ModuleType) -> None:
+    graphs, GraphStandIn.captures = importlib.import_module("graphs"), []
+    with patch.object(graphs, "GraphedForwardBackward", GraphStandIn):
+        graphed = graphs.Graphed(torch.sum, torch.nn.Linear(1, 1))
+    for number in (2, 2, 2, 2, 3, 3, 3, 3):
+        x = torch.rand(number)
+        assert graphed(x) == x.sum()
+    assert GraphStandIn.captures == [[(2,)], [(3,)]]
 
 
 @pytest.mark.slow
@@ -193,6 +228,8 @@ ERRORS = {
     "--drop position": "[capacity] ({'drop': 'position'}) must have factor",
     "--hf-config missing": "--hf-config (missing) must be a config.json or its directory",
     "--config missing.toml": "--config (missing.toml) must be a readable file",
+    "--cuda-graph --pp 2": "--cuda-graph must not go with --pp 2, whose micro-batches wait",
+    "--cuda-graph --dynamic-cp 512": "--cuda-graph must not go with --dynamic-cp 512, whose",
     "--cp 3": "must be a multiple of 6 with --cp 3",
     "--dynamic-cp 128": "--dynamic-cp (128) must be >= what each of 1 data ranks holds",
     "--dynamic-cp 0": "--dynamic-cp (0) must be a multiple of 2 with --tp (1), a power of two",
