@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -103,6 +103,14 @@ class FineTuning(Job):
 
     saves_memory = "add --recompute, lower --seq-len"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+        def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+            return self.train_on(num_labels, *zip(*tensors, strict=True))
+
+        self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
+
     def begin(self) -> None:
         args, begin = self.args, begins(self, "from its weights")
         data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
@@ -120,23 +128,15 @@ class FineTuning(Job):
     def next_batch(self, step: int) -> StepBatch:
         return self.packed.next()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
-        def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-            return self.train_on(num_labels, zip(*tensors, strict=True))
-
-        self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
-
     def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
         if self.graph is None:
-            return self.train_on(num_labels, micro_batches(self, batch))
+            return self.train_on(num_labels, *micro_batches(self, batch))
         return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
 
-    def train_on(self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]) -> Tensor:
+    def train_on(self, num_labels: Tensor, *of_step: Sequence[Tensor]) -> Tensor:
         """Run micro-batches forward and backward; return this rank's part of the loss."""
         loss = torch.zeros((), device=self.device)
-        for parts in micro_batches:
+        for parts in of_step:
             with self.owner.micro_batch():
                 part = loss_of(self.model, num_labels, *parts)
                 self.owner.scale(part).backward()
