@@ -33,13 +33,13 @@ STEP = (
 )
 GRAPH = "--cuda-graph"
 EVEN = "--tokens random --routing balanced --row-factor 1.5"
-FRESH = "--lr 3e-4 --schedule-steps 40000 --row-factor 2"  # 2,000 steps of warm-up
+FRESH = "--lr 3e-4 --schedule-steps 40000"  # 2,000 steps of warm-up
 KINDS = {  # of routing: even by force, or what a router has learned in 16 steps
     "even": f"{EVEN} {GRAPH}",
     "eager": EVEN,
-    "natural": f"{FRESH} {GRAPH} --tokens random",
-    "text": f"{FRESH} {GRAPH}",
-    "quantile": f"{FRESH} {GRAPH} --quantile --bias-per-micro-batch",
+    "natural": f"{FRESH} {GRAPH} --row-factor 2 --tokens random",
+    "text": f"{FRESH} {GRAPH} --row-factor 3",  # a busier rank would capture in a timed step
+    "quantile": f"{FRESH} {GRAPH} --row-factor 2 --quantile --bias-per-micro-batch",
 }
 PACKED = "--fp8-dispatch"
 FP8 = f"--precision blockwise {PACKED}"
