@@ -150,7 +150,7 @@ def attention_rows(args: argparse.Namespace, _: Meshes) -> Iterator[Row]:
     """Yield a row per number of tokens, kind of heads, cp and way; collective."""
     contexts = {
         (cp, way): context_of(cp, way)
-        for cp, way in itertools.product((2, 4), ("p2p", "allgather", "a2a", "a2a+p2p"))
+        for cp, way in itertools.product((2, 4, 8), ("p2p", "allgather", "a2a", "a2a+p2p"))
         if cp <= dist.get_world_size() and (cp > 2 or way != "a2a+p2p")
     }
     for tokens, name in itertools.product(args.tokens, args.heads):
@@ -166,7 +166,11 @@ def measure_attention(
     contexts: dict[tuple[int, str], ContextParallel],
 ) -> list[Row]:
     """Return a row per cp and way that the heads go; all calls take turns."""
-    ours = {key: cp for key, cp in contexts.items() if key[1] in heads.ways}
+    ours = {
+        (cp, way): context
+        for (cp, way), context in contexts.items()
+        if way in heads.ways and (way != "a2a" or heads.keys % cp == 0)
+    }
     own = {key: attention(heads, tokens, cp, args.device) for key, cp in ours.items()}
     travels = {key: travelling(call) for key, call in own.items()}
     calls: dict[Any, Call] = {"alone": attention(heads, tokens, None, args.device)}
