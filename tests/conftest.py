@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "nightly" in marks and not whole_grids:
             return False
         if "interpret" in marks or INTERPRET:
-            return INTERPRET and "interpret" in marks
+            return INTERPRET and "interpret" in marks and "gpu" not in marks
         return torch.cuda.is_available() or "gpu" not in marks
 
     here = {item: runs_here(item) for item in items}
