@@ -25,7 +25,7 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Atten
     """Return the implementation that computes such a block."""
     for kernel in KERNELS:
         if kernel.supports(q, k, v, mask) is None:
-            if kernel is flash:
+            if kernel is flash and (mask.is_packed or mask.window is not None):
                 flash4.recommend(q.device)
             return kernel
     warn_plain(q, f"attention of {q.dtype} with head dims {q.shape[-1]} and {v.shape[-1]}")
