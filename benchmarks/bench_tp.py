@@ -63,7 +63,7 @@ LAYERS = {
     "qwen3-30b-a3b attention": replace(
         preset("qwen3-30b-a3b"), moe=None, dense_layers=(), mlp_hidden_dim=128, num_layers=1
     ),
-    "tiny": replace(DENSE, dim=32, num_heads=4, num_kv_heads=4, head_dim=8, mlp_hidden_dim=48),
+    "tiny": replace(DENSE, dim=32, num_heads=8, num_kv_heads=4, head_dim=8, mlp_hidden_dim=48),
 }
 VARIANTS = ("in turn", "sliced", "alone")
 CHECKED_TOKENS = 1024  # of a sequence, in fp32

@@ -14,7 +14,7 @@ import torch
 from tests.examples.test_train import metrics
 from tests.helpers.ranks import run_ranks
 
-pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("transformers", minversion="5", reason="finetune_hf.py trains its models")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = "--max-steps 8 --seq-len 128 --batch-size 2 --grad-accum 2 --checkpoint-every 0"
 CORPUS = "--preset tiny --steps 8 --seq-len 128 --batch-size 2 --grad-accum 2 --checkpoint-every 0"
