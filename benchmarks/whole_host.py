@@ -99,29 +99,29 @@ def scaled(ranks: int) -> Run:
 
 
 def staged(ranks: int) -> Iterator[Run]:
-    """Yield steps of stages over some of the GPUs, of each schedule."""
+    """Yield steps of stages over some of the GPUs, each schedule beside data ranks."""
     one = f"Ett|{'tt|' * (ranks - 2)}tL"
     two = f"Et|{'t|' * (2 * ranks - 2)}L"
-    for stages, layout, schedules in (
-        (ranks, one, "gpipe 1f1b zero-bubble"),
-        (2 * ranks, two, "interleaved overlapped zbv dualpipe-v"),
+    for layout, schedules in (
+        (one, ("gpipe", "1f1b", "zero-bubble")),
+        (two, ("interleaved", "overlapped", "zbv", "dualpipe-v")),
     ):
-        layouts = " ".join([shlex.quote(layout)] * len(schedules.split()))
-        layers = f"--layers {2 * ranks - 1} --layouts {layouts}"
-        command = f"-m benchmarks.bench_pipeline {layers} --schedules {schedules}"
-        yield Run(
-            name=f"{stages}-stages-of-{ranks}-ranks",
-            command=f"{command} --results {{records}}",
-            seconds=145,
-            tiny=f"{command} --preset tiny --seq-len 16 --micro-batches 8 --turns 1 --steps 1",
-            ranks=ranks,
-        )
+        for schedule in schedules:
+            kind = f"--layouts {shlex.quote(layout)} --schedules {schedule}"
+            command = f"-m benchmarks.bench_pipeline --layers {2 * ranks - 1} {kind}"
+            yield Run(
+                name=f"{schedule}-of-{ranks}-ranks",
+                command=f"{command} --results {{records}}",
+                seconds=80,
+                tiny=f"{command} --preset tiny --seq-len 16 --micro-batches 8 --turns 1 --steps 1",
+                ranks=ranks,
+            )
 
 
 HF = "-m benchmarks.bench_hf --batch-size 1 --variants transformers moecore moecore+loss+auto"
 LORA = "-m benchmarks.bench_lora --results {records}"
 TINY_HF = "--preset tiny-qwen3 --layers 2 --batch-size 1 --seq-len 32 --warm-up 1 --timed 1"
-PARITY = "!{python} -m pytest -q -m gpu tests/test_parity.py -k '{gpus}r and not nvlink'"
+PARITY = "!{python} -m pytest -q -m gpu tests/test_parity.py -k '{gpus}r or 2r'"
 PAIRS = "-m benchmarks.bench_pairs --ep {gpus} --batch-sizes 1 2 --layers 6 --results {records}"
 CALLS: dict[str, tuple[Run, ...]] = {
     "qwen3": steps_of("qwen3-30b-a3b", 2, FORCED),
@@ -145,7 +145,8 @@ CALLS: dict[str, tuple[Run, ...]] = {
         ),
     ),
     "pairs": (Run(name="pairs", command=PAIRS, seconds=300),),
-    "pipelines": (*staged(2), *staged(4)),
+    "pipelines-2": tuple(staged(2)),
+    "pipelines-4": tuple(staged(4)),
     "dispatch": (
         Run(
             name="dispatch",
