@@ -31,7 +31,7 @@ help:  ## this list
 
 venv: $(READY)  ## create or update .venv
 
-test: $(READY)  ## run the CPU tests; those of benchmarks, examples and compiling if what they run changed
+test: $(READY)  ## run the CPU tests; those of scripts, other trainers and compiling if what they run changed
 ifdef ARGS
 	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q $(ARGS)
 else

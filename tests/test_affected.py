@@ -12,17 +12,20 @@ import pytest
 from tools import affected
 
 ROOT = Path(__file__).parents[1]
-BOTH = ["tests/benchmarks", "tests/examples"]
+SCRIPTS = ["tests/benchmarks", "tests/examples", "tests/integrations"]
 COMPILED = [name for name in affected.ONLY_AFTER if name.endswith("compile.py")]
 
 
 def test_only_what_no_change_concerns_is_left_out() -> None:
-    every = [*BOTH, *COMPILED]
+    every = [*SCRIPTS, *COMPILED]
     assert affected.leave_out(None) == []
     assert affected.leave_out([]) == affected.leave_out(["docs/api.md", "README.md"]) == every
-    assert affected.leave_out(["docs/api.md", "examples/train.py"]) == [BOTH[0], *COMPILED]
+    assert affected.leave_out(["docs/api.md", "examples/train.py"]) == [
+        name for name in every if name != "tests/examples"
+    ]
+    assert affected.leave_out(["src/moecore/families/adopt.py"]) == [*SCRIPTS[:2], *COMPILED]
     assert affected.leave_out(["benchmarks/harness.py"]) == every[1:]
-    assert affected.leave_out(["src/moecore/kernels/common.py"]) == BOTH
+    assert affected.leave_out(["src/moecore/kernels/common.py"]) == SCRIPTS
     assert affected.leave_out(["tests/helpers/ranks.py"]) == []
 
 
@@ -41,7 +44,7 @@ def test_the_table_names_what_is_there(folder: str) -> None:
         assert any(re.fullmatch(pattern, file) for file in files), pattern
 
 
-@pytest.mark.parametrize("folder", BOTH)
+@pytest.mark.parametrize("folder", SCRIPTS)
 def test_what_scripts_put_together_concerns_them(folder: str) -> None:
     files = [str(p.relative_to(ROOT)) for p in (ROOT / "src").rglob("*.py")]
     for name in ("step", "parallelize", "checkpoint/store"):

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Their scripts are a step, a parallelized model and checkpoints, put together.
+# Scripts and other trainers put these together: a step, a parallelized model, checkpoints.
 RUNS = (
     r"src/moecore/(.*/)?(step|parallelize|cli)\.py",
     r"src/moecore/(.*/)?(checkpoint|hf)/.*",
@@ -39,6 +39,7 @@ COMPILED = (
 ONLY_AFTER = {
     "tests/benchmarks": (r"(tests/)?benchmarks/.*\.py", r"tests/golden/.*\.py", *RUNS),
     "tests/examples": (r"(tests/)?examples/.*", *RUNS),
+    "tests/integrations": (r"(src/moecore|tests)/(integrations|families)/.*", *RUNS),
     "tests/kernels/test_compile.py": COMPILED,
     "tests/kernels/exchange/test_exchange_compile.py": COMPILED,
     "tests/kernels/rows/test_cast_compile.py": COMPILED,
