@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,14 +37,14 @@ import torch
 import torch.distributed as dist
 from batches import ScheduledExamples, digest_of, packed_examples, split_examples
 from chat import Example, Examples, read_examples
-from data import PackedSteps, StepBatch, to_device
+from data import BatchShape, PackedSteps, StepBatch, to_device
 from errors import ARGUMENT_ERRORS, print_error
 from graphs import Graphed
 from hf_model import (
     build_hf,
     decoder_of,
     export,
-    loss_of,
+    inputs_of,
     num_experts,
     packs,
     read_config,
@@ -60,8 +60,10 @@ from options import (
     add_state,
     check_dynamic_cp,
     check_graph,
+    check_rows,
     check_wandb,
     parallel_config,
+    rows_multiple,
     whole,
 )
 from records import add_records, given, parse
@@ -78,7 +80,6 @@ from moecore.packing import DocumentCost, ScheduledBatch, ScheduledCollator
 from moecore.train import AdamW, StateOffload
 
 EXPORT = "export"
-SHARDING = tuple(d for d in DEGREES if d not in ("pp", "cp", "tp"))  # of transformers models
 TAKEN = ("fsdp.param_dtype", "context.dynamic")  # what another option says
 
 
@@ -102,12 +103,13 @@ class FineTuning(Job):
     read: Callable[..., PackedSteps | ScheduledExamples]
 
     saves_memory = "add --recompute, lower --seq-len"
+    chosen_by = "--data, --seq-len, --eval-every and --cp"
 
     def __post_init__(self) -> None:
         super().__post_init__()
 
         def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-            return self.train_on(num_labels, *zip(*tensors, strict=True))
+            return self.train_on(num_labels, zip(*tensors, strict=True))
 
         self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
 
@@ -130,18 +132,13 @@ class FineTuning(Job):
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
         if self.graph is None:
-            return self.train_on(num_labels, *micro_batches(self, batch))
+            return self.train_on(num_labels, micro_batches(self, batch))
         return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
 
-    def train_on(self, num_labels: Tensor, *of_step: Sequence[Tensor]) -> Tensor:
+    def train_on(self, num_labels: Tensor, of_step: Iterable[Sequence[Tensor]]) -> Tensor:
         """Run micro-batches forward and backward; return this rank's part of the loss."""
-        loss = torch.zeros((), device=self.device)
-        for parts in of_step:
-            with self.owner.micro_batch():
-                part = loss_of(self.model, num_labels, *parts)
-                self.owner.scale(part).backward()
-            loss += part.detach()
-        return loss
+        inputs = [inputs_of(num_labels, *parts) for parts in of_step]
+        return self.owner.forward_backward(inputs).sum()
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -160,10 +157,11 @@ class FineTuning(Job):
         total, num_tokens = sums.tolist()
         return {"eval_loss": total / num_tokens}
 
-    def sum_of_losses(self, batch: StepBatch) -> Tensor | float:
+    def sum_of_losses(self, batch: StepBatch) -> Tensor:
         """Return this rank's part of the sum over the answers' tokens of a batch."""
         one = torch.ones((), dtype=torch.int64, device=self.device)
-        return sum(loss_of(self.model, one, *parts) for parts in micro_batches(self, batch))
+        inputs = [inputs_of(one, *parts) for parts in micro_batches(self, batch)]
+        return self.owner.losses(inputs).sum()
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
         found = usage(counts, seconds, self.decoder, self.peak_tflops)
@@ -185,7 +183,7 @@ class ScheduledTuning(FineTuning):
         inputs = batch.inputs(self.device, transformers=True)
         return batch.loss_of(self.owner.forward_backward(inputs))
 
-    def sum_of_losses(self, batch: ScheduledBatch) -> Tensor | float:
+    def sum_of_losses(self, batch: ScheduledBatch) -> Tensor:
         losses = self.owner.losses(batch.inputs(self.device, transformers=True))
         return batch.loss_of(losses) * batch.num_labels
 
@@ -194,7 +192,8 @@ def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
     """Yield the tensors of each micro-batch, on the device."""
     for parts in zip(*batch.tensors(), strict=True):
         if not job.packs:  # rows end with the longest of their documents
-            T = int((~parts[2]).sum(1).max().clamp(min=1))
+            multiple = rows_multiple(job.meshes.parallel)
+            T = -(-int((~parts[2]).sum(1).max().clamp(min=1)) // multiple) * multiple
             parts = tuple(part[:, :T].contiguous() for part in parts[:3])
         yield [to_device(part, job.device) for part in parts]
 
@@ -222,12 +221,14 @@ def build_job(args: argparse.Namespace) -> FineTuning:
     data, examples, held_out = read_data(args, vocab_size=config.get_text_config().vocab_size)
     meshes = build_meshes(parallel_config(args, world_size, num_experts=num_experts(config)))
     shape = batch_shape(args, meshes)
-    model = build_model(args, config, meshes)
+    hf = build_hf(config, args.model, torch.bfloat16 if args.master_remainder else torch.float32)
+    packed_rows = packs(hf)  # of the whole model, of which a stage has a part
+    model = build_model(args, hf, meshes, shape)
     what = f"{len(examples)} examples, digest {digest_of(examples)}"
     if (problem := difference({"--data": what}, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     decoder = decoder_of(args.model)
-    read = reader_of(args, meshes, decoder, packs=packs(model))
+    read = reader_of(args, meshes, decoder, packs=packed_rows)
     packed = read(examples, shape, seed=args.seed)
     args.steps = args.max_steps or args.epochs * len(packed.sampler)
     optimizer = AdamW(
@@ -257,7 +258,7 @@ def build_job(args: argparse.Namespace) -> FineTuning:
         examples=examples,
         held_out=held_out,
         data=data,
-        packs=packs(model),
+        packs=packed_rows,
         decoder=decoder,
         read=read,
     )
@@ -284,11 +285,9 @@ def read_data(
     return data, examples, held_out
 
 
-def build_model(args: argparse.Namespace, config: object, meshes: Meshes) -> Any:
-    """Return this rank's shards of the model, with the weights of the directory."""
+def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: BatchShape) -> Any:
+    """Return this rank's shards of a model on meta, with the weights of the directory."""
     device = torch.device(meshes.device_type)
-    dtype = torch.bfloat16 if args.master_remainder else torch.float32
-    model = build_hf(config, args.model, dtype)
     if args.recompute:
         recompute(model)
     records = records_of(args) | {"fsdp": fsdp_of(args, meshes)}
@@ -301,8 +300,8 @@ def build_model(args: argparse.Namespace, config: object, meshes: Meshes) -> Any
                 f"{option} must be left out for {type(model).__name__}, because {other} needs rows "
                 "of one example each"
             )
-    if args.dynamic_cp is not None:
-        records["nvlink"] = nvlink_of(records, args.dynamic_cp)
+    most = args.dynamic_cp or shape.batch_size * shape.seq_len // shape.cp
+    records["nvlink"] = nvlink_of(records, most // meshes.parallel.tp)
     balance = BalanceConfig(micro_batch_coef=args.aux_loss) if args.aux_loss else None
     parallelize(model, meshes, args, records, balance=balance)
     model.to_empty(device=device)
@@ -334,7 +333,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--epochs", type=whole, default=1, help="times that all of --data is read")
     add("--max-steps", type=whole, help="optimizer steps of the whole run (None = of --epochs)")
     add("--recompute", action="store_true", help="activations again in backward: less memory")
-    add_common(parser, SHARDING)
+    add_common(parser, DEGREES)
     add_state(parser)
     add_records(parser, TABLES, without=TAKEN)
     parser.set_defaults(
@@ -365,6 +364,7 @@ def check(args: argparse.Namespace, world_size: int) -> Any:
     check_graph(args, args.dynamic_cp)
     if args.dynamic_cp is not None:
         check_dynamic_cp(args, args.dynamic_cp, parallel)
+    check_rows(args, parallel)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_len > longest:
         raise ValueError(

@@ -32,30 +32,29 @@ COPIED = (
 )
 
 
-def loss_of(
-    hf: nn.Module,
+def inputs_of(
     num_tokens: Tensor,
     tokens_BT: Tensor,
     labels_BT: Tensor,
     padding_BT: Tensor,
     cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """Return the sum of the cross-entropy over labels, divided by a number of tokens.
+) -> dict[str, Any]:
+    """Return the inputs of a micro-batch for a causal language model after `parallelize_moe`.
+
+    Its loss is the sum of the cross-entropy over labels, divided by a number of tokens.
 
     Args:
-        hf: a causal language model after `parallelize_moe`.
         num_tokens: int64 scalar.
         tokens_BT: int64.
         labels_BT: int64, the token that should follow, -100 where none does.
         padding_BT: bool, True = padding, which is not routed; causal attention needs no mask.
         cu_seqlens: borders of documents; None = every row is one.
     """
-    inputs = {"input_ids": tokens_BT, "labels": labels_BT, "shift_labels": labels_BT}
-    inputs |= {"padding_mask": padding_BT, "num_tokens": num_tokens}
+    inputs: dict[str, Any] = {"input_ids": tokens_BT, "labels": labels_BT}
+    inputs |= {"shift_labels": labels_BT, "padding_mask": padding_BT, "num_tokens": num_tokens}
     if cu_seqlens is not None:
         inputs |= {"cu_seqlens": cu_seqlens, "max_seqlen": tokens_BT.shape[1]}
-    loss: Tensor = hf(**inputs, use_cache=False).loss
-    return loss
+    return inputs | {"use_cache": False}
 
 
 def read_config(path: Path) -> Any:

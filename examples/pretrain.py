@@ -77,7 +77,6 @@ from moecore import (
     CapacityConfig,
     Meshes,
     MoEConfig,
-    PipelineConfig,
     build_meshes,
 )
 from moecore.io import decoder_config_from_hf, export_hf
@@ -95,7 +94,6 @@ RECORDS: dict[str, type] = {
     "capacity": CapacityConfig,
     "balance": BalanceConfig,
     **TABLES,
-    "pipeline": PipelineConfig,
 }
 # What another option says.
 TAKEN = ("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim")

@@ -66,6 +66,7 @@ TABLES: dict[str, type] = {
     "clones": CloneOptions,
     "nvlink": NVLinkOptions,
     "context": ContextOptions,
+    "pipeline": PipelineConfig,
     "fp8": Precision,
     "recipe": Recipe,
 }
@@ -88,7 +89,7 @@ def records_of(args: argparse.Namespace) -> dict[str, Any]:
             f"--precision ({args.precision}) must not go with options of [recipe] and [fp8], which "
             "are a recipe of their own: drop it"
         )
-    stages = (getattr(args, "pp", None) or 1) > 1
+    stages = (args.pp or 1) > 1
     if given(args, "pipeline") and not stages:
         raise ValueError(f"--pp ({args.pp}) must be > 1 with options of [pipeline]: drop those")
     return {

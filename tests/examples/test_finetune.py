@@ -55,6 +55,7 @@ COMMON = f"--lr 3e-3 --seq-len {TOKENS} --batch-size 2 --max-steps {STEPS} --eva
 SAVING = "--checkpoint-every 2"
 WIDE = dict(hidden_size=128, num_hidden_layers=2, head_dim=32, moe_intermediate_size=128)
 TWO_RANKS, ONE_RANK = "--grad-accum 2 --ep 2", "--grad-accum 4 --recompute"
+SHARED = {"cp": "--ep 2", "tp": "--ep 2", "pp": "--schedule zero-bubble"}  # rows of both ranks
 
 
 class Stopped(BaseException):
@@ -120,6 +121,8 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     with patch.object(importlib.import_module("graphs"), "GraphedForwardBackward", GraphStandIn):
         start("graphs", f"{TWO_RANKS} --checkpoint-every 0 --cuda-graph")
     assert len(GraphStandIn.captures) == 1, "all steps have the same shapes"
+    for degree, more in SHARED.items():
+        start(degree, f"--grad-accum 4 --{degree} 2 {more} --checkpoint-every 0")
     start("wide", f"--model {folder / 'wide'} {TWO_RANKS} --checkpoint-every 0")
     planned, file = least_memory(folder), folder / "plan.toml"
     if rank == 0:
@@ -192,6 +195,12 @@ def loss_of(model: Any, example: Any) -> tuple[torch.Tensor, int]:
     return F.cross_entropy(logits_TV[learned_T], labels_N, reduction="sum"), len(labels_N)
 
 
+def exported(run: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that a run leaves, by their published names."""
+    files = (run / "export").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
 def mean_loss(model: Any, examples: list[Any]) -> float:
     with torch.no_grad():
         sums = [loss_of(model, example) for example in examples]
@@ -204,19 +213,22 @@ def examples_of(finetune: ModuleType, folder: Path) -> tuple[list[Any], list[Any
     return examples, held_out
 
 
-def steps_of(examples: list[Any]) -> Iterator[list[int]]:
-    """Yield the examples of each step, packed into its rows."""
-    sampler = PackedBatchSampler([len(one.tokens_T) for one in examples], TOKENS, rows=ROWS)
+def steps_of(examples: list[Any], multiple: int = 1) -> Iterator[list[int]]:
+    """Yield the examples of each step, packed into its rows, with lengths of a multiple."""
+    lengths = [-(-len(one.tokens_T) // multiple) * multiple for one in examples]
+    sampler = PackedBatchSampler(lengths, TOKENS, rows=ROWS)
     while True:
         yield from sampler
 
 
-def oracle(finetune: ModuleType, folder: Path) -> tuple[list[float], list[float], Any]:
+def oracle(
+    finetune: ModuleType, folder: Path, multiple: int = 1
+) -> tuple[list[float], list[float], Any]:
     """Return the losses of all steps, the gradient norms, and the model that was trained."""
     from schedule import lr_at
 
     examples, _ = examples_of(finetune, folder)
-    steps = steps_of(examples)
+    steps = steps_of(examples, multiple)
     model = stock(folder / "tiny").train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     losses, norms = [], []
@@ -315,6 +327,27 @@ def test_a_cp_for_each_micro_batch_computes_the_same(
         assert len(pair[0]) in (2, STEPS) and pair[0] == pytest.approx(pair[1], rel=1e-5), name
 
 
+@pytest.mark.parametrize("degree", SHARED)
+def test_ranks_that_share_rows_or_layers_compute_the_same(
+    degree: str, runs: tuple[Path, list[str]], finetune: ModuleType
+) -> None:
+    folder, _ = runs
+    found, wanted = metrics(folder / degree), metrics(folder / "straight")
+    values = {name: [row[name] for row in wanted] for name in ("loss", "grad_norm")}
+    after = wanted[-1]["eval_loss"]
+    if degree == "cp":  # two chunks a rank: lengths that are multiples of 4 fill rows otherwise
+        *every, model = oracle(finetune, folder, 4)
+        values = dict(zip(values, every, strict=True))
+        after = mean_loss(model, examples_of(finetune, folder)[1])
+    assert [row["loss"] for row in found] == pytest.approx(values["loss"], rel=1e-5)
+    assert [row["grad_norm"] for row in found] == pytest.approx(values["grad_norm"], rel=1e-4)
+    assert found[-1]["eval_loss"] == pytest.approx(after, rel=1e-5)
+    mine, theirs = (exported(folder / run) for run in (degree, "straight"))
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items() if degree != "cp" else ():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=2e-4)
+
+
 def test_a_run_that_stopped_goes_on_bit_for_bit(runs: tuple[Path, list[str]]) -> None:
     folder, (_, resumed, again, _) = runs
     assert "from step 4 to step 6" in resumed and "before the first step" not in resumed
@@ -375,7 +408,7 @@ def test_stock_transformers_reload_it_with_equal_logits(
     job.model.register_forward_hook(lambda m, args, out: seen.append(out.logits))
     job.model.eval()
     with torch.no_grad():
-        finetune.loss_of(job.model, torch.ones((), dtype=torch.int64), ids, ids, ids < 0)
+        job.model(**finetune.inputs_of(torch.ones((), dtype=torch.int64), ids, ids, ids < 0))
         assert (seen[0] - reloaded(ids).logits).abs().max() < 1e-5 and job.start == STEPS
     _, held_out = examples_of(finetune, folder)
     wanted = metrics(folder / "straight")[-1]["eval_loss"]
@@ -425,7 +458,8 @@ def test_the_loss_is_the_models_own(finetune: ModuleType) -> None:
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), loss="sum")
     next_BT = F.pad(labels_BT[:, 1:], (0, 1), value=-100)
     given = tokens_BT, next_BT, torch.zeros_like(tokens_BT, dtype=torch.bool)
-    assert finetune.loss_of(model, count, *given).item() == pytest.approx(wanted.item(), rel=1e-6)
+    found = model(**finetune.inputs_of(count, *given)).loss
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "llama4"])
@@ -443,11 +477,12 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
     assert packs == (family != "llama4")
     if packs:
         use_causal_attention(model)
-    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), loss="sum")
+    meshes = build_meshes(ParallelConfig(), "cpu")
+    parallelize_moe(model, meshes, loss="sum")
     examples = [
         Example(torch.randint(52, 61, (n,)).int(), torch.arange(n) % 3 > 0) for n in (10, 6)
     ]
-    job = SimpleNamespace(packs=packs, device=torch.device("cpu"))
+    job = SimpleNamespace(packs=packs, device=torch.device("cpu"), meshes=meshes)
 
     def run(groups: list[list[Any]], rows: int, tokens: int) -> Any:
         step, total = TrainStep(model, num_micro_batches=len(groups)), 0.0
@@ -457,7 +492,7 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
             batch = packed_examples(group, shape, **where).next()
             for parts in finetune.micro_batches(job, batch):
                 with step.micro_batch():
-                    loss = finetune.loss_of(model, torch.tensor(3), *parts)
+                    loss = model(**finetune.inputs_of(torch.tensor(3), *parts)).loss
                     loss.backward()
                 total += float(loss.detach())
         grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
