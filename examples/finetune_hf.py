@@ -63,7 +63,6 @@ from options import (
     check_rows,
     check_wandb,
     parallel_config,
-    rows_multiple,
     whole,
 )
 from records import add_records, given, parse
@@ -192,8 +191,7 @@ def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
     """Yield the tensors of each micro-batch, on the device."""
     for parts in zip(*batch.tensors(), strict=True):
         if not job.packs:  # rows end with the longest of their documents
-            multiple = rows_multiple(job.meshes.parallel)
-            T = -(-int((~parts[2]).sum(1).max().clamp(min=1)) // multiple) * multiple
+            T = int((~parts[2]).sum(1).max().clamp(min=1))
             parts = tuple(part[:, :T].contiguous() for part in parts[:3])
         yield [to_device(part, job.device) for part in parts]
 

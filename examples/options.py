@@ -245,18 +245,13 @@ def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
 
 def check_rows(args: argparse.Namespace, parallel: ParallelConfig) -> None:
     """Raise ValueError for rows that cp and tp ranks cannot share."""
-    multiple = rows_multiple(parallel)
+    cp, tp = parallel.cp, parallel.tp
+    multiple = cp * math.lcm(2, tp) if cp > 1 else tp
     if args.seq_len % multiple:
         raise ValueError(
-            f"--seq-len ({args.seq_len}) must be a multiple of {multiple} with --cp {parallel.cp} "
-            f"and --tp {parallel.tp}: use {-(-args.seq_len // multiple) * multiple}"
+            f"--seq-len ({args.seq_len}) must be a multiple of {multiple} with --cp {cp} and "
+            f"--tp {tp}: use {-(-args.seq_len // multiple) * multiple}"
         )
-
-
-def rows_multiple(parallel: ParallelConfig) -> int:
-    """Return of what a row's tokens must be a multiple, for cp and tp ranks to share them."""
-    cp, tp = parallel.cp, parallel.tp
-    return cp * math.lcm(2, tp) if cp > 1 else tp
 
 
 def check_graph(args: argparse.Namespace, dynamic_cp: int | None = None) -> None:

@@ -477,12 +477,11 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
     assert packs == (family != "llama4")
     if packs:
         use_causal_attention(model)
-    meshes = build_meshes(ParallelConfig(), "cpu")
-    parallelize_moe(model, meshes, loss="sum")
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), loss="sum")
     examples = [
         Example(torch.randint(52, 61, (n,)).int(), torch.arange(n) % 3 > 0) for n in (10, 6)
     ]
-    job = SimpleNamespace(packs=packs, device=torch.device("cpu"), meshes=meshes)
+    job = SimpleNamespace(packs=packs, device=torch.device("cpu"))
 
     def run(groups: list[list[Any]], rows: int, tokens: int) -> Any:
         step, total = TrainStep(model, num_micro_batches=len(groups)), 0.0
