@@ -158,7 +158,7 @@ def test_data_ranks_that_are_no_processes(
 ) -> None:
     monkeypatch.setattr(TrainingArguments, "world_size", 4)
     with pytest.raises(
-        ValueError, match=r"data ranks times cp \(1\) must equal the processes .* \(4\)"
+        ValueError, match=r"data ranks times cp times tp \(1\) must equal the processes .* \(4\)"
     ):
         MoETrainer(sharded(), arguments(tmp_path))
 

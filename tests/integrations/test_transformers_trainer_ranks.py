@@ -29,6 +29,7 @@ from tests.integrations.trainer_runs import (
     make_model,
     over_cp,
     over_dynamic_cp,
+    over_tp,
     packs,
     padded,
     refused,
@@ -63,6 +64,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     found = parity_and_files(rank, device, folder)
     found["packed"] = packs(f"{folder}/packed")
     found["cp"] = over_cp(f"{folder}/cp")
+    found["tp"] = over_tp(f"{folder}/tp")
     found["dynamic"] = over_dynamic_cp(f"{folder}/dynamic")
     found["resumed"] = resumed(f"{folder}/resumed")
     found["skipped"] = skipped(f"{folder}/skipped")
@@ -107,7 +109,7 @@ def test_packed_documents_train_as_padded_ones(results: dict[str, Any]) -> None:
     assert resumed == ours and found["resumed"] == 0.0 < found["stopped"]
 
 
-def test_cp_ranks_train_on_the_same_rows(
+def test_cp_and_tp_ranks_train_on_the_same_rows(
     results: dict[str, Any], no_group_left: None, tmp_path: Path
 ) -> None:
     """Against stock Trainer in one process, each document in a row of its own."""
@@ -115,11 +117,12 @@ def test_cp_ranks_train_on_the_same_rows(
     stock = trainer_of(Trainer, make_model(), str(tmp_path), collate=padded, **OF_ROWS)
     stock.train()
     AcceleratorState._reset_state(reset_partial_state=True)
-    (wanted, weights), (ours, found) = rows_of(stock), results["cp"]
-    for one, other in zip(ours, wanted, strict=True):
-        assert len(one) >= 2 and one == pytest.approx(other, rel=1e-5)
-    distance, name = furthest(found, weights)
-    assert distance <= 1e-5, name
+    wanted, weights = rows_of(stock)
+    for ours, found in (results["cp"], results["tp"]):
+        for one, other in zip(ours, wanted, strict=True):
+            assert len(one) >= 2 and one == pytest.approx(other, rel=1e-5)
+        distance, name = furthest(found, weights)
+        assert distance <= 1e-5, name
 
 
 def test_a_cp_for_each_micro_batch_trains_the_same(

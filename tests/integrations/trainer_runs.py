@@ -98,8 +98,8 @@ def make_model(**options: Any) -> nn.Module:
     return random_model("qwen3-moe", **options)
 
 
-def sharded(model: nn.Module, cp: int = 1, **options: Any) -> nn.Module:
-    return parallelize_moe(model, build_meshes(ParallelConfig(ep=2, cp=cp)), **options)
+def sharded(model: nn.Module, cp: int = 1, tp: int = 1, **options: Any) -> nn.Module:
+    return parallelize_moe(model, build_meshes(ParallelConfig(ep=2, cp=cp, tp=tp)), **options)
 
 
 def trainer_of(
@@ -212,6 +212,13 @@ def rows_of(trainer: Trainer) -> tuple[list[list[float]], dict[str, Tensor]]:
     """Return the log and the parameters at the end of a run of `OF_ROWS`."""
     names = ("loss", "grad_norm", "eval_loss", "num_input_tokens_seen")
     return logged(trainer, *names), whole(trainer.model)
+
+
+def over_tp(folder: str) -> Any:
+    """Train two tp ranks."""
+    trainer = trainer_of(MoETrainer, sharded(make_model(), tp=2), folder, collate=padded, **OF_ROWS)
+    trainer.train()
+    return rows_of(trainer)
 
 
 def over_cp(folder: str) -> Any:

@@ -64,7 +64,7 @@ class Source:
         if self.tp is None:
             return loss
         size = self.tp.size
-        return exchanged(loss, lambda x: x.view_as(x), lambda grad: grad * size)
+        return exchanged(loss, torch.clone, lambda grad: grad * size)
 
     def end(self, _grad: Tensor) -> None:
         """Drop what is no longer computed of."""

@@ -412,4 +412,6 @@ class EqualLosses:
     def _divided(self, x: Tensor) -> Tensor:
         if not x.requires_grad:
             return x
-        return exchanged(x, lambda x: x.view_as(x), lambda grad: grad / self._size)
+        # A loop may change a loss in place (`loss *= ...`), which a view of here would refuse.
+        same = torch.clone if x.ndim == 0 else lambda x: x.view_as(x)
+        return exchanged(x, same, lambda grad: grad / self._size)

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from moecore.integrations.transformers.scheduled import is_dynamic
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import moe_state, request_of
 
 _PRECISION = "give parallelize_moe fsdp=FSDPOptions(param_dtype=torch.bfloat16)"
 _SHARDING = "leave it out, parallelize_moe has sharded the model"
@@ -79,9 +79,12 @@ def check_model(model: nn.Module, args: TrainingArguments) -> None:
             f"loss ({state.loss!r}) of parallelize_moe must be 'mean' for MoETrainer: leave it "
             "out, Trainer divides by the tokens of all ranks itself"
         )
-    processes = state.groups.data_ranks * state.groups.cp
+    request = request_of(model)
+    assert request is not None, "it has a state"
+    processes = state.groups.data_ranks * state.groups.cp * request.meshes.parallel.tp
     if processes != args.world_size:
         raise ValueError(
-            f"data ranks times cp ({processes}) must equal the processes of TrainingArguments "
-            f"({args.world_size}): build meshes with tp=1, and start all processes with torchrun"
+            f"data ranks times cp times tp ({processes}) must equal the processes of "
+            f"TrainingArguments ({args.world_size}): build meshes with pp=1, and start all "
+            "processes with torchrun"
         )

@@ -45,6 +45,7 @@ class ScheduledSteps:
         _check(trainer, request.meshes.data_rank, request.meshes.data_ranks)
         self._device = request.meshes.device
         self._is_hf = isinstance(request.family, Transformers)
+        self._copies = dist.get_world_size() // request.meshes.data_ranks  # of tp ranks
         self._group: dist.ProcessGroup | None = None
         if request.meshes.data_ranks > 1:
             self._group = dist.new_group(backend="gloo")  # hosts compare, and no GPU is waited for
@@ -67,7 +68,7 @@ class ScheduledSteps:
     def _loss(self, batch: ScheduledBatch, run: Callable[[list[dict[str, Any]]], Tensor]) -> Tensor:
         loss = batch.loss_of(run(batch.inputs(self._device, transformers=self._is_hf)))
         dist.all_reduce(loss)
-        return loss
+        return loss / self._copies
 
     def _compare(self, batch: ScheduledBatch) -> None:
         if self._group is None:

@@ -97,9 +97,10 @@ class MoETrainer(Trainer):
         super().__init__(*args, **kwargs)
         refuse_earlier(self.model, self.optimizer)
         self._steps = ScheduledSteps(self) if is_dynamic(self.model) else None
-        if (self.accelerator.cp > 1 or self._steps) and self.compute_metrics is not None:
+        cp = moe_state(self.model).groups.cp
+        if (cp > 1 or self._steps) and self.compute_metrics is not None:
             raise ValueError(
-                f"compute_metrics must be None with ParallelConfig.cp ({self.accelerator.cp}) > 1 "
+                f"compute_metrics must be None with ParallelConfig.cp ({cp}) > 1 "
                 "or ContextOptions.dynamic, where a rank has the logits of its own tokens: "
                 "evaluate the loss alone"
             )
@@ -114,8 +115,8 @@ class MoETrainer(Trainer):
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
         self.accelerator.__class__ = ShardedAccelerator  # Trainer makes its own and takes none
-        groups = moe_state(self.model).groups
-        self.accelerator.cp = groups.data_ranks if is_dynamic(self.model) else groups.cp
+        sources = 1 if is_dynamic(self.model) else moe_state(self.model).groups.data_ranks
+        self.accelerator.copies = self.args.world_size // sources
 
     def train(
         self,
@@ -155,8 +156,8 @@ class MoETrainer(Trainer):
         return found
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        """Return the samples of a step, which cp ranks share."""
-        return super().get_total_train_batch_size(*args, **kwargs) // self.accelerator.cp
+        """Return the samples of a step, which cp and tp ranks share."""
+        return super().get_total_train_batch_size(*args, **kwargs) // self.accelerator.copies
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of one micro-batch, or of a plan's, and return its loss."""
@@ -296,25 +297,25 @@ class ShardedAccelerator(Accelerator):
     """An Accelerator that wraps no model and no optimizer, and clips through a `TrainStep`."""
 
     owner: TrainStep  # set before the first step
-    cp: int = 1  # context parallel ranks, neighbours
+    copies: int = 1  # ranks with the same data, neighbours: of cp and tp
 
     @property
     def num_processes(self) -> int:
         """Ranks with different data."""
-        return super().num_processes // self.cp
+        return super().num_processes // self.copies
 
     @property
     def process_index(self) -> int:
         """Index of this rank's data."""
-        return super().process_index // self.cp
+        return super().process_index // self.copies
 
     def gather(self, tensor: Any) -> Any:
         """Return tensors of all data ranks, one after the other along the first dim. Collective."""
         gathered = super().gather(tensor)
-        return recursively_apply(self._of_data_ranks, gathered) if self.cp > 1 else gathered
+        return recursively_apply(self._of_data_ranks, gathered) if self.copies > 1 else gathered
 
     def _of_data_ranks(self, gathered: Tensor) -> Tensor:
-        return gathered.unflatten(0, (self.num_processes, self.cp, -1))[:, 0].flatten(0, 1)
+        return gathered.unflatten(0, (self.num_processes, self.copies, -1))[:, 0].flatten(0, 1)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return False: the model is not placed by accelerate (see `ShardedDeviceMap`)."""
