@@ -594,6 +594,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "--dynamic-cp 48",
         "--dynamic-cp (48) must be >= what each of 1 data ranks",
     ),
+    "no stages": (as_it_is, "--layout Et|tL", "--pp (None) must be > 1 with options of [pipeline]"),
     "too long": (as_it_is, "--seq-len 9999", "--seq-len (9999) must be <= max_position_embeddings"),
 }
 
