@@ -52,6 +52,18 @@ def test_what_scripts_put_together_concerns_them(folder: str) -> None:
         assert found and all(folder not in affected.leave_out([file]) for file in found)
 
 
+def test_each_file_has_a_test_that_runs_when_it_changes() -> None:
+    tests = [str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py")]
+    tested = set[Path]()
+    for test in tests:
+        if not test.startswith(tuple(affected.ONLY_AFTER)):
+            tested |= affected.closure(ROOT / test)
+    by_name = {"__init__.py", "__main__.py", "commands.py"}  # what packages and cli.py import so
+    for file in (ROOT / "src").rglob("*.py"):
+        if file not in tested and file.name not in by_name:
+            assert len(affected.leave_out([str(file.relative_to(ROOT))])) < len(affected.ONLY_AFTER)
+
+
 @pytest.fixture
 def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A repository with a commit on main; the function runs git in it."""
@@ -117,7 +129,7 @@ def test_names_of_a_package_lead_to_their_files(
     """Those that it imports, and those of a table that it imports on first use."""
     monkeypatch.setattr(affected, "ROOT", tmp_path)
     files = {
-        "src/parcel/__init__.py": "from parcel.now import early\nHOMES = {'late': 'inner.then'}",
+        "src/parcel/__init__.py": "from parcel.now import early\nHOMES = {'inner.then': 'late x'}",
         "src/parcel/now.py": "",
         "src/parcel/inner/__init__.py": "",
         "src/parcel/inner/then.py": "from parcel.now import early",

@@ -133,8 +133,8 @@ def _imported(file: Path) -> frozenset[tuple[str, str]]:
                 # A package whose names are imported on first use has a table of them.
                 for key, value in zip(node.keys, node.values, strict=True):
                     match key, value:
-                        case ast.Constant(str(name)), ast.Constant(str(module)):
-                            yield f"{package}.{module}", name
+                        case ast.Constant(str(module)), ast.Constant(str(names)):
+                            yield from ((f"{package}.{module}", name) for name in names.split())
 
     return frozenset(walk())
 
