@@ -45,7 +45,7 @@ from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 
 ROWS, TOKENS = 2, 32
-CUTS = [0, 8, 32, 48, 64]
+CUTS, PADDING = [0, 8, 32, 48, 64], 8
 TINY = (  # of `tiny_model`: linear or sparse attention, and experts behind a router
     *("qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "nemotron_h"),
     *("minimax_m2", "deepseek_v32", "glm_moe_dsa"),
@@ -62,6 +62,7 @@ class Case:
     parallel: dict[str, int]
     way: str = "auto"
     packed: bool = False
+    padded: bool = False  # the last tokens of the last document
     loss: str = "mean"
     balance: BalanceConfig | None = None
     indexer: IndexerConfig | None = None
@@ -115,8 +116,8 @@ CASES = {
         balance=BALANCED,
         checkpointing=True,
     ),
-    "deepseek, tp, packed": Case(
-        family="deepseek-v3", parallel=dict(cp=2, tp=2, ep=2), packed=True, loss="sum"
+    "deepseek, tp, padded": Case(
+        family="deepseek-v3", parallel=dict(cp=2, tp=2, ep=2), packed=True, padded=True, loss="sum"
     ),
     "gpt-oss, tp, rows": Case(family="gpt-oss", parallel=dict(cp=2, tp=2, ep=4)),
     "gpt-oss, gathered, rows": Case(family="gpt-oss", parallel=dict(cp=4, ep=4)),
@@ -189,8 +190,22 @@ CASES = {
         rate=CALM,
         cps=(2, 1, 1),
     ),
-    "own routers, a cp for each group": Case(
-        family="minimax_m2", parallel=dict(ep=4), packed=True, loss="sum", rate=CALM, cps=(2, 1, 1)
+    "own routers, tp, padded": Case(
+        family="minimax_m2",
+        parallel=dict(cp=2, tp=2, ep=4),
+        packed=True,
+        padded=True,
+        loss="sum",
+        rate=CALM,
+    ),
+    "own routers, a cp for each group, tp, padded": Case(
+        family="minimax_m2",
+        parallel=dict(tp=2, ep=4),
+        packed=True,
+        padded=True,
+        loss="sum",
+        rate=CALM,
+        cps=(1, 1),
     ),
 }
 # A way of attention, tp, or a cp for each group, which other models here have.
@@ -224,6 +239,8 @@ def batch_of(case: Case, data_rank: int, step: int) -> dict[str, Any]:
     if not case.packed:
         return dict(input_ids=ids, labels=labels)
     labels.view(-1)[CUTS[:-1]] = -100
+    if case.padded:
+        labels.view(-1)[-PADDING:] = -100
     return dict(input_ids=ids, labels=labels, cu_seqlens=torch.tensor(CUTS), max_seqlen=24)
 
 
@@ -322,13 +339,21 @@ def found_on(case: Case, meshes: Meshes) -> dict[str, Tensor]:
             batch["cp"] = case.cps[own]
         if case.loss == "sum":
             batch["num_items_in_batch"] = count(batches)
+        if case.padded:
+            places = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
+            batch["padding_mask"] = places >= ROWS * TOKENS - PADDING
         with owner.micro_batch(), TAMPERS.get(case.tamper, nullcontext)():
             loss = model(**batch, use_cache=False).loss
             loss.backward()
         found[f"{step}: loss of {own}"] = loss.detach()
         found |= {f"{step}: {n}": g.clone() for n, g in whole_gradients(model).items()}
-        learned = owner.finish().metrics.indexer_losses
+        metrics = owner.finish().metrics
+        learned = metrics.indexer_losses
         found |= {f"{step}: indexer loss of {n}": x[0] for n, x in learned.items()}
+        if case.padded:
+            routed = {int(counts.sum()) for counts in metrics.tokens_per_expert.values()}
+            real = len(batches) * (ROWS * TOKENS - PADDING)
+            assert routed == {real * model.config.num_experts_per_tok}
     return found
 
 

@@ -86,7 +86,7 @@ class RowReader:
             for layer in layers:
                 setattr(layer, SEQUENCE, Sequence())
                 tell = partial(_tell, choices.get(layer, Tensor.flatten))
-                layer.register_forward_pre_hook(tell, with_kwargs=True)
+                layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
 
     def sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
         """Return where the tokens of whole rows, ids [B, T] or embeddings of them, stand."""
@@ -160,7 +160,7 @@ class MaskReader:
         for layer in base.modules():
             if isinstance(layer, RoutedLayer):
                 tell = partial(self._tell, choices.get(layer, Tensor.flatten))
-                layer.register_forward_pre_hook(tell, with_kwargs=True)
+                layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
         self._unchecked = {
             block
             for block in _listed(base)
