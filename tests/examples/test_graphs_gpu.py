@@ -14,7 +14,6 @@ import torch
 from tests.examples.test_train import metrics
 from tests.helpers.ranks import run_ranks
 
-pytest.importorskip("transformers", minversion="5", reason="finetune_hf.py trains its models")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = "--max-steps 8 --seq-len 128 --batch-size 2 --grad-accum 2 --checkpoint-every 0"
 CORPUS = "--preset tiny --steps 8 --seq-len 128 --batch-size 2 --grad-accum 2 --checkpoint-every 0"
@@ -35,6 +34,7 @@ def test_graphs_train_as_eager_steps(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "finetune_hf":
+        pytest.importorskip("transformers", minversion="5", reason="the script trains its models")
         monkeypatch.syspath_prepend(str(EXAMPLES))
         tiny = tmp_path / "tiny"
         importlib.import_module("tiny_hf").make(tiny, **SIZES)

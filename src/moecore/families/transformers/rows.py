@@ -86,6 +86,7 @@ class RowReader:
             for layer in layers:
                 setattr(layer, SEQUENCE, Sequence())
                 tell = partial(_tell, choices.get(layer, Tensor.flatten))
+                # Of whole rows, so before the hook that cuts them for tp ranks.
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
 
     def sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
