@@ -103,7 +103,7 @@ class Job:
         sampler = self.packed.sampler if self.packed else None
         restored = self.model, self.optimizers, self.facts, self.owner, sampler
         self.start = resume(self.args, *restored, chosen_by=self.chosen_by)
-        self.reader = torch.cuda.Stream() if self.device.type == "cuda" else None
+        self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
         dtype = compute_dtype(self.args, self.device)
         self.peak_tflops = self.args.peak_tflops or peak_tflops(self.device, dtype)
 

@@ -1,18 +1,21 @@
-"""--cuda-graph on a GPU: steps of packed documents, replayed, train as eager ones do."""
+"""Steps of packed documents on a GPU, eager and replayed: alike, and launched without a wait."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.examples.test_train import metrics
 from tests.helpers.ranks import run_ranks
+from tests.helpers.waits import asleep, launched
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = "--max-steps 8 --seq-len 128 --batch-size 2 --grad-accum 2 --checkpoint-every 0"
@@ -20,12 +23,40 @@ CORPUS = "--preset tiny --steps 8 --seq-len 128 --batch-size 2 --grad-accum 2 --
 SIZES = dict(hidden_size=128, num_hidden_layers=2, head_dim=32, moe_intermediate_size=128)
 
 
-def rank_of(rank: int, device: torch.device, name: str, words: list[str]) -> int:
+def script_of(name: str) -> Any:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     sys.path.insert(0, str(EXAMPLES))
-    script = importlib.import_module(name)
+    return importlib.import_module(name)
+
+
+def rank_of(rank: int, device: torch.device, name: str, words: list[str]) -> int:
+    script = script_of(name)
     code: int = script.run_rank(script.parse_arguments(words))
     return code
+
+
+def steps_ahead(rank: int, device: torch.device, name: str, words: list[str]) -> None:
+    script = script_of(name)
+    train_step = importlib.import_module("loop").train_step
+    job = script.build_job(script.parse_arguments(words))
+    before = [train_step(job, step) for step in range(1, 6)][-1]  # compiled, captured
+    with launched("a step"):
+        train_step(job, 6)
+    with asleep("the metrics of a step before"):
+        assert math.isfinite(before.metrics()["loss"])
+
+
+def words_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the arguments of a script for a tiny run."""
+    if name == "finetune_hf":
+        pytest.importorskip("transformers", minversion="5", reason="the script trains its models")
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        tiny = folder / "tiny"
+        importlib.import_module("tiny_hf").make(tiny, **SIZES)
+        return f"--model {tiny} --data {tiny}/chats.jsonl {STEPS}"
+    file = folder / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": "abc " * (1 + i % 50)}) + "\n" for i in range(400)))
+    return f"--data {file} {CORPUS}"
 
 
 @pytest.mark.gpu
@@ -33,18 +64,9 @@ def rank_of(rank: int, device: torch.device, name: str, words: list[str]) -> int
 def test_graphs_train_as_eager_steps(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    words = words_of(name, tmp_path, monkeypatch)
     if name == "finetune_hf":
-        pytest.importorskip("transformers", minversion="5", reason="the script trains its models")
-        monkeypatch.syspath_prepend(str(EXAMPLES))
-        tiny = tmp_path / "tiny"
-        importlib.import_module("tiny_hf").make(tiny, **SIZES)
-        words = f"--model {tiny} --data {tiny}/chats.jsonl {STEPS} --eval-every 4"
-    else:
-        file = tmp_path / "text.jsonl"
-        file.write_text(
-            "".join(json.dumps({"text": "abc " * (1 + i % 50)}) + "\n" for i in range(400))
-        )
-        words = f"--data {file} {CORPUS}"
+        words += " --eval-every 4"
     for run, more in (("eager", []), ("graph", ["--cuda-graph"])):
         all_words = [*words.split(), "--run-dir", str(tmp_path / run), *more]
         assert run_ranks(1, rank_of, name, all_words, device_type="cuda") == 0
@@ -53,3 +75,14 @@ def test_graphs_train_as_eager_steps(
     for mine, other in zip(found, wanted, strict=True):
         for key in {"loss", "eval_loss", "grad_norm"} & other.keys():
             assert mine[key] == pytest.approx(other[key], rel=0.02), (mine["step"], key)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [[], ["--cuda-graph"]], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", ["train", "pretrain", "finetune_hf"])
+def test_the_host_is_a_step_ahead(
+    name: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = words_of(name, tmp_path, monkeypatch)
+    all_words = [*words.split(), "--run-dir", str(tmp_path / "run"), *more]
+    run_ranks(1, steps_ahead, name, all_words, device_type="cuda")

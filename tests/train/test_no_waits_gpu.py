@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moecore import (
     BalanceConfig,
@@ -21,9 +23,10 @@ from moecore import (
 )
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig
-from moecore.train import AdamW
+from moecore.train import AdamW, GraphedForwardBackward
 from moecore.train.loss_scale import DynamicLossScale
 from tests.helpers.ranks import run_ranks
+from tests.helpers.waits import launched
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +47,8 @@ DELAYED = Recipe(scaling="tensorwise", amax_history=4, grad_format="e5m2")
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "two micro-batches": {"micro_batches": 2},
+    "graph": {"is_graphed": True},
+    "inputs of the host": {"inputs_on": "cpu"},
     "experts resharded": {"fsdp": replace(BF16, experts_strategy="optim_grads_params")},
     "capacity": {"moe": replace(MOE, capacity=CapacityConfig(factor=1.25))},
     "blockwise": {"precision": "blockwise"},
@@ -57,30 +62,37 @@ CASES: dict[str, dict[str, Any]] = {
 
 def worker(rank: int, device: torch.device, name: str) -> None:
     case = {"fsdp": BF16} | CASES[name]
+    is_graphed, inputs_on = case.pop("is_graphed", False), case.pop("inputs_on", device)
     scale, number = case.pop("loss_scale", None), case.pop("micro_batches", 1)
     config = replace(CONFIG, moe=case.pop("moe", MOE))
     world = torch.distributed.get_world_size()
     if world > 1:
-        case |= {"dispatcher": "nvlink", "nvlink": NVLinkOptions(row_factor=None)}
+        case |= {"dispatcher": "nvlink", "nvlink": NVLinkOptions(row_factor=4.0)}
     model = Decoder(config, device="meta")
     parallelize_moe(model, build_meshes(ParallelConfig(ep=world)), **case)
     model.to_empty(device=device)
     model.init_weights(0)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=number, loss_scale=scale)
-    tokens_BT = torch.randint(0, config.vocab_size, (2, 65), device=device)
-    tokens_BT, labels_BT = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
-    try:
-        for done in range(5):
-            # Kernels are compiled, records made and memory is allocated by the first steps.
-            torch.cuda.set_sync_debug_mode("error" if done > 2 else "default")
-            for _ in range(number):
-                with step.micro_batch():
-                    step.scale(model(tokens_BT, labels_BT) / number).backward()
+    tokens_BT = torch.randint(0, config.vocab_size, (2, 65), device=inputs_on)
+    inputs = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
+
+    def forward_backward(tokens_BT: Tensor, labels_BT: Tensor) -> None:
+        with step.micro_batch():
+            step.scale(model(tokens_BT, labels_BT) / number).backward()
+
+    graph = GraphedForwardBackward(forward_backward, model) if is_graphed else None
+    for done in range(6):
+        # Kernels are compiled, records made, memory allocated and graphs captured by first steps.
+        watched = launched if done > 3 else nullcontext
+        for _ in range(number):
+            with watched("a micro-batch"):
+                (graph or forward_backward)(*inputs)
+        with watched("finish()"):
             result = step.finish()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert not result.skipped, "else nothing was computed"
+        assert not result.skipped, "else nothing was computed"
+    if graph is not None:
+        graph.close()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 
 class Event(Protocol):
@@ -185,6 +186,14 @@ def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
         assert _dry.queues is not None, "a dry stream outlived its dry run"
         return _dry.queues.on(stream)
     return _OnStream(stream)  # type: ignore[arg-type]
+
+
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor on a device; the host waits for nothing."""
+    # A copy to a GPU from memory that is not pinned waits for what the stream has held before.
+    if torch.device(device).type == "cuda" and x.device.type == "cpu":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def is_capturing(stream: Stream | None) -> bool:

@@ -244,7 +244,7 @@ class Replicas:
         capacities = [one.capacity for one in self._records if one.capacity is not None]
         holders = [holder for one in capacities for holder in one.holders if holder is not None]
         if holders and grads:
-            needed = torch.stack([holder.needed().to(self._device) for holder in holders])
+            needed = torch.stack([holder.needed(self._device) for holder in holders])
             grads[0].masked_fill_(needed.amax() > 0, torch.nan)
 
     def _add_counts(self) -> None:

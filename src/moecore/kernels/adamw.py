@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.fields import Bound, CheckedRecord, PositiveOrZero
+from moecore.base.streams import to_device
 from moecore.base.torch_names import fused_adamw_
 from moecore.kernels.adamw_formats import (
     GOLDEN,
@@ -428,9 +429,8 @@ def _table(tensors: AdamWTensors) -> tuple[Tensor, int]:
         numel = row.weight.numel()
         rows.append([*(0 if t is None else t.data_ptr() for t in row), numel, num_programs, number])
         num_programs += cdiv(numel, BLOCK * NUM_BLOCKS)
-    device = tensors.weights[0].device
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return table.to(device, non_blocking=True), num_programs
+    table = torch.tensor(rows, dtype=torch.int64)
+    return to_device(table, tensors.weights[0].device), num_programs
 
 
 def _log(x: float) -> float:

@@ -104,10 +104,10 @@ class Holder(ABC):
         self.wait()
         self.poll(is_error=is_error)
 
-    def needed(self) -> Tensor:
+    def needed(self, device: torch.device) -> Tensor:
         """Return the least factor that had held everything; 0 = it fits. No host sync."""
         found = [shortage.needed() for shortage in self.shortages]
-        return torch.stack(found).amax() if found else torch.zeros(())
+        return torch.stack(found).amax() if found else torch.zeros((), device=device)
 
     def clear(self, *, host: bool = True) -> None:
         """Count the rows of the next step anew on the device. No host sync."""

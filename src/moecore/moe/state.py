@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.fields import Count, check_value
+from moecore.base.streams import to_device
 from moecore.base.torch_names import foreach_add_, is_gloo
 from moecore.kernels.routing.entropy import UNIT
 from moecore.kernels.routing.margins import even_bias
@@ -82,7 +83,7 @@ class MoEState:
         device = next(next(iter(self.layers.values())).part("experts").parameters()).device
         flags = torch.stack(
             [
-                found.to(device, torch.float32, non_blocking=True)
+                to_device(found, device).float()
                 if isinstance(found, Tensor)
                 else torch.full((), float(found), device=device)
                 for found in have_tokens

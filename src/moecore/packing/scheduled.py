@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments
+from moecore.base.streams import to_device
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.collate import PackedBatch, read_document
 from moecore.packing.corpus.batches import batch_of
@@ -104,7 +105,7 @@ class ScheduledBatch:
         Args:
             losses: of the micro-batches, as `TrainStep.forward_backward` returns them.
         """
-        return (losses / torch.tensor(self.cps, device=losses.device)).sum()
+        return (losses / to_device(torch.tensor(self.cps), losses.device)).sum()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,8 +198,4 @@ class ScheduledCollator(CheckedRecord):
 
 
 def _copied(x: Any, device: torch.device | str) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    if torch.device(device).type == "cuda":
-        x = x.pin_memory()  # from other memory the host would wait
-    return x.to(device, non_blocking=True)
+    return to_device(x, device) if isinstance(x, Tensor) else x

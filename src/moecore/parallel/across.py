@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.agreement import differing_tensors, gather, raise_on_all
+from moecore.base.streams import to_device
 from moecore.base.torch_names import default_timeout, local_of
 from moecore.moe.params import clean_name
 from moecore.parallel.attached import ATTACHED
@@ -49,7 +50,7 @@ class AllStages:
         order = {name: i for i, name in enumerate(self.num_holders)}
         index = torch.tensor([order[clean_name(name)] for name in names], dtype=torch.int64)
         found = values.new_zeros(len(order))
-        return found.index_copy_(0, index.to(values.device, non_blocking=True), values)
+        return found.index_copy_(0, to_device(index, values.device), values)
 
 
 def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:

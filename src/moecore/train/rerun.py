@@ -98,7 +98,7 @@ class Reruns:
     def _needed_here(self) -> Tensor:
         """Return the factor that this rank needed of each holder; 0 = its rows fit."""
         zero = torch.zeros((), device=self._device)
-        return torch.stack([zero if h is None else h.needed().to(zero) for h in self._holders])
+        return torch.stack([zero if h is None else h.needed(self._device) for h in self._holders])
 
     def _needed(self) -> list[float]:
         """Return the largest factor that any rank needed of each holder. Host sync."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import MaxNorm, check_arguments
+from moecore.base.streams import to_device
 from moecore.base.torch_names import foreach_mul_, foreach_norm, local_of, mark
 from moecore.parallel.across import AllStages, find_stages, lay_out_as_parameter
 from moecore.parallel.shard.late_parameters import refuse_added
@@ -229,7 +230,7 @@ def _squares(
     copies = torch.tensor(
         [n // _num_shards(p) for n, p in zip(ranks, params, strict=True)], dtype=torch.float64
     )
-    squares /= copies.to(squares.device, non_blocking=True)
+    squares /= to_device(copies, squares.device)
     if stages is not None:
         squares = stages.place(names, squares)
     if is_wrong is not None:

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from moecore.base.streams import Stream, current_stream, new_event, new_stream, on_stream
+from moecore.base.streams import (
+    Stream,
+    current_stream,
+    new_event,
+    new_stream,
+    on_stream,
+    to_device,
+)
 from moecore.base.torch_names import (
     all_gather_single,
     foreach_copy_,
@@ -144,7 +151,7 @@ class UnitStreams:
         """Return a value with its tensors on the GPU, where units compute on one."""
         if self.device_type != "cuda" or all(not _is_on_cpu(leaf) for leaf in tree_leaves(value)):
             return value
-        return tree_map_only(Tensor, lambda x: x.cuda(non_blocking=True), value)
+        return tree_map_only(Tensor, lambda x: to_device(x, self.device_type), value)
 
     def join(self) -> None:
         """Let the current stream wait for all communication."""
