@@ -26,7 +26,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW, GraphedForwardBackward
 from moecore.train.loss_scale import DynamicLossScale
 from tests.helpers.ranks import run_ranks
-from tests.helpers.waits import launched
+from tests.helpers.waits import SLEEP, launched
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 DELAYED = Recipe(scaling="tensorwise", amax_history=4, grad_format="e5m2")
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
-    "two micro-batches": {"micro_batches": 2},
+    "two micro-batches": {"number": 2},
     "graph": {"is_graphed": True},
     "inputs of the host": {"inputs_on": "cpu"},
     "experts resharded": {"fsdp": replace(BF16, experts_strategy="optim_grads_params")},
@@ -55,27 +55,41 @@ CASES: dict[str, dict[str, Any]] = {
     "delayed scaling": {"precision": Precision(recipe=DELAYED, roles=("attention", "experts"))},
     "fp16": {
         "fsdp": FSDPOptions(param_dtype=torch.float16),
-        "loss_scale": DynamicLossScale(initial=2.0**8),
+        "scale": DynamicLossScale(initial=2.0**8),
     },
 }
 
 
-def worker(rank: int, device: torch.device, name: str) -> None:
-    case = {"fsdp": BF16} | CASES[name]
-    is_graphed, inputs_on = case.pop("is_graphed", False), case.pop("inputs_on", device)
-    scale, number = case.pop("loss_scale", None), case.pop("micro_batches", 1)
-    config = replace(CONFIG, moe=case.pop("moe", MOE))
+def build(
+    device: torch.device,
+    *,
+    number: int = 1,
+    scale: DynamicLossScale | None = None,
+    moe: MoEConfig = MOE,
+    **options: Any,
+) -> tuple[Decoder, TrainStep]:
     world = torch.distributed.get_world_size()
     if world > 1:
-        case |= {"dispatcher": "nvlink", "nvlink": NVLinkOptions(row_factor=4.0)}
-    model = Decoder(config, device="meta")
-    parallelize_moe(model, build_meshes(ParallelConfig(ep=world)), **case)
+        options |= {"dispatcher": "nvlink", "nvlink": NVLinkOptions(row_factor=4.0)}
+    model = Decoder(replace(CONFIG, moe=moe), device="meta")
+    parallelize_moe(model, build_meshes(ParallelConfig(ep=world)), **{"fsdp": BF16} | options)
     model.to_empty(device=device)
     model.init_weights(0)
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=number, loss_scale=scale)
-    tokens_BT = torch.randint(0, config.vocab_size, (2, 65), device=inputs_on)
-    inputs = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
+    how = {"max_norm": 1.0, "num_micro_batches": number, "loss_scale": scale}
+    return model, TrainStep(model, optimizer, **how)
+
+
+def inputs_on(device: torch.device | str) -> tuple[Tensor, Tensor]:
+    tokens_BT = torch.randint(0, CONFIG.vocab_size, (2, 65), device=device)
+    return tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
+
+
+def worker(rank: int, device: torch.device, name: str) -> None:
+    case = dict(CASES[name])
+    is_graphed, number = case.pop("is_graphed", False), case.get("number", 1)
+    inputs = inputs_on(case.pop("inputs_on", device))
+    model, step = build(device, **case)
 
     def forward_backward(tokens_BT: Tensor, labels_BT: Tensor) -> None:
         with step.micro_batch():
@@ -95,6 +109,23 @@ def worker(rank: int, device: torch.device, name: str) -> None:
         graph.close()
 
 
+def sleeping_backward(rank: int, device: torch.device) -> None:
+    model, step = build(device, number=2)
+    tokens_BT, labels_BT = inputs_on(device)
+    ends = []
+
+    def sleep(_: Tensor) -> None:
+        torch.cuda._sleep(SLEEP)
+        ends.append(torch.cuda.current_stream().record_event())
+
+    model.register_forward_hook(lambda module, args, loss: loss.register_hook(sleep) and None)
+    for _ in range(3):
+        step.forward_backward([dict(tokens_BT=tokens_BT, labels_BT=labels_BT)] * 2)
+        is_ahead = not ends[-1].query()
+        step.finish()
+    assert is_ahead, "forward_backward() has waited for the last backward"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank(name: str) -> None:
     run_ranks(1, worker, name, device_type="cuda")
@@ -104,3 +135,8 @@ def test_one_rank(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_over_nvlink(name: str) -> None:
     run_ranks(2, worker, name, device_type="cuda")
+
+
+@pytest.mark.gpus(2)
+def test_a_step_that_may_run_again_waits_for_no_backward() -> None:
+    run_ranks(2, sleeping_backward, device_type="cuda")

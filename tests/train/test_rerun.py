@@ -29,11 +29,12 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.streams import ToHost
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.shortage import Holder
 from moecore.parallel.attached import attached, capacity_of
 from moecore.rl import RouterReplay
-from moecore.train import AdamW, GraphedForwardBackward
+from moecore.train import AdamW, GraphedForwardBackward, rerun
 from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import emulated
 from tests.train.graphs.graph_fakes import fake_steps
@@ -322,6 +323,31 @@ def evaluations() -> list[Any]:
     return found
 
 
+def turns(**options: Any) -> list[str]:
+    """Return in which order a step computes, asks what it needed and reads the answer."""
+    model, step = build(**options)
+    found: list[str] = []
+
+    class Answer(ToHost):
+        def __init__(self, numbers: Tensor) -> None:
+            found.append("ask")
+            super().__init__(numbers)
+
+        def read(self) -> Tensor:
+            found.append("read")
+            return super().read()
+
+    def note(module: Any, args: Any, loss: Tensor) -> None:
+        found.append("forward")
+        loss.register_hook(lambda grad: found.append("backward"))
+
+    model.register_forward_hook(note)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rerun, "ToHost", Answer)
+        step.forward_backward(batches())
+    return found
+
+
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = compared()
     everyone: list[Any] = [None] * WORLD
@@ -331,6 +357,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         found
         | {"replayed": everyone, "loops": loops(), "graphs": graphs()}
         | {"evaluations": evaluations(), "defaults": defaults()}
+        | {"turns": [turns(row_factor=4.0), turns(row_factor=0.5), turns(memory=PAGES_2)]}
     )
 
 
@@ -391,6 +418,14 @@ def test_steps_of_a_graph_that_rows_outgrow_are_skipped_until_it_is_captured_wit
         assert skipped == same == [i in OUTGROWN for i in range(9)]
         assert captured == [False, False, True, True, True, False, False, True, True]
         assert is_right
+
+
+def test_the_host_waits_for_the_last_forward_and_where_there_are_pages_for_its_backward(
+    results: dict[str, Any],
+) -> None:
+    first, second = ["forward", "backward"], ["forward", "ask", "backward", "read"]
+    once, late = [*first, *second], [*first, *first, "ask", "read"]
+    assert results["turns"] == [once, [*once, *once], late]
 
 
 def test_rows_outside_of_a_step_all_fit(results: dict[str, Any]) -> None:

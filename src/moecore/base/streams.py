@@ -196,6 +196,24 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     return x.to(device, non_blocking=True)
 
 
+class ToHost:
+    """Numbers on their way to the host, behind what the current stream has held before."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
+        self._numbers.copy_(numbers, non_blocking=True)
+        stream = current_stream(numbers.device)
+        self._event = None if stream is None else stream.record_event()
+
+    def read(self) -> Tensor:
+        """Wait for them, and for nothing that was queued behind them; return them."""
+        if _dry.queues is not None:
+            _dry.queues.host_behind |= self._event or frozenset()
+        elif self._event is not None:
+            self._event.synchronize()
+        return self._numbers
+
+
 def is_capturing(stream: Stream | None) -> bool:
     """Return whether the current stream's work goes into a CUDA graph."""
     if stream is None or isinstance(stream, DryStream):

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from moecore.base.streams import is_dry
+from moecore.base.streams import ToHost, is_dry
 
 T = TypeVar("T")
 
@@ -243,13 +243,9 @@ def numbers_of(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None =
     work = start(async_op=True)
     with pairs.ahead(waits=True):
         work.wait()
-        on_host = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
-        on_host.copy_(numbers, non_blocking=True)
-        arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+        on_host = ToHost(numbers)
     pair.hand_over(is_early=True)
-    if arrived is not None:
-        arrived.synchronize()
-    return on_host.tolist()
+    return on_host.read().tolist()
 
 
 @contextmanager

@@ -20,11 +20,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from moecore.base.streams import ToHost
 
 logger = logging.getLogger("moecore.capacity")
 SLACK = 1.05  # of the next capacity over what was needed
@@ -67,6 +69,7 @@ class Holder(ABC):
     """Buffers whose capacity is an option, in units of `Shortage.even`."""
 
     option: str
+    is_known_late = False  # whether backwards, too, find out what had no place
     watch: Watch | None = None  # what the running step does with a shortage; None = ignores it
 
     @property
@@ -119,25 +122,18 @@ class SkippedSteps:
     """Which steps were skipped, equal on all ranks; the host reads it while the next step runs."""
 
     def __init__(self) -> None:
-        self._flags: deque[tuple[Any, Any]] = deque()
+        self._flags: deque[bool | ToHost] = deque()
 
     def note(self, skipped: bool | Tensor) -> None:
         """Note whether the step that ends is skipped, on every rank. No host sync."""
-        arrived = None
-        if isinstance(skipped, Tensor) and skipped.is_cuda:
-            on_host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-            skipped = on_host.copy_(skipped, non_blocking=True)
-            arrived = torch.cuda.current_stream().record_event()
-        self._flags.append((skipped, arrived))
+        self._flags.append(ToHost(skipped) if isinstance(skipped, Tensor) else skipped)
 
     def pop(self) -> bool:
         """Return whether any step but the last was skipped since it was asked; waits for those."""
         found = False
         while len(self._flags) > 1:
-            skipped, arrived = self._flags.popleft()
-            if arrived is not None:
-                arrived.synchronize()
-            found |= bool(skipped)
+            skipped = self._flags.popleft()
+            found |= bool(skipped.read() if isinstance(skipped, ToHost) else skipped)
         return found
 
 

@@ -1,7 +1,7 @@
 """Rerun: a step whose rows did not fit is repeated from its inputs, with larger buffers.
 
-run() -> all-reduce of the capacity that each rank needed
-      -> every rank's rows fit: done
+run() -> all-reduce of the capacity that each rank needed, between last forward and backward
+      -> every rank's rows fit: done, while the device is still at the backward
       -> else: drop the step, restore random numbers, enlarge buffers, run() once more
 """
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.streams import wait_on_host
+from moecore.base.streams import ToHost
 from moecore.moe.aux_loss import aux_losses
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.pairs import generators, set_generators
@@ -41,19 +41,25 @@ class Reruns:
         if dist.is_initialized():
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         self._asks = bool(flag.item())
+        self._asks_early = not any(h is not None and h.is_known_late for h in self._holders)
+        self._is_running = False  # whether all of a step runs, perhaps again
+        self._needed: ToHost | None = None  # the factor that any rank needed of each holder
 
     def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
         """Return the result of the first run whose rows fit on every rank."""
-        # If any rank has a limited capacity, each run ends with one all-reduce and one host sync.
+        # If any rank has a limited capacity, each run has one all-reduce, for which the host waits.
         # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
         if not self._asks or any(capacity.is_graphed for capacity in self._capacities):
             return run()
         rewinders = [tape.rewinder() for tape in tapes]
         while True:
-            before = generators()
-            with self.watched("reruns"):
-                found = run()
-            factors = self._needed()
+            before, self._needed, self._is_running = generators(), None, True
+            try:
+                with self.watched("reruns"):
+                    found = run()
+            finally:
+                self._is_running = False
+            factors = (self._needed or self._asked()).read().tolist()
             if not any(factors):
                 return found
             drop()
@@ -63,6 +69,14 @@ class Reruns:
             for holder, factor in zip(self._holders, factors, strict=True):
                 if holder is not None:
                     _enlarge(holder, factor)
+
+    def end_forwards(self) -> None:
+        """Ask all ranks what they needed, so that `run` waits for forwards alone. Collective.
+
+        Behind the last forward of a step, on every rank.
+        """
+        if self._is_running and self._asks_early:
+            self._needed = self._asked()
 
     def is_short(self) -> Tensor | None:
         """Return a bool on the device: whether rows of this rank did not fit. None = no limit."""
@@ -100,17 +114,16 @@ class Reruns:
         zero = torch.zeros((), device=self._device)
         return torch.stack([zero if h is None else h.needed(self._device) for h in self._holders])
 
-    def _needed(self) -> list[float]:
-        """Return the largest factor that any rank needed of each holder. Host sync."""
+    def _asked(self) -> ToHost:
+        """Return the largest factor that any rank needed of each holder."""
         found = self._needed_here()
         if dist.is_initialized():
             dist.all_reduce(found, dist.ReduceOp.MAX)
-        wait_on_host()
-        factors: list[float] = found.tolist()
-        return factors
+        return ToHost(found)
 
 
 def _enlarge(holder: Holder, factor: float) -> None:
+    holder.wait()  # a backward may still run
     holder.clear()
     if not factor:
         return

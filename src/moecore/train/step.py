@@ -99,9 +99,7 @@ class TrainStep:
         several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         self.optimizers = list(several or ())
         if optimizer is not None and not self.optimizers:
-            raise ValueError(
-                "optimizer ([]) must be one, several or None: leave it out to step alone"
-            )
+            raise ValueError("optimizer ([]) must be one, several or None: leave it out")
         if self.optimizers or loss_scale is not None:
             refuse_on_meta(self.model, "optimizer" if self.optimizers else "loss scale")
         for one in models:
@@ -221,9 +219,7 @@ class TrainStep:
         All dispatchers but "local" and "nvlink" alternate; with these the backward follows the
         forward. Gradients have the same bits. Every rank runs the same pairs. Units that are
         resharded after each use ("optim_grads_params") are all-gathered once more whenever forward
-        and backward need the same buffer.
-
-        The forward runs in this thread, the earlier micro-batch's backward in another one.
+        and backward need the same buffer. The forward runs in this thread, the backward in another.
 
         Raises:
             ValueError: when it is called outside of `micro_batches`.
@@ -291,7 +287,8 @@ class TrainStep:
         Returns:
             The undivided losses: fp32 [num_micro_batches] on the device, detached, equal on all
             pipeline ranks of a data rank. Where `NVLinkOptions.row_factor` or `StashOptions.factor`
-            may be too small, each run has one host sync, and a shortage leads to a rerun.
+            may be too small, a shortage leads to a rerun: the host waits for the last forward, of
+            a stash or of stages for the last backward.
 
         Raises:
             ValueError: when their number is another, a micro_batch() has run, or under no_grad().
@@ -349,12 +346,15 @@ class TrainStep:
             loss = forward(micro_batches[0])
             for inputs in micro_batches[1:]:
                 loss = self.side_by_side(partial(forward, inputs), loss.backward)
+            self._reruns.end_forwards()
             loss.backward()
         return losses
 
     def _run_alone(self, inputs: Mapping[str, Any]) -> Tensor:
         with self.micro_batch():
             loss = loss_of(self.model(**inputs))
+            if self._progress.is_last:
+                self._reruns.end_forwards()
             self._divided(loss).backward()
         return loss.detach().float()
 
@@ -459,8 +459,7 @@ class TrainStep:
                 self._scale.update(norm.skipped)
         self._progress.restart()
         lr = self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
-        if isinstance(lr, Tensor):  # a scheduler changes it in place
-            lr = lr.clone()
+        lr = lr.clone() if isinstance(lr, Tensor) else lr  # a scheduler changes it in place
         return StepResult(
             norm=norm, skipped=skipped, metrics=joined(metrics), lr=lr, loss_scale=loss_scale
         )

@@ -310,6 +310,7 @@ class Stash(Offload, Holder):
     """Stores used rows of a model's experts in pages; `num_layers` counts runs of MoE layers."""
 
     option = "StashOptions.factor"
+    is_known_late = True  # a backward is the first to wait for the last copies
     _rows_alone = True
 
     def __init__(self, device: torch.device, options: StashOptions, num_layers: int) -> None:
