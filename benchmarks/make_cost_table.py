@@ -24,8 +24,10 @@ from benchmarks.dispatch_cases import SHAPES as EP_SHAPES
 from benchmarks.gate import ROOT
 from benchmarks.records import RESULTS, latest, load
 from benchmarks.shapes import SHAPES
+from moecore import NVLinkOptions, ParallelConfig
+from moecore.base.options.precision import Precision
 from moecore.models import preset
-from moecore.planning import dry_run
+from moecore.planning import OptimizerOptions, TrainingRun, dry_run
 from moecore.planning.costs import CostTable, Exposed, Point
 from moecore.planning.record import Work
 
@@ -95,14 +97,27 @@ ASSUMED = (
     "between nodes: pairs of a forward and a backward hide 0.93 of the network's time where their "
     "computation lasts, which Megatron-Core's report has measured with DeepEP",
 )
+# Of whole steps: operation of a plan, part of its kernels' names.
+IN_STEPS = {
+    "bf16": {"sm90_bf16_grouped_wgrad_kernel_fp32": "sm90_bf16_grouped_wgrad_kernel"},
+    "fp8": {
+        "sm90_fp8_grouped_nt_kernel_fp32": "sm90_fp8_grouped_nt_kernel",
+        "sm90_fp8_grouped_wgrad_kernel_fp32": "sm90_fp8_grouped_wgrad_kernel",
+        "scaled_mm_v2": "nvjet_sm90_qqtst",
+        **dict.fromkeys(("quantised_activation_bwd_kernel", "quantised_activation_fwd_kernel"), ""),
+        **dict.fromkeys(("tile_tokens_kernel", "cast_kernel", "gather_row_blocks_kernel"), ""),
+    },
+}
+FEW = 2  # layers of a dry run; of one more all others are counted
 Record = dict[str, Any]
 
 
 def make_table(results: Path = RESULTS) -> CostTable:
     """Return the table of the records in a folder."""
     table, (day, points) = _of_benchmarks(results), _of_plans(results / "planning")
+    points += _of_steps(results / "train")
     return replace(
-        table.extended(points, f"a traced step, NVIDIA H200, {day}"),
+        table.extended(points, f"traced steps, NVIDIA H200, from {day} on"),
         assumed=ASSUMED,
     )
 
@@ -126,6 +141,43 @@ def _of_plans(folder: Path) -> tuple[str, list[Point]]:
             seconds = float(f"{ms / 1e3 * share:.6g}")
             points.append(Point(work=work, seconds=seconds, commit=commit, date=day))
     return day, points
+
+
+def _of_steps(folder: Path) -> Iterator[Point]:
+    """Yield kernels of the newest traced steps of whole models, bf16 and FP8, as `_of_plans`."""
+    traced = [r for r in _lines(folder) if "longest" in r and "precision" in r and not r["layers"]]
+    for precision, kernels in IN_STEPS.items():
+        r = [r for r in traced if bool(r["precision"]) == (precision == "fp8")][-1]
+        few, more = ([q.work for q in dry_run(_run_of(r, n)).queued] for n in (FEW, FEW + 1))
+        left = preset(r["preset"]).num_layers - FEW
+        for name, part in kernels.items():
+            ms = sum(ms for kernel, ms, _ in r["longest"] if (part or name) in kernel)
+            of_few, of_more = ([w for w in works if w.name == name] for works in (few, more))
+            flops, moved, calls = (
+                sum(map(size, of_few)) * (1 - left) + sum(map(size, of_more)) * left
+                for size in (attrgetter("flops"), attrgetter("num_bytes"), lambda _: 1)
+            )
+            works = of_more if flops else [replace(of_more[0], num_bytes=moved // calls)]
+            for work in dict.fromkeys(works):
+                share = work.flops / flops if flops else 1 / calls
+                seconds = float(f"{ms / 1e3 * share:.6g}")
+                yield Point(work=work, seconds=seconds, commit=r["commit"], date=r["date"][:10])
+
+
+def _run_of(r: Record, num_layers: int) -> TrainingRun:
+    """Return the run of a record of `bench_train`, of so many layers."""
+    precision = r["precision"] and replace(Precision.of(r["precision"]), fp8_head=r["fp8_head"])
+    return TrainingRun(
+        model=replace(preset(r["preset"]), num_layers=num_layers),
+        num_gpus=r["num_gpus"],
+        parallel=ParallelConfig(ep=r["ep"]),
+        seq_len=r["seq_len"],
+        batch_size=r["batch_size"],
+        precision=precision,
+        fp8_dispatch=r["fp8_dispatch"],
+        nvlink=NVLinkOptions(),
+        optimizer=OptimizerOptions(moment_dtype=r["moment_dtype"]),
+    )
 
 
 def _of_benchmarks(results: Path) -> CostTable:
