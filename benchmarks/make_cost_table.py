@@ -78,10 +78,11 @@ MOVES = {"dispatch": "_spread_kernel", "combine": "_reduce_kernel"}
 WAYS = {"p2p": "send", "allgather": "all_gather", "a2a": "all_to_all"}
 ASSUMED = (
     "the three products of a linear were timed together: each has their rate",
-    "dense products in FP8 reach the share of their peak that those in bf16 reach",
     "products in FP8 of a layer were timed together: each has their rate",
     "bytes of NCCL's all-to-all are those of even choices",
     "reduce_scatter is that of fp32 gradients in traced steps, beside products",
+    "FP8's products and what quantises for them are those of traced steps: all calls of a kernel "
+    "have one rate",
     "collectives without records (all_reduce, broadcast) have all_gather's efficiency",
     "rows of operations without records, such as torch's own, have the efficiency of a copy",
     "kernels of linear attention (flash-linear-attention, taken to be installed) reach the share "
@@ -97,40 +98,27 @@ ASSUMED = (
     "between nodes: pairs of a forward and a backward hide 0.93 of the network's time where their "
     "computation lasts, which Megatron-Core's report has measured with DeepEP",
 )
-# Of whole steps: operation of a plan, part of its kernels' names.
-IN_STEPS = {
-    "bf16": {"sm90_bf16_grouped_wgrad_kernel_fp32": "sm90_bf16_grouped_wgrad_kernel"},
-    "fp8": {
-        "sm90_fp8_grouped_nt_kernel_fp32": "sm90_fp8_grouped_nt_kernel",
-        "sm90_fp8_grouped_wgrad_kernel_fp32": "sm90_fp8_grouped_wgrad_kernel",
-        "scaled_mm_v2": "nvjet_sm90_qqtst",
-        **dict.fromkeys(("quantised_activation_bwd_kernel", "quantised_activation_fwd_kernel"), ""),
-        **dict.fromkeys(("tile_tokens_kernel", "cast_kernel", "gather_row_blocks_kernel"), ""),
-    },
+IN_STEPS = {  # of traced whole steps: operation of a plan, part of its kernels' names
+    "sm90_fp8_grouped_nt_kernel_fp32": "sm90_fp8_grouped_nt_kernel",
+    "sm90_fp8_grouped_wgrad_kernel_fp32": "sm90_fp8_grouped_wgrad_kernel",
+    "scaled_mm_v2": "nvjet_sm90_qqtst",
+    "quantised_activation_fwd_kernel": "quantised_activation_fwd_kernel",
+    "quantised_activation_bwd_kernel": "quantised_activation_bwd_kernel",
+    "tile_tokens_kernel": "tile_tokens_kernel",
+    "cast_kernel": "cast_kernel",
+    "gather_row_blocks_kernel": "gather_row_blocks_kernel",
 }
 FEW = 2  # layers of a dry run; of one more all others are counted
 Record = dict[str, Any]
 
 
-def make_table(results: Path = RESULTS) -> CostTable:
-    """Return the table of the records in a folder."""
-    table, (day, points) = _of_benchmarks(results), _of_plans(results / "planning")
-    points += _of_steps(results / "train")
-    return replace(
-        table.extended(points, f"traced steps, NVIDIA H200, from {day} on"),
-        assumed=ASSUMED,
-    )
-
-
-def _of_plans(folder: Path) -> tuple[str, list[Point]]:
-    """Return the day and points of kernels of a traced step of `bench_plan`.
+def _of_plans(folder: Path) -> Iterator[Point]:
+    """Yield kernels of a traced step of `bench_plan`.
 
     A kernel of a traced step counts as the mean of its calls, products by their FLOP.
     """
     traced = json.loads(max(folder.glob("traced-*.json")).read_text())
-    day, commit = traced["date"], traced["commit"]
     ran = [queued.work for queued in dry_run(CASES[traced["case"]]).queued]
-    points = []
     for name, ms in traced["ms"].items():
         works = [work for work in ran if work.name == name]
         flops, moved = sum(w.flops for w in works), sum(w.num_bytes for w in works)
@@ -138,21 +126,23 @@ def _of_plans(folder: Path) -> tuple[str, list[Point]]:
             works = [replace(works[0], num_bytes=moved // len(works))] * len(works)
         for work in dict.fromkeys(works):
             share = work.flops / flops if flops else 1 / len(works)
-            seconds = float(f"{ms / 1e3 * share:.6g}")
-            points.append(Point(work=work, seconds=seconds, commit=commit, date=day))
-    return day, points
+            yield _point_of(traced, work, ms * share)
 
 
 def _of_steps(folder: Path) -> Iterator[Point]:
-    """Yield kernels of the newest traced steps of whole models, bf16 and FP8, as `_of_plans`."""
-    traced = [r for r in _lines(folder) if "longest" in r and "precision" in r and not r["layers"]]
-    for precision, kernels in IN_STEPS.items():
-        r = [r for r in traced if bool(r["precision"]) == (precision == "fp8")][-1]
+    """Yield kernels of traced steps of whole models, even ones in a CUDA graph, as `_of_plans`."""
+    for r in _lines(folder):
+        if "longest" not in r or r["layers"] or not r.get("cuda_graph"):
+            continue
+        if r["routing"] != "balanced":
+            continue
         few, more = ([q.work for q in dry_run(_run_of(r, n)).queued] for n in (FEW, FEW + 1))
         left = preset(r["preset"]).num_layers - FEW
-        for name, part in kernels.items():
-            ms = sum(ms for kernel, ms, _ in r["longest"] if (part or name) in kernel)
+        for name, part in IN_STEPS.items():
+            ms = sum(ms for kernel, ms, _ in r["longest"] if part in kernel)
             of_few, of_more = ([w for w in works if w.name == name] for works in (few, more))
+            if not (ms and of_more):
+                continue
             flops, moved, calls = (
                 sum(map(size, of_few)) * (1 - left) + sum(map(size, of_more)) * left
                 for size in (attrgetter("flops"), attrgetter("num_bytes"), lambda _: 1)
@@ -160,13 +150,13 @@ def _of_steps(folder: Path) -> Iterator[Point]:
             works = of_more if flops else [replace(of_more[0], num_bytes=moved // calls)]
             for work in dict.fromkeys(works):
                 share = work.flops / flops if flops else 1 / calls
-                seconds = float(f"{ms / 1e3 * share:.6g}")
-                yield Point(work=work, seconds=seconds, commit=r["commit"], date=r["date"][:10])
+                yield _point_of(r, work, ms * share)
 
 
 def _run_of(r: Record, num_layers: int) -> TrainingRun:
     """Return the run of a record of `bench_train`, of so many layers."""
-    precision = r["precision"] and replace(Precision.of(r["precision"]), fp8_head=r["fp8_head"])
+    has_head = bool(r.get("fp8_head"))
+    precision = r["precision"] and replace(Precision.of(r["precision"]), fp8_head=has_head)
     return TrainingRun(
         model=replace(preset(r["preset"]), num_layers=num_layers),
         num_gpus=r["num_gpus"],
@@ -180,7 +170,8 @@ def _run_of(r: Record, num_layers: int) -> TrainingRun:
     )
 
 
-def _of_benchmarks(results: Path) -> CostTable:
+def make_table(results: Path = RESULTS) -> CostTable:
+    """Return the table of the records in a folder."""
     records: list[Record] = load(results)  # type: ignore[assignment]
     newest: list[Record] = latest(records)  # type: ignore[arg-type]
     alone = [r for r in newest if r["gpu"] == "NVIDIA H200"]
@@ -195,6 +186,8 @@ def _of_benchmarks(results: Path) -> CostTable:
         *_moves(newest),
         *_travels(results / "sequences"),
         *_reductions(results / "train"),
+        *_of_plans(results / "planning"),
+        *_of_steps(results / "train"),
     ]
     return CostTable(
         gpu="h200-141",
@@ -229,7 +222,7 @@ def _of_benchmarks(results: Path) -> CostTable:
 def point(
     record: Record, name: str, kind: Any, ms: float, shape: Iterable[int], dtype: str, **sizes: int
 ) -> Point:
-    """Return a measured operation; seconds have six digits, as records have."""
+    """Return a measured operation."""
     work = Work(
         name,
         kind,
@@ -238,6 +231,11 @@ def point(
         shape=tuple(shape),
         dtype=dtype,
     )
+    return _point_of(record, work, ms)
+
+
+def _point_of(record: Record, work: Work, ms: float) -> Point:
+    """Return a measured operation; seconds have six digits, as records have."""
     seconds = float(f"{ms / 1e3:.6g}")
     return Point(work=work, seconds=seconds, commit=record["commit"], date=record["date"][:10])
 
