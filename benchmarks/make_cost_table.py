@@ -105,7 +105,6 @@ IN_STEPS = {  # of traced whole steps: operation of a plan, part of its kernels'
     "quantised_activation_fwd_kernel": "quantised_activation_fwd_kernel",
     "quantised_activation_bwd_kernel": "quantised_activation_bwd_kernel",
     "tile_tokens_kernel": "tile_tokens_kernel",
-    "cast_kernel": "cast_kernel",
     "gather_row_blocks_kernel": "gather_row_blocks_kernel",
 }
 FEW = 2  # layers of a dry run; of one more all others are counted
