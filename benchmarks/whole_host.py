@@ -98,6 +98,18 @@ def scaled(ranks: int) -> Run:
     return replace(step(f"{ranks}-ranks", arguments, 60, f"--ep {ranks}"), ranks=ranks)
 
 
+def in_torchtitan(variant: str, rows: int) -> Run:
+    """Return a model in torchtitan, which `pip install '.[titan]' 'torch<2.14'` brings."""
+    command = f"-m benchmarks.bench_torchtitan --variant {variant}"
+    own = variant == "stock"  # gloo has no sum that FSDP2 takes
+    return Run(
+        name=f"{variant}-{rows}",
+        command=f"{command} --batch-size {rows} --results {{records}}",
+        seconds=150,
+        tiny=None if own else f"{command} --tiny --layers 2 --batch-size 1 --seq-len 32",
+    )
+
+
 def staged(ranks: int) -> Iterator[Run]:
     """Yield steps of stages over some of the GPUs, each schedule beside data ranks."""
     one = f"Ett|{'tt|' * (ranks - 2)}tL"
@@ -143,6 +155,9 @@ CALLS: dict[str, tuple[Run, ...]] = {
             command=f"{LORA} --batch-size 2 --precision blockwise --fp8-base",
             seconds=120,
         ),
+    ),
+    "torchtitan": tuple(
+        in_torchtitan(*case) for case in (("stock", 2), ("layers", 4), ("decoder", 4))
     ),
     "pairs": (Run(name="pairs", command=PAIRS, seconds=300),),
     "pipelines-2": tuple(staged(2)),
