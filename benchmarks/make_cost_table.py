@@ -111,6 +111,55 @@ FEW = 2  # layers of a dry run; of one more all others are counted
 Record = dict[str, Any]
 
 
+def make_table(results: Path = RESULTS) -> CostTable:
+    """Return the table of the records in a folder."""
+    records: list[Record] = load(results)  # type: ignore[assignment]
+    newest: list[Record] = latest(records)  # type: ignore[arg-type]
+    alone = [r for r in newest if r["gpu"] == "NVIDIA H200"]
+    points = [
+        *_ceilings(records),
+        *_grouped(alone),
+        *_fp8(alone),
+        *_linears(results / LINEARS_PAGE),
+        *_attention(results / ATTENTION_PAGE),
+        *_rows(alone),
+        *_host_copies(results / "checkpoint"),
+        *_moves(newest),
+        *_travels(results / "sequences"),
+        *_reductions(results / "train"),
+        *_of_plans(results / "planning"),
+        *_of_steps(results / "train"),
+    ]
+    return CostTable(
+        gpu="h200-141",
+        measured_on="h200-141",
+        points_from="records under benchmarks/results, of NVIDIA H200",
+        launch_seconds=min(r["ms"] / r["launches"] for r in alone if r.get("launches")) / 1e3,
+        host_seconds=HOST_SECONDS,
+        points=tuple(points),
+        stands_for={
+            "product": "aten.mm",
+            "grouped product": "aten._grouped_mm",
+            "attention": ATTENTION_NAMES["cudnn"],
+            "rows": "aten.copy_",
+            "collective": "all_gather",
+            "copy": "copy to host",
+        },
+        efficiency={
+            "product": 0.7,
+            "grouped product": 0.7,
+            "attention": 0.5,
+            "rows": 0.8,
+            "collective": 0.6,
+            "copy": 0.8,
+            "network": 0.9,
+        },
+        network_seconds=20e-6,
+        slices=_slices(max((results / "tp").glob("*-2-x-nvidia-h200.jsonl"))),
+        assumed=ASSUMED,
+    )
+
+
 def _of_plans(folder: Path) -> Iterator[Point]:
     """Yield kernels of a traced step of `bench_plan`.
 
@@ -166,55 +215,6 @@ def _run_of(r: Record, num_layers: int) -> TrainingRun:
         fp8_dispatch=r["fp8_dispatch"],
         nvlink=NVLinkOptions(),
         optimizer=OptimizerOptions(moment_dtype=r["moment_dtype"]),
-    )
-
-
-def make_table(results: Path = RESULTS) -> CostTable:
-    """Return the table of the records in a folder."""
-    records: list[Record] = load(results)  # type: ignore[assignment]
-    newest: list[Record] = latest(records)  # type: ignore[arg-type]
-    alone = [r for r in newest if r["gpu"] == "NVIDIA H200"]
-    points = [
-        *_ceilings(records),
-        *_grouped(alone),
-        *_fp8(alone),
-        *_linears(results / LINEARS_PAGE),
-        *_attention(results / ATTENTION_PAGE),
-        *_rows(alone),
-        *_host_copies(results / "checkpoint"),
-        *_moves(newest),
-        *_travels(results / "sequences"),
-        *_reductions(results / "train"),
-        *_of_plans(results / "planning"),
-        *_of_steps(results / "train"),
-    ]
-    return CostTable(
-        gpu="h200-141",
-        measured_on="h200-141",
-        points_from="records under benchmarks/results, of NVIDIA H200",
-        launch_seconds=min(r["ms"] / r["launches"] for r in alone if r.get("launches")) / 1e3,
-        host_seconds=HOST_SECONDS,
-        points=tuple(points),
-        stands_for={
-            "product": "aten.mm",
-            "grouped product": "aten._grouped_mm",
-            "attention": ATTENTION_NAMES["cudnn"],
-            "rows": "aten.copy_",
-            "collective": "all_gather",
-            "copy": "copy to host",
-        },
-        efficiency={
-            "product": 0.7,
-            "grouped product": 0.7,
-            "attention": 0.5,
-            "rows": 0.8,
-            "collective": 0.6,
-            "copy": 0.8,
-            "network": 0.9,
-        },
-        network_seconds=20e-6,
-        slices=_slices(max((results / "tp").glob("*-2-x-nvidia-h200.jsonl"))),
-        assumed=ASSUMED,
     )
 
 
