@@ -68,7 +68,8 @@ class Packed:
     def expected(self, model: Decoder) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss, those of the modules ahead, and the gradients, document by document."""
         config = model.config
-        params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+        # In fp64, so that fp32's own error counts once.
+        params = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
         state = {**dict(model.named_buffers()), **params}
         num_documents = sum(n > 0 for n in self.real)
         values = []

@@ -211,7 +211,7 @@ def check_parity(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]:
     found = gather_whole({f"{n} of {dp_rank}": t for n, t in found.items()})
     if dist.get_rank():
         return {}
-    plain, errors = plain_of(config), {}
+    plain, errors = plain_of(config).double(), {}  # fp32's own error counts once
     shapes = {n: p.shape for n, p in plain.named_parameters()}
     assert {n: p.shape for n, p in params.items()} == shapes
     for i in range(mesh.size(0)):
