@@ -4,9 +4,9 @@ r"""A step in torchtitan 0.2.2: its own Qwen3, that with moecore's layers, moeco
     torchrun --nproc-per-node 8 -m benchmarks.bench_torchtitan --variant decoder --batch-size 4
     torchrun --nproc-per-node 2 -m benchmarks.bench_torchtitan --variant layers --layers 12
 
-A run has one variant, because torchtitan's Trainer ends its process. Tokens are random, routers
-fresh, EP is over all ranks, blocks are compiled and nothing is recomputed. tokens/s are the median
-of torchtitan's own, each of `WINDOW` steps. It needs `pip install '.[titan]' 'torch<2.14'`; CPU
+A run has one variant, because torchtitan's Trainer ends the process group. Tokens are random,
+routers fresh, EP is over all ranks, blocks are compiled and nothing is recomputed. tokens/s are the
+median of torchtitan's own, each of `WINDOW` steps. It needs `pip install '.[titan]' 'torch<2.14'`; CPU
 ranks run `--tiny`, more than one of them with moecore's layers alone, since gloo has no sum that
 FSDP2 takes.
 """
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.records import append_rows
-from moecore.models import preset
+from moecore.models import DecoderConfig, preset
 from moecore.models.size import flops_per_token
 
 VARIANTS = ("stock", "layers", "decoder")
@@ -59,13 +59,12 @@ def main() -> None:
         trainer.metrics_processor.logger.log = keep
         trainer.train()
         trainer.close()
-    config = replace(preset("tiny-qwen3" if args.tiny else PRESET), num_layers=args.layers)
     tokens = statistics.median(m["throughput(tps)"] for m in found)
     row = {
         "op": "torchtitan",
         **{name: getattr(args, name) for name in ("variant", "layers", "batch_size", "seq_len")},
         "tokens_per_second_per_gpu": tokens,
-        "tflops_per_gpu": tokens * flops_per_token(config, args.seq_len) / 1e12,
+        "tflops_per_gpu": tokens * flops_per_token(config_of(args), args.seq_len) / 1e12,
         "peak_gib": max(m["memory/max_active(GiB)"] for m in found),
         "losses": [m["loss_metrics/global_avg_loss"] for m in found],
     }
@@ -74,6 +73,11 @@ def main() -> None:
         if args.results is not None:
             world = int(os.environ["WORLD_SIZE"])
             append_rows(args.results, "benchmarks.bench_torchtitan", [row], num_gpus=world)
+
+
+def config_of(args: argparse.Namespace) -> DecoderConfig:
+    """Return the model as moecore's decoder."""
+    return replace(preset("tiny-qwen3" if args.tiny else PRESET), num_layers=args.layers)
 
 
 def register(args: argparse.Namespace) -> None:
@@ -86,7 +90,7 @@ def register(args: argparse.Namespace) -> None:
     stock = qwen3.get_train_spec()
     sizes: dict[str, Any] = {"n_layers": args.layers, **(TINY if args.tiny else {})}
     flavor = replace(stock.model_args[FLAVOR], **sizes)
-    config = replace(preset("tiny-qwen3" if args.tiny else PRESET), num_layers=args.layers)
+    config = config_of(args)
     if args.variant == "decoder":
         batches = specs.with_labels(partial(random_batches, vocab_size=config.vocab_size))
         spec = replace(specs.decoder_spec({FLAVOR: config}), build_dataloader_fn=batches)

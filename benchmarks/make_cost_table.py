@@ -170,15 +170,11 @@ def _of_plans(folder: Path) -> Iterator[Point]:
     for name, ms in traced["ms"].items():
         works = [work for work in ran if work.name == name]
         flops, moved = sum(w.flops for w in works), sum(w.num_bytes for w in works)
-        if not flops:
-            works = [replace(works[0], num_bytes=moved // len(works))] * len(works)
-        for work in dict.fromkeys(works):
-            share = work.flops / flops if flops else 1 / len(works)
-            yield _point_of(traced, work, ms * share)
+        yield from _calls_of(traced, works, ms, flops, moved, len(works))
 
 
 def _of_steps(folder: Path) -> Iterator[Point]:
-    """Yield kernels of traced steps of whole models, even ones in a CUDA graph, as `_of_plans`."""
+    """Yield kernels of traced steps of whole models as CUDA graphs with even loads."""
     for r in _lines(folder):
         if "longest" not in r or r["layers"] or not r.get("cuda_graph"):
             continue
@@ -195,10 +191,15 @@ def _of_steps(folder: Path) -> Iterator[Point]:
                 sum(map(size, of_few)) * (1 - left) + sum(map(size, of_more)) * left
                 for size in (attrgetter("flops"), attrgetter("num_bytes"), lambda _: 1)
             )
-            works = of_more if flops else [replace(of_more[0], num_bytes=moved // calls)]
-            for work in dict.fromkeys(works):
-                share = work.flops / flops if flops else 1 / calls
-                yield _point_of(r, work, ms * share)
+            yield from _calls_of(r, of_more, ms, flops, moved, calls)
+
+
+def _calls_of(
+    record: Record, works: list[Work], ms: float, flops: int, moved: int, calls: int
+) -> Iterator[Point]:
+    """Yield calls that took `ms` together: products each by its FLOP, of all others their mean."""
+    for work in dict.fromkeys(works) if flops else [replace(works[0], num_bytes=moved // calls)]:
+        yield _point_of(record, work, ms * (work.flops / flops if flops else 1 / calls))
 
 
 def _run_of(r: Record, num_layers: int) -> TrainingRun:

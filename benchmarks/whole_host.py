@@ -101,12 +101,12 @@ def scaled(ranks: int) -> Run:
 def in_torchtitan(variant: str, rows: int) -> Run:
     """Return a model in torchtitan, which `pip install '.[titan]' 'torch<2.14'` brings."""
     command = f"-m benchmarks.bench_torchtitan --variant {variant}"
-    own = variant == "stock"  # gloo has no sum that FSDP2 takes
+    is_stock = variant == "stock"  # gloo has no sum that its FSDP2 takes
     return Run(
         name=f"{variant}-{rows}",
         command=f"{command} --batch-size {rows} --results {{records}}",
         seconds=150,
-        tiny=None if own else f"{command} --tiny --layers 2 --batch-size 1 --seq-len 32",
+        tiny=None if is_stock else f"{command} --tiny --layers 2 --batch-size 1 --seq-len 32",
     )
 
 

@@ -73,7 +73,7 @@ class Reruns:
     def end_forwards(self) -> None:
         """Ask all ranks what they needed, so that `run` waits for forwards alone. Collective.
 
-        Behind the last forward of a step, on every rank.
+        Call it behind the last forward of a step, on every rank.
         """
         if self._is_running and self._asks_early:
             self._needed = self._asked()

@@ -287,8 +287,8 @@ class TrainStep:
         Returns:
             The undivided losses: fp32 [num_micro_batches] on the device, detached, equal on all
             pipeline ranks of a data rank. Where `NVLinkOptions.row_factor` or `StashOptions.factor`
-            may be too small, a shortage leads to a rerun: the host waits for the last forward, of
-            a stash or of stages for the last backward.
+            may be too small, a shortage leads to a rerun. To see one, the host waits for the last
+            forward; with a stash or pipeline stages, for the last backward.
 
         Raises:
             ValueError: when their number is another, a micro_batch() has run, or under no_grad().
