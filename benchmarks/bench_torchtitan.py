@@ -6,9 +6,9 @@ r"""A step in torchtitan 0.2.2: its own Qwen3, that with moecore's layers, moeco
 
 A run has one variant, because torchtitan's Trainer ends the process group. Tokens are random,
 routers fresh, EP is over all ranks, blocks are compiled and nothing is recomputed. tokens/s are the
-median of torchtitan's own, each of `WINDOW` steps. It needs `pip install '.[titan]' 'torch<2.14'`; CPU
-ranks run `--tiny`, more than one of them with moecore's layers alone, since gloo has no sum that
-FSDP2 takes.
+median of torchtitan's own, each of `WINDOW` steps. `pip install '.[titan]' 'torch<2.14'` brings
+torchtitan. CPU ranks run `--tiny`, more than one of them with moecore's layers alone, since gloo
+has no sum that FSDP2 takes.
 """
 
 from __future__ import annotations
