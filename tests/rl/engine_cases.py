@@ -8,7 +8,7 @@ Divergence").
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +102,7 @@ def responses_of(logits_of: Callable[[Tensor], Tensor], rollouts: Rollouts) -> l
     for i, start in enumerate(rollouts.borders[:-1]):
         ids = rollouts.tokens_N[start : rollouts.borders[i + 1]]
         chosen = rollouts.response_mask_N[start : rollouts.borders[i + 1]].nonzero().flatten()
-        log_p = F.log_softmax(logits_of(ids[None])[0].float() / rollouts.temperature, dim=-1)
+        log_p = F.log_softmax(logits_of(ids[None])[0] / rollouts.temperature, dim=-1)
         log_p = log_p[chosen - 1]
         given = [
             None if x is None else x[start + chosen]
@@ -143,11 +143,12 @@ def replayed(model: nn.Module, every: Sequence[Rollouts]) -> AbstractContextMana
 
 
 def log_probs_by_hand(model: nn.Module, rollouts: Rollouts) -> Tensor:
-    """fp32 [N], by the routes of the rollouts, one forward for each sequence."""
-    with torch.no_grad(), replayed(model, [rollouts]):
+    """fp32 [N], by the routes of the rollouts if they have any, one forward for each sequence."""
+    has_routes = rollouts.routes_NLK is not None
+    with torch.no_grad(), replayed(model, [rollouts]) if has_routes else nullcontext():
         found = responses_of(model, rollouts)
     log_probs_N = torch.zeros(len(rollouts.tokens_N))
-    log_probs_N[rollouts.response_mask_N] = torch.cat([r.log_p for r in found])
+    log_probs_N[rollouts.response_mask_N] = torch.cat([r.log_p for r in found]).float()
     return log_probs_N
 
 

@@ -1,4 +1,4 @@
-"""The engine on six ranks: losses, log-probabilities and gradients are those of one process.
+"""The engine on six ranks: losses, log-probabilities and gradients are one process's in fp64.
 
 Data ranks have different numbers of sequences and of micro-batches. Old and reference numbers are
 made near those of the policy, so that some ratios are clipped and others are not.
@@ -37,7 +37,6 @@ from tests.rl.engine_cases import (
     log_probs_by_hand,
     near,
     replayed,
-    responses_of,
     rollouts_of,
     routes_by_hand,
     weighted,
@@ -72,6 +71,7 @@ def made(family: str) -> nn.Module:
         return decoder(num_experts=6)
     model = random_model("qwen3-moe", num_experts=6, num_hidden_layers=3)
     use_causal_attention(model)
+    model.set_experts_implementation("eager")  # what multiplies fp64
     return model
 
 
@@ -97,10 +97,7 @@ def all_rollouts(
         every, log_probs, routes = [], [], []
         for data_rank in range(data_ranks):
             rollouts = rollouts_of(data_rank, vocabulary)
-            with torch.no_grad():
-                responses = responses_of(plain, rollouts)
-            log_probs_N = torch.zeros(len(rollouts.tokens_N))
-            log_probs_N[rollouts.response_mask_N] = torch.cat([r.log_p for r in responses])
+            log_probs_N = log_probs_by_hand(plain, rollouts)
             every.append(near(rollouts, log_probs_N))
             log_probs.append(log_probs_N)
             if routed:
@@ -121,11 +118,12 @@ def forced_log_probs(plain: nn.Module, every: list[Rollouts]) -> list[Tensor]:
 def run_case(name: str) -> dict[str, Any]:
     degrees, loss, family, objective = CASES[name]
     meshes = build_meshes(ParallelConfig(**degrees), "cpu")
-    plain = LogitsOf(made(family))
+    model = made(family)
+    as_made = LogitsOf(copy.deepcopy(model))
+    exact = copy.deepcopy(as_made).double()
     vocabulary = 128 if family == "native" else 61
     routed = family == "native"
-    every, log_probs, routes = all_rollouts(plain, meshes.data_ranks, vocabulary, routed=routed)
-    model = copy.deepcopy(plain.model)
+    every, log_probs, routes = all_rollouts(exact, meshes.data_ranks, vocabulary, routed=routed)
     parallelize_moe(model, meshes, loss=loss, **OPTIONS.get(name, {}))  # type: ignore[arg-type]
     engine = Engine(model, TrainStep(model), max_tokens=24)
     own = every[meshes.data_rank]
@@ -137,7 +135,7 @@ def run_case(name: str) -> dict[str, Any]:
         every = [r.replace(routes_NLK=f) for r, f in zip(every, by_force, strict=True)]
         if name in WEIGHTED:
             every = [weighted(r) for r in every]
-        log_probs = forced_log_probs(plain, every)
+        log_probs = forced_log_probs(exact, every)
         every = [near(r, x) for r, x in zip(every, log_probs, strict=True)]
         own = every[meshes.data_rank]
         scores = engine.log_probs(own)
@@ -154,11 +152,15 @@ def run_case(name: str) -> dict[str, Any]:
     whole = gather_whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     if dist.get_rank():
         return {}
-    with replayed(plain, every) if routed else nullcontext():
-        want_loss, want = by_hand(plain, every, objective)
+    with replayed(exact, every) if routed else nullcontext():
+        want_loss, want = by_hand(exact, every, objective)
     return {
         "log-probs": float(largest[0]),
         "of the step": float(largest[1]),
+        "of one process": max(
+            float((log_probs_by_hand(as_made, r) - log_probs_by_hand(exact, r)).abs().max())
+            for r in every
+        ),
         # of tokens whose losses are about 1, of either sign
         "loss": float((found.loss - want_loss).abs() / want_loss.abs().clamp(min=1)),
         "gradient": worst(whole, {n.removeprefix("model."): g for n, g in want.items()}),
@@ -216,7 +218,8 @@ def results(request: pytest.FixtureRequest) -> Any:
 def test_numbers_are_those_of_one_process(name: str, results: Any) -> None:
     errors = results[0][name]
     assert errors.pop("micro-batches") > 1
-    assert errors["log-probs"] < 5e-6 and errors["of the step"] < 5e-6
+    allowed = 2 * errors["of one process"]
+    assert max(errors["log-probs"], errors["of the step"]) < allowed < 2e-5
     assert errors["loss"] < 2e-6
     assert errors["gradient"] < 1e-5
 
