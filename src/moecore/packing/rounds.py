@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from moecore.packing.split import padded_lengths
 
 ENOUGH = 0.98  # busy, of the time of a round
 GROWTH = 1.1  # of one limit over the next
+ROUNDING = 1e-9  # of sums of costs, relative
 
 
 @dataclass(slots=True)
@@ -50,8 +51,9 @@ class Documents:
 
     def __init__(self, lengths_N: Integers, ranks: int, max_tokens: int, cost: Cost) -> None:
         self.ranks, self.max_tokens, self.fixed = ranks, max_tokens, cost.fixed
-        self.order = np.argsort(-lengths_N, kind="stable")  # the caller's numbers, [N]
-        lengths_N = lengths_N[self.order]
+        order_N = np.argsort(-lengths_N, kind="stable")
+        self.order: list[int] = order_N.tolist()  # the caller's numbers
+        lengths_N = lengths_N[order_N]
         most = min(ranks & -ranks, cost.most_cp or ranks)
         self.cps = [1 << i for i in range(most.bit_length())]
         tokens = {cp: padded_lengths(lengths_N, cp) // cp for cp in self.cps}
@@ -183,9 +185,7 @@ class _Search:
         """Return the round with the least idle time, and take its documents."""
         best: tuple[float, Blocks] = (-np.inf, [])
         bound = self._bound(0.0, 0)
-        # Few ranks and high limits first: they exchange least and make the fewest rounds.
-        for fewest, limit in product(self.documents.cps, self._limits()):
-            blocks = _fill(self.documents, self.left, limit, fewest)
+        for blocks in self._trials():
             work, tokens = self.documents.sums([i for block in blocks for i in block.documents])
             time = max(block.load for block in blocks) + self.documents.fixed
             share = (bound - self._bound(work, tokens)) / time
@@ -196,6 +196,19 @@ class _Search:
                 break
         self._take([i for block in best[1] for i in block.documents])
         return best[1]
+
+    def _trials(self) -> Iterator[Blocks]:
+        """Yield blocks, those of few ranks and high limits first, which exchange least.
+
+        Limits above what the last one needed would give the same blocks.
+        """
+        limits = self._limits()
+        for fewest in self.documents.cps:
+            needed = np.inf
+            for limit in limits:
+                if limit <= needed:
+                    blocks, needed = _fill(self.documents, self.left, limit, fewest)
+                    yield blocks
 
     def _take(self, indices: list[int]) -> None:
         for index in indices:
@@ -221,10 +234,13 @@ class _Search:
         return [*limits, low * 1.0001]
 
 
-def _fill(documents: Documents, left: Left, limit: float, fewest: int) -> Blocks:
-    """Return the blocks of a round below a limit, after taking their documents."""
-    limit *= 1 + 1e-9
-    blocks = _open_blocks(documents, left, limit, fewest)
+def _fill(documents: Documents, left: Left, limit: float, fewest: int) -> tuple[Blocks, float]:
+    """Return the blocks of a round below a limit, and the least limit that would give them.
+
+    Their documents are taken.
+    """
+    limit *= 1 + ROUNDING
+    blocks, needed = _open_blocks(documents, left, limit, fewest)
     heap = [(block.load, i) for i, block in enumerate(blocks)]
     heapq.heapify(heap)
     while heap:
@@ -236,13 +252,20 @@ def _fill(documents: Documents, left: Left, limit: float, fewest: int) -> Blocks
             left.take(index)
             _add(documents, block, index)
             heapq.heappush(heap, (block.load, i))
+    needed = max([needed, *(block.load for block in blocks)]) * (1 + ROUNDING)
     _join_idle(documents, blocks)
-    return blocks
+    return blocks, needed
 
 
-def _open_blocks(documents: Documents, left: Left, limit: float, fewest: int) -> Blocks:
-    """Return a block for each of the longest documents, of the fewest ranks below the limit."""
+def _open_blocks(
+    documents: Documents, left: Left, limit: float, fewest: int
+) -> tuple[Blocks, float]:
+    """Return a block for each of the longest documents, of the fewest ranks below the limit.
+
+    And the most that one of them costs on as many ranks as were free, which let it in.
+    """
     blocks: Blocks = []
+    needed = 0.0
     free = documents.ranks
     while free:
         widest = min(documents.cps[-1], 1 << (free.bit_length() - 1))
@@ -256,11 +279,12 @@ def _open_blocks(documents: Documents, left: Left, limit: float, fewest: int) ->
             and documents.cost[cp][index] <= limit
             and documents.tokens[cp][index] <= documents.max_tokens
         )
+        needed = max(needed, documents.cost[widest][index])
         left.take(index)
         blocks.append(RankBlock(cp))
         _add(documents, blocks[-1], index)
         free -= cp
-    return blocks
+    return blocks, needed
 
 
 def _add(documents: Documents, block: RankBlock, index: int) -> None:

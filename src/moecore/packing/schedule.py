@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from moecore.base.fields import Count, CountOrZero, check_arguments
 from moecore.packing.cost import DocumentCost, MeasuredCost
-from moecore.packing.documents import Integers, Lengths, as_lengths
+from moecore.packing.documents import Lengths, as_lengths
 from moecore.packing.rounds import Blocks, Documents, make_rounds
 
 DEFAULT_COST = DocumentCost()
@@ -116,10 +116,11 @@ def schedule_documents(
             "count those of the same documents"
         )
     documents = Documents(lengths_N, ranks, max_tokens, cost)
+    labels = labels_N.tolist()
     rounds = make_rounds(documents)
     times = [max(block.load for block in blocks) + cost.fixed for blocks in rounds]
     return DocumentSchedule(
-        rounds=tuple(_groups(rounds[i], documents, labels_N) for i in serpentine(times)),
+        rounds=tuple(_groups(rounds[i], documents.order, labels) for i in serpentine(times)),
         num_labels=int(labels_N.sum()),
         time=sum(times),
         lower_bound=documents.lower_bound(),
@@ -137,11 +138,11 @@ def serpentine(costs: Sequence[float]) -> list[int]:
     return rising[0::2] + rising[1::2][::-1]
 
 
-def _groups(blocks: Blocks, documents: Documents, labels_N: Integers) -> tuple[DocumentGroup, ...]:
+def _groups(blocks: Blocks, order: list[int], labels: list[int]) -> tuple[DocumentGroup, ...]:
     groups, first = [], 0
     for block in blocks:
-        numbers = tuple(int(documents.order[i]) for i in block.documents)
-        labels = int(labels_N[list(numbers)].sum())
-        groups.append(DocumentGroup(first, block.cp, numbers, block.tokens, block.load, labels))
+        numbers = tuple(order[i] for i in block.documents)
+        total = sum(labels[i] for i in numbers)
+        groups.append(DocumentGroup(first, block.cp, numbers, block.tokens, block.load, total))
         first += block.cp
     return tuple(groups)
