@@ -86,7 +86,15 @@ CASES = [
 GATHER, HEADS, RING = (ContextOptions(way=way) for way in ("allgather", "a2a", "p2p"))
 BOTH = ContextOptions(way="a2a+p2p", a2a_ranks=2)
 CASES += [
-    domains(8, "dp_shard=2 cp=4", "ep=8 edp_shard=1", 4, model="latent-capacity", context=RING),
+    domains(
+        8,
+        "dp_shard=2 cp=4",
+        "ep=8 edp_shard=1",
+        4,
+        model="latent-capacity",
+        context=RING,
+        packed=True,
+    ),
     case(8, "dp_shard=2 cp=2 tp=2", "ep=4 edp_shard=2", model="sinkhorn", context=GATHER),
     case(8, "dp_shard=1 cp=4 tp=2", "ep=8 edp_shard=1", context=BOTH, packed=True, recompute=True),
     case(

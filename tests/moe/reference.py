@@ -80,9 +80,11 @@ def moe_reference(
     # Experts that return their input are experts to the router and to losses.
     E = config.num_experts + config.zero_experts
     wide = replace(config, num_experts=E, zero_experts=0)
+    borders = [b * T for b in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     routing = route_reference(
         router_x_ND,
-        real_BT,
+        real_BT.flatten(),
+        borders,
         params,
         wide,
         training=training,
@@ -92,7 +94,6 @@ def moe_reference(
     y_ND = _routed(x_ND, routing, params, config)
     for i in range(config.num_shared_experts if config.shared_hidden_dim else 0):
         y_ND = y_ND + _shared(x_ND, i, params, config)
-    borders = [b * T for b in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     losses = _losses(routing, borders, wide)
     counts_E = routing.chosen_NE.sum(0)
     mean_scores_E = routing.real_mean(routing.scores_NE)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ class ReferenceRouting:
 
 def route_reference(
     x_ND: Tensor,
-    real_BT: Tensor,
+    real_N: Tensor,
+    borders: list[int],
     params: Mapping[str, Tensor],
     config: MoEConfig,
     *,
@@ -71,7 +73,8 @@ def route_reference(
 
     Args:
         x_ND: what the router reads.
-        real_BT: bool, False = padding.
+        real_N: bool, False = padding.
+        borders: of the sequences, from 0 to N.
         params: as `moe_reference` takes them.
         config: the layer.
         training: the mode.
@@ -83,7 +86,7 @@ def route_reference(
     if config.router_bias:
         logits_NE = logits_NE + params["router.bias"].to(dtype)
     scores_NE = _scores(logits_NE, config)
-    real = real_BT.flatten().tolist()
+    real = real_N.tolist()
     if given_ids_NK is None:
         bias = params["router.expert_bias"].tolist() if config.expert_bias else None
         chosen = _choose(logits_NE.detach(), real, bias, config, training)
@@ -104,7 +107,8 @@ def route_reference(
             [r and c for c in _tokens_choice(row, bare)]
             for row, r in zip(ranked, real, strict=True)
         ]
-    kept = _keep(chosen, weights_NE.tolist(), real_BT.tolist(), config, training)
+    sequences = [real[a:b] for a, b in pairwise(borders)]
+    kept = _keep(chosen, weights_NE.tolist(), sequences, config, training)
     total_N1 = scores_NE.sum(-1, keepdim=True)
     return ReferenceRouting(
         logits_NE=logits_NE,
@@ -113,7 +117,7 @@ def route_reference(
         kept_NE=_mask(kept, logits_NE),
         counted_NE=_mask(counted, logits_NE),
         weights_NE=weights_NE,
-        real_N=real_BT.flatten(),
+        real_N=real_N,
     )
 
 
