@@ -88,7 +88,7 @@ def test_keeping_only_the_input_of_experts_is_a_choice() -> None:
     model = parallelize(meta_model(), meshes, memory=FC1_AGAIN)
     assert all(m.recompute_fc1 for m in model.modules() if isinstance(m, Experts))
     with pytest.raises(
-        ValueError, match=r"MemoryOptions.recompute \('expert_fc1'\) must go with expert_backend"
+        ValueError, match=r"recompute \('expert_fc1'\) must not go with expert_backend \('seq"
     ):
         parallelize(
             meta_model(),

@@ -112,10 +112,10 @@ class Experts(nn.Module):
         """Raise ValueError for a backend that cannot compute or recompute these experts."""
         check_backend(backend, self.spec(recipe=recipe))
         if recompute_fc1 and (backend == "sequential" or self.has_more):
+            more = "biases" if self._is_biased else "an activation of the model's own"
+            wrong = f"experts with {more}" if self.has_more else f"expert_backend ({backend!r})"
             raise ValueError(
-                "MemoryOptions.recompute ('expert_fc1') must go with expert_backend "
-                f"({backend!r}) = 'auto', 'triton', 'torch' or 'te', without biases "
-                f"({self._is_biased}) or an activation of the model's own: use activation "
+                f"MemoryOptions.recompute ('expert_fc1') must not go with {wrong}: use activation "
                 "checkpointing instead"
             )
 
