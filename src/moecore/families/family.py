@@ -115,6 +115,10 @@ class Plain(Family):
         return model
 
     @override
+    def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
+        """A native decoder checks its config, of which all stages have the whole."""
+
+    @override
     def context(self, model: nn.Module) -> Any:
         return model
 
@@ -205,6 +209,12 @@ class Transformers(Plain):
     @override
     def tensor_parallel(self, model: nn.Module) -> Any:
         return model if hasattr(model, "apply_tensor_parallel") else CutTransformer(model)
+
+    @override
+    def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
+        owner = self.tensor_parallel(model)
+        if isinstance(owner, CutTransformer):
+            owner.check(tp)
 
     @override
     def context(self, model: nn.Module) -> Any:

@@ -364,7 +364,7 @@ class Decoder(nn.Module):
         return StageParts(
             embedding="model.embed_tokens",
             layers="model.layers",
-            norm="model.norm",
+            behind=("model.norm",),
             head="lm_head",
             mtp="mtp",
             tied=self.config.tie_embeddings,

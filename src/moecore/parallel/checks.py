@@ -6,7 +6,7 @@ Nothing here changes a model or communicates.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -48,8 +48,18 @@ def check_request(model: nn.Module, request: Request) -> None:
     _check_head(model, request)
 
 
-def check_stages(layout: PipelineLayout, rank_of: Sequence[int], request: Request) -> None:
-    """Raise ValueError for a rank with nothing to train, or options of other stages."""
+def check_stages(
+    layout: PipelineLayout, rank_of: Sequence[int], bound: Collection[int], request: Request
+) -> None:
+    """Raise ValueError for a rank with nothing to train, a border between bound layers, options."""
+    wrong = [
+        stage.layers[0] for stage in layout.stages if stage.layers[:1] and stage.layers[0] in bound
+    ]
+    if wrong:
+        raise ValueError(
+            f"layout ({shown(layout.text)}) must begin no stage with layer {wrong[0]}, which reads "
+            f"what the layer before has chosen, nor with any of {sorted(bound)}: move the border"
+        )
     idle = sorted(set(rank_of) - {rank_of[stage.index] for stage in layout.stages if stage.letters})
     if idle:
         raise ValueError(
@@ -66,7 +76,9 @@ def check_stages(layout: PipelineLayout, rank_of: Sequence[int], request: Reques
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise for MoE layers of a model, swapped already, that cannot be sharded as requested."""
+    """Raise for a whole model, its blocks swapped, that cannot be sharded as requested."""
+    if request.meshes.parallel.tp > 1 and not is_cut(model):
+        request.family.check_tensor_parallel(model, request.meshes.parallel.tp)
     if not layers:
         _check_dense(request)
     owners: dict[nn.Module, str] = {}

@@ -49,6 +49,9 @@ class Family(Protocol):
     def tensor_parallel(self, model: nn.Module) -> Any:
         """Return what may be a `TensorParallelModel` for a model."""
 
+    def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
+        """Raise for a whole model, its blocks swapped, that cannot be cut over tp ranks."""
+
     def context(self, model: nn.Module) -> Any:
         """Return what may be a `ContextParallelModel` or a `DynamicContextModel` for a model."""
 

@@ -141,7 +141,7 @@ class StockModel(PlannedModel):
         hf, _, _ = _structure(self.model)
         family = family_of(hf)
         if tp > 1:
-            family.tensor_parallel(hf).cuts(tp)
+            family.check_tensor_parallel(hf, tp)
         if cp > 1:
             family.context(hf).context_options(ContextOptions(), cp, tp)
         if pp > 1:

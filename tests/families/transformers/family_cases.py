@@ -23,11 +23,10 @@ Case = tuple[str, Found, Found]  # the cell, numbers of two ranks, numbers of st
 # What the refusal of stages has -> the cell.
 NO_STAGES = {
     "not in one list": "no, layers of a tower",
-    "modules behind its layers": "no, modules behind its layers",
+    "in front of a layer": "no, modules in front of its layers",
     "beside its layers": "no, parameters beside its layers",
     "no embedding, or no head": "no, no embedding or head",
-    "changes hidden states in front": "no, it changes hidden states between its parts",
-    "fails without its layers": "no, layers return several tensors",
+    "returns hidden states alone": "no, layers return several tensors",
 }
 # Whose experts peft takes for matrices [out, in] unless they are marked.
 MARKED = {"llama4": "yes, with experts.is_transposed set"}
@@ -59,7 +58,8 @@ def over_stages(family: str, meshes: Meshes) -> Case:
     if cell != "yes":
         return cell, {}, {}
     given = [one | {"labels": one["input_ids"]} for one in given]
-    model = parallelize_moe(tiny_model(family), meshes, pipeline=PipelineConfig())
+    layout = "Ett|L" if staged(stock).stage_parts().bound else None
+    model = parallelize_moe(tiny_model(family), meshes, pipeline=PipelineConfig(layout=layout))
     optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.1)
     step = TrainStep(model, optimizer, num_micro_batches=2)
     found = {"losses": step.forward_backward(given)}

@@ -71,7 +71,12 @@ PP, LORA = TP + 1, TP + 2
 COLUMNS = {PP: (over_stages, dict(pp=2))}
 if find_spec("peft") is not None:
     COLUMNS[LORA] = (with_adapters, dict(ep=2))
-COLUMNS_BY_DAY = (("afmoe", PP), ("llama4", LORA), ("longcat_flash", PP), ("longcat_flash", LORA))
+COLUMNS_BY_DAY = (
+    ("deepseek_v4", PP),
+    ("llama4", LORA),
+    ("longcat_flash", PP),
+    ("longcat_flash", LORA),
+)
 WITH_TP = {
     "qwen3_moe": "fewer key heads, norms per head",
     "qwen2_moe": "biases of queries, keys and values, a shared expert with a gate",

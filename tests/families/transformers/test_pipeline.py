@@ -17,7 +17,13 @@ from moecore.families.family import swap_blocks
 from moecore.io import init_hf
 from moecore.parallel.pipeline.stages import take_stages
 from moecore.planning import fake_world
-from tests.families.transformers.family_models import freeze_indexers, tiny_model
+from tests.families.transformers.family_models import (
+    fill,
+    freeze_indexers,
+    model_class,
+    tiny_config,
+    tiny_model,
+)
 from tests.families.transformers.hf_models import batch, learned, padding_mask, random_model
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
 
@@ -53,6 +59,23 @@ def sparse() -> nn.Module:
     return model
 
 
+def sharing() -> nn.Module:
+    """Layers attend to keys that the layer before has chosen."""
+    kind = model_class("glm_moe_dsa")
+    lists = {
+        "layer_types": ["indexed_attention"] * 4,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "indexer_types": ["full", "shared", "shared", "full"],
+    }
+    config = tiny_config(kind.config_class, {"num_hidden_layers": 4} | lists)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = kind(config)
+    fill(model)
+    freeze_indexers(model)
+    return model.train()
+
+
 FAMILIES = {
     "qwen3-moe": lambda: random_model("qwen3-moe", num_hidden_layers=2),
     "mixtral": lambda: random_model("mixtral", num_hidden_layers=2),
@@ -64,7 +87,13 @@ FAMILIES = {
     "nemotron, kinds of layers": lambda: tiny_model("nemotron_h"),
     "gated delta": lambda: tiny_model("qwen3_next"),
     "sparse": sparse,
+    "sparse, keys of the layer before": sharing,
     "a factor of logits": lambda: tiny_model("cohere2_moe"),
+    "the device of an embedding is read": lambda: tiny_model("llama4"),
+    "factors of embeddings": lambda: tiny_model("granitemoe"),
+    "factors in front of the head": lambda: tiny_model("inkling"),
+    "streams, side by side": lambda: tiny_model("qwen4_exp"),
+    "streams, stacked, and choices by token id": lambda: tiny_model("deepseek_v4"),
 }
 
 
@@ -83,13 +112,16 @@ def inputs_of(kind: str = "rows") -> dict[str, Any]:
     return inputs
 
 
+def with_all_layers(layout: str, model: nn.Module) -> str:
+    extra = "t" * (model.config.num_hidden_layers - 2)
+    return layout.replace("t", f"t{extra}", 1)
+
+
 @pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_equal_the_whole_model(family, layout, num_ranks):
     model = FAMILIES[family]()
-    extra = "t" * (model.config.num_hidden_layers - 2)
-    layout = layout.replace("t", f"t{extra}", 1)
-    check(model, layout, num_ranks, inputs_of())
+    check(model, with_all_layers(layout, model), num_ranks, inputs_of())
 
 
 @pytest.mark.parametrize(
@@ -98,6 +130,7 @@ def test_stages_equal_the_whole_model(family, layout, num_ranks):
         *product(("qwen3-moe", "gpt-oss", "llama"), ("mask", "positions", "documents")),
         ("gated delta", "documents"),
         ("sparse", "documents"),
+        ("sparse, keys of the layer before", "documents"),
     ],
 )
 def test_masks_and_documents_reach_every_stage(family, kind):
@@ -105,7 +138,7 @@ def test_masks_and_documents_reach_every_stage(family, kind):
     if kind == "documents":
         use_causal_attention(model)
     plain, inputs = copy.deepcopy(model), inputs_of(kind)
-    check(model, "Et|t|L", 3, inputs)
+    check(model, with_all_layers("Et|t|L", model), 3, inputs)
     with torch.no_grad():
         others = {name: inputs[name] for name in ("input_ids", "labels")}
         assert not torch.equal(plain(**inputs).loss, plain(**others).loss)
@@ -180,13 +213,10 @@ def test_values_are_those_of_the_whole_model(family):
 REFUSED = {
     "switch_transformers": "has an encoder",
     "qwen3_vl_moe": "has its layers in",
-    "gemma4": "has 4 modules behind its layers",
+    "gemma4": "it runs model.embed_tokens_per_layer in front of a layer",
     "zaya": "has model.input_hidden_states_scale beside its layers",
     "openai_privacy_filter": "has no embedding, or no head",
-    "granitemoe": "it changes hidden states in front of model.layers.0",  # a factor of embeddings
-    "inkling": "it changes hidden states in front of lm_head",
-    "glm_moe_dsa": "its forward fails without its layers",  # which return several tensors
-    "qwen4_exp": "it changes hidden states in front of model.layers.0",  # several streams
+    "inkling2": "its forward fails where model.layers.0 returns hidden states alone",
 }
 
 
@@ -207,8 +237,34 @@ def test_models_that_are_more_than_their_parts_are_refused(family, device):
 def test_every_rank_refuses_before_ranks_agree(rank):
     with fake_world(2, rank):
         meshes = build_meshes(ParallelConfig(pp=2), "cpu")
-        with pytest.raises(NotImplementedError, match="GraniteMoeForCausalLM"):
-            parallelize_moe(tiny_model("granitemoe"), meshes, pipeline=PipelineConfig())
+        with pytest.raises(NotImplementedError, match="Inkling2ForCausalLM"):
+            parallelize_moe(tiny_model("inkling2"), meshes, pipeline=PipelineConfig())
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_what_tp_cuts_is_asked_of_the_whole_model(rank):
+    """The last stage has no attention."""
+    how: dict[str, Any] = dict(pipeline=PipelineConfig(layout="Ett|L"))
+    with fake_world(4, rank):
+        meshes = build_meshes(ParallelConfig(pp=2, tp=2), "cpu")
+        model = parallelize_moe(FAMILIES["qwen3-moe"](), meshes, **how)
+        parts = {name.split(".")[-2]: param for name, param in model.named_parameters()}
+        assert (
+            parts.keys() == {"norm", "lm_head"}
+            if rank > 1
+            else parts["o_proj"].to_local().shape[1] == 16
+        )
+        with pytest.raises(NotImplementedError, match=r"tp \(2\) must be 1 for Inkling.*r_proj"):
+            parallelize_moe(tiny_model("inkling"), meshes, **how)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_stage_begins_with_a_layer_that_reads_more_of_the_one_before(rank):
+    with fake_world(2, rank):
+        meshes = build_meshes(ParallelConfig(pp=2), "cpu")
+        expected = r"layout \('Ett\|ttL'\) must begin no stage with layer 2, .* any of \[1, 2\]"
+        with pytest.raises(ValueError, match=expected):
+            parallelize_moe(sharing(), meshes, pipeline=PipelineConfig(layout="Ett|ttL"))
 
 
 def test_a_layer_with_more_results_is_refused():

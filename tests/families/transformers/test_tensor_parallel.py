@@ -336,11 +336,11 @@ def scores(meshes: Meshes) -> bool:
     return bool(is_near and worst(whole_gradients(model), grads)[0] <= 2e-5)
 
 
-def stages(meshes: Meshes, schedule: Any, *, tied: bool) -> bool:
+def stages(meshes: Meshes, schedule: Any, layout: str, *, tied: bool = False) -> bool:
     """Gradients of two stages of two tp ranks, and their norm."""
     options = dict(vocab_size=64, tie_word_embeddings=tied)
     plain, model = (random_model("qwen3-moe", **options) for _ in range(2))
-    parallelize_moe(model, meshes, pipeline=PipelineConfig(schedule=schedule))
+    parallelize_moe(model, meshes, pipeline=PipelineConfig(layout=layout, schedule=schedule))
     step = TrainStep(model, optimizer_of(model), num_micro_batches=2)
     ids, labels = batch()
     inputs = [dict(input_ids=x, labels=y) for x, y in ((ids, labels), (ids.flip(0), labels))]
@@ -400,8 +400,9 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
         "frozen": frozen(meshes[4]),
         "padded": padded(meshes[4]),
         "scores": scores(meshes[2]),
-        "stages": stages(cut, "1f1b", tied=True),
-        "deferred": stages(cut, "zero-bubble", tied=False),
+        "stages": stages(cut, "1f1b", "Et|tL", tied=True),
+        "a stage without attention": stages(cut, "1f1b", "Ett|L"),
+        "deferred": stages(cut, "zero-bubble", "Et|tL"),
     }
     every: list[Any] = [None] * 4
     dist.all_gather_object(every, own)
@@ -427,6 +428,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
         "padded",
         "scores",
         "stages",
+        "a stage without attention",
         "deferred",
         "memory",
     ],

@@ -93,15 +93,14 @@ class CausalContext:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give the model's loss the labels of this rank's tokens, shifted before they were cut."""
         _refuse_router_logits(kwargs.get("output_router_logits"))
-        is_stage = SEQUENCE in kwargs  # of a pipeline, where `pipeline.py` has read the whole rows
-        for field in ("logits_to_keep", *(() if is_stage else ("inputs_embeds",))):
+        for field in ("logits_to_keep", "inputs_embeds"):
             if kwargs.get(field) is not None:
                 raise ValueError(
                     f"{field} must be left out under context parallelism: pass input_ids of whole "
                     "rows, and read the logits of this rank's tokens"
                 )
         reader: RowReader = getattr(self.model, READER)
-        sequence = kwargs.get(SEQUENCE) or reader.sequence_of(tokens_of(args, kwargs), kwargs)
+        sequence = reader.sequence_of(tokens_of(args, kwargs), kwargs)
         kwargs = {n: value for n, value in kwargs.items() if n != "cp"} | {SEQUENCE: sequence}
         if kwargs.get("labels") is None:
             return args, kwargs

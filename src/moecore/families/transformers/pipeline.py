@@ -1,21 +1,25 @@
 """StagedCausal: pipeline stages of a causal language model of transformers.
 
     take_stages finds      embedding -> one list of layers -> norm -> head, by name
-    a stage's forward      the model's own, with `inputs_embeds` in place of tokens and, for the
-                           call, `Elsewhere` in place of every part of another stage
+    a stage's forward      the model's own of the same inputs with, for the call, `Elsewhere` in
+                           the place of every part of another stage: the one in front of the
+                           stage's first part returns what came from the stage before, and the one
+                           behind its last part is given what leaves
 
-So masks, positions and rotary embeddings are made by the model in every stage, of the same inputs,
-and a layer keeps its index. Where the head is elsewhere the model's logits are its hidden states.
-
-What a model does to hidden states beside its parts (factors of embeddings, streams that layers
-exchange) would be done in every stage. So a whole model runs once without its parts, on the CPU and
-on every rank, before it is cut: each part must get what came. Logits alone may be changed.
+So masks, positions and rotary embeddings are made by the model in every stage, and a layer keeps
+its index. What a model does in front of its first layer (factors, streams of hyper-connections) is
+done in the stage of that layer, what it does behind its last layer in the stage of the head; on
+other ranks nobody reads it. Between layers nothing may be done, which is found out before a model
+is cut: it runs once without its parts, on the CPU and on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,7 +27,7 @@ from torch import Tensor, nn
 
 from moecore.base.copies import copy_modules, on_meta
 from moecore.base.torch_names import version
-from moecore.families.transformers.rows import READER, SEQUENCE, RowReader, tokens_of
+from moecore.families.transformers.rows import READER, RowReader
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import (
     Elsewhere,
@@ -31,11 +35,11 @@ from moecore.parallel.pipeline.stages import (
     check_held,
     check_hidden,
     need,
-    runs_norm,
 )
 from moecore.parallel.shard.units import find_blocks
 
 PARTS = "_moecore_stage_parts"  # attribute of a model
+SIZES = "_moecore_stage_sizes"  # attribute of a model: of what layers get, behind [B, T]
 IS_CUT = "_moecore_is_cut"  # attribute of a model: parts are elsewhere
 RUNS_STAGE = "_moecore_runs_stage"  # attribute of a model: a stage's forward has begun
 LABELS = ("labels", "shift_labels", "log_prob_loss")
@@ -55,10 +59,11 @@ class StagedCausal:
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
         if not hasattr(model, PARTS):
-            parts = _find_parts(model)
-            _check_between(model, parts)
+            parts, sizes = _run_shell(model, _find_parts(model))
             setattr(model, PARTS, parts)
+            setattr(model, SIZES, sizes)
         self._reader: RowReader | None = getattr(model, READER, None)
+        self._elsewhere: dict[str, Elsewhere] = {}  # what stands for this rank's other stages
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the model by its name."""
@@ -78,11 +83,16 @@ class StagedCausal:
         return parts
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape of what enters a stage, [B, T / cp, D]."""
-        B, T = inputs["input_ids"].shape
+        """Return the shape of what enters a stage: [B, T / cp, D], or as between layers."""
         cp = None if self._reader is None else self._reader.ranks_of(inputs.get("cp"))
-        hidden_size: int = self.model.config.get_text_config().hidden_size
-        return B, T // (1 if cp is None else cp.size), hidden_size
+        B, T = inputs["input_ids"].shape
+        sizes = (self._width,) if 0 in stage.layers else getattr(self.model, SIZES)
+        return B, T // (1 if cp is None else cp.size), *sizes
+
+    @property
+    def _width(self) -> int:
+        width: int = self.model.config.get_text_config().hidden_size
+        return width
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Raise ValueError for a micro-batch that stages cannot run."""
@@ -98,16 +108,13 @@ class StagedCausal:
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
         """Run one stage; see `moecore.parallel.pipeline.stages.StagedModel`."""
+        if hidden is not None and not (stage.layers or stage.loss):
+            return hidden
         check_held(self, self.stage_parts(), stage, 0)
         check_hidden(hidden, stage, self.hidden_shape(stage, inputs))
-        if self._reader is not None:
-            inputs[SEQUENCE] = self._reader.sequence_of(tokens_of((), inputs), inputs)
-        if hidden is not None:
-            inputs = {n: v for n, v in inputs.items() if n != "input_ids"}
-            inputs["inputs_embeds"] = hidden
         if not stage.loss:
             inputs = {n: v for n, v in inputs.items() if n not in LABELS}
-        with self._alone(stage) as left:
+        with self._alone(stage, hidden) as left:
             setattr(self.model, RUNS_STAGE, True)
             try:
                 out = self.model(**{**inputs, "use_cache": False, "return_dict": True})
@@ -120,72 +127,111 @@ class StagedCausal:
         return found
 
     @contextmanager
-    def _alone(self, stage: Stage) -> Iterator[list[Tensor]]:
+    def _alone(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
         """Put `Elsewhere` in the place of what no part of a stage is; yield what leaves a stage."""
-        parts = self.stage_parts()
-        layers = enumerate(self.model.get_submodule(parts.layers))
-        others = {f"{parts.layers}.{i}": layer for i, layer in layers if i not in stage.layers}
-        names = [] if runs_norm(stage, 0) else [parts.norm]
-        names += [] if stage.loss else [parts.head]
-        others |= {name: self.model.get_submodule(name) for name in names}
-        own = {name: m for name, m in others.items() if not isinstance(m, Elsewhere)}
+        parts, get = self.stage_parts(), self.get_submodule
+        layers = _names_of_layers(self, parts)
+        line = [parts.embedding, *layers, *parts.behind, parts.head]
+        mine = [parts.embedding] * stage.embedding + [layers[i] for i in stage.layers]
+        mine += [*parts.behind, parts.head] * stage.loss
+        first, last = line.index(mine[0]), line.index(mine[-1])
         left: list[Tensor] = []
-        mine = [self.model.get_submodule(f"{parts.layers}.{i}") for i in stage.layers]
-        handles = [layer.register_forward_hook(self._refuse_more) for layer in mine]
-        try:
-            for name in own:
-                self.model.set_submodule(name, Elsewhere(own[name]))
-            if not stage.loss:  # before what a model does to logits
-                head = self.model.get_submodule(parts.head)
-                handles.append(head.register_forward_hook(lambda *found: left.append(found[-1])))
+        with ExitStack() as ends:
+
+            def hook(name: str, run: Callable[..., Any]) -> None:
+                ends.callback(get(name).register_forward_hook(run).remove)
+
+            for name in line:
+                module = get(name)
+                if name not in mine and not isinstance(module, Elsewhere):
+                    ends.callback(self.model.set_submodule, name, module)
+                    if name not in self._elsewhere:
+                        self._elsewhere[name] = parts.elsewhere(name, module)
+                    self.model.set_submodule(name, self._elsewhere[name])
+            for i in stage.layers:
+                hook(layers[i], self._refuse_more)
+            if hidden is not None:
+                nothing = hidden.new_zeros(()).expand(*hidden.shape[:2], self._width)
+                instead: Any = get(parts.embedding)
+                instead.weight = nothing  # models read its device
+                ends.callback(delattr, instead, "weight")
+                hook(parts.embedding, lambda *_: nothing)
+                hook(line[first - 1], lambda *call: _with_first(call[-1], hidden))
+            if not stage.loss:  # an embedding's output leaves as it is
+                hook(line[last and last + 1], lambda *call: left.append(_first(call[-1])))
             yield left
-        finally:
-            for handle in handles:
-                handle.remove()
-            for name, module in own.items():
-                self.model.set_submodule(name, module)
 
     def _refuse_more(self, layer: nn.Module, _args: Any, output: Any) -> None:
         """Raise for a layer with results that the next stage would not get."""
-        if not isinstance(output, Tensor):
+        if (1 if isinstance(output, Tensor) else len(output)) != self.stage_parts().results:
             what = f"{type(layer).__name__} returns more than hidden states"
             raise _refusal(self.model, what)
 
 
-def _check_between(model: Any, parts: StageParts) -> None:
-    """Raise where a model changes hidden states between its parts, or needs what layers return."""
+def _run_shell(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
+    """Return the parts as they run, and the sizes behind [B, T] of what layers get."""
     shell: Any = copy_modules(model, on_meta, unwrapped=True)[model]
-    layers = [f"{parts.layers}.{i}" for i in range(len(shell.get_submodule(parts.layers)))]
-    line, entered = [*layers, parts.norm, parts.head], list[tuple[str, Any]]()
+    layers = _names_of_layers(shell, parts)
+    line, entered = [*layers, *parts.behind, parts.head], list[tuple[str, Any, int]]()
+
+    def enter(name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0] if args and isinstance(args[0], Tensor) else None
+        entered.append((name, x, 0 if x is None else version(x)))
+
     for name in (parts.embedding, *line):
-        shell.set_submodule(name, Elsewhere(shell.get_submodule(name)))
+        shell.set_submodule(name, parts.elsewhere(name, shell.get_submodule(name)))
     for module in shell.modules():  # on the CPU, where the model may be on meta
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     for name in line:
-        shell.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, name=name: entered.append((name, args[0] if args else None))
-        )
+        shell.get_submodule(name).register_forward_pre_hook(partial(enter, name))
     # One row: what a model unpacks of it in the place of several tensors is an error.
     config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
-    hidden = torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu")
+    ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
+    embedded = torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu")
+    shell.get_submodule(parts.embedding).weight = embedded
+    shell.get_submodule(parts.embedding).register_forward_hook(lambda *_: embedded)
     asked = {"use_cache": False, "return_dict": True}
     if hasattr(config, "output_router_logits"):  # else `check_inputs` refuses it
         asked["output_router_logits"] = False
+    failed: Exception | None = None
     try:
         with torch.no_grad():
-            shell(inputs_embeds=hidden, **asked)
+            shell(ids, **asked)
     except Exception as error:  # of any kind: the model's own code
-        reason = " ".join(str(error).split())
-        raise _refusal(model, f"its forward fails without its layers ({reason})") from error
-    if [name for name, _ in entered] != line:
+        failed = error
+    names, num_layers = [name for name, *_ in entered], len(layers)
+    early = next((name for name in names[:num_layers] if name not in layers), None)
+    if early is not None:
+        raise _refusal(model, f"it runs {early} in front of a layer")
+    if failed is not None:
+        where = f"where {names[-1]} returns hidden states alone" if names else "without its layers"
+        reason = " ".join(str(failed).split())
+        raise _refusal(model, f"its forward fails {where} ({reason})") from failed
+    if names[:num_layers] != layers or names[-1] != parts.head or sorted(names) != sorted(line):
         raise _refusal(model, "it does not run its layers in turn, once each")
-    for name, x in entered:
-        is_same = isinstance(x, Tensor) and x.shape == hidden.shape
-        if not is_same or x.data_ptr() != hidden.data_ptr():
+    _, hidden, written = entered[0]
+    if hidden is None or hidden.shape[:2] != ids.shape:
+        raise _refusal(model, f"no hidden states enter {layers[0]}")
+    for name, x, _ in entered[: num_layers + 1]:
+        if x is None or x.shape != hidden.shape or x.data_ptr() != hidden.data_ptr():
             raise _refusal(model, f"it changes hidden states in front of {name}")
-    if version(hidden):
+    if version(embedded) or version(hidden) != written:
         raise _refusal(model, "it changes hidden states in place")
+    return replace(parts, behind=tuple(names[num_layers:-1])), tuple(hidden.shape[2:])
+
+
+def _first(results: Any) -> Tensor:
+    first: Tensor = results if isinstance(results, Tensor) else results[0]
+    return first
+
+
+def _with_first(results: Any, first: Tensor) -> Any:
+    return first if isinstance(results, Tensor) else (first, *results[1:])
+
+
+def _names_of_layers(model: Any, parts: StageParts) -> list[str]:
+    return [f"{parts.layers}.{i}" for i in range(len(model.get_submodule(parts.layers)))]
 
 
 def _find_parts(model: Any) -> StageParts:
@@ -203,17 +249,20 @@ def _find_parts(model: Any) -> StageParts:
         raise _refusal(model, f"has its layers in {sorted(owners)}, not in one list")
     behind = list(model.get_submodule(lists[0].rpartition(".")[0]).children())
     behind = behind[behind.index(model.get_submodule(lists[0])) + 1 :]
-    norms = [module for module in behind if next(module.parameters(), None) is not None]
-    if len(norms) != 1:
-        raise _refusal(model, f"has {len(norms)} modules behind its layers, where one norm belongs")
+    # Layers with sparse attention may return the keys that they have chosen, for those behind them.
+    hand_on = "prev_topk_indices" in signature(blocks[0].forward).parameters
+    kinds = model.config.get_text_config().indexer_types if hand_on else ()
     parts = StageParts(
         embedding=name_of[embedding],
         layers=lists[0],
-        norm=name_of[norms[0]],
+        results=2 if hand_on else 1,
+        bound=frozenset(i for i, kind in enumerate(kinds) if kind == "shared"),
+        behind=tuple(name_of[m] for m in behind if next(m.parameters(), None) is not None),
         head=name_of[head],
         tied=any(p is q for p in head.parameters() for q in embedding.parameters()),
     )
-    known = tuple(f"{getattr(parts, f)}." for f in ("embedding", "layers", "norm", "head"))
+    names = (parts.embedding, parts.layers, *parts.behind, parts.head)
+    known = tuple(f"{name}." for name in names)
     for name, _ in model.named_parameters():
         if not name.startswith(known):
             raise _refusal(model, f"has {name} beside its layers")

@@ -136,13 +136,11 @@ class RowReader:
         if positions is None:
             positions = sequence.positions_BT
         if sequence.held is not None:
-            (B, T), is_own = tokens.shape[:2], kwargs.get("inputs_embeds") is not None
-            T *= sequence.held.cp.size if is_own else 1  # hidden states of a pipeline stage
+            B, T = tokens.shape
             if positions is None:
                 positions = torch.arange(T, device=tokens.device)[None]
             positions = sequence.own(positions.expand(B, T))
-            if not is_own:
-                args, kwargs = (), kwargs | {"input_ids": sequence.own(tokens)}
+            args, kwargs = (), kwargs | {"input_ids": sequence.own(tokens)}
         if positions is not None:
             kwargs["position_ids"] = positions
         return args, kwargs

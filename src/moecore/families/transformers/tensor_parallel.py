@@ -65,17 +65,11 @@ class CutTransformer:
         self.model = model
 
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> None:
-        """Cut everything but the routed experts over a mesh of one dim, in place.
-
-        Raises:
-            ValueError: for heads or hidden dims that tp does not divide, and dropout or jitter,
-                which each rank would draw anew for equal tokens.
-            NotImplementedError: for a model of which nothing can be cut.
-        """
+        """Cut everything but the routed experts over a mesh of one dim, in place: see `check`."""
         tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
         if tp.size == 1:
             return
-        cuts, whole = self.cuts(tp.size)
+        cuts, whole = find_cuts(self.model, tp.size)
         for reason in whole:
             logger.info("tp leaves whole %s", reason)
         places = dict[tuple[nn.Module, str], Placement]()
@@ -90,19 +84,24 @@ class CutTransformer:
             _hook(tp, module, cut)
         EqualLosses(tp, self.model)
 
-    def cuts(self, tp: int) -> tuple[dict[nn.Module, ModuleCut], list[str]]:
-        """Return `find_cuts`; raise as `apply_tensor_parallel` for a model that tp cannot cut."""
-        _check(self.model, tp)
+    def check(self, tp: int) -> None:
+        """Raise for a model that tp cannot cut; of stages without attention nothing is to be cut.
+
+        Raises:
+            ValueError: for heads or hidden dims that tp does not divide, and dropout or jitter,
+                which each rank would draw anew for equal tokens.
+            NotImplementedError: for a model of which nothing can be cut.
+        """
+        _check_drawn(self.model, tp)
         cuts, whole = find_cuts(self.model, tp)
         if not (cuts or any(isinstance(m, MoELayer) for m in self.model.modules())):
             raise NotImplementedError(
                 f"ParallelConfig.tp ({tp}) must be 1 for {type(self.model).__name__}, of "
                 f"which no module can be cut: {'; '.join(whole) or 'no attention is known'}"
             )
-        return cuts, whole
 
 
-def _check(model: nn.Module, tp: int) -> None:
+def _check_drawn(model: nn.Module, tp: int) -> None:
     drawn = {f"{n}.p": m.p for n, m in model.named_modules() if isinstance(m, nn.Dropout)}
     for outer in outermost(model):
         fields = vars(outer.config.get_text_config()) if hasattr(outer, "config") else {}

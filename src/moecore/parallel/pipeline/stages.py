@@ -16,6 +16,7 @@ A model without such modules has its norm where its head is.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
@@ -28,17 +29,20 @@ from moecore.parallel.pipeline.layout import Stage
 
 
 class Elsewhere(nn.Module):
-    """Stands for a module that another rank has. No parameters."""
+    """Stands for a module that another rank has, and returns as many values. No parameters."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, results: int = 1) -> None:
         super().__init__()
-        for name, value in vars(module).items():  # models of transformers read a layer's kind
+        self._results = results
+        # Models of transformers read a layer's kind.
+        named = ChainMap(vars(module), *map(vars, type(module).__mro__))  # type: ignore[arg-type]
+        for name, value in named.items():
             if isinstance(value, str) and not name.startswith("_"):
                 setattr(self, name, value)
 
-    def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        """Return x itself."""
-        return x
+    def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+        """Return x itself, and None for further results."""
+        return x if self._results == 1 else (x, *[None] * (self._results - 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +51,17 @@ class StageParts:
 
     embedding: str
     layers: str  # the ModuleList of transformer layers
-    norm: str
+    behind: tuple[str, ...]  # what runs between the last layer and the head: the final norm
     head: str
     mtp: str | None = None  # the ModuleList of multi-token prediction modules
     tied: bool = False  # whether the head reads the embedding table
+    results: int = 1  # that a layer returns, hidden states first
+    bound: frozenset[int] = frozenset()  # layers that read the further ones: no stage begins there
+
+    def elsewhere(self, name: str, module: nn.Module) -> Elsewhere:
+        """Return what stands for a part on other ranks."""
+        is_layer = name.startswith(f"{self.layers}.")
+        return Elsewhere(module, results=self.results if is_layer else 1)
 
 
 @runtime_checkable
@@ -98,9 +109,9 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
             )
     lists = [name for name in (parts.layers, parts.mtp) if name is not None]
     entries = [f"{name}.{i}" for name in lists for i in range(_length(model, name))]
-    for name in (parts.embedding, *entries, parts.norm, parts.head):
+    for name in (parts.embedding, *entries, *parts.behind, parts.head):
         if name not in kept:
-            model.set_submodule(name, Elsewhere(model.get_submodule(name)))
+            model.set_submodule(name, parts.elsewhere(name, model.get_submodule(name)))
 
 
 def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
@@ -181,7 +192,7 @@ def _needed(
             entries = list(cast(nn.ModuleList, model.get_submodule(name)))
             yield from ((f"{name}.{index}", entries[index]) for index in indices)
     if runs_norm(stage, num_mtp):
-        yield parts.norm, model.get_submodule(parts.norm)
+        yield from ((name, model.get_submodule(name)) for name in parts.behind)
     if stage.loss:
         yield parts.head, model.get_submodule(parts.head)
 
