@@ -20,7 +20,7 @@ from moecore.base.torch_names import is_inside, tree_leaves
 from moecore.parallel.attached import Attached
 
 COMPARED = "the comparison of new shapes of rows, which ranks take by meshes.data_rank"
-OF_OWN_TOKENS = ("hidden", "inputs_embeds")  # hidden states, which cp cuts before the model
+OF_OWN_TOKENS = "hidden"  # argument of a native decoder's stage
 
 
 class SharedArguments:
@@ -44,7 +44,7 @@ class SharedArguments:
         shapes = repr({name: _shapes(value) for name, value in arguments.items()})
         if shapes in self._seen:
             return
-        arguments = {n: value for n, value in arguments.items() if n not in OF_OWN_TOKENS}
+        arguments = {n: value for n, value in arguments.items() if n != OF_OWN_TOKENS}
         is_first = not self._seen
         self._seen.add(shapes)
         values = {name: [comparable(x) for x in tree_leaves(v)] for name, v in arguments.items()}
