@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -59,7 +59,7 @@ class StagedCausal:
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
         if not hasattr(model, PARTS):
-            parts, sizes = _run_shell(model, _find_parts(model))
+            parts, sizes = _check_between(model, _find_parts(model))
             setattr(model, PARTS, parts)
             setattr(model, SIZES, sizes)
         self._reader: RowReader | None = getattr(model, READER, None)
@@ -168,55 +168,79 @@ class StagedCausal:
             raise _refusal(self.model, what)
 
 
-def _run_shell(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
-    """Return the parts as they run, and the sizes behind [B, T] of what layers get."""
-    shell: Any = copy_modules(model, on_meta, unwrapped=True)[model]
-    layers = _names_of_layers(shell, parts)
-    line, entered = [*layers, *parts.behind, parts.head], list[tuple[str, Any, int]]()
+@dataclass
+class _Shell:
+    """What a model without its parts did with hidden states of zeros."""
 
-    def enter(name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+    embedded: Tensor  # [1, T, D]
+    # (name, first argument, how often that had been written) of each part in turn
+    entered: list[tuple[str, Any, int]] = field(default_factory=list)
+    failed: Exception | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The parts that ran."""
+        return [name for name, *_ in self.entered]
+
+    def enter(self, name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Note a part's call; a forward pre-hook."""
         x = args[0] if args and isinstance(args[0], Tensor) else None
-        entered.append((name, x, 0 if x is None else version(x)))
+        self.entered.append((name, x, 0 if x is None else version(x)))
 
+
+def _run_shell(model: Any, parts: StageParts) -> _Shell:
+    """Run a whole model without its parts."""
+    shell: Any = copy_modules(model, on_meta, unwrapped=True)[model]
+    config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
+    # One row: what a model unpacks of it in the place of several tensors is an error.
+    ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
+    found = _Shell(torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu"))
+    line = [*_names_of_layers(shell, parts), *parts.behind, parts.head]
     for name in (parts.embedding, *line):
         shell.set_submodule(name, parts.elsewhere(name, shell.get_submodule(name)))
     for module in shell.modules():  # on the CPU, where the model may be on meta
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     for name in line:
-        shell.get_submodule(name).register_forward_pre_hook(partial(enter, name))
-    # One row: what a model unpacks of it in the place of several tensors is an error.
-    config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
-    ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
-    embedded = torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu")
-    shell.get_submodule(parts.embedding).weight = embedded
-    shell.get_submodule(parts.embedding).register_forward_hook(lambda *_: embedded)
+        shell.get_submodule(name).register_forward_pre_hook(partial(found.enter, name))
+    shell.get_submodule(parts.embedding).weight = found.embedded  # models read its device
+    shell.get_submodule(parts.embedding).register_forward_hook(lambda *_: found.embedded)
     asked = {"use_cache": False, "return_dict": True}
     if hasattr(config, "output_router_logits"):  # else `check_inputs` refuses it
         asked["output_router_logits"] = False
-    failed: Exception | None = None
     try:
         with torch.no_grad():
             shell(ids, **asked)
     except Exception as error:  # of any kind: the model's own code
-        failed = error
-    names, num_layers = [name for name, *_ in entered], len(layers)
+        found.failed = error
+    return found
+
+
+def _check_between(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
+    """Return the parts as they run, and the sizes behind [B, T] of what layers get.
+
+    Raises:
+        NotImplementedError: where more than hidden states passes between layers, or is done there.
+    """
+    shell, layers = _run_shell(model, parts), _names_of_layers(model, parts)
+    names, num_layers = shell.names, len(layers)
     early = next((name for name in names[:num_layers] if name not in layers), None)
     if early is not None:
         raise _refusal(model, f"it runs {early} in front of a layer")
-    if failed is not None:
+    if shell.failed is not None:
         where = f"where {names[-1]} returns hidden states alone" if names else "without its layers"
-        reason = " ".join(str(failed).split())
-        raise _refusal(model, f"its forward fails {where} ({reason})") from failed
+        reason = " ".join(str(shell.failed).split())
+        raise _refusal(model, f"its forward fails {where} ({reason})") from shell.failed
+    line = [*layers, *parts.behind, parts.head]
     if names[:num_layers] != layers or names[-1] != parts.head or sorted(names) != sorted(line):
         raise _refusal(model, "it does not run its layers in turn, once each")
-    _, hidden, written = entered[0]
-    if hidden is None or hidden.shape[:2] != ids.shape:
+    _, hidden, written = shell.entered[0]
+    if hidden is None or hidden.shape[:2] != shell.embedded.shape[:2]:
         raise _refusal(model, f"no hidden states enter {layers[0]}")
-    for name, x, _ in entered[: num_layers + 1]:
+    for name, x, _ in shell.entered[: num_layers + 1]:
         if x is None or x.shape != hidden.shape or x.data_ptr() != hidden.data_ptr():
             raise _refusal(model, f"it changes hidden states in front of {name}")
-    if version(embedded) or version(hidden) != written:
+    if version(shell.embedded) or version(hidden) != written:
         raise _refusal(model, "it changes hidden states in place")
     return replace(parts, behind=tuple(names[num_layers:-1])), tuple(hidden.shape[2:])
 
