@@ -194,6 +194,16 @@ def test_activations_are_those_that_a_forward_keeps(family: str) -> None:
         out = forward(model)
     del out
     assert sum(one.num_bytes for one in (*kept.blocks, kept.outside)) == saved.num_bytes
+    check_kept_on_gpus(family)
+
+
+def test_activations_of_forwards_that_are_replaced() -> None:
+    """Sparse attention."""
+    check_kept_on_gpus("glm_moe_dsa")
+
+
+def check_kept_on_gpus(family: str) -> None:
+    """Compare what a forward keeps with what the plan has when the head begins."""
     wide = TransformersModel.of(config_values(family, WIDE))
     run = TrainingRun(model=wide, num_gpus=1, seq_len=1024, batch_size=2)
     (head,) = (start for start in dry_run(run).starts if start[:2] == ("F", "head"))

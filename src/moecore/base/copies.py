@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,11 +19,21 @@ NewParameter = Callable[[nn.Parameter], nn.Parameter]
 def copy_modules(
     model: nn.Module, new_parameter: NewParameter, *, unwrapped: bool = False
 ) -> dict[nn.Module, nn.Module]:
-    """Return a copy of each module of a model. What is no module, parameter or hook is shared."""
+    """Return a copy of each module of a model. What is no module, parameter or hook is shared.
+
+    A method that was put in the place of a class's goes with its module; what wraps one, or was
+    compiled of it, is left out of an `unwrapped` copy.
+    """
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
     params = {param: new_parameter(param) for param in model.parameters()}
     for module, twin in copies.items():
+        methods = {
+            n: MethodType(v.__func__, twin)
+            for n, v in vars(module).items()
+            if isinstance(v, MethodType) and v.__self__ is module
+        }
         state = {n: v for n, v in vars(module).items() if not (unwrapped and _shadows(module, n))}
+        state |= methods
         for name in HOOKS & state.keys():
             state[name] = type(state[name])(() if unwrapped else state[name])
         state["_buffers"] = dict(module._buffers)
