@@ -262,7 +262,8 @@ def _open_blocks(
 ) -> tuple[Blocks, float]:
     """Return a block for each of the longest documents, of the fewest ranks below the limit.
 
-    And the most that one of them costs on as many ranks as were free, which let it in.
+    Returns with them the least limit that lets them all in: each must cost at most the limit on
+    the most ranks that are free when its block is opened.
     """
     blocks: Blocks = []
     needed = 0.0

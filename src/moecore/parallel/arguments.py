@@ -20,7 +20,7 @@ from moecore.base.torch_names import is_inside, tree_leaves
 from moecore.parallel.attached import Attached
 
 COMPARED = "the comparison of new shapes of rows, which ranks take by meshes.data_rank"
-OF_OWN_TOKENS = "hidden"  # argument of a native decoder's stage
+OF_OWN_TOKENS = "hidden"  # argument of a native decoder's stage, not the same on all these ranks
 
 
 class SharedArguments:

@@ -51,7 +51,10 @@ def check_request(model: nn.Module, request: Request) -> None:
 def check_stages(
     layout: PipelineLayout, rank_of: Sequence[int], bound: Collection[int], request: Request
 ) -> None:
-    """Raise ValueError for a rank with nothing to train, a border between bound layers, options."""
+    """Raise ValueError for a stage that begins with a bound layer, an idle rank, other options.
+
+    `bound` is `StageParts.bound`; an idle rank has nothing to train.
+    """
     wrong = [
         stage.layers[0] for stage in layout.stages if stage.layers[:1] and stage.layers[0] in bound
     ]

@@ -72,6 +72,7 @@ COLUMNS = {PP: (over_stages, dict(pp=2))}
 if find_spec("peft") is not None:
     COLUMNS[LORA] = (with_adapters, dict(ep=2))
 COLUMNS_BY_DAY = (
+    ("afmoe", PP),
     ("deepseek_v4", PP),
     ("llama4", LORA),
     ("longcat_flash", PP),

@@ -85,7 +85,7 @@ class CutTransformer:
         EqualLosses(tp, self.model)
 
     def check(self, tp: int) -> None:
-        """Raise for a model that tp cannot cut; of stages without attention nothing is to be cut.
+        """Raise for a whole model that tp cannot cut; a stage of one may have nothing to cut.
 
         Raises:
             ValueError: for heads or hidden dims that tp does not divide, and dropout or jitter,

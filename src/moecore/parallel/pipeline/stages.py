@@ -51,7 +51,7 @@ class StageParts:
 
     embedding: str
     layers: str  # the ModuleList of transformer layers
-    behind: tuple[str, ...]  # what runs between the last layer and the head: the final norm
+    behind: tuple[str, ...]  # what runs between the last layer and the head, the final norm last
     head: str
     mtp: str | None = None  # the ModuleList of multi-token prediction modules
     tied: bool = False  # whether the head reads the embedding table
