@@ -178,8 +178,8 @@ def test_activations_of_sparse_attention_are_those_that_a_forward_keeps() -> Non
     saved = Saved(model)
     with packing(saved):
         out = model(tokens_BT, tokens_BT)
-    del out
     assert sum(one.num_bytes for one in (*kept.blocks, kept.outside)) == saved.num_bytes
+    del out
 
 
 @pytest.mark.parametrize("model", [of_layers(4), replace(V32, num_layers=4), of_pattern("ME*-ME")])

@@ -192,14 +192,15 @@ def test_activations_are_those_that_a_forward_keeps(family: str) -> None:
     saved = Saved(model)
     with packing(saved):
         out = forward(model)
-    del out
     assert sum(one.num_bytes for one in (*kept.blocks, kept.outside)) == saved.num_bytes
+    del out
     check_kept_on_gpus(family)
 
 
-def test_activations_of_forwards_that_are_replaced() -> None:
-    """Sparse attention."""
-    check_kept_on_gpus("glm_moe_dsa")
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v4"])
+def test_activations_of_forwards_that_are_replaced(family: str) -> None:
+    """Sparse attention; hyper-connections, beside parameters in fp32 and scores of a choice."""
+    check_kept_on_gpus(family)
 
 
 def check_kept_on_gpus(family: str) -> None:

@@ -27,6 +27,7 @@ from moecore.models.tp_products import GATHER_SLICES, is_long
 from moecore.parallel.mesh import build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
+from moecore.planning.explain import how_computed
 from moecore.planning.foldings import Folding, SearchRequest, levers_of, run_of, rungs_of
 from moecore.planning.gpus import gpu_of
 from moecore.planning.levers import Levers
@@ -310,8 +311,7 @@ def kept_of(run: TrainingRun) -> ModelKept:
             [*parts.layers, *parts.mtp],
             lambda copy: copy(**run.planned.inputs(tokens_BT)),
             options=run.memory,
-            device_type="cuda",
-            dtype_of=lambda param: run.fsdp.param_dtype or param.dtype,
+            **how_computed(model) | {"device_type": "cuda"},
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import torch
@@ -321,9 +321,14 @@ def how_computed(model: nn.Module) -> How:
     how: How = dict(device_type=found.request.meshes.device_type)
     dtype = found.request.fsdp.param_dtype
     if dtype is not None:
-        routers = [unit.modules for unit in found.plan.units if unit.role == "routers"]
-        own = {p for name in chain(*routers) for p in model.get_submodule(name).parameters()}
-        how["dtype_of"] = lambda p: p.dtype if p in own or not p.is_floating_point() else dtype
+        of_plan = {
+            slot.param: dtype if layout.recipe else getattr(torch, layout.gathers)
+            for unit in found.plan.units
+            for layout in unit.layouts
+            for slot in layout.slots
+        }
+        own = {p: of_plan[clean_name(name)] for name, p in model.named_parameters()}
+        how["dtype_of"] = own.__getitem__
     return how
 
 

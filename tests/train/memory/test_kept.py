@@ -15,6 +15,7 @@ import torch
 from benchmarks.bench_memory import OPTIONS, config_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore import CapacityConfig, MoEConfig
 from moecore.base.options.memory import GEMM_LAST, OFFLOADED, MemoryOptions
@@ -74,21 +75,22 @@ def run(model: Any) -> Any:
 
 
 class Saved:
-    """Adds the bytes of real storages, weights left out, by address."""
+    """Adds the bytes of real storages that are there when it is asked, weights left out."""
 
     def __init__(self, model: nn.Module) -> None:
         params = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
         self.weights = {p.untyped_storage().data_ptr() for p in params}
-        self.found: dict[int, Tensor] = {}
+        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __call__(self, tensor: Tensor) -> None:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in self.weights:
-            self.found.setdefault(address, tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.weights:
+            ref = StorageWeakRef(storage)
+            self.found[ref.cdata] = ref, storage.nbytes()
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.found.values())
+        return sum(size for ref, size in self.found.values() if not ref.expired())
 
 
 def predicted(model: nn.Module, options: MemoryOptions, **how: Any) -> tuple[int, int]:
@@ -107,8 +109,9 @@ def counted(model: nn.Module, options: MemoryOptions) -> int:
     saved = Saved(model)
     with packing(saved):
         out = run(model)
+    num_bytes = saved.num_bytes
     del out
-    return saved.num_bytes
+    return num_bytes
 
 
 @pytest.mark.filterwarnings("ignore:MemoryOptions")

@@ -96,47 +96,50 @@ def kept_bytes(
             count.wrap(module, i, NAMES.get(kind, kind))
         count.wrap(block, i, "rest")
     with meta_as(device_type), packing(count), on_meta, torch.enable_grad():
-        run(copies[model])
-    return count.result(len(blocks), frozenset() if offload is None else offload.away)
+        out = run(copies[model])
+    kept = count.result(len(blocks), frozenset() if offload is None else offload.away)
+    del out  # whose graph has held what was saved
+    return kept
 
 
 @dataclass(slots=True)
 class _Storage:
-    """A saved storage, or its pages; `address` is that of `StorageWeakRef`, block -1 is outside."""
+    """A saved storage, or its pages; block -1 is outside."""
 
     num_bytes: int
-    address: int
+    ref: StorageWeakRef  # while it is there no other storage has its key
     part: str
     blocks: list[int]
 
 
 class _Count:
-    """Counts storages once each: the packer that is asked last, and an offload's observer."""
+    """Counts storages once each: the packer that is asked last, and an offload's observer.
+
+    A graph that is dropped within the forward, as that of scores of which only a choice is used,
+    keeps nothing: storages that have died by its end do not count.
+    """
 
     def __init__(
         self, weights: Set[int], move: Callable[[Tensor], Tensor], stash: StashOptions | None
     ) -> None:
         self.weights, self.move, self.stash = weights, move, stash
-        self.found: dict[int, _Storage] = {}
-        self._held: list[Tensor] = []  # so that no key is used twice
+        self.found: dict[int, _Storage] = {}  # by `StorageWeakRef.cdata`
         self._place: tuple[int, str] = (-1, "")
 
     def __call__(self, tensor: Tensor) -> None:
         used = None if self.stash is None else used_rows(tensor)
         tensor, (block, part) = self.move(tensor), self._place
-        key = storage_key(tensor)
-        if key in self.weights:
+        if storage_key(tensor) in self.weights:
             return
-        if key not in self.found:
-            self._held.append(tensor)
-            storage = tensor.untyped_storage()
-            address = StorageWeakRef(storage).cdata
+        storage = tensor.untyped_storage()
+        ref = StorageWeakRef(storage)
+        if ref.cdata not in self.found:
             num_bytes = storage.nbytes()
             if self.stash is not None and used is not None and used.balanced is not None:
                 pages = cdiv(used.balanced, self.stash.page_rows)
                 num_bytes = num_bytes // used.length * self.stash.page_rows * pages
-            self.found[key] = _Storage(num_bytes, address, part, [])
-        self.found[key].blocks.append(block)
+            self.found[ref.cdata] = _Storage(num_bytes, ref, part, [])
+        self.found[ref.cdata].blocks.append(block)
 
     def wrap(self, module: nn.Module, block: int, part: str) -> None:
         """Let what a module keeps count as a part's; of two, one in the other, as the outer's."""
@@ -156,10 +159,12 @@ class _Count:
     def result(self, num_blocks: int, away: Set[int]) -> ModelKept:
         sums: list[tuple[Counter[str], Counter[str]]]
         sums = [(Counter(), Counter()) for _ in range(num_blocks + 1)]
-        for storage in self.found.values():
+        for address, storage in self.found.items():
+            if storage.ref.expired() and address not in away:
+                continue
             first, *others = dict.fromkeys(storage.blocks)
             place = (-1, "outside") if others or first < 0 else (first, storage.part)
-            sums[place[0]][storage.address in away][place[1]] += storage.num_bytes
+            sums[place[0]][address in away][place[1]] += storage.num_bytes
         *blocks, outside = (KeptBytes(dict(here), dict(there)) for here, there in sums)
         return ModelKept(tuple(blocks), outside)
 
