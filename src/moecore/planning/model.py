@@ -92,6 +92,10 @@ class PlannedModel(ABC):
         mtp = self.num_mtp_layers * self.mtp_runs
         return 0 if self.moe is None else len(self.layers) - len(self.dense) + mtp
 
+    def bound(self) -> frozenset[int]:
+        """Return the layers with which no pipeline stage begins, of a model that has stages."""
+        return frozenset()
+
     @abstractmethod
     def with_layers(self, layers: Sequence[int]) -> Any:
         """Return what `TrainingRun.model` takes: the model with these of its layers alone."""

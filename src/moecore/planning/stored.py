@@ -37,7 +37,8 @@ def stages_of(run: TrainingRun) -> Sequence[Stage]:
     if run.pipeline is None:
         return [WHOLE]
     model = run.planned
-    layout = run.pipeline.stages(run.resolved.pp, model.num_layers, model.num_mtp_layers)
+    parts = model.num_layers, model.num_mtp_layers, model.bound()
+    layout = run.pipeline.stages(run.resolved.pp, *parts)
     layout.chunks(run.resolved.pp)  # refused where these do not divide
     return layout.stages
 

@@ -279,6 +279,7 @@ def layouts_of(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
             layers=tuple(each[kind] for kind in kinds),
             mtp=tuple(share * cost(mtp=mtp) / len(mtp) for _ in mtp),
             loss=share * cost(loss=True),
+            bound=model.bound(),
         )
         texts[balanced_layout(costs, num_stages=len(stages_of(run))).text] = None
     even = run.pipeline

@@ -104,6 +104,11 @@ class StockModel(PlannedModel):
         )
 
     @override
+    def bound(self) -> frozenset[int]:
+        hf = _structure(self.model).model
+        return family_of(hf).staged(hf).stage_parts().bound
+
+    @override
     def with_layers(self, layers: Sequence[int]) -> TransformersModel:
         own = self.model.layers or range(self.num_layers)
         return replace(self.model, layers=tuple(own[i] for i in layers))

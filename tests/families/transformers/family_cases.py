@@ -58,8 +58,7 @@ def over_stages(family: str, meshes: Meshes) -> Case:
     if cell != "yes":
         return cell, {}, {}
     given = [one | {"labels": one["input_ids"]} for one in given]
-    layout = "Ett|L" if staged(stock).stage_parts().bound else None
-    model = parallelize_moe(tiny_model(family), meshes, pipeline=PipelineConfig(layout=layout))
+    model = parallelize_moe(tiny_model(family), meshes, pipeline=PipelineConfig())
     optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.1)
     step = TrainStep(model, optimizer, num_micro_batches=2)
     found = {"losses": step.forward_backward(given)}

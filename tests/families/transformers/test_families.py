@@ -41,7 +41,7 @@ from moecore.families.transformers.cuts import OUTPUTS, find_cuts
 from moecore.families.transformers.rows import why_whole
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.attached import moe_state
-from tests.families.transformers.family_cases import over_stages, with_adapters
+from tests.families.transformers.family_cases import cell_of_stages, over_stages, with_adapters
 from tests.families.transformers.family_models import (
     batch,
     family_names,
@@ -407,6 +407,22 @@ def test_documents_are_kept_apart_or_refused(family: str) -> None:
     assert (got.view(want.shape) - want).abs().max() <= 5e-6 * want.abs().max()
 
 
+def page() -> list[str]:
+    """Return the lines of the table in docs/huggingface.md."""
+    text = (ROOT / "docs" / "huggingface.md").read_text()
+    return text.partition(BEGIN)[2].partition(END)[0].split("\n")[1:-1]
+
+
+def test_the_page_has_what_is_cut_to_stages() -> None:
+    """Of every family; numbers over two stages are of few by day."""
+    rows = [row.split("|") for row in page() if row.count("|") > 8]
+    cells = {row[1].strip(): row[-3].strip() for row in rows}
+    with torch.device("meta"):
+        models = {family: tiny_model(family) for family in taken()}
+    found = {family: cell_of_stages(model) for family, model in models.items()}
+    assert {family: cells[family] for family in found} == found
+
+
 @pytest.mark.parametrize("family", NOT_CUT)
 def test_what_tp_cannot_cut(family: str) -> None:
     with torch.device("meta"):
@@ -419,5 +435,4 @@ def test_what_tp_cannot_cut(family: str) -> None:
 def test_the_page_has_what_ran(ran: dict[tuple[str, int], Any]) -> None:
     """python -m tools.write_families writes it."""
     pytest.importorskip("peft", reason="a column is of its adapters")
-    page = (ROOT / "docs" / "huggingface.md").read_text()
-    assert page.partition(BEGIN)[2].partition(END)[0].split("\n")[1:-1] == table(ran)
+    assert page() == table(ran)

@@ -59,21 +59,24 @@ def sparse() -> nn.Module:
     return model
 
 
-def sharing() -> nn.Module:
-    """Layers attend to keys that the layer before has chosen."""
-    kind = model_class("glm_moe_dsa")
-    lists = {
-        "layer_types": ["indexed_attention"] * 4,
-        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
-        "indexer_types": ["full", "shared", "shared", "full"],
-    }
-    config = tiny_config(kind.config_class, {"num_hidden_layers": 4} | lists)
+def with_indexers(family: str, **values: Any) -> nn.Module:
+    """Return a tiny model whose layers, as many as `indexer_types`, have chosen keys."""
+    kind, number = model_class(family), len(values["indexer_types"])
+    values |= {"num_hidden_layers": number, "layer_types": ["indexed_attention"] * number}
+    config = tiny_config(kind.config_class, values)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = kind(config)
     fill(model)
     freeze_indexers(model)
     return model.train()
+
+
+def sharing() -> nn.Module:
+    """Layers attend to keys that the layer before has chosen."""
+    kinds = ["full", "shared", "shared", "full"]
+    mlps = ["dense"] + ["sparse"] * 3
+    return with_indexers("glm_moe_dsa", indexer_types=kinds, mlp_layer_types=mlps)
 
 
 FAMILIES = {
@@ -90,6 +93,7 @@ FAMILIES = {
     "sparse, keys of the layer before": sharing,
     "a factor of logits": lambda: tiny_model("cohere2_moe"),
     "the device of an embedding is read": lambda: tiny_model("llama4"),
+    "the dtype of a head is read": lambda: with_indexers("hy_v4", indexer_types=["full"] * 2),
     "factors of embeddings": lambda: tiny_model("granitemoe"),
     "factors in front of the head": lambda: tiny_model("inkling"),
     "streams, side by side": lambda: tiny_model("qwen4_exp"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise
 
 import pytest
@@ -98,6 +99,10 @@ def test_even_layouts() -> None:
     assert even_layout(3, num_stages=2, num_mtp_layers=1).text == "Ett|tmL"
     assert even_layout(2, num_stages=4).text == "Et|t||L"
     assert even_layout(1, num_stages=1).text == "EtL"
+    shared = {2, 3, 4, 6, 7, 8, 10, 11}  # borders 6, 8 -> 5, 9; 4 and 5 -> 5
+    assert even_layout(12, num_stages=2, bound=shared).text == "Et*5|t*7L"
+    assert even_layout(12, num_stages=3, bound=shared).text == "Et*5|t*4|t*3L"
+    assert even_layout(4, num_stages=2, bound={1, 2, 3}).text == "E|t*4L"
     with pytest.raises(ValueError, match=r"^num_layers \(100000\) must be a whole number >= 1 and"):
         even_layout(100000, num_stages=2)
 
@@ -105,8 +110,9 @@ def test_even_layouts() -> None:
 def brute_force(costs: LayoutCosts, num_stages: int) -> tuple[float, int]:
     """Return the least cost of the slowest stage, and then the fewest parts of the last stage."""
     parts = [costs.embedding, *costs.layers, *costs.mtp, costs.loss]
+    free = [i for i in range(1, len(parts)) if i - 1 not in costs.bound]
     found = []
-    for borders in combinations_with_replacement(range(1, len(parts)), num_stages - 1):
+    for borders in combinations_with_replacement(free, num_stages - 1):
         ends = [0, *borders, len(parts)]
         found.append((max(sum(parts[i:j]) for i, j in pairwise(ends)), len(parts) - ends[-2]))
     return min(found)
@@ -117,6 +123,7 @@ whole = st.integers(0, 6).map(float)
 
 @settings(max_examples=150, deadline=None)
 @given(
+    st.frozensets(st.integers(1, 5)),
     st.builds(
         LayoutCosts,
         embedding=whole,
@@ -126,7 +133,10 @@ whole = st.integers(0, 6).map(float)
     ),
     st.integers(1, 5),
 )
-def test_a_balanced_layout_is_the_best_of_all(costs: LayoutCosts, num_stages: int) -> None:
+def test_a_balanced_layout_is_the_best_of_all(
+    bound: frozenset[int], costs: LayoutCosts, num_stages: int
+) -> None:
+    costs = replace(costs, bound=bound & {*range(1, len(costs.layers))})
     layout = balanced_layout(costs, num_stages=num_stages)
     assert len(layout.stages) == num_stages
     last = layout.stages[-1]
@@ -144,6 +154,8 @@ def test_a_balanced_layout_finds_that_of_the_report() -> None:
     assert max(costs.of_stages(even)) > max(costs.of_stages(parse_layout(PP8, **DEEPSEEK)))
     with pytest.raises(ValueError, match=r"^LayoutCosts.layers \(\(\)\) must have a cost per"):
         LayoutCosts(layers=())
+    with pytest.raises(ValueError, match=r"^LayoutCosts.bound .* must be of layers 1 to 1: leave"):
+        LayoutCosts(layers=(1.0, 1.0), bound=frozenset({2}))
 
 
 def test_stages_of_one_cost_are_alike_though_sums_are_rounded() -> None:

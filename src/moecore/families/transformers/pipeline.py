@@ -153,8 +153,8 @@ class StagedCausal:
             if hidden is not None:
                 nothing = hidden.new_zeros(()).expand(*hidden.shape[:2], self._width)
                 instead: Any = get(parts.embedding)
+                ends.callback(setattr, instead, "weight", instead.weight)
                 instead.weight = nothing  # models read its device
-                ends.callback(delattr, instead, "weight")
                 hook(parts.embedding, lambda *_: nothing)
                 hook(line[first - 1], lambda *call: _with_first(call[-1], hidden))
             if not stage.loss:  # an embedding's output leaves as it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from moecore.base.fields import CheckedRecord, Count, Rules
@@ -17,7 +18,8 @@ class PipelineConfig(CheckedRecord):
     Attributes:
         layout: what each stage runs, such as "Et*3|(tt|)*29m|L": E embedding, t a layer, m a
             multi-token prediction module, L head and loss, | the border of two stages; ()
-            groups, *n repeats. None = layers as even as they divide, over `chunks` stages per rank.
+            groups, *n repeats. None = layers as even as they divide, over `chunks` stages per rank,
+            and none of them begins with a layer that reads more than hidden states.
         chunks: stages per rank; None = those of the layout, or of a schedule in a V two, else one.
         schedule: the order of forwards and backwards, see docs/pipeline.md.
     """
@@ -35,8 +37,10 @@ class PipelineConfig(CheckedRecord):
         """Whether weight gradients are computed apart from those of inputs."""
         return self.schedule in DEFERRING
 
-    def stages(self, pp: int, num_layers: int, num_mtp_layers: int = 0) -> PipelineLayout:
-        """Return the stages of a model over pp ranks.
+    def stages(
+        self, pp: int, num_layers: int, num_mtp_layers: int = 0, bound: Collection[int] = ()
+    ) -> PipelineLayout:
+        """Return the stages of a model over pp ranks; `bound` is `StageParts.bound`.
 
         Raises:
             ValueError: when the layout is not one of this model.
@@ -44,4 +48,6 @@ class PipelineConfig(CheckedRecord):
         if self.layout is not None:
             return parse_layout(self.layout, num_layers=num_layers, num_mtp_layers=num_mtp_layers)
         chunks = self.chunks or RULES[self.schedule].chunks or 1
-        return even_layout(num_layers, num_stages=pp * chunks, num_mtp_layers=num_mtp_layers)
+        return even_layout(
+            num_layers, num_stages=pp * chunks, num_mtp_layers=num_mtp_layers, bound=bound
+        )

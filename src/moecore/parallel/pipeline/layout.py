@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Annotated
@@ -105,10 +105,13 @@ class LayoutCosts(CheckedRecord):
     layers: tuple[PositiveOrZero, ...]  # each transformer layer
     mtp: tuple[PositiveOrZero, ...] = ()  # each multi-token prediction module
     loss: PositiveOrZero = 0.0  # the head and the loss
+    bound: frozenset[int] = frozenset()  # layers with which no stage begins
 
     def _rules(self) -> Rules:
         if not self.layers:
             yield "layers", "have a cost per transformer layer: pass at least one"
+        elif not self.bound <= {*range(1, len(self.layers))}:
+            yield "bound", f"be of layers 1 to {len(self.layers) - 1}: leave the others out"
 
     def of_stages(self, layout: PipelineLayout) -> tuple[float, ...]:
         """Return the cost of each stage."""
@@ -150,13 +153,20 @@ def parse_layout(text: str, *, num_layers: Few, num_mtp_layers: FewOrNone = 0) -
 
 
 def even_layout(
-    num_layers: Few, *, num_stages: Few, num_mtp_layers: FewOrNone = 0
+    num_layers: Few,
+    *,
+    num_stages: Few,
+    num_mtp_layers: FewOrNone = 0,
+    bound: Collection[int] = (),
 ) -> PipelineLayout:
-    """Return as many layers per stage, one more in the first ones where they do not divide."""
-    # The embedding is with the first stage; MTP modules, head and loss are with the last.
+    """Return as many layers per stage, one more in the first ones where they do not divide.
+
+    The embedding is with the first stage; MTP modules, head and loss are with the last. A stage
+    that would begin with a layer of `bound` begins with the nearest other one.
+    """
     check_arguments(even_layout, locals())
     return parse_layout(
-        _even(num_layers, num_mtp_layers, num_stages),
+        _even(num_layers, num_mtp_layers, num_stages, bound),
         num_layers=num_layers,
         num_mtp_layers=num_mtp_layers,
     )
@@ -170,9 +180,12 @@ def balanced_layout(costs: LayoutCosts, *, num_stages: Few) -> PipelineLayout:
     """
     check_arguments(balanced_layout, locals())
     letters = "E" + "t" * len(costs.layers) + "m" * len(costs.mtp) + "L"
-    sums = [0.0, *accumulate([costs.embedding, *costs.layers, *costs.mtp, costs.loss])]
+    parts = [0.0, *accumulate([costs.embedding, *costs.layers, *costs.mtp, costs.loss])]
+    places = [i for i in range(len(parts)) if i - 1 not in costs.bound]  # where a stage may begin
+    sums = [parts[place] for place in places]
     most = _least_most(sums, num_stages) * (1 + 1e-9)  # sums of equal costs differ in the last bit
-    return _of_letters([letters[i:j] for i, j in pairwise(_borders(sums, num_stages, most))])
+    borders = [places[i] for i in _borders(sums, num_stages, most)]
+    return _of_letters([letters[i:j] for i, j in pairwise(borders)])
 
 
 def _expanded(text: str) -> str:
@@ -218,9 +231,15 @@ def _refuse(text: str, relation: str, fix: str) -> None:
     raise ValueError(f"layout ({shown(text)}) must {relation}: {fix}")
 
 
-def _even(num_layers: int, num_mtp_layers: int, num_stages: int) -> str:
+def _even(
+    num_layers: int, num_mtp_layers: int, num_stages: int, bound: Collection[int] = ()
+) -> str:
     each, more = divmod(num_layers, num_stages)
-    stages = ["t" * (each + (stage < more)) for stage in range(num_stages)]
+    first = [each * stage + min(stage, more) for stage in range(num_stages + 1)]
+    free = [layer for layer in range(num_layers + 1) if layer not in bound]
+    if bound:
+        first = [min((abs(layer - want), layer) for layer in free)[1] for want in first]
+    stages = ["t" * (j - i) for i, j in pairwise(first)]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * num_mtp_layers + "L"
     return _folded(stages)

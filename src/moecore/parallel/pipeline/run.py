@@ -265,10 +265,11 @@ def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | Non
     if pp == 1 or request.pipeline is None:
         return None, ()
     staged = request.family.staged(model)
-    layout = request.pipeline.stages(pp, *num_parts(staged))
+    bound = staged.stage_parts().bound
+    layout = request.pipeline.stages(pp, *num_parts(staged), bound)
     how = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
     rank_of = make_schedule(request.pipeline.schedule, **how).rank_of
-    check_stages(layout, rank_of, staged.stage_parts().bound, request)
+    check_stages(layout, rank_of, bound, request)
     own = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
     take_stages(staged, own)
     return layout, own
