@@ -73,7 +73,7 @@ def shown_count(number: float) -> str:
 def shown_bytes(number: float) -> str:
     """Return a number of bytes in decimal units."""
     units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-    found = (f"{number / size:.3g} {unit}" for unit, size in units if number >= size)
+    found = (f"{number / size:.3g} {unit}" for unit, size in units if abs(number) >= size)
     return next(found, f"{number:.0f} B")
 
 
