@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import unwrap
 from types import MethodType
 from typing import Any
 
@@ -21,19 +22,21 @@ def copy_modules(
 ) -> dict[nn.Module, nn.Module]:
     """Return a copy of each module of a model. What is no module, parameter or hook is shared.
 
-    A method that was put in the place of a class's goes with its module; what wraps one, or was
-    compiled of it, is left out of an `unwrapped` copy.
+    A method that was put in the place of a class's goes with its module. Of an `unwrapped` copy
+    what wraps a method, or was compiled of it, is left out, and what it wraps is not.
     """
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
     params = {param: new_parameter(param) for param in model.parameters()}
     for module, twin in copies.items():
-        methods = {
-            n: MethodType(v.__func__, twin)
-            for n, v in vars(module).items()
-            if isinstance(v, MethodType) and v.__self__ is module
-        }
-        state = {n: v for n, v in vars(module).items() if not (unwrapped and _shadows(module, n))}
-        state |= methods
+        state = dict(vars(module))
+        for name, value in vars(module).items():
+            is_left_out = unwrapped and _shadows(module, name)
+            method = unwrap(value) if is_left_out else value
+            if isinstance(method, MethodType) and method.__self__ is module:
+                state[name] = MethodType(method.__func__, twin)
+                is_left_out &= method.__func__ is getattr(type(module), name)
+            if is_left_out:
+                del state[name]
         for name in HOOKS & state.keys():
             state[name] = type(state[name])(() if unwrapped else state[name])
         state["_buffers"] = dict(module._buffers)

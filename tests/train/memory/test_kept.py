@@ -21,6 +21,7 @@ from moecore import CapacityConfig, MoEConfig
 from moecore.base.options.memory import GEMM_LAST, OFFLOADED, MemoryOptions
 from moecore.base.options.precision import Recipe
 from moecore.base.saved import packing
+from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
@@ -177,6 +178,20 @@ def test_a_layer_keeps_what_was_predicted(name: str) -> None:
         y = layer(x)
     assert kept.blocks[0].num_bytes + kept.outside.num_bytes == saved.num_bytes
     del y
+
+
+def test_a_forward_in_the_place_of_a_class_s_counts_though_it_is_wrapped() -> None:
+    """Sparse attention in chunks, which offload wraps."""
+    pytest.importorskip("transformers", minversion="5")
+    from tests.families.transformers.family_models import tiny_model
+
+    model, options = tiny_model("glm_moe_dsa"), MemoryOptions(offload=("attention",))
+    swap_blocks(model, {})
+    of_class, _ = predicted(model, options)
+    use_causal_attention(model)
+    kept = predicted(model, options)
+    apply_memory(find_blocks(model), options, torch.device("cpu"))
+    assert kept[0] != of_class and predicted(model, options) == kept
 
 
 def test_what_experts_keep_by_hand() -> None:
