@@ -217,7 +217,8 @@ def _keep(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
 def _shorten(config: Any, number: int, layers: Sequence[int]) -> None:
     """Let a config have these of so many layers."""
     lists = {name: [value[i] for i in layers] for name, value in _lists(config, number)}
-    config.num_hidden_layers = len(layers)
+    # Where a layer has several attentions, it may be of these.
+    config.num_hidden_layers = config.num_hidden_layers * len(layers) // number
     kind = type(config)  # which computes some of them from the number of a layer
     computed = {name: value for name, value in lists.items() if name not in vars(config)}
     vars(config).update({name: lists[name] for name in lists.keys() & vars(config).keys()})
