@@ -293,6 +293,13 @@ def test_a_wrapper_of_peft_is_what_it_wraps() -> None:
     assert "LoRA" in text and "parameters float32, all-gathered in bfloat16" in text
 
 
+def test_a_compiled_model_saves_what_its_original_does() -> None:
+    with fake_world(0, 2):
+        model = parallelize_moe(transformers_model(), build_meshes(ParallelConfig(ep=2), "cpu"))
+        text = explain(model, batch=(2, 8))
+        assert explain(torch.compile(model), batch=(2, 8)) == text
+
+
 def test_axes_without_names_are_numbered() -> None:
     """The mesh that `fully_shard` makes by itself has no names."""
     with fake_world(1, 4):

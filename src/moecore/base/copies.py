@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from moecore.base.torch_names import HOOKS, local_of, parameter_like, wrapped_like
 
+COMPILED_OF = "_orig_mod"  # the name of its module in one that `torch.compile` returns
 NewParameter = Callable[[nn.Parameter], nn.Parameter]
 
 
@@ -23,11 +24,15 @@ def copy_modules(
     """Return a copy of each module of a model. What is no module, parameter or hook is shared.
 
     A method that was put in the place of a class's goes with its module. Of an `unwrapped` copy
-    what wraps a method, or was compiled of it, is left out, and what it wraps is not.
+    what wraps a method, or was compiled of it, is left out, and what it wraps is not; a module
+    that `torch.compile` has made has the copy of its original.
     """
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
+    made = dict(copies)
+    for module in copies if unwrapped else ():
+        copies[module] = made[module._modules.get(COMPILED_OF) or module]
     params = {param: new_parameter(param) for param in model.parameters()}
-    for module, twin in copies.items():
+    for module, twin in made.items():
         state = dict(vars(module))
         for name, value in vars(module).items():
             is_left_out = unwrapped and _shadows(module, name)
