@@ -58,6 +58,7 @@ DEEP: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_hidden_layers": 12},  # linear attention in most layers
     "llama4": {"num_hidden_layers": 12},  # chunks in most layers, masks
     "jamba": {"num_hidden_layers": 10},  # layers listed by properties of the config
+    "dots3_note": {"num_hidden_layers": 10},  # heads of some layers by their numbers
     "longcat_flash": {"num_layers": 8},  # whose num_hidden_layers are attentions, two a layer
 }
 # Of two sizes of heads a CPU keeps the scores of all pairs of tokens: these have one.

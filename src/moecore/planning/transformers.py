@@ -219,6 +219,10 @@ def _shorten(config: Any, number: int, layers: Sequence[int]) -> None:
     lists = {name: [value[i] for i in layers] for name, value in _lists(config, number)}
     # Where a layer has several attentions, it may be of these.
     config.num_hidden_layers = config.num_hidden_layers * len(layers) // number
+    if (own := vars(config).get("_heterogeneity_spec")) is not None:  # fields by number of a layer
+        of_layers = own.per_layer_overrides
+        found = {i: of_layers[layer] for i, layer in enumerate(layers) if layer in of_layers}
+        config._heterogeneity_spec = replace(own, per_layer_overrides=found)
     kind = type(config)  # which computes some of them from the number of a layer
     computed = {name: value for name, value in lists.items() if name not in vars(config)}
     vars(config).update({name: lists[name] for name in lists.keys() & vars(config).keys()})
