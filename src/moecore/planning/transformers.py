@@ -217,9 +217,9 @@ def _keep(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
 def _shorten(config: Any, number: int, layers: Sequence[int]) -> None:
     """Let a config have these of so many layers."""
     lists = {name: [value[i] for i in layers] for name, value in _lists(config, number)}
-    # Where a layer has several attentions, it may be of these.
+    # The config may count attentions, of which a layer has several.
     config.num_hidden_layers = config.num_hidden_layers * len(layers) // number
-    if (own := vars(config).get("_heterogeneity_spec")) is not None:  # fields by number of a layer
+    if (own := vars(config).get("_heterogeneity_spec")) is not None:  # fields by layer index
         of_layers = own.per_layer_overrides
         found = {i: of_layers[layer] for i, layer in enumerate(layers) if layer in of_layers}
         config._heterogeneity_spec = replace(own, per_layer_overrides=found)

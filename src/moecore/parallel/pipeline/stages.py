@@ -40,7 +40,7 @@ class Elsewhere(nn.Module):
             if isinstance(value, str) and not name.startswith("_"):
                 setattr(self, name, value)
         weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor):  # and the dtype of a head
+        if isinstance(weight, Tensor):  # models read the dtype of a head's weight
             self.weight = torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:

@@ -98,7 +98,7 @@ def kept_bytes(
     with meta_as(device_type), packing(count), on_meta, torch.enable_grad():
         out = run(copies[model])
     kept = count.result(len(blocks), frozenset() if offload is None else offload.away)
-    del out  # whose graph has held what was saved
+    del out  # its graph has kept the saved storages until here
     return kept
 
 
