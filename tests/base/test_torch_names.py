@@ -108,6 +108,7 @@ FOREIGN = {
     "_from_config": "transformers",
     "_get_dtype_plan": "transformers",
     "_gradient_checkpointing_func": "transformers",
+    "_heterogeneity_spec": "transformers",
     "_init_weights": "transformers",
     "_param_init": "torchtitan",
     "_post_init": "torchtitan",
