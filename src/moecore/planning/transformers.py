@@ -218,7 +218,7 @@ def _shorten(config: Any, number: int, layers: Sequence[int]) -> None:
     """Let a config have these of so many layers."""
     lists = {name: [value[i] for i in layers] for name, value in _lists(config, number)}
     # The config may count attentions, of which a layer has several.
-    config.num_hidden_layers = config.num_hidden_layers * len(layers) // number
+    config.num_hidden_layers = config.num_hidden_layers * len(layers) // max(1, number)
     if (own := vars(config).get("_heterogeneity_spec")) is not None:  # fields by layer index
         of_layers = own.per_layer_overrides
         found = {i: of_layers[layer] for i, layer in enumerate(layers) if layer in of_layers}

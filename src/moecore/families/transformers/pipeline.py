@@ -153,11 +153,15 @@ class StagedCausal:
             if hidden is not None:
                 nothing = hidden.new_zeros(()).expand(*hidden.shape[:2], self._width)
                 instead: Any = get(parts.embedding)
-                ends.callback(setattr, instead, "weight", instead.weight)
                 instead.weight = nothing  # models read its device
+                ends.callback(delattr, instead, "weight")
                 hook(parts.embedding, lambda *_: nothing)
                 hook(line[first - 1], lambda *call: _with_first(call[-1], hidden))
-            if not stage.loss:  # an embedding's output leaves as it is
+            if not stage.loss:
+                head: Any = get(parts.head)
+                head.weight = torch.empty(0)  # models read its dtype
+                ends.callback(delattr, head, "weight")
+                # An embedding's output leaves as it is.
                 hook(line[last and last + 1], lambda *call: left.append(_first(call[-1])))
             yield left
 
@@ -203,7 +207,8 @@ def _run_shell(model: Any, parts: StageParts) -> _Shell:
             module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     for name in line:
         shell.get_submodule(name).register_forward_pre_hook(partial(found.enter, name))
-    shell.get_submodule(parts.embedding).weight = found.embedded  # models read its device
+    for name in (parts.embedding, parts.head):  # models read its device, or its dtype
+        shell.get_submodule(name).weight = found.embedded
     shell.get_submodule(parts.embedding).register_forward_hook(lambda *_: found.embedded)
     asked = {"use_cache": False, "return_dict": True}
     if hasattr(config, "output_router_logits"):  # else `check_inputs` refuses it

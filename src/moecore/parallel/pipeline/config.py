@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from moecore.base.fields import CheckedRecord, Count, Rules
@@ -38,7 +37,7 @@ class PipelineConfig(CheckedRecord):
         return self.schedule in DEFERRING
 
     def stages(
-        self, pp: int, num_layers: int, num_mtp_layers: int = 0, bound: Collection[int] = ()
+        self, pp: int, num_layers: int, num_mtp_layers: int = 0, bound: frozenset[int] = frozenset()
     ) -> PipelineLayout:
         """Return the stages of a model over pp ranks; `bound` is `StageParts.bound`.
 

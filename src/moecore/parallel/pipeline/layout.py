@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Annotated
@@ -157,7 +157,7 @@ def even_layout(
     *,
     num_stages: Few,
     num_mtp_layers: FewOrNone = 0,
-    bound: Collection[int] = (),
+    bound: frozenset[int] = frozenset(),
 ) -> PipelineLayout:
     """Return as many layers per stage, one more in the first ones where they do not divide.
 
@@ -232,11 +232,11 @@ def _refuse(text: str, relation: str, fix: str) -> None:
 
 
 def _even(
-    num_layers: int, num_mtp_layers: int, num_stages: int, bound: Collection[int] = ()
+    num_layers: int, num_mtp_layers: int, num_stages: int, bound: frozenset[int] = frozenset()
 ) -> str:
     each, more = divmod(num_layers, num_stages)
     first = [each * stage + min(stage, more) for stage in range(num_stages + 1)]
-    free = [layer for layer in range(num_layers + 1) if layer not in bound]
+    free = [0, *(layer for layer in range(1, num_layers) if layer not in bound), num_layers]
     if bound:
         first = [min((abs(layer - want), layer) for layer in free)[1] for want in first]
     stages = ["t" * (j - i) for i, j in pairwise(first)]

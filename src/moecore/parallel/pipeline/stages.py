@@ -39,9 +39,6 @@ class Elsewhere(nn.Module):
         for name, value in named.items():
             if isinstance(value, str) and not name.startswith("_"):
                 setattr(self, name, value)
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor):  # models read the dtype of a head's weight
-            self.weight = torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
         """Return x itself, and None for further results."""
