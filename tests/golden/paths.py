@@ -66,6 +66,7 @@ class Path:
         bound: relative error of a loss on another platform (see `records.py`).
         packages: beside torch, what the numbers depend on.
         interpreted: runs in a process with TRITON_INTERPRET=1.
+        varies: two machines of one platform were seen to differ, so the bound applies to all.
     """
 
     world: int = 1
@@ -84,6 +85,7 @@ class Path:
     bound: float = 1e-5
     packages: tuple[str, ...] = ()
     interpreted: bool = False
+    varies: bool = False
 
     @property
     def sums(self) -> bool:
@@ -104,6 +106,7 @@ PATHS: dict[str, Path] = {
         bound=1e-2,
         packages=("triton", "numpy"),
         interpreted=True,
+        varies=True,
     ),
     "alltoall": Path(
         world=2,
@@ -147,6 +150,7 @@ PATHS: dict[str, Path] = {
         kind="transformers",
         parallel=ParallelConfig(ep=2),
         packages=("transformers",),
+        varies=True,
     ),
     "torchtitan": Path(
         world=2,

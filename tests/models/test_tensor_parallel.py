@@ -203,7 +203,7 @@ def added(grads: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def check_parity(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]:
-    """Relative errors of everything, on rank 0."""
+    """Relative errors of everything beyond those of one process, on rank 0."""
     model, dp_rank = build(config, mesh), mesh.get_local_rank("dp")
     params = dict(model.named_parameters())
     assert all(isinstance(p, DTensor) == (".experts." not in n) for n, p in params.items())
@@ -211,12 +211,13 @@ def check_parity(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]:
     found = gather_whole({f"{n} of {dp_rank}": t for n, t in found.items()})
     if dist.get_rank():
         return {}
-    plain, errors = plain_of(config).double(), {}  # fp32's own error counts once
+    plain, alone, errors = plain_of(config).double(), plain_of(config), {}
     shapes = {n: p.shape for n, p in plain.named_parameters()}
     assert {n: p.shape for n, p in params.items()} == shapes
     for i in range(mesh.size(0)):
-        want = {f"{n} of {i}": t for n, t in computed(plain, i).items()}
-        errors |= {n: relative(found.pop(n), t) for n, t in want.items()}
+        own = computed(alone, i)
+        for n, t in computed(plain, i).items():
+            errors[f"{n} of {i}"] = relative(found.pop(f"{n} of {i}"), t) - relative(own[n], t)
     assert not found
     return errors
 

@@ -218,7 +218,9 @@ def test_few_rows(recipe: Recipe, S: int) -> None:
     leaves, ids = make("swiglu", **sizes_of(recipe) | {"S": S}, dtype=dtype)
     found = run(leaves, ids, options_of(recipe))
     if S:
-        check(found, oracle(leaves, ids, recipe, "swiglu"), bound_of(recipe))
+        # An element at a tie of E4M3 moves one row by up to a step of 1/8, whatever the others are.
+        bound = max(bound_of(recipe), 1 / 32)
+        check(found, oracle(leaves, ids, recipe, "swiglu"), bound)
     else:
         assert not any(found[n].any() for n in OUTPUTS)
 
