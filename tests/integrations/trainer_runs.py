@@ -150,18 +150,28 @@ def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[flo
 
 
 def against_stock(folder: str, options: dict[str, Any], **config: Any) -> dict[str, Any]:
-    """Train the same model by both; return both logs and the distance of the final parameters."""
+    """Train one model by both trainers, and by stock Trainer in fp64.
+
+    Returns both logs, and the largest distance of each trainer's final parameters from fp64.
+    """
     model = make_model(**config)
     start = whole(model)
-    stock = trainer_of(Trainer, copy.deepcopy(model), folder, **options)
+    in_fp64 = copy.deepcopy(model).double()
+    in_fp64.set_experts_implementation("eager")  # torch's grouped product has no fp64
+    stock, double = (
+        trainer_of(Trainer, one, folder, **options) for one in (copy.deepcopy(model), in_fp64)
+    )
     stock.train()
+    double.train()
+    exact = whole(double.model)
     ours = trainer_of(MoETrainer, sharded(model), folder, **options)
     ours.train()
     names = ("loss", "grad_norm", "learning_rate", "eval_loss")
     return {
         "stock": logged(stock, *names),
         "ours": logged(ours, *names),
-        "distance": furthest(whole(ours.model), whole(stock.model)),
+        "error": furthest(whole(ours.model), exact),
+        "stock error": furthest(whole(stock.model), exact),
         "moved": furthest(whole(stock.model), start),
         "log": [entry for entry in ours.state.log_history if "loss" in entry][-1],
     }
