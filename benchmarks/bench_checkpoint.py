@@ -31,7 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from benchmarks import blocking
-from benchmarks.records import Environment
+from benchmarks.records import Environment, results_path
 from moecore.io import Saver, load, save
 
 pytestmark = pytest.mark.proven_by(
@@ -151,7 +151,7 @@ def parse() -> argparse.Namespace:
     add("--prepare", action="store_true", help="call Saver.prepare before the first save")
     add("--no-dcp", action="store_true", help="leave out torch's async_save")
     add("--seconds", type=float, default=90.0, help="no save starts that may end later")
-    add("--results", type=Path, help="folder for the records")
+    add("--results", type=results_path, help="folder for the records")
     return parser.parse_args()
 
 

@@ -17,7 +17,6 @@ import argparse
 import json
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.harness import FULL, SMOKE, time_variants
 from benchmarks.layers import skewed_bias
-from benchmarks.records import RESULTS, append_rows
+from benchmarks.records import RESULTS, append_rows, results_path
 from benchmarks.shapes import SHAPES, Shape
 from moecore.kernels.routing.clones import ClonePlan, physical_ids, plan_clones
 from moecore.kernels.rows.index import build_index
@@ -193,7 +192,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--least", type=float, default=0.05)
     parser.add_argument("--skew", type=float, default=5.0, help="hottest expert over the mean")
     parser.add_argument("--link-gbps", type=float, default=200.0, help="1e9 bytes per second")
-    parser.add_argument("--results", type=Path, nargs="?", const=RESULTS / "skew")
+    parser.add_argument("--results", type=results_path, nargs="?", const=str(RESULTS / "skew"))
     return parser.parse_args()
 
 

@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -43,7 +42,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from benchmarks.trace import break_down, kernels_of
 from moecore import (
     FSDPOptions,
@@ -135,7 +134,7 @@ def parse() -> argparse.Namespace:
     add("--way", default="auto", help="of the step")
     add("--steps", type=int, default=3, help="that count, after two")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--results", type=Path, help="folder or .jsonl file of records")
+    add("--results", type=results_path, help="folder or .jsonl file of records")
     args = parser.parse_args()
     defaults = {"attention": (32, 64, 128, 256), "step": (64, 128)}
     args.tokens = args.tokens or [n << 10 for n in defaults[args.part]]

@@ -344,7 +344,9 @@ def _command(out: Path | None, world: int) -> str:
 def main() -> None:
     """Run what was asked for on the ranks of torchrun."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the records; not with --sweep")
+    parser.add_argument(
+        "--out", type=records.results_path, help="folder of the records; not with --sweep"
+    )
     parser.add_argument("--shapes", nargs="+", default=["dsv3", "qwen3-30b"], choices=SHAPES)
     parser.add_argument("--num-sms", nargs="+", type=int, default=[0, 24], help="0 = all")
     parser.add_argument("--routings", nargs="+", default=ROUTINGS, choices=ROUTINGS)

@@ -27,7 +27,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.packing_baselines import DISTRIBUTIONS, lengths_of
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from benchmarks.text import installed_folders, sorted_files
 from moecore import (
     ContextOptions,
@@ -127,7 +126,7 @@ def parse() -> argparse.Namespace:
     add("--way", default="auto", help="of static's attention, and of dynamic's")
     add("--steps", type=int, default=8, help="that count, of each variant, after two")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--results", type=Path, help="folder or .jsonl file of records")
+    add("--results", type=results_path, help="folder or .jsonl file of records")
     return parser.parse_args()
 
 

@@ -26,7 +26,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from tests.parallel.shard.fsdp2 import parallelize_with_fsdp2
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.records import RESULTS, append_rows
+from benchmarks.records import RESULTS, append_rows, results_path
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.models.block import Block
@@ -296,7 +295,7 @@ def _arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="turns of each variant")
     add("--lr", type=float, default=1e-4)
     add("--double-buffer", action="store_true", help="Megatron-FSDP's fsdp_double_buffer")
-    add("--results", type=Path, nargs="?", const=RESULTS)
+    add("--results", type=results_path, nargs="?", const=str(RESULTS))
     return parser.parse_args()
 
 

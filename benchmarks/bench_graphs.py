@@ -25,7 +25,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import FULL, SMOKE, time_variants
-from benchmarks.records import RESULTS, append_rows
+from benchmarks.records import RESULTS, append_rows, results_path
 from moecore import CapacityConfig, FSDPOptions, ParallelConfig, TrainStep, build_meshes
 from moecore import parallelize_moe as parallelize
 from moecore.models import Decoder, preset
@@ -165,7 +164,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--factor", type=float, default=1.25, help="of the padded capacity")
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=tuple(VARIANTS))
-    parser.add_argument("--results", type=Path, nargs="?", const=RESULTS / "graphs")
+    parser.add_argument("--results", type=results_path, nargs="?", const=str(RESULTS / "graphs"))
     return parser.parse_args()
 
 

@@ -32,7 +32,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gate import ROOT
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from moecore import (
     FSDPOptions,
     Meshes,
@@ -101,7 +100,7 @@ def parse() -> argparse.Namespace:
     add("--lr", type=float, default=1e-5)
     add("--row-factor", type=float, default=2.0, help="of nvlink, on GPUs")
     add("--variants", nargs="+", default=DEFAULT_VARIANTS, choices=VARIANTS)
-    add("--results", type=Path, help="folder for the records")
+    add("--results", type=results_path, help="folder for the records")
     return parser.parse_args()
 
 

@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from tests.parallel.shard.fsdp2 import parallelize_with_fsdp2
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.records import RESULTS, append_rows
+from benchmarks.records import RESULTS, append_rows, results_path
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import Decoder, preset
 
@@ -128,7 +127,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--results", type=Path, nargs="?", const=RESULTS)
+    parser.add_argument("--results", type=results_path, nargs="?", const=str(RESULTS))
     return parser.parse_args()
 
 

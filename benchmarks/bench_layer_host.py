@@ -20,13 +20,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.records import RESULTS, append_rows
+from benchmarks.records import RESULTS, append_rows, results_path
 from benchmarks.shapes import SHAPES, Shape
 from moecore import MoELayer
 from moecore.base.torch_names import DispatchMode
@@ -202,7 +201,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", action="append", choices=sorted(KNOWN))
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--results", type=Path, nargs="?", const=RESULTS)
+    parser.add_argument("--results", type=results_path, nargs="?", const=str(RESULTS))
     return parser.parse_args()
 
 

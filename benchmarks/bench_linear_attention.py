@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.bench_attention import lengths_of
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from moecore.attention.context_parallel.held import ContextParallel, HeldTokens
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.families.transformers.linear_attention import SEQUENCE, take_sequences
@@ -79,7 +78,7 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=10)
     add("--small", action="store_true", help="two heads, for a CPU")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--results", type=Path, help="folder or .jsonl file of records")
+    add("--results", type=results_path, help="folder or .jsonl file of records")
     return parser.parse_args()
 
 

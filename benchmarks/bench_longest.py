@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from moecore import ParallelConfig, build_meshes
 from moecore.base.options.memory import MemoryOptions
 
@@ -113,7 +112,7 @@ def parse() -> argparse.Namespace:
     add("--seconds", type=float, default=170, help="after which no true step begins")
     add("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--results", type=Path, help="folder or .jsonl file of records")
+    add("--results", type=results_path, help="folder or .jsonl file of records")
     args = parser.parse_args()
     args.batch_size, args.seq_len = 1, args.least
     return args

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.bench_hf import MAX_NORM, compute_dtype, qwen3_config, summary
 from benchmarks.gate import ROOT
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from moecore import (
     FSDPOptions,
     Meshes,
@@ -85,7 +84,7 @@ def parse() -> argparse.Namespace:
     add("--timed", type=int, default=8, help="steps that do")
     add("--lr", type=float, default=2e-4)
     add("--row-factor", type=float, default=2.0, help="of nvlink, on GPUs")
-    add("--results", type=Path, help="folder for the records")
+    add("--results", type=results_path, help="folder for the records")
     return parser.parse_args()
 
 

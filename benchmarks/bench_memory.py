@@ -16,14 +16,13 @@ import argparse
 import dataclasses
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.memory import MemoryOptions
 from moecore.models import Decoder, DecoderConfig, preset
@@ -79,7 +78,7 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=6, help="that count, after one that does not")
     add("--options", nargs="+", default=list(OPTIONS), choices=OPTIONS)
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
-    add("--results", type=Path, help="folder for the records")
+    add("--results", type=results_path, help="folder for the records")
     return parser.parse_args()
 
 

@@ -23,14 +23,13 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from moecore import FSDPOptions, Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.moe.experts import Experts
@@ -161,7 +160,7 @@ def parse() -> argparse.Namespace:
     add("--max-host-bytes", type=int, help="of pinned memory (None = no limit)")
     add("--compile-dense", action="store_true", help="what compiled regions keep is the rest's")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--results", type=Path, help="folder for the records")
+    add("--results", type=results_path, help="folder for the records")
     return parser.parse_args()
 
 

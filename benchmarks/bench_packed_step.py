@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, preset
 from moecore.packing import PackedCollator, pack_lengths
@@ -77,7 +76,7 @@ def parse() -> argparse.Namespace:
     add("--sigma", type=float, default=1.0, help="of the same")
     add("--steps", type=int, default=10, help="that count, of each variant, after two")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--results", type=Path, help="folder for the records")
+    add("--results", type=results_path, help="folder for the records")
     return parser.parse_args()
 
 

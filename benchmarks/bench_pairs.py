@@ -32,14 +32,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.records import RESULTS, append_rows
+from benchmarks.records import RESULTS, append_rows, results_path
 from benchmarks.trace import COMMUNICATION, break_down, covered, kernels_of
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, preset
@@ -358,7 +357,7 @@ def _arguments() -> argparse.Namespace:
     add("--warm-up", type=int, default=1, help="steps of each variant that do not count")
     add("--steps", type=int, default=1, help="of a turn")
     add("--rounds", type=int, default=3, help="turns of each variant")
-    add("--results", type=Path, nargs="?", const=RESULTS)
+    add("--results", type=results_path, nargs="?", const=str(RESULTS))
     args = parser.parse_args()
     if args.link_gbps is not None:
         args.ep, args.dispatchers, args.shared_model = 1, ["alltoall"], "none"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.records import RESULTS, append_rows
+from benchmarks.records import RESULTS, append_rows, results_path
 from moecore import (
     FSDPOptions,
     ParallelConfig,
@@ -156,7 +156,7 @@ def _arguments() -> argparse.Namespace:
     add("--steps", type=int, default=2, help="of a turn")
     add("--trace", type=Path, help="folder for a trace of the last variant")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--results", type=Path, nargs="?", const=RESULTS)
+    add("--results", type=results_path, nargs="?", const=str(RESULTS))
     return parser.parse_args()
 
 

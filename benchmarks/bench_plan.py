@@ -21,13 +21,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from moecore import FSDPOptions, MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import preset
@@ -139,7 +138,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="how a case's name begins")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--results", type=Path, help="folder for the records")
+    parser.add_argument("--results", type=results_path, help="folder for the records")
     return parser.parse_args()
 
 

@@ -34,7 +34,6 @@ import gc
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.bench_hf import qwen3_config
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_names import local_of
 from moecore.families import use_causal_attention
@@ -154,7 +153,7 @@ def parse() -> argparse.Namespace:
     add("--max-tokens", type=int, default=32768, help="of a row of moecore's")
     add("--plain-tokens", type=int, default=8192, help="of a micro-batch of transformers'")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--results", type=Path, help="folder for the records")
+    add("--results", type=results_path, help="folder for the records")
     return parser.parse_args()
 
 

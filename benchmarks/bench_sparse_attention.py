@@ -19,13 +19,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from moecore.base.options.indexer import IndexerConfig
 from moecore.families.transformers.sparse_attention import attend_sparsely, train_indexers
 
@@ -74,7 +73,7 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--small", action="store_true", help="four heads, for a CPU")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--results", type=Path, help="folder or .jsonl file of records")
+    add("--results", type=results_path, help="folder or .jsonl file of records")
     return parser.parse_args()
 
 

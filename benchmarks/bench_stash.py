@@ -22,7 +22,6 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from tests.train.memory.towers import RoomyDispatcher, part_of
 from torch import Tensor
 
 from benchmarks.harness import FULL, SMOKE, time_variants
-from benchmarks.records import RESULTS, append_rows
+from benchmarks.records import RESULTS, append_rows, results_path
 from moecore import FSDPOptions, ParallelConfig, StashOptions, TrainStep, build_meshes
 from moecore import parallelize_moe as parallelize
 from moecore.models import Decoder, preset
@@ -174,7 +173,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--room", type=int, default=5, help="times the rows that come")
     parser.add_argument("--factor", type=float, default=1.1, help="of the pages")
     parser.add_argument("--row-factor", type=float, default=1.5, help="times the rows that come")
-    parser.add_argument("--results", type=Path, nargs="?", const=RESULTS / "skew")
+    parser.add_argument("--results", type=results_path, nargs="?", const=str(RESULTS / "skew"))
     return parser.parse_args()
 
 

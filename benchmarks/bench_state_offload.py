@@ -28,7 +28,6 @@ import statistics
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gate import ROOT
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from moecore import FSDPOptions, Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.train import AdamW, HostAdamW, StateOffload
@@ -109,7 +108,7 @@ def parse() -> argparse.Namespace:
     add("--timed", type=int, default=5, help="steps that do")
     add("--lr", type=float, default=1e-4)
     add("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    add("--results", type=Path, help="folder for the records")
+    add("--results", type=results_path, help="folder for the records")
     return parser.parse_args()
 
 

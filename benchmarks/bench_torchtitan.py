@@ -19,14 +19,13 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.records import append_rows
+from benchmarks.records import append_rows, results_path
 from moecore.models import DecoderConfig, preset
 from moecore.models.size import flops_per_token
 
@@ -160,7 +159,7 @@ def _arguments() -> argparse.Namespace:
     add("--batch-size", type=int, default=2)
     add("--seq-len", type=int, default=4096)
     add("--tiny", action="store_true", help="sizes for CPU ranks")
-    add("--results", type=Path)
+    add("--results", type=results_path)
     return parser.parse_args()
 
 

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +36,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.bench_pairs import seconds_per_step, start
-from benchmarks.records import RESULTS, append_rows
+from benchmarks.records import RESULTS, append_rows, results_path
 from moecore.attention.sequence import Sequence
 from moecore.base.torch_names import local_of
 from moecore.models import DecoderConfig, preset, tp_products
@@ -292,7 +291,7 @@ def _arguments() -> argparse.Namespace:
     add("--warm-up", type=int, default=3, help="steps of each variant that do not count")
     add("--steps", type=int, default=10, help="of a turn")
     add("--rounds", type=int, default=7, help="turns of each variant")
-    add("--results", type=Path, nargs="?", const=RESULTS / "tp")
+    add("--results", type=results_path, nargs="?", const=str(RESULTS / "tp"))
     return parser.parse_args()
 
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 from benchmarks.gate import ROOT
 from benchmarks.power import PowerLog
-from benchmarks.records import RESULTS, Environment
+from benchmarks.records import RESULTS, Environment, append_row, results_path
 from benchmarks.trace import Breakdown, table, trace
 from moecore.models.size import active_params, flops_per_token, num_params
 from moecore.moe.forced import force_even_load, force_load
@@ -195,7 +195,7 @@ def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--timed", type=int, default=10, help="steps that do")
     add("--against-bf16", action="store_true", help="of --precision: run without it before")
     add("--trace", action="store_true", help="profile one more step")
-    add("--results", type=Path, help="folder for the record")
+    add("--results", type=results_path, help="folder for the record")
     return parser.parse_known_args(arguments)
 
 
@@ -333,10 +333,7 @@ def report(row: Row, folder: Path | None) -> None:
         return
     command = shlex.join(["-m", "benchmarks.bench_train", *sys.argv[1:]])
     environment = dataclasses.replace(Environment.here(), command=command)
-    folder.mkdir(parents=True, exist_ok=True)
-    line = dataclasses.asdict(environment) | {k: _short(v) for k, v in row.items()}
-    with (folder / environment.file_name).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_row(folder, environment, {k: _short(v) for k, v in row.items()})
 
 
 def committed(row: Row) -> Row | None:

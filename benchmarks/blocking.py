@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import shlex
 import shutil
 import statistics
@@ -34,7 +33,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from benchmarks.records import RESULTS, Environment
+from benchmarks.records import RESULTS, Environment, append_row
 from moecore.io import Saver
 
 # Of a rank of Qwen3-30B-A3B with ep=8: 16 of 128 experts, everything else whole.
@@ -260,11 +259,8 @@ def describe(row: Row) -> str:
 
 def append(folder: Path, environment: Environment, row: Row) -> None:
     """Add a row with its environment to this day's file."""
-    fields = dataclasses.asdict(environment) | row
-    short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in fields.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / environment.file_name).open("a") as file:
-        file.write(json.dumps(short) + "\n")
+    short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
+    append_row(folder, environment, short)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gate import ROOT
+from benchmarks.records import TRIALS
 
 CARDS = ROOT / "benchmarks" / "cards"
 WARM_UP, TIMED = 40, 10  # steps: losses of the first and the last are the card's
@@ -44,7 +46,9 @@ def main() -> int:
     path = CARDS / f"{args.card}.toml"
     card = tomllib.loads(path.read_text())
     with tempfile.TemporaryDirectory() as folder:
-        code = subprocess.run(command(card, folder), cwd=ROOT, check=False).returncode
+        trial = {} if args.record else {TRIALS: folder}
+        typed = command(card, folder)
+        code = subprocess.run(typed, cwd=ROOT, env=os.environ | trial, check=False).returncode
         if code:
             return code
         (line,) = (

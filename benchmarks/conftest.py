@@ -73,6 +73,8 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         backends=tuple(config.getoption("--backend")),
         config=config,
     )
+    if not made.keeps_rows:
+        os.environ.setdefault(records.TRIALS, str(made.folder))
     if not has_gpu:  # a smoke test: on a busy host, threads mostly wait for each other
         torch.set_num_threads(1)
     made.print(f"records: {records.file_of(made.folder, made.environment)}")

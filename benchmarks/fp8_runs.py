@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Environment
+from benchmarks.records import Environment, destination
 
 BASE = "bf16"
 GATHERED = "-gathered"  # ends variants that differ from another one in what is gathered
@@ -163,6 +163,7 @@ def write(path: Path, common: dict[str, Any], runs: list[Run]) -> None:
     environment = dataclasses.replace(Environment.here(), command=command)
     listed = [rounded(dataclasses.asdict(run)) for run in runs]
     content = {"environment": dataclasses.asdict(environment), "settings": common, "runs": listed}
+    path = destination(path, environment.commit)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content) + "\n")
 

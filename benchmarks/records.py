@@ -2,12 +2,17 @@
 
 `benchmarks/results/<day>-<gpu>.jsonl` is appended to and committed; docs/benchmarks.md is made
 from it. All rows of one session carry the same date, so rows of one run can be found.
+
+A record names the commit that was measured. A tree with uncommitted changes, or an unknown commit,
+has no records: rows of a trial go to the folder in MOECORE_TRIALS instead, which nobody commits.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -25,6 +30,7 @@ from benchmarks.gate import ROOT, triton_version
 from benchmarks.harness import Timing
 
 RESULTS = ROOT / "benchmarks" / "results"
+TRIALS = "MOECORE_TRIALS"  # variable: the folder of rows that no commit stands behind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +40,10 @@ class Environment:
     Attributes:
         gpu: name of the device, "cpu" without one.
         torch, triton, cuda, driver, python: versions.
-        commit: of the repository, with "-dirty" when files differ; "unknown" without git.
+        commit: of the repository, or MOECORE_COMMIT where that is set, as on a host whose copy has
+            no history. It ends in "-dirty" when files differ; it is "unknown" without git.
+        tree: git's object id of `src` as it was on the disk, which `git rev-parse COMMIT:src`
+            prints for the commit of an honest record.
         date: UTC, start of the session.
         command: what was typed.
     """
@@ -46,6 +55,7 @@ class Environment:
     driver: str | None
     python: str
     commit: str
+    tree: str
     date: str
     command: str
 
@@ -61,6 +71,7 @@ class Environment:
             driver=_driver() if has_gpu else None,
             python=platform.python_version(),
             commit=_commit(),
+            tree=tree_id(ROOT / "src").hex(),
             date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             command=shlex.join(["pytest", *sys.argv[1:]]),
         )
@@ -193,8 +204,51 @@ def to_json(environment: Environment, row: Row) -> str:
     return json.dumps(short)
 
 
+def is_clean(commit: str) -> bool:
+    """Whether a commit's text names a commit, and no tree with changes beside it."""
+    return re.fullmatch(r"[0-9a-f]{7,40}", commit) is not None
+
+
+def results_path(text: str) -> Path:
+    """Return the folder or .jsonl file that an option names: the `type` of `--results`.
+
+    Raises:
+        argparse.ArgumentTypeError: if a record could not be written after the measurement.
+    """
+    try:
+        return destination(Path(text), _commit())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def destination(results: Path, commit: str) -> Path:
+    """Return where rows of this commit are written: `results`, or a path in the folder of trials.
+
+    Raises:
+        ValueError: if the commit is not clean and no folder of trials is set.
+    """
+    trials = os.environ.get(TRIALS)
+    if is_clean(commit):
+        return results
+    if trials is None:
+        raise ValueError(
+            f"commit ({commit}) of a record must be a commit without changes in src and benchmarks:"
+            f" commit them first, or set {TRIALS} to a folder for rows of a trial"
+        )
+    return Path(trials) / results.name if results.suffix else Path(trials)
+
+
 def file_of(results: Path, environment: Environment) -> Path:
-    """Return where records go: to `results` itself if it is a .jsonl file, else to one in it."""
+    """Return the file of this session's records, and make its folder.
+
+    Args:
+        results: a .jsonl file, or the folder of the file.
+        environment: of the session.
+
+    Raises:
+        ValueError: if the commit is not clean and no folder of trials is set.
+    """
+    results = destination(results, environment.commit)
     path = results if results.suffix == ".jsonl" else results / environment.file_name
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -214,9 +268,14 @@ def append_rows(
     environment = dataclasses.replace(Environment.here(), command=command)
     if num_gpus > 1:
         environment = dataclasses.replace(environment, gpu=f"{num_gpus} x {environment.gpu}")
+    for row in rows:
+        append_row(results, environment, row)
+
+
+def append_row(results: Path, environment: Environment, row: dict[str, Any]) -> None:
+    """Add a row that names its own columns to this session's file."""
     with file_of(results, environment).open("a") as file:
-        for row in rows:
-            file.write(json.dumps(dataclasses.asdict(environment) | row) + "\n")
+        file.write(json.dumps(dataclasses.asdict(environment) | row) + "\n")
 
 
 def load(folder: Path) -> list[dict[str, object]]:
@@ -247,11 +306,30 @@ def latest(records: list[dict[str, object]]) -> list[dict[str, object]]:
 
 def _commit() -> str:
     head = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
-    if head is None:
+    if head is None or "MOECORE_COMMIT" in os.environ:
         return os.environ.get("MOECORE_COMMIT", "unknown")
     measured = ("src", "benchmarks", ":(exclude)benchmarks/results")
     status = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", *measured)
     return f"{head}-dirty" if status else head
+
+
+def tree_id(folder: Path) -> bytes:
+    """Return git's object id of a folder as it is on the disk, caches of Python left out."""
+
+    def object_id(kind: str, content: bytes) -> bytes:
+        return hashlib.sha1(f"{kind} {len(content)}\0".encode() + content).digest()
+
+    entries = []
+    for path in folder.iterdir():
+        if path.is_dir() and path.name != "__pycache__":
+            entries.append(
+                (path.name + "/", "40000", tree_id(path))
+            )  # git sorts folders by "name/"
+        elif path.is_file():
+            mode = "100755" if os.access(path, os.X_OK) else "100644"
+            entries.append((path.name, mode, object_id("blob", path.read_bytes())))
+    lines = (f"{mode} {name.rstrip('/')}\0".encode() + sha for name, mode, sha in sorted(entries))
+    return object_id("tree", b"".join(lines))
 
 
 def _driver() -> str | None:

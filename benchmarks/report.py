@@ -35,6 +35,8 @@ Written by `make bench-docs` from the records in `benchmarks/results/`; edit nei
 A benchmark gives no number unless the tests of its op are green on the same machine: the first run
 also runs them, and remembers green ones until a file changes. Records go elsewhere with
 `--results DIR` or `MOECORE_RESULTS`; a host without git names the commit in `MOECORE_COMMIT`.
+A tree with uncommitted changes has no records: with `MOECORE_TRIALS=DIR` the rows of a trial are
+written to DIR.
 Without a GPU `pytest benchmarks` is a smoke test of the harness and keeps no record.
 
 How to read the rows:

@@ -42,7 +42,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +51,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.fp8_runs import BASE, GATHERED, Run, load_runs, points, summary, write
 from benchmarks.gate import ROOT
+from benchmarks.records import results_path
 from benchmarks.text import Text, installed_folders, read_text
 from moecore import (
     BalanceConfig,
@@ -418,7 +418,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--bytes-per-token", type=int, default=1, choices=(1, 2), help="256 or 65,536 tokens")
     add("--probe-every", type=int, default=50, help="steps between gradient cosines; 0 = none")
     add("--device", default=here, choices=tuple(SIZES), help="chooses the size too")
-    add("--json", type=Path, help="file of the curves; runs of other seeds in it stay")
+    add("--json", type=results_path, help="file of the curves; runs of other seeds in it stay")
     args = parser.parse_args(arguments)
     for name, least in (("steps", 1), ("batch_size", 1), ("probe_every", 0)):
         value = getattr(args, name)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks import records, report
+from benchmarks.gate import ROOT
 from benchmarks.harness import Timing
 from benchmarks.records import Environment, Row
 
@@ -19,7 +22,8 @@ HERE = Environment(
     cuda="13.0",
     driver="580",
     python="3.12",
-    commit="abc",
+    commit="abcdef0",
+    tree="0" * 40,
     date="2026-01-01T00:00:00Z",
     command="pytest benchmarks",
 )
@@ -57,7 +61,7 @@ def test_a_hand_made_record_gives_the_right_row() -> None:
     page = report.make_page([forward, layer_row(peak_bytes=3 * 2**29, syncs=0, saved_ratio=1.02)])
     cells = "| qwen3-30b | learned | triton | 4.00 | 1.100 | 12.00 (11.50-13.25) | 1.200 | 10.00 "
     assert cells + "| 800 | 1.00 | 1.020 | 1.50 | 9 | 0 |\n" in page
-    assert "- 2026-01-01T00:00:00Z, commit abc, torch 2.11.0, triton 3.6.0" in page
+    assert "- 2026-01-01T00:00:00Z, commit abcdef0, torch 2.11.0, triton 3.6.0" in page
 
 
 def test_the_last_record_wins_and_the_forward_must_be_of_its_run() -> None:
@@ -133,6 +137,52 @@ def test_lines_are_appended_and_read_back_oldest_first(tmp_path: Path) -> None:
     assert found[0]["ms"] == 1.23457
     issue = "gpu torch commit date op shape routing ms baseline_ms ratio saved_bytes peak_bytes"
     assert set(issue.split()) <= set(found[0])
+
+
+def test_a_tree_with_changes_has_no_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Row(op="route", shape="tiny", routing="even", backend="x", **dataclasses.asdict(TIMING))
+    for commit in ("abcdef0-dirty", "unknown"):
+        here = dataclasses.replace(HERE, commit=commit)
+        monkeypatch.setenv("MOECORE_COMMIT", commit)
+        with pytest.raises(argparse.ArgumentTypeError, match=f"commit .{commit}. of a record"):
+            records.results_path(str(tmp_path))
+        with pytest.raises(ValueError, match=f"commit .{commit}. of a record must be"):
+            records.append(tmp_path / "results", here, row)
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setenv("MOECORE_TRIALS", str(tmp_path / "trials"))
+    records.append(tmp_path / "results", here, row)
+    assert [p.name for p in tmp_path.iterdir()] == ["trials"]
+
+
+def test_a_record_names_the_tree_that_was_measured(tmp_path: Path) -> None:
+    for name in ("a.py", "a/b.py", "a.b/c.sh", "a/__pycache__/d.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "a.b/c.sh").chmod(0o755)
+    found = records.tree_id(tmp_path).hex()
+    _git(tmp_path, "init", "-q")
+    _git(tmp_path, "add", "a.py", "a/b.py", "a.b/c.sh")
+    assert found == _git(tmp_path, "write-tree")
+
+
+def test_committed_records_are_of_clean_commits() -> None:
+    """Records before this rule had "-dirty" commits, and no tree."""
+    for path in records.RESULTS.rglob("*.jsonl"):
+        for row in map(json.loads, path.read_text().splitlines()):
+            if "tree" in row:
+                assert records.is_clean(row["commit"]), (path, row["date"])
+                committed = _git(ROOT, "rev-parse", "--verify", "-q", row["commit"] + ":src")
+                assert committed in ("", row["tree"]), (path, row["date"])
+            else:
+                assert row["date"] < "2026-11-29", path
+
+
+def _git(folder: Path, *words: str) -> str:
+    return subprocess.run(
+        ["git", "-C", folder, *words], capture_output=True, text=True
+    ).stdout.strip()
 
 
 @pytest.mark.parametrize(("line", "message"), [("{", "must be a JSON"), ("{}", "must have the f")])
