@@ -9,6 +9,7 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.moe.test_a" name="two[x]" time="2.25"><failure /></testcase>
 <testcase classname="tests.moe.test_a" name="three" time="0"><error /></testcase>
 <testcase classname="tests.moe.test_b" name="four" time="0.1"><skipped /></testcase>
+<testcase time="0.0" />
 </testsuite></testsuites>"""
 
 
