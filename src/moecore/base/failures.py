@@ -7,18 +7,28 @@ writes its own to the store of the default process group, where they find it:
     rank 0    "Connection closed by peer"       ->  RankError: rank 1 failed in micro-batch 2 of 4
 
 The store is read and written after an error alone: no thread, no collective, no time of a step.
+
+Outside of a step, where one collective more costs nothing, `share_errors` does better: every rank
+joins one all-reduce after its local checks, so a refusal of one rank is raised by all ranks while
+all of them are alive.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from moecore.base.agreement import Group, gather
+from moecore.base.torch_names import object_device_type
+
+T = TypeVar("T")
 KEY = "moecore/failures"
 GRACE_S = 2.0  # how long a rank waits for the others' records: they see one event at one time
 LONGEST, SHORT = 500, 120  # characters of an error, and of one of transport
@@ -47,6 +57,74 @@ def known_to_others(where: str) -> Iterator[None]:
             error.is_known_to_others = True  # type: ignore[attr-defined]
             _write(where, error, waits=False)
         raise
+
+
+@contextmanager
+def share_errors(group: Group = None) -> Iterator[None]:
+    """Return a context after which every rank of a group raises the error of its first rank.
+
+    Collective: one all-reduce of one number, with a host sync, after the body. If a rank has an
+    error, a second collective sends the errors. Every rank then raises the same type and line,
+    which names the rank unless all ranks have the same error. The body must not communicate before
+    it raises, because the other ranks would wait for it.
+
+    Raises:
+        Exception: the error of the first rank that has one.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if _is_alone(group):
+        if error is not None:
+            raise error
+        return
+    try:
+        errors = _errors_of_all(error, group)
+    except Exception as of_transport:
+        raise (of_transport if error is None else error) from None
+    ranks = [rank for rank, one in enumerate(errors) if one is not None]
+    if not ranks:
+        return
+    is_known = len({str(one) for one in errors}) == 1  # every rank has this error itself
+    first = error if error is not None and ranks[0] == dist.get_rank(group) else errors[ranks[0]]
+    assert first is not None
+    if not is_known and first.args == (str(first),):
+        rank = dist.get_process_group_ranks(group or dist.group.WORLD)[ranks[0]]
+        first.args = (f"{first} (on rank {rank})",)
+    raise first
+
+
+def on_every_rank(action: Callable[[], T], group: Group = None) -> T:
+    """Run an action on every rank of a group and return its result, as in `share_errors`."""
+    with share_errors(group):
+        return action()
+
+
+def _is_alone(group: Group) -> bool:
+    if not dist.is_initialized() or dist.get_backend(group) == "fake":
+        return True
+    return dist.get_world_size(group) == 1
+
+
+def _errors_of_all(error: Exception | None, group: Group) -> list[Exception | None]:
+    """Return the error of each rank of a group, by rank; [] if there is none. Collective."""
+    device_type = object_device_type(group or dist.group.WORLD)
+    has_failed = torch.tensor(error is not None, dtype=torch.int64, device=device_type)
+    dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=group)
+    if not has_failed.item():
+        return []
+    return gather(None if error is None else sendable(error), group)
+
+
+def sendable(error: Exception) -> Exception:
+    """Return the error, or a RuntimeError with its text if pickle cannot restore the error."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def explained(where: str, error: Exception) -> str:

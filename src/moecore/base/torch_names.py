@@ -349,6 +349,11 @@ def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     return _backends(group)[device_type] == "gloo"
 
 
+def object_device_type(group: dist.ProcessGroup) -> str:
+    """Return the device type of small tensors that a group exchanges: "cpu" where it can."""
+    return "cpu" if "cpu" in (names := _backends(group)) else next(iter(names))
+
+
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Return device type -> backend."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"

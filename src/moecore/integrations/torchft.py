@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.failures import share_errors
 from moecore.base.fields import Count, CountOrZero, Positive, check_arguments
 from moecore.base.torch_names import local_of
 from moecore.io.checkpoint.in_memory import load_rank_state, rank_state
@@ -103,14 +104,16 @@ class Replicas:
         min_replicas: Count = 1,
         timeout_s: Positive = 60.0,
     ) -> None:
-        check_arguments(Replicas.__init__, locals())
-        self._records = attached_in(model)
-        request = self._records[0].request
-        if request.loss != "mean":
-            raise ValueError(
-                f"loss ({request.loss!r}) of parallelize_moe must be 'mean' with replicas: their "
-                "number, and so the tokens of a step, changes"
-            )
+        arguments = locals()
+        with share_errors():
+            check_arguments(Replicas.__init__, arguments)
+            self._records = attached_in(model)
+            request = self._records[0].request
+            if request.loss != "mean":
+                raise ValueError(
+                    f"loss ({request.loss!r}) of parallelize_moe must be 'mean' with replicas: "
+                    "their number, and so the tokens of a step, changes"
+                )
         self._model, self._optimizer, self._step = model, optimizer, step
         self._scheduler = scheduler
         self._device = request.meshes.device

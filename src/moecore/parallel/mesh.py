@@ -26,8 +26,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moecore.base.agreement import check_same, fields_of, gather
+from moecore.base.failures import share_errors
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments
-from moecore.base.torch_names import default_timeout, inherit_timeout, is_inside
+from moecore.base.torch_names import (
+    default_timeout,
+    inherit_timeout,
+    is_inside,
+    object_device_type,
+)
 from moecore.moe.dispatch.peer_memory import own_fabric
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -196,23 +202,31 @@ def build_meshes(
         ValueError: when the degrees do not multiply to the world size, or differ between ranks, and
             when `ranks_per_domain` does not divide the world size.
     """
-    check_arguments(build_meshes, locals())
+    arguments = locals()
     has_gpu = torch.cuda.is_available()
-    device_type = device_type or ("cuda" if has_gpu else "cpu")
-    if device_type == "cuda" and not has_gpu:
-        raise ValueError("device_type ('cuda') must be 'cpu' on this host: torch sees no GPU")
-    world_size = (
-        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    )
-    p = parallel.resolve(world_size)
-    domain = _ranks_per_domain(ranks_per_domain, world_size)
+    if not dist.is_initialized() and "RANK" in os.environ:  # ranks share errors in this group
+        start_process_group("cuda" if has_gpu and device_type != "cpu" else "cpu")
+    with share_errors():
+        check_arguments(build_meshes, arguments)
+        device_type = device_type or ("cuda" if has_gpu else "cpu")
+        if device_type == "cuda" and not has_gpu:
+            raise ValueError("device_type ('cuda') must be 'cpu' on this host: torch sees no GPU")
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        p = parallel.resolve(world_size)
+        domain = _ranks_per_domain(ranks_per_domain, world_size)
     if not dist.is_initialized():
         start_process_group(device_type)
 
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     inherit_timeout(world.get_group())
-    given = {**fields_of(p), "ranks_per_domain": ranks_per_domain}
-    check_same(given, device_type)  # before the groups, which other degrees would mix up
+    given = {
+        **fields_of(p),
+        "ranks_per_domain": ranks_per_domain,
+        "device_type": device_type,
+    }
+    check_same(
+        given, object_device_type(world.get_group())
+    )  # before the groups, which other degrees would mix up
     if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:
         domain = ranks_of_fabrics(own_fabric()) or domain
     dense = _fold(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.agreement import comparable
+from moecore.base.agreement import comparable, gather
 from moecore.base.torch_names import all_gather_single
 from moecore.parallel.mesh import Meshes
 
@@ -64,7 +64,7 @@ def agree(
     all_gather_single(found, mine)
     rows: list[list[int]] = found.unflatten(0, (-1, len(mine))).tolist()
     if any(row[1] for row in rows):
-        raise ValueError(problem or "rollouts of another rank must be right: see its error")
+        raise ValueError(next(text for text in gather(problem) if text is not None))
     if len({row[5] for row in rows}) > 1:
         raise ValueError(
             f"{', '.join(alike)} must be the same on all ranks: pass them alike everywhere"

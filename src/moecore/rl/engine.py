@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.failures import known_to_others
+from moecore.base.agreement import check_same
+from moecore.base.failures import known_to_others, share_errors
 from moecore.base.fields import Count, check_arguments
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.attached import attached
@@ -116,28 +117,34 @@ class Engine:
         reference: nn.Module | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        check_arguments(Engine.__init__, locals())
-        found = attached(model)
-        if found is None:
-            raise ValueError(
-                f"model ({type(model).__name__}) must be parallelized: call parallelize_moe first"
-            )
-        if step.model is not model:
-            raise ValueError(
-                f"step (of a {type(step.model).__name__}) must be of the model: pass "
-                "TrainStep(model, optimizer)"
-            )
-        if found.request.is_dynamic:
-            raise NotImplementedError("ContextOptions.dynamic (True) must be False for an Engine")
-        self._is_invariant = batch_invariant
-        for one in (model, reference) if batch_invariant else ():
-            if one is not None and (of := attached(one)) is not None:
-                check_invariant(one, of)
-        self.model, self.step = model, step
-        self._request, self._pipeline = found.request, found.pipeline
-        self._meshes = found.request.meshes
-        self._layers = RoutedLayers.of(model, self._meshes)
-        self._limits = RowLimits.of(max_tokens, self._meshes.parallel)
+        arguments = locals()
+        with share_errors():
+            check_arguments(Engine.__init__, arguments)
+            found = attached(model)
+            if found is None:
+                raise ValueError(
+                    f"model ({type(model).__name__}) must be parallelized: call parallelize_moe "
+                    "first"
+                )
+            if step.model is not model:
+                raise ValueError(
+                    f"step (of a {type(step.model).__name__}) must be of the model: pass "
+                    "TrainStep(model, optimizer)"
+                )
+            if found.request.is_dynamic:
+                raise NotImplementedError(
+                    "ContextOptions.dynamic (True) must be False for an Engine"
+                )
+            self._is_invariant = batch_invariant
+            for one in (model, reference) if batch_invariant else ():
+                if one is not None and (of := attached(one)) is not None:
+                    check_invariant(one, of)
+            self.model, self.step = model, step
+            self._request, self._pipeline = found.request, found.pipeline
+            self._meshes = found.request.meshes
+            self._layers = RoutedLayers.of(model, self._meshes)
+            self._limits = RowLimits.of(max_tokens, self._meshes.parallel)
+        check_same({"reference is None": reference is None}, self._meshes.device_type)
         self._reference = None if reference is None else TrainStep(reference)
         steps = [step, *filter(None, [self._reference])]
         sizes = [_vocab_size_of(one.model) for one in steps]

@@ -12,14 +12,14 @@ Legend: T tokens of this rank, K experts per token, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.failures import share_errors
 from moecore.base.fields import Count, CountOrZero, check_arguments
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name
@@ -157,10 +157,12 @@ class RouterReplay:
                 captures a forward, and in backward for a recompute that belongs to no known forward
                 and nothing was selected.
         """
-        check_arguments(RouterReplay.replay, locals())
-        self._agree(lambda: _check(choices, weights, self.layers))
-        self._check_unrecorded(unrecorded)
-        refuse_taken(self._routers)
+        arguments = locals()
+        with self._share_errors():
+            check_arguments(RouterReplay.replay, arguments)
+            _check(choices, weights, self.layers)
+            self._check_unrecorded(unrecorded)
+            refuse_taken(self._routers)
         records = _on_devices(choices, self.layers)
         given = None if weights is None else _weights_on_devices(weights, records)
         run = TapeReplay(self.model, self._routers, records, given, fill=unrecorded == "route")
@@ -174,22 +176,11 @@ class RouterReplay:
         if strict:
             run.check_all_used()
 
-    def _agree(self, check: Callable[[], None]) -> None:
-        """Run a check of this rank's data; raise on every rank when it fails on one."""
-        error: ValueError | None = None
-        try:
-            check()
-        except ValueError as caught:
-            error = caught
+    def _share_errors(self) -> AbstractContextManager[None]:
+        """Return a context whose errors all data ranks raise; of this rank if it has no others."""
         layer = next(iter(self.layers.values()))
         group = layer.tracker.groups.global_batch
-        if group is not None:
-            failed = torch.tensor(int(error is not None), device=layer.part("router").weight.device)
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-            if int(failed) and error is None:
-                raise ValueError("choices of another rank must fit its layers: see its error")
-        if error is not None:
-            raise error
+        return nullcontext() if group is None else share_errors(group)
 
     def select(self, forward: CountOrZero | None) -> None:
         """Use this entry of each layer's list in forwards until `replay` ends; None = the next one.

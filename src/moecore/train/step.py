@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.base.agreement import check_same, optimizer_entries, trained_entries
-from moecore.base.failures import known_to_others
+from moecore.base.failures import known_to_others, share_errors
 from moecore.base.fields import Count, MaxNorm, check_arguments
 from moecore.base.torch_names import mark
 from moecore.moe.pairs import Pairs
@@ -87,24 +87,28 @@ class TrainStep:
         num_micro_batches: NumMicroBatches = 1,
         loss_scale: DynamicLossScale | None = None,
     ) -> None:
-        check_arguments(TrainStep.__init__, locals())
-        max_norm = math.inf if max_norm is None else max_norm
-        models = [model] if isinstance(model, nn.Module) else list(model)
-        if not models:
-            raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")
-        self._states = [moe_state(one) for one in models]
-        records = [record for one in models for record in attached_in(one)]
-        self._pipeline = records[0].pipeline if len(models) == 1 else None
-        self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
-        several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        self.optimizers = list(several or ())
-        if optimizer is not None and not self.optimizers:
-            raise ValueError("optimizer ([]) must be one, several or None: leave it out")
-        if self.optimizers or loss_scale is not None:
-            refuse_on_meta(self.model, "optimizer" if self.optimizers else "loss scale")
-        for one in models:
-            check_loss_scale(one, loss_scale)
-        refuse_earlier(self.model, self.optimizers)
+        arguments = locals()
+        with share_errors():
+            check_arguments(TrainStep.__init__, arguments)
+            max_norm = math.inf if max_norm is None else max_norm
+            models = [model] if isinstance(model, nn.Module) else list(model)
+            if not models:
+                raise ValueError(
+                    "model ([]) must be at least one model: pass that of parallelize_moe"
+                )
+            self._states = [moe_state(one) for one in models]
+            records = [record for one in models for record in attached_in(one)]
+            self._pipeline = records[0].pipeline if len(models) == 1 else None
+            self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
+            several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+            self.optimizers = list(several or ())
+            if optimizer is not None and not self.optimizers:
+                raise ValueError("optimizer ([]) must be one, several or None: leave it out")
+            if self.optimizers or loss_scale is not None:
+                refuse_on_meta(self.model, "optimizer" if self.optimizers else "loss scale")
+            for one in models:
+                check_loss_scale(one, loss_scale)
+            refuse_earlier(self.model, self.optimizers)
         request = self._request = records[0].request
         # Ranks that differ would scale, clip, step or wait differently: all of them raise.
         entries = {

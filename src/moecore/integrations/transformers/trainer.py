@@ -40,6 +40,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
+from moecore.base.failures import share_errors
 from moecore.integrations.transformers.arguments import (
     check_accelerator,
     check_arguments,
@@ -95,23 +96,25 @@ class MoETrainer(Trainer):
                 "MoETrainer: call get_peft_model before parallelize_moe"
             )
         super().__init__(*args, **kwargs)
-        refuse_earlier(self.model, self.optimizer)
-        self._steps = ScheduledSteps(self) if is_dynamic(self.model) else None
-        cp = moe_state(self.model).groups.cp
-        if (cp > 1 or self._steps) and self.compute_metrics is not None:
-            raise ValueError(
-                f"compute_metrics must be None with ParallelConfig.cp ({cp}) > 1 "
-                "or ContextOptions.dynamic, where a rank has the logits of its own tokens: "
-                "evaluate the loss alone"
-            )
+        with share_errors():
+            refuse_earlier(self.model, self.optimizer)
+            self._steps = ScheduledSteps(self) if is_dynamic(self.model) else None
+            cp = moe_state(self.model).groups.cp
+            if (cp > 1 or self._steps) and self.compute_metrics is not None:
+                raise ValueError(
+                    f"compute_metrics must be None with ParallelConfig.cp ({cp}) > 1 "
+                    "or ContextOptions.dynamic, where a rank has the logits of its own tokens: "
+                    "evaluate the loss alone"
+                )
         self._root = Path(self.args.output_dir) / "checkpoints"
         self._saver: Saver | None = None
         self.add_callback(_StepOwner(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Accelerator, after the first look at model and arguments."""
-        check_arguments(self.args)
-        check_model(self.model, self.args)
+        with share_errors():
+            check_arguments(self.args)
+            check_model(self.model, self.args)
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
         self.accelerator.__class__ = ShardedAccelerator  # Trainer makes its own and takes none

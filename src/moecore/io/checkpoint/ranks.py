@@ -6,7 +6,6 @@ raises the same one and none waits for a rank that has given up.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +14,8 @@ import torch.distributed as dist
 
 from moecore.base.agreement import Group as Group
 from moecore.base.agreement import gather as gather
+from moecore.base.failures import on_every_rank as on_every_rank
+from moecore.base.failures import sendable
 
 T = TypeVar("T")
 
@@ -38,33 +39,11 @@ def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
         try:
             outcome[0] = action()
         except Exception as error:
-            outcome[1] = _sendable(error)
+            outcome[1] = sendable(error)
     dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
-
-
-def on_every_rank(action: Callable[[], T], group: Group = None) -> T:
-    """Run an action everywhere; raise on every rank the error of the first rank that has one."""
-    error: Exception | None = None
-    try:
-        result = action()
-    except Exception as caught:
-        error = _sendable(caught)
-    for first in gather(error, group):
-        if first is not None:
-            raise first
-    return result
-
-
-def _sendable(error: Exception) -> Exception:
-    """Return the error, or one with its text where pickle loses it: the others would wait."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def check_same_path(path: Path) -> None:

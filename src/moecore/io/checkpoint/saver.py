@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.failures import share_errors
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.torch_names import default_timeout
 from moecore.io.checkpoint.directory import Step, directory_of, discard
@@ -77,8 +78,10 @@ class Saver:
         config: object = None,
         progress: Progress | None = None,
     ) -> None:
-        check_arguments(Saver.__init__, locals())
-        refuse_earlier(model, optimizer)
+        arguments = locals()
+        with share_errors():
+            check_arguments(Saver.__init__, arguments)
+            refuse_earlier(model, optimizer)
         self._model, self._optimizer = model, optimizer
         self._lock = RunLock(Path(root))
         self._scheduler, self._keep, self._config = scheduler, keep, config
@@ -144,8 +147,10 @@ class Saver:
             RuntimeError: when a rank has no memory for the copies; the draft is removed.
             OSError: when a rank could not write; of the save before, or with `wait` of this one.
         """
-        check_arguments(Saver.save, locals())
-        self._check_open()
+        arguments = locals()
+        with share_errors():
+            check_arguments(Saver.save, arguments)
+            self._check_open()
         self._finish()
         snapshot = on_every_rank(lambda: self._snapshot(step, extra), self._group)
         check_rank_agreement(snapshot, self._group)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from moecore.base.failures import share_errors
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.torch_names import local_of
 from moecore.io.checkpoint.comparison import (
@@ -115,10 +116,10 @@ def save(
         OSError: when another job writes to `root`, before anything is written; when a rank could
             not write. Nothing changed for `latest` then.
     """
-    check_arguments(save, locals())
-    snapshot = on_every_rank(
-        lambda: take_snapshot(step, model, optimizer, extra, scheduler=scheduler, config=config)
-    )
+    arguments = locals()
+    with share_errors():
+        check_arguments(save, arguments)
+        snapshot = take_snapshot(step, model, optimizer, extra, scheduler=scheduler, config=config)
     check_rank_agreement(snapshot)
     snapshot = join_stages(snapshot)
     lock = RunLock(Path(root))
@@ -167,7 +168,9 @@ def load(
         ValueError: when the checkpoint is damaged or does not fit, before anything is changed.
         OSError: when a rank could not read; the model may then be part old, part new.
     """
-    check_arguments(load, locals())
+    arguments = locals()
+    with share_errors():
+        check_arguments(load, arguments)
     path, meter = Path(path), Meter(progress)
     check_same_path(path)
     manifest = on_first_rank(lambda: read_manifest(path))
@@ -312,7 +315,9 @@ def verify(
         ValueError: on every rank, naming the first damaged file.
         OSError: when a rank could not read.
     """
-    check_arguments(verify, locals())
+    arguments = locals()
+    with share_errors():
+        check_arguments(verify, arguments)
     manifest = on_first_rank(lambda: read_manifest(Path(path)))
     verify_files(Path(path), manifest, how, Meter(progress))
     return manifest

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore.base.failures import share_errors
 from moecore.base.fields import NumBytes, check_arguments
 from moecore.io.checkpoint.files import sync, write_new
 from moecore.io.checkpoint.meter import Meter, Progress
@@ -94,14 +95,12 @@ def export_hf(
         NotImplementedError: when the layout has no name for a tensor.
         OSError: on every rank, when one could not write; nothing is left behind.
     """
-    check_arguments(export_hf, locals())
-    started, path, meter = time.monotonic(), Path(path), Meter(progress)
-
-    def checked() -> None:
+    arguments = locals()
+    with share_errors():
+        check_arguments(export_hf, arguments)
+        started, path, meter = time.monotonic(), Path(path), Meter(progress)
         check_target(path, dtype)
         refuse_unmerged(model)
-
-    on_every_rank(checked)
     plan = plan_export(model, config, dtype, layout)
     shards = fill_shards(plan.items, max_shard_bytes)
     collector = RankCollector(plan.tensors, plan.holders, plan.items, plan.device)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moecore.base.failures import share_errors
 from moecore.base.fields import Seed, check_arguments
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.config_differences import own_config
@@ -120,17 +121,18 @@ def load_hf(
         NotImplementedError: for a model whose Hugging Face names are not known.
         OSError: on every rank, when one could not read; the model may then be part old, part new.
     """
-    check_arguments(load_hf, locals())
-    started, path = time.monotonic(), Path(path)
-    whole, model = model, adapted(model)
+    arguments = locals()
+    with share_errors():
+        check_arguments(load_hf, arguments)
+        started, path = time.monotonic(), Path(path)
+        whole, model = model, adapted(model)
     # Rank 0 reads headers and config for all: thousands of ranks would read the same.
     table, config = on_first_rank(lambda: (read_headers(path), read_json(path / CONFIG)))
     with HFFiles(path, table) as files:
-        sources, problems = find_sources(files, config.get("quantization_config"))
-        problems += _config_problems(path, model, config, strict=strict)
-        plan = on_every_rank(
-            lambda: _make_plan(files, model, sources, problems, strict=strict, cast=cast)
-        )
+        with share_errors():
+            sources, problems = find_sources(files, config.get("quantization_config"))
+            problems += _config_problems(path, model, config, strict=strict)
+            plan = _make_plan(files, model, sources, problems, strict=strict, cast=cast)
         if find_stages(model)[1] is not None:  # what other stages take is not left over
             kept = set.intersection(*map(set, gather(plan.left_over)))
             plan.left_over = [name for name in plan.left_over if name in kept]
