@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,15 +29,19 @@ from moecore import (
     MoELayer,
     NVLinkOptions,
     ParallelConfig,
+    TrainStep,
     build_meshes,
     clip_grad_norm_,
     parallelize_moe,
 )
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import moe_state
+from moecore.parallel.pipeline.config import PipelineConfig
 from tests.helpers.ranks import run_ranks
 from tests.parallel.shard.units import units
 
@@ -106,7 +113,11 @@ def built(make: Callable[..., nn.Module] = make_model, /, **options: Any) -> Bui
 BALANCE, OTHER_BALANCE = BalanceConfig(sequence_coef=0.1), BalanceConfig(sequence_coef=0.2)
 # What the last rank does, what the others do, and the item that the error names.
 DIFFERENT: dict[str, tuple[Built, Built, str]] = {
-    "loss": (built(loss="sum"), built(), "loss ('sum' on rank 3) must be the same on every rank"),
+    "loss": (
+        built(loss="sum"),
+        built(),
+        "loss ('sum' on rank 3, 'mean' on rank 0) must be the same on every rank",
+    ),
     "dispatcher": (built(dispatcher="allgather"), built(), "dispatcher ('allgather' on"),
     "experts": (built(expert_backend="sequential"), built(), "expert_backend ('sequential' on"),
     "recompute": (
@@ -137,27 +148,281 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
         "NVLinkOptions.row_factor (3.0 on",
     ),
     "fp8_dispatch": (built(fp8_dispatch=True), built(), "fp8_dispatch (True on"),
-    "layers": (built(make_model, layers=2), built(), "names of parameters and buffers (["),
+    "layers": (built(make_model, layers=2), built(), "names of parameters and buffers (...'1."),
     "meta": (built(make_model, device="meta"), built(), "is_meta of 0.weight (True on"),
     "shape": (
         built(make_model, config=replace(CONFIG, num_experts=16)),
         built(),
-        "shape of 1.router.weight ((16, 32) on rank 3) and",
+        "shape of 1.router.weight ((16, 32) on rank 3, (8, 32) on rank 0) and",
     ),
     "dtype": (built(rounded), built(), "dtype of 0.weight (torch.bfloat16 on"),
     "frozen": (built(frozen), built(), "requires_grad of 1.experts.w2 (False on"),
     "top_k": (
         built(make_model, config=replace(CONFIG, top_k=3)),
         built(),
-        "configuration of 1: MoEConfig.top_k (3 on",
+        "value of 1.config.top_k (3 on rank 3, 2 on rank 0) and",
     ),
     "own balance": (
         built(make_model, config=replace(CONFIG, balance=BALANCE)),
         built(),
-        "configuration of 1: MoEConfig.balance (BalanceConfig(",
+        "value of 1.config.balance.sequence_coef (0.1 on rank 3, 0.0 on rank 0) and",
     ),
 }
 MAKES = ("layers", "device", "config")
+
+
+class Scaled(nn.Linear):
+    """A user's module, whose attributes decide numbers."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(32, 32)
+        vars(self).update(attributes)
+
+
+def scaled(**attributes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), Scaled(**attributes), MoELayer(CONFIG))
+
+
+def decoder(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder(replace(DENSE, **changes))
+
+
+def with_adapter(alpha: int) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"])
+    return peft.get_peft_model(hf_dense(), options)
+
+
+def times(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * factor
+
+
+def multiplied_by(factor: float) -> Callable[[Tensor], Tensor]:
+    def multiply(x: Tensor) -> Tensor:
+        return x * factor
+
+    return partial(multiply)
+
+
+FOLDED, STAGES = ParallelConfig(ep=2), ParallelConfig(pp=2, dp_shard=2)
+PIPELINE = dict(pipeline=PipelineConfig(schedule="1f1b"))
+Make = Callable[[], nn.Module]
+# Mesh, the last rank's model, that of the others, and what the error says on the last rank.
+OTHER_MODELS: dict[str, tuple[ParallelConfig, Make, Make, str]] = {
+    "a number": (
+        FOLDED,
+        lambda: scaled(alpha=0.25),
+        lambda: scaled(alpha=0.5),
+        "value of 1.alpha (0.25 on rank 3, 0.5 on rank 0) must be the same on every rank",
+    ),
+    "a missing number": (
+        FOLDED,
+        lambda: scaled(alpha=0.25),
+        lambda: scaled(),
+        "value of 1.alpha (0.25 on rank 3, missing on rank 0) must",
+    ),
+    "a private number": (
+        FOLDED,
+        lambda: scaled(_alpha=0.25),
+        lambda: scaled(_alpha=0.5),
+        "value of 1._alpha (0.25 on rank 3, 0.5 on rank 0) must",
+    ),
+    "a tuple": (
+        FOLDED,
+        lambda: scaled(scales=(1, 2.0)),
+        lambda: scaled(scales=(1, 3.0)),
+        "value of 1.scales ((1, 2.0) on rank 3, (1, 3.0) on rank 0) must",
+    ),
+    "a dtype": (
+        FOLDED,
+        lambda: scaled(compute=torch.float64),
+        lambda: scaled(compute=None),
+        "value of 1.compute (torch.float64 on rank 3, None on rank 0) must",
+    ),
+    "a function": (
+        FOLDED,
+        lambda: scaled(act=nn.functional.silu),
+        lambda: scaled(act=torch.tanh),
+        "value of 1.act (torch.nn.functional.silu on rank 3, torch._VariableFunctionsClass.tan",
+    ),
+    "a lambda's factor": (
+        FOLDED,
+        lambda: scaled(act=times(2.0)),
+        lambda: scaled(act=times(3.0)),
+        "value of 1.act (tests.test_parallelize_ranks.times.<locals>.<lambda> ",
+    ),
+    "a tensor": (
+        FOLDED,
+        lambda: scaled(scale=torch.tensor(0.5)),
+        lambda: scaled(scale=torch.tensor(2.0)),
+        "value of 1.scale (0.5 on rank 3, 2.0 on rank 0) must",
+    ),
+    "a record in a record": (
+        FOLDED,
+        lambda: scaled(config={"inner": SimpleNamespace(beta=0.1)}),
+        lambda: scaled(config={"inner": SimpleNamespace(beta=0.2)}),
+        "value of 1.config.inner.beta (0.1 on rank 3, 0.2 on rank 0) must",
+    ),
+    "a class": (
+        FOLDED,
+        lambda: nn.Sequential(make_model(), nn.SiLU()),
+        lambda: nn.Sequential(make_model(), nn.Tanh()),
+        "value of 1.__class__ (torch.nn.modules.activation.SiLU on rank 3, torch.nn.",
+    ),
+    "dropout": (
+        FOLDED,
+        lambda: nn.Sequential(make_model(), nn.Dropout(0.1)),
+        lambda: nn.Sequential(make_model(), nn.Dropout(0.2)),
+        "value of 1.p (0.1 on rank 3, 0.2 on rank 0) must",
+    ),
+    "rope_theta": (
+        ParallelConfig(tp=2),
+        lambda: decoder(rope_theta=5000.0),
+        decoder,
+        "value of config.rope_theta (5000.0 on rank 3, 10000.0 on rank 0)",
+    ),
+    "windows": (
+        ParallelConfig(cp=2),
+        lambda: decoder(windows=(4,)),
+        decoder,
+        "value of config.windows ((4,) on rank 3, () on rank 0)",
+    ),
+    "norm_eps of two stages": (
+        STAGES,
+        lambda: decoder(norm_eps=1e-3),
+        decoder,
+        "value of config.norm_eps (0.001 on rank 3, 1e-06 on rank 0)",
+    ),
+    "mtp_repeats": (
+        ParallelConfig(),
+        lambda: decoder(num_mtp_layers=1, mtp_loss_coef=0.1, mtp_repeats=2),
+        lambda: decoder(num_mtp_layers=1, mtp_loss_coef=0.1),
+        "value of config.mtp_repeats (2 on rank 3, 1 on rank 0)",
+    ),
+    "attention_dropout": (
+        ParallelConfig(),
+        lambda: hf_dense(attention_dropout=0.5),
+        lambda: hf_dense(),
+        "value of config.attention_dropout (0.5 on rank 3, 0.0 on rank 0)",
+    ),
+    "rms_norm_eps": (
+        ParallelConfig(tp=2),
+        lambda: hf_dense(rms_norm_eps=1e-3),
+        lambda: hf_dense(),
+        "value of config.rms_norm_eps (0.001 on rank 3, 1e-06 on rank 0)",
+    ),
+    "alpha of an adapter": (
+        ParallelConfig(),
+        lambda: with_adapter(8),
+        lambda: with_adapter(4),
+        "value of peft_config.default.lora_alpha (8 on rank 3, 4 on rank 0)",
+    ),
+}
+
+
+class Named(nn.Module):
+    """Attributes that may differ between ranks whose models are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = dist.get_rank()
+        self.lin = nn.Linear(32, 32)
+        self.rank = self.local_rank = rank
+        self.device, self.generator = torch.device("cpu"), torch.Generator().manual_seed(rank)
+        self.group = dist.group.WORLD
+        self.kv_cache = {rank: torch.ones(rank)}
+        self.kinds = {f"kind {i}" for i in range(9)}  # ranks hash strings differently
+        self.act, self.partial = (lambda x: 2 * x), multiplied_by(2.0)
+        self.owner, self.function = object(), nn.functional.gelu
+        self.config = SimpleNamespace(_name_or_path=f"/host{rank}", beta=0.1)
+        self.method = self.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x)
+
+
+def named() -> nn.Module:
+    torch.manual_seed(0)
+    return Named()
+
+
+EQUAL_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "what one rank has": named,
+    "memory of the loss": lambda: decoder(ce_chunk_tokens=8 << dist.get_rank()),
+}
+# What the last rank alone asks for, and its mesh and error; the others' arguments are right.
+REFUSED: dict[str, tuple[ParallelConfig, dict[str, Any], type[Exception], str]] = {
+    "dispatcher": (FOLDED, dict(dispatcher="local"), ValueError, "dispatcher ('local') must"),
+    "type": (FOLDED, dict(compile_dense="yes"), ValueError, "compile_dense ('yes') must be True"),
+    "meshes": (FOLDED, dict(meshes=None), ValueError, "meshes (None) must be a Meshes"),
+    "moe": (FOLDED, dict(moe={"bogus": 1}), ValueError, "moe ('bogus') must name one of"),
+    "device": (FOLDED, dict(overlap_shared=True), ValueError, "overlap_shared (True) must go"),
+    "graphs": (ParallelConfig(tp=2), dict(graph_dense=True), ValueError, "graph_dense (True) must"),
+    "indexer": (FOLDED, dict(indexer=IndexerConfig()), ValueError, "indexer (IndexerConfig("),
+    "no pipeline": (STAGES, dict(pipeline=None), ValueError, "ParallelConfig.pp (2) must go with"),
+    "context": (
+        ParallelConfig(),
+        dict(context=ContextOptions(dynamic=True)),
+        ValueError,
+        "ContextOptions.dynamic (True) must go with loss",
+    ),
+    "no cut": (
+        ParallelConfig(tp=2),
+        dict(model=make_model),
+        NotImplementedError,
+        "ParallelConfig.tp (2) must be 1 for Sequential",
+    ),
+    "an adapter's error": (
+        ParallelConfig(),
+        dict(adapters={nn.Linear: lambda block: None}),
+        TypeError,
+        "<lambda>() takes 1 positional",
+    ),
+}
+
+
+def of_ranks(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def other_models() -> dict[str, list[Any]]:
+    """Return the error of each rank and the change of its weights, where the last rank differs."""
+    is_last, found = dist.get_rank() == WORLD - 1, {}
+    for name, (degrees, last, others, _) in OTHER_MODELS.items():
+        model = last() if is_last else others()
+        before = [(n, p.detach().clone()) for n, p in model.named_parameters()]
+        options: dict[str, Any] = PIPELINE if degrees.pp > 1 else {}
+        message, _ = error_of(partial(parallelize_moe, model, build_meshes(degrees), **options))
+        pairs = zip(before, model.named_parameters(), strict=True)
+        found[name] = (message, all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs))
+    for make in EQUAL_MODELS.values():
+        parallelize_moe(make(), build_meshes(ParallelConfig(), "cpu"))
+    return {name: of_ranks(error) for name, error in found.items()}
+
+
+def refused() -> dict[str, list[Any]]:
+    """Return type and text of each rank's error where only the last rank refuses a call."""
+    is_last, found = dist.get_rank() == WORLD - 1, {}
+    for name, (degrees, wrong, *_) in REFUSED.items():
+        options: dict[str, Any] = PIPELINE if degrees.pp > 1 else {}
+        options = {**options, **(wrong if is_last else {})}
+        model = options.pop("model", decoder if degrees.pp * degrees.tp > 1 else make_model)()
+        meshes = options.pop("meshes", build_meshes(degrees, "cpu"))
+        with pytest.raises(Exception) as info:
+            parallelize_moe(model, meshes, **options)
+        found[name] = of_ranks((type(info.value), str(info.value)))
+    with pytest.raises(ValueError) as info:
+        build_meshes(ParallelConfig(ep=3 if is_last else 2), "cpu")
+    found["degrees"] = of_ranks((type(info.value), str(info.value)))
+    model = parallelize_moe(make_model(), build_meshes(ParallelConfig(), "cpu"))
+    with pytest.raises(ValueError) as info:
+        TrainStep(model, num_micro_batches=0 if is_last else 1)
+    found["step"] = of_ranks((type(info.value), str(info.value)))
+    return found
 
 
 def refusals() -> dict[str, Any]:
@@ -170,7 +435,7 @@ def refusals() -> dict[str, Any]:
         made = {key: value for key, value in options.items() if key in MAKES}
         asked = {key: value for key, value in options.items() if key not in MAKES}
         found[name] = error_of(partial(parallelize_moe, make(**made), meshes, **asked))
-    with patch("moecore.parallelize.__version__", "0.2" if is_last else "0.1"):
+    with patch("moecore.parallel.request.__version__", "0.2" if is_last else "0.1"):
         found["version"] = error_of(lambda: parallelize_moe(make_model(), meshes))
     degrees = ParallelConfig(ep=4 if is_last else 2)
     found["degrees"] = error_of(lambda: build_meshes(degrees, "cpu"))
@@ -206,7 +471,7 @@ def collectives() -> Iterator[list[str]]:
 # --------------------------------------------------------------------------- models without MoE
 
 
-def hf_dense() -> nn.Module:
+def hf_dense(**changes: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers", minversion="5")
     config = transformers.Qwen3Config(
         vocab_size=64,
@@ -218,6 +483,7 @@ def hf_dense() -> nn.Module:
         intermediate_size=48,
         max_position_embeddings=64,
         tie_word_embeddings=True,
+        **changes,
     )
     torch.manual_seed(0)
     return transformers.Qwen3ForCausalLM(config)
@@ -297,6 +563,8 @@ def relative(got: Any, want: Any) -> float:
 CASES: dict[str, Callable[[], Any]] = {
     "timeouts": timeouts,
     "refusals": refusals,
+    "other models": other_models,
+    "refused": refused,
     "native": lambda: dense("native"),
     "transformers": lambda: dense("transformers"),
 }
@@ -318,8 +586,8 @@ def test_every_group_takes_the_timeout_of_the_default_group(results: dict[str, A
 
 
 NAMED = {name: item for name, (*_, item) in DIFFERENT.items()}
-NAMED["version"] = "moecore.__version__ ('0.2' on rank 3)"
-NAMED["degrees"] = "ParallelConfig.edp_shard (1 on rank 3) and 1 more must be the same"
+NAMED["version"] = "moecore.__version__ ('0.2' on rank 3, '0.1' on rank 0)"
+NAMED["degrees"] = "ParallelConfig.edp_shard (1 on rank 3, 2 on rank 0) and 1 more must be the same"
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -330,7 +598,35 @@ def test_a_rank_that_differs_is_refused_everywhere_and_the_item_named(
     assert NAMED[name] in errors[-1][0]
     items = {message.partition(" (")[0] for message, _ in errors}
     assert len(items) == 1 and not any("\n" in message for message, _ in errors)
-    assert all(set(called) == {"all_reduce"} and len(called) <= 2 for _, called in errors)
+    used = set(chain.from_iterable(called for _, called in errors))
+    assert used <= {"all_reduce", "all_gather_object", "broadcast_object_list"}  # no groups
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_another_model_of_the_same_shapes_is_refused_before_its_weights_change(
+    name: str, results: dict[str, Any]
+) -> None:
+    *others, (last, _) = results["other models"][name]
+    assert OTHER_MODELS[name][-1] in last and "\n" not in last
+    assert all(is_unchanged for _, is_unchanged in results["other models"][name])
+    item, values = last.split(" (", 1)
+    own, of_other = re.match(r"(.*) on rank 3, (.*?) on rank 0\)", values).groups()  # type: ignore
+    assert all(
+        e.startswith(f"{item} ({of_other} on rank {r}, {own} on rank 3)")
+        for r, (e, _) in enumerate(others)
+    )
+
+
+REFUSALS = {name: case[2:] for name, case in REFUSED.items()}
+REFUSALS["degrees"] = (ValueError, "ParallelConfig expert view (ep=3 = 3) must divide")
+REFUSALS["step"] = (ValueError, "num_micro_batches (0) must be a whole number >= 1")
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_one_rank_refuses_every_rank_refuses(name: str, results: dict[str, Any]) -> None:
+    (error,) = set(results["refused"][name])
+    assert error[0] is REFUSALS[name][0] and error[1].startswith(REFUSALS[name][1])
+    assert error[1].endswith(" (on rank 3)") and "\n" not in error[1]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,4 +1,4 @@
-"""parallelize_moe: collect the request, check it, plan, agree between ranks, apply the plan.
+"""parallelize_moe: collect the request, check it, compare ranks, make the plan, apply the plan.
 
 The one place that knows every room. Each phase adds to one record, `Attached`; a capability is one
 phase more, placed by what it needs of the others.
@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
-import torch
 from torch import nn
 
-from moecore.base import __version__
-from moecore.base.agreement import check_equal_weights, check_same
 from moecore.base.copies import copy_modules, on_meta
+from moecore.base.failures import known_to_others, share_errors
 from moecore.base.fields import check_arguments
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
@@ -27,6 +25,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, PrecisionName, Recipe
 from moecore.families.family import family_of
 from moecore.moe.backends import ExpertBackend
+from moecore.moe.layer import RoutedLayer
 from moecore.parallel.arguments import compare_arguments
 from moecore.parallel.attached import ATTACHED, Attached
 from moecore.parallel.checks import check_layers, check_request
@@ -40,7 +39,7 @@ from moecore.parallel.family import Adapter
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.run import apply_pipeline, cut_stages
-from moecore.parallel.request import LossConvention, Request, model_entries
+from moecore.parallel.request import LossConvention, Request, compare_models, compare_stages
 from moecore.parallel.shard.apply import shard_model
 from moecore.parallel.shard.as_module import act_as_modules
 from moecore.parallel.shard.late_parameters import mark_replaced
@@ -111,21 +110,29 @@ def parallelize_moe(
         adapters: block class -> `(block, model) -> MoELayer`, before moecore's own.
 
     Raises:
-        ValueError: for what does not fit, before any collective (blocks may be swapped already); on
-            every rank when ranks differ in model, arguments or versions.
+        ValueError: for what does not fit, before anything is sharded (blocks may be swapped
+            already); when ranks differ in model, arguments or versions.
         NotImplementedError: for a model without stages, tensor or context parallelism under pp > 1,
             tp > 1 or cp > 1, and customised blocks of transformers.
+
+    If one rank refuses its model or arguments, every rank raises its error.
     """
     arguments = locals()
-    check_arguments(parallelize_moe, arguments)
-    request = _request(arguments)
-    root = request.family.unwrapped(model)
-    before = list(model.parameters())
-    found, entries = _plan(root, request, adapters or {}, in_place=True)
-    request.family.swapped(root)
-    _agree(root, found, entries)
-    for phase in PHASES:
-        phase(root, found)
+    with share_errors():
+        check_arguments(parallelize_moe, arguments)
+        request = _request(arguments)
+        root = request.family.unwrapped(model)
+        before = list(model.parameters())
+        check_request(root, request)
+        layers, fp32 = _swap_blocks(root, request, adapters or {})
+    compare_models(root, layers, request)
+    with share_errors():
+        found = _plan(root, layers, fp32, request)
+        request.family.swapped(root)
+    compare_stages(root, found.plan, request)
+    with known_to_others("parallelize_moe()"):
+        for phase in PHASES:
+            phase(root, found)
     setattr(root, ATTACHED, found)
     drops_cache = bool(compile_dense or request.memory.parts or request.memory.offload)
     request.family.attached(root, wrapper=model, drops_cache=drops_cache)
@@ -163,7 +170,10 @@ def plan_sharding(*args: Any, **kwargs: Any) -> ShardPlan:
     check_arguments(parallelize_moe, arguments)
     request = _request(arguments)
     root = request.family.unwrapped(arguments["model"])
-    return _plan(root, request, arguments["adapters"] or {}, in_place=False)[0].plan
+    check_request(root, request)
+    twin = copy_modules(root, on_meta)[root]
+    layers, fp32 = _swap_blocks(twin, request, arguments["adapters"] or {})
+    return _plan(twin, layers, fp32, request).plan
 
 
 def _request(arguments: Mapping[str, Any]) -> Request:
@@ -176,18 +186,20 @@ def _request(arguments: Mapping[str, Any]) -> Request:
     return Request(family=family_of(arguments["model"]), **asked)
 
 
-def _plan(
-    model: nn.Module, request: Request, adapters: Mapping[type, Adapter], *, in_place: bool
-) -> tuple[Attached, dict[str, Any]]:
-    """Raise what one rank can know; return what phases begin with, and what ranks compare."""
-    # Blocks are swapped and other ranks' stages taken out, `in_place` or in a copy on meta.
-    check_request(model, request)
-    if not in_place:
-        model = copy_modules(model, on_meta)[model]
+def _swap_blocks(
+    model: nn.Module, request: Request, adapters: Mapping[type, Adapter]
+) -> tuple[dict[str, RoutedLayer], frozenset[str]]:
+    """Swap MoE blocks in place; return MoE layers by name, and names of tensors that stay fp32."""
     layers = request.family.swap_blocks(model, adapters)
     fp32 = request.family.set_dtypes(model, request.fsdp.param_dtype)
     check_layers(model, layers, request)
-    entries = model_entries(model, layers)
+    return layers, fp32
+
+
+def _plan(
+    model: nn.Module, layers: Mapping[str, RoutedLayer], fp32: frozenset[str], request: Request
+) -> Attached:
+    """Remove the stages of other ranks from a model in place; return what phases begin with."""
     dtype = next(model.parameters()).dtype
     layout, stages = cut_stages(model, request)
     kept = set(model.modules())
@@ -198,26 +210,7 @@ def _plan(
     if not plan.is_in_fp8 and not may_be_wide:
         warnings.warn("precision is not used: the model has none of its roles", stacklevel=3)
     known: dict[str, Any] = dict(plan=plan, layers=layers, dtype=dtype)
-    return Attached(request=request, layout=layout, stages=stages, **known), entries
-
-
-def _agree(model: nn.Module, found: Attached, entries: Mapping[str, Any]) -> None:
-    """Raise on every rank when ranks differ, before any other collective."""
-    request, plan = found.request, found.plan
-    versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
-    device_type = request.meshes.device_type
-    check_same({**versions, **request.entries(), **entries}, device_type)
-    # What else a plan has follows from these, and from what a rank's GPU can do ("auto") and how
-    # the model cuts itself over tp.
-    decided = ((layer.name, *role) for layer in plan.layers for role in layer.recipes)
-    of_stages = {
-        "recipes": {f"{role} of {name}": recipe for name, role, recipe in decided},
-        "placement": {param.name: param.placements for param in plan.params},
-    }
-    group = request.meshes.stage_group
-    check_same(of_stages, device_type, group=group)
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    check_equal_weights(tensors, device_type, group=group)
+    return Attached(request=request, layout=layout, stages=stages, **known)
 
 
 def _cut(model: nn.Module, found: Attached) -> None:

@@ -235,7 +235,10 @@ def test_routes_over_stages_of_a_transformers_model(results: Any) -> None:
 
 def test_wrong_rollouts_of_one_rank_are_an_error_of_all(results: Any) -> None:
     found = results[1]
-    for name in ("a field", "ids", "tokens", "no rollouts", "no rollouts of log_probs"):
-        assert found[name] == "rollouts of another rank must be right: see its error"
+    assert found["a field"].startswith("Rollouts.advantages_N (None) must be given for PPO")
+    for name in ("ids", "tokens"):
+        assert found[name].startswith("Rollouts.tokens_N (")
+    for name in ("no rollouts", "no rollouts of log_probs"):
+        assert found[name].startswith("rollouts (None) must be a Rollouts")
     assert found["tp ranks"].startswith("rollouts of data rank 2 must be the same on the ranks")
     assert found["temperature"].startswith("the objective, entropy, PPO.clip")

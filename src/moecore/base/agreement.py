@@ -1,7 +1,8 @@
 """What must be equal on every rank, compared before anything is sharded.
 
 Ranks that differ would otherwise mix shards, compute other gradients in silence, or issue other
-collectives and wait for each other. An entry costs 16 bytes of one all-reduce, whatever its value.
+collectives and wait for each other. A comparison of equal entries costs one all-reduce of 32 bytes.
+Only if ranks differ do further collectives find out which entry differs, and exchange its values.
 """
 
 from __future__ import annotations
@@ -21,14 +22,26 @@ from moecore.base.torch_names import tree_map_only
 
 Group = dist.ProcessGroup | None  # None = all ranks
 T = TypeVar("T")
+MAX_TEXT = 10_000  # characters of a value that a rank sends to the others
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)  # as numbers in notes
 
 
+class Verbatim(str):
+    """A text that stands for a value, such as a qualified name; its `repr` has no quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+MISSING = Verbatim("missing")  # the value of an entry that a rank does not have
+
+
 def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
-    """Raise on every rank of the group when an entry is not the same on all. A host sync."""
-    # Collective. Entries are equal where their `repr` is; every rank must bring the same names in
-    # the same order. A mapping among the values is opened to name what in it differs: an entry
-    # before it must have compared its keys.
+    """Raise on every rank of the group when an entry is not the same on all. A host sync.
+
+    Collective. Two values are equal if their `repr` is. Mappings are compared entry by entry, in
+    any order. Ranks may have entries of different names: a missing entry is a difference.
+    """
     problem = difference(entries, device_type, group=group)
     if problem is not None:
         problem += f" on every rank{_of_stage(group)}: build the model and call moecore alike "
@@ -37,18 +50,34 @@ def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = N
 
 
 def difference(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> str | None:
-    """Return an error's beginning for entries that differ, else None: `check_same`."""
-    # Collective over `group` alone, a host sync.
-    names = _differing(entries, device_type, group)
-    if not names:
-        return None
-    name, more = names[0], len(names) - 1
-    value = entries[name]
-    if isinstance(value, Mapping):
-        inner = _differing(value, device_type, group)
-        name, value, more = f"{name} of {inner[0]}", value[inner[0]], more + len(inner) - 1
-    others = f" and {more} more" if more else ""
-    return f"{name} ({shown(value)} on rank {dist.get_rank()}){others} must be the same"
+    """Return the beginning of an error that names the first entry that differs, or None.
+
+    The error shows the value of this rank and that of the first rank with another value.
+    Collective over `group`, with a host sync.
+    """
+    prefix, others = "", 0
+    while names := _differing(entries, device_type, group):
+        value, others = entries.get(names[0], MISSING), others + len(names) - 1
+        if not all(gather(isinstance(value, Mapping), group)):
+            more = f" and {others} more" if others else ""
+            return f"{prefix}{names[0]} ({_both_values(value, group)}){more} must be the same"
+        prefix, entries = f"{prefix}{names[0]} of ", value
+    return None
+
+
+def _both_values(value: Any, group: Group) -> str:
+    """Return this rank's value and another one, each with its rank. Collective."""
+    texts = gather(" ".join(_text(value).split())[:MAX_TEXT], group)
+    ranks, own = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
+    other = next((i for i, text in enumerate(texts) if text != texts[own]), own)
+    pairs = zip(texts[own], texts[other], strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+    start = max(0, first - 30) if first > 60 else 0  # an error shows 80 characters of a value
+    cut = "..." if start else ""
+    return ", ".join(
+        f"{shown(Verbatim(cut + texts[i][start:]))} on rank {ranks[i]}"
+        for i in dict.fromkeys((own, other))
+    )
 
 
 def check_notes(
@@ -140,12 +169,12 @@ def differing_tensors(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> list[str]:
     """Return the names of tensors that are not the same on all ranks of a group. Collective."""
-    real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
-    if not real or not _has_others(group):
+    if not _has_others(group):
         return []
-    sums = torch.stack([checksum(t).to(device_type) for t in real.values()])
-    names = list(real)
-    return [names[i] for i in _where_different(sums, group)]
+    real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
+    sums = [checksum(t).to(device_type) for t in real.values()]
+    values = torch.stack(sums).tolist() if sums else []
+    return _differing(dict(zip(real, values, strict=True)), device_type, group)
 
 
 def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) -> None:
@@ -158,12 +187,11 @@ def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) 
 
 def raise_on_others(problem: str | None, device_type: str) -> None:
     """Raise a ValueError on every rank when one has a problem. An all-reduce and a host sync."""
-    found = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    if found.item():
-        raise ValueError(
-            problem or "ranks of another group must agree with each other: see their errors"
-        )
+    has_problem = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
+    dist.all_reduce(has_problem, op=dist.ReduceOp.MAX)
+    if has_problem.item():
+        first = next((text for text in gather(problem) if text is not None), None)
+        raise ValueError(problem or first)
 
 
 def _of_stage(group: Group) -> str:
@@ -172,12 +200,49 @@ def _of_stage(group: Group) -> str:
 
 
 def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> list[str]:
-    if not entries or not _has_others(group):
+    """Return the names of entries that differ, identical on all ranks of a group. Collective."""
+    if not _has_others(group):
         return []
-    digests = [hashlib.sha256(repr(value).encode()).digest()[:7] for value in entries.values()]
-    numbers = torch.tensor([int.from_bytes(d, "little") for d in digests], device=device_type)
-    names = list(entries)
-    return [names[i] for i in _where_different(numbers, group)]
+    names = sorted(entries)
+    digests = [_digest(_text(entries[name])) for name in names]
+    # Ranks may have different numbers of entries, so the first all-reduce has a fixed size.
+    both = torch.tensor([_digest(repr(names)), _digest(repr(digests))], device=device_type)
+    unequal = _where_different(both, group)
+    if not unequal:
+        return []
+    order, missing = list(entries), set[str]()
+    if unequal[0] == 0:
+        order, missing = _merge_names(order, group)
+        names = [name for name in names if name not in missing]
+        digests = [_digest(_text(entries[name])) for name in names]
+    found = _where_different(torch.tensor(digests, device=device_type), group) if names else []
+    different = {names[i] for i in found} | missing
+    return gather([name for name in order if name in different], group)[0]
+
+
+def _merge_names(names: list[str], group: Group) -> tuple[list[str], set[str]]:
+    """Return the names of all ranks, in order, and those that some ranks lack. Collective."""
+    first: list[Any] = [names]
+    source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
+    dist.broadcast_object_list(first, source, group=group)
+    of_first, own = dict.fromkeys(first[0]), set(names)
+    found = gather((own - of_first.keys(), of_first.keys() - own), group)
+    more = sorted(set().union(*(extra for extra, _ in found)))
+    return [*of_first, *more], set(more).union(*(absent for _, absent in found))
+
+
+def _text(value: Any) -> str:
+    """Return a text that is equal for equal values: the `repr`, of mappings in sorted order."""
+    if not isinstance(value, Mapping):
+        return repr(value)
+    pairs = sorted((str(name), _text(one)) for name, one in value.items())
+    return "{" + ", ".join(f"{name}: {text}" for name, text in pairs) + "}"
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(
+        hashlib.sha256(text.encode(errors="backslashreplace")).digest()[:7], "little"
+    )
 
 
 def _where_different(values: Tensor, group: Group) -> list[int]:

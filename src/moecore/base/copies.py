@@ -39,7 +39,7 @@ def copy_modules(
             method = unwrap(value) if is_left_out else value
             if isinstance(method, MethodType) and method.__self__ is module:
                 state[name] = MethodType(method.__func__, twin)
-                is_left_out &= method.__func__ is getattr(type(module), name)
+                is_left_out &= method.__func__ is getattr(type(module), name, None)
             if is_left_out:
                 del state[name]
         for name in HOOKS & state.keys():

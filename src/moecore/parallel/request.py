@@ -1,4 +1,8 @@
-"""What a call of `parallelize_moe` asks for, as a record."""
+"""What a call of `parallelize_moe` asks for, as a record, and what its ranks compare.
+
+Ranks first compare versions, arguments and the full model over the world. After each rank has
+removed the pipeline stages of other ranks, the ranks of one stage compare their plans and weights.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.agreement import fields_of
+from moecore.base import __version__
+from moecore.base.agreement import check_equal_weights, check_same, fields_of
+from moecore.base.attributes import attribute_entries
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
@@ -27,6 +34,7 @@ from moecore.moe.shared import SharedExpert
 from moecore.parallel.family import Family
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.shard.plan import ShardPlan
 
 LossConvention = Literal["mean", "sum"]
 
@@ -112,29 +120,51 @@ class Request:
         records = ("family", "meshes", "nvlink", "fsdp", "memory")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in records}
         nvlink = fields_of(self.nvlink or NVLinkOptions())
-        names: dict[str, Any] = {"names in moe": list(self.moe)}
-        # With others hosts may have different numbers of ranks.
-        if self.dispatcher in ("hierarchical", "nccl_ep"):
-            names["ranks_per_domain"] = self.meshes.ranks_per_domain
+        # Hosts may have different numbers of ranks with the other dispatchers.
+        is_read = self.dispatcher in ("hierarchical", "nccl_ep")
+        names: dict[str, Any] = {
+            "names in moe": list(self.moe),
+            "ranks_per_domain": self.meshes.ranks_per_domain if is_read else None,
+        }
         return names | plain | fields_of(self.fsdp) | fields_of(self.memory) | nvlink
 
 
-def model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:
-    """Return what else must be the same on every rank: tensors and MoE layers, by name."""
+def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
+    """Raise on every rank when ranks differ in versions, arguments or the full model."""
+    versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
+    entries = {**versions, **request.entries(), **_model_entries(model, layers)}
+    check_same(entries, request.meshes.device_type)
+
+
+def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
+    """Raise on every rank when ranks of one stage differ in plans or weights."""
+    device_type = request.meshes.device_type
+    # What else a plan has follows from the arguments and the model, and from what a rank's GPU can
+    # do ("auto") and how the model cuts itself over tp.
+    decided = ((layer.name, *role) for layer in plan.layers for role in layer.recipes)
+    of_stages = {
+        "recipes": {f"{role} of {name}": recipe for name, role, recipe in decided},
+        "placement": {param.name: param.placements for param in plan.params},
+    }
+    group = request.meshes.stage_group
+    check_same(of_stages, device_type, group=group)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    check_equal_weights(tensors, device_type, group=group)
+
+
+def _model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:
+    """Return what else must be the same on every rank: tensors, MoE layers, attributes."""
     params = dict(model.named_parameters())
     tensors = params | dict(model.named_buffers())
-    configs: dict[str, Any] = {}
-    for name, layer in layers.items():
-        own = fields_of(layer.config) | fields_of(layer.config.balance) | fields_of(layer.layout)
-        configs |= {f"{name}: {field}": value for field, value in own.items()}
     return {
         "names of parameters and buffers": list(tensors),
         "names of MoE layers": list(layers),
         "shape": {n: tuple(t.shape) for n, t in tensors.items()},
         "dtype": {n: t.dtype for n, t in tensors.items()},
         "is_meta": {n: t.is_meta for n, t in tensors.items()},
+        "is a DTensor": {n: isinstance(t, DTensor) for n, t in tensors.items()},
         "requires_grad": {n: p.requires_grad for n, p in params.items()},
-        "configuration": configs,
+        "value": attribute_entries(model.named_modules()),
     }
 
 

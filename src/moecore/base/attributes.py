@@ -1,0 +1,167 @@
+"""Plain attributes of modules, as entries that ranks compare.
+
+Two models with parameters of the same names and shapes may still compute different numbers: a
+dropout rate, an epsilon, a base of rotary frequencies or an activation function is no parameter.
+`attribute_entries` returns every such value of a model under its path:
+
+    {"__class__": my.Model, "config.rope_theta": 10000.0, "layers.0.norm.eps": 1e-06, ...}
+
+A value is described, never its address: a function by its qualified name, an object by its class.
+What may differ between equal models is left out: devices, ranks, caches, names of directories.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial
+from hashlib import sha256
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moecore.base.agreement import Verbatim, comparable
+
+MAX_DEPTH = 8  # of records in records; deeper values are described by their class
+CLASS = "__class__"
+# Attributes of every module (hooks, tables of parameters); `training` decides what dropout does.
+INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+UNCOMPARED = frozenset(
+    {
+        *("ce_chunk_tokens",),  # decides how much memory the loss needs
+        *("_is_hf_initialized", "_commit_hash", "_auto_class", "generation_config"),
+        *("transformers_version", "architectures", "auto_map", "id2label", "label2id"),
+    }
+)
+# Names of values that belong to one rank. A low rank ("lora_rank") decides shapes of parameters.
+OF_ONE_RANK = re.compile(
+    r"cache|name_or_path$|object_hash$|(^|_)(rank|device|(rank|device|process)_?(id|index))$"
+)
+RECORD_MARKS = ("__dataclass_fields__", "__attrs_attrs__", "__pydantic_fields__")
+RECORD_NAMES = ("config", "namespace", "args", "arguments", "options", "hparams")
+ATOMS = (bool, int, float, complex, str, bytes)
+
+
+def attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
+    """Return path -> description of the plain attributes of named modules and their records."""
+    found: dict[str, Any] = {}
+    records: dict[int, dict[str, Any]] = {}  # modules of one model share their config
+    for path, module in modules:
+        prefix = f"{path}." if path else ""
+        found[prefix + CLASS] = _name_of(type(module))
+        for name, value in vars(module).items():
+            if name in INTERNAL or not _is_compared(name, value):
+                continue
+            if _fields_of(value) is None:
+                found |= _flat(prefix + name, value, 0)
+                continue
+            if id(value) not in records:
+                records[id(value)] = dict(_flat("", value, 0))
+            found |= {f"{prefix}{name}{rest}": one for rest, one in records[id(value)].items()}
+    return found
+
+
+def _is_compared(name: str, value: Any) -> bool:
+    """Whether an attribute of this name decides numbers; objects in private ones are state."""
+    if name in UNCOMPARED or OF_ONE_RANK.search(name):
+        return False
+    is_plain = isinstance(value, (*ATOMS, tuple, Enum, torch.dtype, partial)) or callable(value)
+    return not name.startswith("_") or is_plain or _fields_of(value) is not None
+
+
+def _flat(path: str, value: Any, depth: int) -> dict[str, Any]:
+    """Return a value's description under its path; fields of records have paths of their own."""
+    values = value if isinstance(value, Mapping) else _fields_of(value)
+    if values is None or depth > MAX_DEPTH:
+        return {path: _described(value, depth)}
+    found = {f"{path}.{CLASS}": _name_of(type(value))}
+    for key, one in values.items():
+        name = key if isinstance(key, str) else repr(_described(key, depth + 1))
+        if _is_compared(name, one):
+            found |= _flat(f"{path}.{name}", one, depth + 1)
+    return found
+
+
+def _fields_of(value: Any) -> dict[str, Any] | None:
+    """Return the fields of a record of options, or None of another value."""
+    if isinstance(value, type | nn.Module | Enum):
+        return None
+    cls = type(value)
+    is_record = any(hasattr(cls, mark) for mark in RECORD_MARKS)
+    if not is_record and not cls.__name__.lower().endswith(RECORD_NAMES):
+        return None
+    own = dict(getattr(value, "__dict__", {}))
+    if is_dataclass(value):
+        return {f.name: getattr(value, f.name, None) for f in fields(value)} | own
+    return own or {n: getattr(value, n, None) for n in getattr(cls, "__slots__", ())}
+
+
+def _described(value: Any, depth: int = 0) -> Any:
+    """Return a value whose `repr` is the same on every rank where the values are equal."""
+    if value is None or type(value) in ATOMS or isinstance(value, torch.dtype):
+        return value
+    if isinstance(value, Enum):
+        return Verbatim(f"{type(value).__qualname__}.{value.name}")
+    for atom in ATOMS:  # a subclass, such as a number of numpy, has a `repr` of its own
+        if isinstance(value, atom):
+            return atom(value)
+    if depth > MAX_DEPTH or isinstance(value, torch.device):
+        return _name_of(type(value))
+    if isinstance(value, Tensor):
+        return comparable(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return _described(value.tolist(), depth + 1)
+    if isinstance(value, list | tuple):
+        items = [_described(item, depth + 1) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, AbstractSet):
+        return Verbatim(f"{{{', '.join(sorted(repr(_described(x, depth + 1)) for x in value))}}}")
+    if isinstance(value, Mapping) or _fields_of(value) is not None:
+        return dict(sorted(_flat("", value, depth + 1).items()))
+    if isinstance(value, partial):
+        return tuple(_described(x, depth + 1) for x in (value.func, value.args, value.keywords))
+    return _name_of_function(value, depth) if callable(value) else _name_of(type(value))
+
+
+def _name_of(cls: type) -> Verbatim:
+    return Verbatim(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _name_of_function(value: Callable[..., Any], depth: int) -> Verbatim:
+    """Return the qualified name of a function or a class; of another callable that of its class."""
+    name = getattr(value, "__qualname__", None)
+    if not isinstance(name, str):
+        return _name_of(type(value))
+    module = getattr(value, "__module__", None)
+    found = f"{module}.{name}" if isinstance(module, str) else name
+    function = value.__func__ if isinstance(value, MethodType) else value
+    if isinstance(function, FunctionType) and "<" in name:
+        # Lambdas and functions in functions: a name stands for code with other constants.
+        text = repr([*_code_of(function.__code__), *_constants_of(function, depth)])
+        found += f" {sha256(text.encode(errors='backslashreplace')).hexdigest()[:8]}"
+    return Verbatim(found)
+
+
+def _constants_of(function: FunctionType, depth: int) -> Iterator[Any]:
+    """Yield defaults and enclosed variables of a function."""
+    yield _described([function.__defaults__, function.__kwdefaults__], depth + 1)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+        if _is_compared(name, value):
+            yield _described(value, depth + 1)
+
+
+def _code_of(code: CodeType) -> Iterator[Any]:
+    yield code.co_code
+    yield code.co_names
+    for constant in code.co_consts:
+        is_code = isinstance(constant, CodeType)
+        yield list(_code_of(constant)) if is_code else _described(constant)
