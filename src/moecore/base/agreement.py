@@ -21,6 +21,7 @@ from moecore.base.fields import shown
 from moecore.base.torch_names import tree_map_only
 
 Group = dist.ProcessGroup | None  # None = all ranks
+Groups = Group | tuple[dist.ProcessGroup, ...]  # several = the ranks of their product
 T = TypeVar("T")
 MAX_TEXT = 10_000  # characters of a value that a rank sends to the others
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)  # as numbers in notes
@@ -49,12 +50,23 @@ def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = N
     raise_on_all(problem, device_type, group=group)
 
 
-def difference(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> str | None:
+def difference(entries: Mapping[str, Any], device_type: str, *, group: Groups = None) -> str | None:
     """Return the beginning of an error that names the first entry that differs, or None.
 
     The error shows the value of this rank and that of the first rank with another value.
-    Collective over `group`, with a host sync.
+    Collective over `group`, with a host sync. With several groups, a rank whose own groups agree
+    returns the text of another rank.
     """
+    if not isinstance(group, tuple):
+        return _difference(entries, device_type, group)
+    problem: str | None = None
+    for each in group:
+        problem = _difference(entries, device_type, each) or problem
+        problem = next((text for text in gather(problem, each) if text is not None), None)
+    return problem
+
+
+def _difference(entries: Mapping[str, Any], device_type: str, group: Group) -> str | None:
     prefix, others = "", 0
     while names := _differing(entries, device_type, group):
         value, others = entries.get(names[0], MISSING), others + len(names) - 1
@@ -207,7 +219,7 @@ def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> li
     digests = [_digest(_text(entries[name])) for name in names]
     # Ranks may have different numbers of entries, so the first all-reduce has a fixed size.
     both = torch.tensor([_digest(repr(names)), _digest(repr(digests))], device=device_type)
-    unequal = _where_different(both, group)
+    unequal = where_different(both, group)
     if not unequal:
         return []
     order, missing = list(entries), set[str]()
@@ -215,7 +227,7 @@ def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> li
         order, missing = _merge_names(order, group)
         names = [name for name in names if name not in missing]
         digests = [_digest(_text(entries[name])) for name in names]
-    found = _where_different(torch.tensor(digests, device=device_type), group) if names else []
+    found = where_different(torch.tensor(digests, device=device_type), group) if names else []
     different = {names[i] for i in found} | missing
     return gather([name for name in order if name in different], group)[0]
 
@@ -245,10 +257,11 @@ def _digest(text: str) -> int:
     )
 
 
-def _where_different(values: Tensor, group: Group) -> list[int]:
-    """Return the positions at which ranks hold different int64. One collective, a host sync."""
-    bounds = torch.stack([values, ~values])  # ~ turns the order round and cannot overflow
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+def where_different(values: Tensor, group: Groups) -> list[int]:
+    """Return the positions at which ranks have different int64. A collective per group, a sync."""
+    bounds = torch.stack([values, ~values])  # ~ reverses the order and cannot overflow
+    for each in group if isinstance(group, tuple) else (group,):
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=each)
     return (bounds[0] != ~bounds[1]).nonzero().flatten().tolist()
 
 
@@ -268,11 +281,13 @@ def gather(value: T, group: Group = None) -> list[T]:
 def checksum(tensor: Tensor) -> Tensor:
     """Return an int64 sum of the tensor's words of 8 bytes, each mixed with its place."""
     bits = tensor.detach().contiguous().flatten().view(torch.uint8)
-    words = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(torch.int64)
-    total = torch.full((), bits.numel(), dtype=torch.int64, device=tensor.device)
-    for i, chunk in enumerate(words.split(1 << 20)):
+    num_bytes, padding = bits.numel(), -bits.numel() % 8
+    if padding:
+        bits = torch.nn.functional.pad(bits, (0, padding))
+    total: Tensor | int = num_bytes
+    for i, chunk in enumerate(bits.view(torch.int64).split(1 << 20)):
         places = torch.arange(i << 20, (i << 20) + chunk.numel(), device=tensor.device)
         # Odd factors lose no bit; without the shift, words that changed places would add up alike.
-        mixed = (chunk + places * 0x1E3779B97F4A7C15) * 0x3F58476D1CE4E5B9
-        total += (mixed ^ (mixed >> 32)).sum()
-    return total
+        mixed = torch.add(chunk, places, alpha=0x1E3779B97F4A7C15) * 0x3F58476D1CE4E5B9
+        total = (mixed ^ (mixed >> 32)).sum() + total
+    return total  # type: ignore[return-value]  # `split` of no words is one empty chunk

@@ -354,6 +354,11 @@ def object_device_type(group: dist.ProcessGroup) -> str:
     return "cpu" if "cpu" in (names := _backends(group)) else next(iter(names))
 
 
+def has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    """Return whether a group's collectives take CPU tensors."""
+    return "cpu" in _backends(group)
+
+
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Return device type -> backend."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"

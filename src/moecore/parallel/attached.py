@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nccl_ep import EPGroups
@@ -89,6 +89,16 @@ def request_of(model: nn.Module) -> Request | None:
 def engines_of(model: nn.Module) -> list[UnitEngine]:
     """Return the engine of a model, or the engines of the parallelized models in it."""
     return [found.engine for found in attached_in(model) if found.engine is not None]
+
+
+def rows_differ(model: nn.Module) -> Tensor | None:
+    """Return whether rows of this step differ between ranks that share them, a bool on the device.
+
+    None = no forward of the step has compared rows on the device. No host sync.
+    """
+    flags = (r.arguments.end_step() for r in attached_in(model) if r.arguments is not None)
+    found = [flag for flag in flags if flag is not None]
+    return torch.stack(found).any() if found else None
 
 
 def moe_state(model: nn.Module) -> MoEState:

@@ -30,6 +30,7 @@ from moecore.base.failures import share_errors
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments
 from moecore.base.torch_names import (
     default_timeout,
+    has_cpu_backend,
     inherit_timeout,
     is_inside,
     object_device_type,
@@ -321,6 +322,22 @@ def split_context(
     sizes = (size // (cp * tp), cp // inner, inner, tp)
     view = _fold(meshes.device_type, sizes, ("data", "cp_outer", "cp_inner", "tp"))
     return view.get_group("cp_inner"), view.get_group("cp_outer")
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks whose collectives take CPU tensors.
+
+    It is the group itself where its backends include one of CPUs, else a new gloo group. Collective
+    over the group.
+    """
+    if has_cpu_backend(group):
+        return group
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        backend="gloo",
+        timeout=default_timeout(),
+        use_local_synchronization=True,
+    )
 
 
 def concatenate(*meshes: DeviceMesh) -> DeviceMesh:

@@ -25,7 +25,7 @@ from moecore.base.torch_names import mark
 from moecore.moe.pairs import Pairs
 from moecore.moe.state import NumMicroBatches
 from moecore.parallel.across import sum_copies
-from moecore.parallel.attached import attached_in, capacity_of, moe_state
+from moecore.parallel.attached import attached_in, capacity_of, moe_state, rows_differ
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import loss_of
@@ -128,6 +128,7 @@ class TrainStep:
         self._is_delayed = has_history(self.model)
         self._exchanges = [pool for r in records for pool in r.pools]
         self._engines = [r.engine for r in records if r.engine is not None]
+        self._arguments = [r.arguments for r in records if r.arguments is not None]
         for engine in self._engines:  # a later TrainStep of the same model takes over
             engine.progress = weakref.ref(self._progress)
         self._reruns = Reruns([capacity_of(one) for one in models], request.meshes.device)
@@ -406,7 +407,7 @@ class TrainStep:
         self._check_complete("clip()")
         with mark("moecore::clip"):
             self._norm = unscale_and_clip_(
-                self.model, self._max_norm, self._scale_value, is_wrong=self._reruns.is_short()
+                self.model, self._max_norm, self._scale_value, is_wrong=self._is_wrong()
             )
         return self._norm
 
@@ -436,7 +437,7 @@ class TrainStep:
         with mark("moecore::finish"):
             for engine in self._engines:
                 engine.end_step()
-            is_short = self._reruns.is_short()
+            is_wrong = self._is_wrong()
             self._reruns.poll(skips=bool(self.optimizers) or self._norm is not None)
             for state in self._states:
                 state.check_step()
@@ -446,7 +447,7 @@ class TrainStep:
                     self._max_norm,
                     self.optimizers,
                     loss_scale=self._scale_value,
-                    is_wrong=is_short,
+                    is_wrong=is_wrong,
                 )
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -462,6 +463,9 @@ class TrainStep:
                 loss_scale = self._scale.value.clone()
                 self._scale.update(norm.skipped)
         self._progress.restart()
+        if norm is not None and norm.is_read and not norm.finite:
+            for one in self._arguments:  # the host has waited, and may say why the step is skipped
+                one.raise_late()
         lr = self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
         lr = lr.clone() if isinstance(lr, Tensor) else lr  # a scheduler changes it in place
         return StepResult(
@@ -479,11 +483,17 @@ class TrainStep:
         self._norm = None
 
     def check(self) -> None:
-        """Raise an ExchangeError if an exchange failed or rows did not fit; one host sync.
+        """Raise the error of a step that the host has not waited for; one host sync.
 
-        Without dispatcher "nvlink" and without a stash this returns at once.
+        Without dispatcher "nvlink", a stash, or ranks that share rows, this returns at once.
+
+        Raises:
+            ExchangeError: when an exchange failed or rows did not fit.
+            ValueError: when ranks that share rows received different ones.
         """
         self._reruns.check()
+        for one in self._arguments:
+            one.raise_late()
 
     def close(self) -> None:
         """Free the buffers of "nvlink" and "nccl_ep"; collective. The next forward makes new ones.
@@ -492,6 +502,12 @@ class TrainStep:
         """
         for exchanges in self._exchanges:
             exchanges.close()
+
+    def _is_wrong(self) -> Tensor | None:
+        """Return a bool on the device: whether the step must be skipped. None = it cannot be."""
+        flags = (self._reruns.is_short(), rows_differ(self.model))
+        found = [flag for flag in flags if flag is not None]
+        return torch.stack(found).any() if found else None
 
     def _check_complete(self, what: str) -> None:
         self._progress.check_between(what)

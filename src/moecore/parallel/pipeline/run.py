@@ -113,6 +113,7 @@ def forward_pipeline(
     """Return the losses of micro-batches without gradients, fp32 [n], on every rank."""
     for inputs in micro_batches:
         pipeline.model.check_inputs(inputs)
+    pipeline.arguments.before_schedule(micro_batches)
     schedule = pipeline.schedule(len(micro_batches))
     actions = ([a for item in order for a in actions_of(item)] for order in schedule.orders)
     forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)

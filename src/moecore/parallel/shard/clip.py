@@ -22,6 +22,7 @@ from moecore.base.fields import MaxNorm, check_arguments
 from moecore.base.streams import to_device
 from moecore.base.torch_names import foreach_mul_, foreach_norm, local_of, mark
 from moecore.parallel.across import AllStages, find_stages, lay_out_as_parameter
+from moecore.parallel.attached import rows_differ
 from moecore.parallel.shard.late_parameters import refuse_added
 
 
@@ -48,6 +49,11 @@ class GradientNorm:
     def _values(self) -> list[float]:
         found: list[float] = self._squares.tolist()
         return found
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the host has the values, so that a look at `total` does not wait."""
+        return "_values" in vars(self)
 
     @property
     def total(self) -> float:
@@ -101,7 +107,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
     """Scale gradients to a global L2 norm of `max_norm` at most; return it before. A host sync.
 
     A nan or inf anywhere sets all gradients to None on every rank, so that an optimizer changes
-    nothing, and a warning names the parameters.
+    nothing, and a warning names the parameters. So do contents of device tensors that differ
+    between ranks that share rows: the next forward raises the error.
 
     Args:
         model: parallelized or plain; the same on every rank.
@@ -112,7 +119,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
             `parallelize_moe`, so that its gradient is not reduced.
     """
     check_arguments(clip_grad_norm_, locals())
-    return unscale_and_clip_(model, math.inf if max_norm is None else max_norm, None)
+    max_norm, is_wrong = math.inf if max_norm is None else max_norm, rows_differ(model)
+    return unscale_and_clip_(model, max_norm, None, is_wrong=is_wrong)
 
 
 @torch.no_grad()
