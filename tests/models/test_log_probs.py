@@ -232,3 +232,21 @@ def test_peak_memory_on_cuda_is_one_chunk_and_the_gradients(entropy: bool) -> No
     peak = torch.cuda.max_memory_allocated() - before
     # logits, twice with entropies, and their rounded gradient; the head's in fp32, rounded at last
     assert peak <= 1.05 * (chunk * v * (10 if entropy else 6) + d * v * 6 + n * d * 4)
+
+
+def test_logits_of_minus_infinity_add_nothing_to_the_entropy():
+    logits_BTV = torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(0))
+    labels_BT = torch.tensor([[0, 1, -100]])
+    excluded = logits_BTV.clone()
+    excluded[..., 4] = -torch.inf
+    excluded.requires_grad_()
+    loss = LogProbLoss(labels_BT=labels_BT, function=lambda p, h: (p + h).sum(), entropy=True)
+    found = loss.of_logits(excluded, labels_BT, lambda rows: rows)
+    found.backward()
+    kept = logits_BTV[..., :4].double().requires_grad_()  # the distribution without that token
+    p = kept.log_softmax(-1)[:, :2]
+    wanted = p.gather(-1, labels_BT[:, :2, None]).sum() - (p.exp() * p).sum()
+    wanted.backward()
+    torch.testing.assert_close(found.double(), wanted)
+    assert excluded.grad is not None and not excluded.grad[..., 4].any()
+    torch.testing.assert_close(excluded.grad[..., :4].double(), kept.grad)

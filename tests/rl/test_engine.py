@@ -21,15 +21,18 @@ from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, OwnObjective, Rollouts, gro
 from moecore.train import AdamW
 from tests.families.transformers.hf_models import random_model
 from tests.rl.engine_cases import (
+    CLIP,
     LENGTHS,
     OBJECTIVES,
     by_hand,
+    clipped,
     config,
     decoder,
     near,
     own,
     responses_of,
     rollouts_of,
+    token_mean,
     worst,
 )
 
@@ -211,6 +214,30 @@ def test_numbers_outside_of_responses_are_not_read(meshes: Meshes) -> None:
         engine.step.finish()
         engine.model.zero_grad()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_ratio_that_fp32_cannot_hold_is_clipped_as_any_other(meshes: Meshes) -> None:
+    rollouts = whole_rollouts()
+    place = int(rollouts.response_mask_N.nonzero()[3])
+    ones_N = torch.ones(len(rollouts.tokens_N))
+
+    def with_old(ratio: float) -> Rollouts:
+        old_N = rollouts.old_log_probs_N.clone()  # type: ignore[union-attr]
+        old_N[place] -= ratio
+        return rollouts.replace(advantages_N=ones_N, old_log_probs_N=old_N)
+
+    objective = PPO(clip=CLIP, clip_high=CLIP)
+    # The formula at a ratio of e^9, which is clipped too.
+    responses = responses_of(model := copy.deepcopy(plain()), with_old(9.0))
+    losses = [clipped(torch.exp(r.log_p - r.old), r.advantages, CLIP, CLIP) for r in responses]
+    token_mean(losses, responses).backward()
+    wanted = gradients(model)
+    engine = engine_of(copy.deepcopy(plain()), meshes)
+    for ratio in (120.0, 1e4):
+        engine.forward_backward(with_old(ratio), objective)
+        assert worst(gradients(engine.model), wanted) < 1e-5
+        assert not engine.step.finish().skipped
+        engine.model.zero_grad()
 
 
 class Widths(TorchDispatchMode):

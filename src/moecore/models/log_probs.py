@@ -89,7 +89,11 @@ class LogProbLoss(CheckedRecord):
         counts_N = labels_N != IGNORE_INDEX
         picked_N1 = all_NV.gather(1, labels_N.where(counts_N, 0)[:, None])
         log_probs_N = picked_N1[:, 0].where(counts_N, 0)
-        entropy_N = -(all_NV.exp() * all_NV).sum(1).where(counts_N, 0) if self.entropy else None
+        entropy_N = None
+        if self.entropy:
+            # A logit of -inf, which excludes a token, has p log p = 0 and not 0 * -inf.
+            finite_NV = all_NV.clamp(min=torch.finfo(all_NV.dtype).min)
+            entropy_N = -(all_NV.exp() * finite_NV).sum(1).where(counts_N, 0)
         return self._of((log_probs_N, entropy_N), labels_Bt, whole)
 
     def _of(

@@ -357,7 +357,8 @@ class Engine:
                     f"{type(objective).__name__} returned {tuple(loss_N.shape)}, which must be one "
                     f"loss per token {tuple(log_probs_N.shape)}: means are taken by the engine"
                 )
-            return (loss_N.where(row.rollouts.response_mask_N, 0) * shares_N).sum()
+            # Tokens outside of responses and tokens of weight 0 have a share of 0.
+            return (loss_N.where(shares_N > 0, 0) * shares_N).sum()
 
         log_prob_loss = LogProbLoss(
             labels_BT=row.labels_BT,

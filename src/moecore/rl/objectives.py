@@ -33,6 +33,10 @@ KLEstimator = Literal["k1", "k2", "k3"]
 Share = Annotated[float, Bound(">", 0), Bound("<", 1)]
 TokenLoss = Callable[[Tensor, Tensor | None, Rollouts], Tensor]
 
+# The fp32 exponential overflows above 88.7, and backward multiplies a clipped token's zero gradient
+# by it: 0 * inf is nan. exp(80) = 5.5e34 leaves a factor of 6,000 for advantages and coefficients.
+MAX_LOG_RATIO = 80.0
+
 
 @runtime_checkable
 class Objective(Protocol):
@@ -65,7 +69,8 @@ def kl_estimate(
 ) -> Tensor:
     """Return an estimate of KL(p || p_ref) at each token that p sampled, in nats, fp32 [N].
 
-    With d = log p_ref - log p it is -d ("k1"), d^2 / 2 ("k2") or exp(d) - 1 - d ("k3").
+    With d = log p_ref - log p it is -d ("k1"), d^2 / 2 ("k2") or exp(d) - 1 - d ("k3"). Where d is
+    above 80, "k3" is its value at 80 and the gradient of the token is 0: exp(d) overflows fp32.
     """
     check_arguments(kl_estimate, locals())
     if log_probs_N.shape != ref_log_probs_N.shape:
@@ -76,12 +81,17 @@ def kl_estimate(
     d_N = ref_log_probs_N - log_probs_N
     if estimator == "k1":
         return -d_N
-    return d_N**2 / 2 if estimator == "k2" else d_N.exp() - 1 - d_N
+    if estimator == "k2":
+        return d_N**2 / 2
+    d_N = d_N.clamp(max=MAX_LOG_RATIO)
+    return d_N.exp() - 1 - d_N
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PPO(CheckedRecord):
     """The clipped loss of PPO: -min(r A, clip(r, 1 - clip, 1 + clip_high) A) for each token.
+
+    A ratio r above exp(80) counts as exp(80), and its token has no gradient: fp32 cannot hold r.
 
     Attributes:
         clip: how far below 1 a ratio counts.
@@ -122,7 +132,7 @@ class PPO(CheckedRecord):
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
         """Return the loss of each token."""
         assert rollouts.advantages_N is not None, "the engine has looked"
-        ratio_N = self.log_ratio(log_probs_N, rollouts).exp()
+        ratio_N = self.log_ratio(log_probs_N, rollouts).clamp(max=MAX_LOG_RATIO).exp()
         high = self.clip if self.clip_high is None else self.clip_high
         clipped_N = ratio_N.clamp(1 - self.clip, 1 + high)
         advantages_N = rollouts.advantages_N
