@@ -78,7 +78,7 @@ class Plain(Family):
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
         mask_BT = inputs.get("padding_mask_BT")
-        return True if mask_BT is None else ~mask_BT.all()
+        return _has_rows(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
 
     @override
     def arguments(self, batch: PackedBatch) -> dict[str, Any]:
@@ -180,8 +180,9 @@ class Transformers(Plain):
         if mask_BT is not None:
             return ~mask_BT.all()
         mask = inputs.get("attention_mask")
-        is_padding = isinstance(mask, Tensor) and mask.ndim == 2
-        return mask.any() if is_padding else super().has_tokens(inputs)  # type: ignore[union-attr]
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            return mask.any()
+        return _has_rows(inputs, "input_ids", "inputs_embeds")
 
     @override
     def arguments(self, batch: PackedBatch) -> dict[str, Any]:
@@ -250,6 +251,12 @@ class Transformers(Plain):
         refuse_native_names(model)
         if drops_cache:
             warn_about_cache(model)
+
+
+def _has_rows(inputs: Mapping[str, Any], *names: str) -> bool:
+    """Return whether no argument of these names is an empty tensor."""
+    values = (inputs.get(name) for name in names)
+    return all(value.numel() > 0 for value in values if isinstance(value, Tensor))
 
 
 def family_of(model: nn.Module) -> Family:

@@ -22,6 +22,13 @@ class LossFactors:
     def __init__(self) -> None:
         self.gradient_scale = 1.0
         self.loss_scale: weakref.ref[Tensor] | None = None  # another: `MoEState.set_loss_scale`
+        # Micro-batches of all data ranks over those with tokens; None = `MoEState.announce` has not
+        # been called in this step.
+        self.token_weight: Tensor | None = None
+
+    def weighted(self, losses: Tensor) -> Tensor:
+        """Return losses times the announced weight, so that empty micro-batches do not count."""
+        return losses if self.token_weight is None else losses * self.token_weight
 
     def losses_gradient(self, losses: Tensor) -> Tensor:
         """Return the gradient of the auxiliary losses; no host sync."""
@@ -50,7 +57,7 @@ class AuxLoss(LossFactors):
     def ride(self, y: Tensor, loss: Tensor) -> Tensor:
         """Return y; its backward gives a scalar loss, of this rank's tokens, its gradient."""
         self.check_loss_scale(y)
-        return _Ride.apply(y, loss, self)  # type: ignore[no-any-return]
+        return _Ride.apply(y, self.weighted(loss), self)  # type: ignore[no-any-return]
 
     def add(self, loss: Tensor) -> None:
         """Count the loss of a micro-batch."""
@@ -65,7 +72,8 @@ class AuxLoss(LossFactors):
         return self.total[None]
 
     def reset(self) -> None:
-        """Forget the losses of this step."""
+        """Forget the losses and the announced weight of this step."""
+        self.token_weight = None
         if self.total is not None:
             self.total.zero_()
 

@@ -12,11 +12,14 @@ undecided the router was about them (`kernels/routing/entropy.py`). Where an exp
 move the choice, the losses count each token's K best scores instead: their gradient evens out the
 scores, which the choice no longer shows (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
 
-An auxiliary loss is the mean over the step's micro-batches and data ranks of each one's loss,
-whatever the folding: ranks that share a micro-batch (cp, tp) count tokens together. Where each
-forward has its own cp, data ranks share it too, and it counts once for each of them. Ranks without
-tokens have no part in the mean, nor have micro-batches that are known to be padding alone
-(`MoEState.announce`).
+An auxiliary loss is a mean over pairs of a micro-batch and a data rank: those that have tokens, all
+with the same weight. So it does not depend on the parallel layout. Ranks that share a micro-batch
+(cp, tp) count its tokens together. Where each forward has its own cp, data ranks share a
+micro-batch too, which then counts once for each of them.
+
+The number of pairs must be known before the first backward. `MoEState.announce` sums it once per
+step. Without it a forward knows only the ranks of its own micro-batch. It then takes the mean over
+those that have tokens, and the step takes the mean over all micro-batches.
 """
 
 from __future__ import annotations
@@ -138,7 +141,10 @@ class LoadTracker(LossFactors):
         self._seen_E: Tensor | None = None  # counts of forwards, where several are in flight
         self._priors: list[Tensor] = []  # what those that wait for their backward had seen
         self._repeated: Tensor | None = None  # of the forward that was computed again last
-        self.weight: Tensor | None = None  # of this step's micro-batches: `MoEState.announce`
+        self.token_weight = None
+        # Ranks with tokens in each forward of a step without `announce`, on CPUs, whose host reads
+        # them without a wait.
+        self.ranks_with_tokens: list[Tensor] = []
         for tensor in self.counts.tensors() if self.counts else ():
             tensor.zero_()
 
@@ -205,6 +211,7 @@ class LoadTracker(LossFactors):
             if self._seen_E is not None:
                 prior_E = seen_E = self._see(ids_TK)
             num_sequences, sequences_T = micro_batch.sequences(ids_TK.shape[0])
+            observes = self.has_steps and y.device.type == "cpu" and not is_recomputing()
             losses = balance_losses(
                 routing,
                 ids_TK,
@@ -213,8 +220,9 @@ class LoadTracker(LossFactors):
                 self.groups.of(micro_batch.cp),
                 prior_counts_E=prior_E,
                 sequences_T=sequences_T,
+                token_weight=self.token_weight,
+                ranks_with_tokens=self.ranks_with_tokens if observes else None,
             )
-            losses = losses if self.weight is None else losses * self.weight
         quantile = config.balance.bias_update == "quantile"
         # None = there is none. A global-batch loss alone counts ids of the best scores.
         observed = (
@@ -373,12 +381,15 @@ def balance_losses(
     *,
     prior_counts_E: Tensor | None = None,
     sequences_T: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    ranks_with_tokens: list[Tensor] | None = None,
 ) -> Tensor:
     """Return this rank's parts of the auxiliary losses, fp32, in the order of `LOSS_NAMES`."""
     # The parts of the ranks of `groups.micro_batch` add up to the loss. Coefficients are applied.
-    # One small all-reduce per scope that needs one, and one of the number of ranks with tokens; no
-    # host sync. `ids_TK` are the choices, or best scores, that are counted; `prior_counts_E` are
-    # this rank's counts of such ids in earlier micro-batches of the step.
+    # One small all-reduce per scope that needs one; no host sync. `ids_TK` are the choices, or best
+    # scores, that are counted; `prior_counts_E` are this rank's counts of such ids in earlier
+    # micro-batches of the step. `token_weight` is the announced weight. Without it one more
+    # all-reduce finds the number of ranks with tokens, which is appended to `ranks_with_tokens`.
     assert routing.logits_TE is not None, "balance losses are moecore's routers' alone"
     balance, E, K = config.balance, config.num_candidates, config.top_k
     # Only "sequence" separates sequences; to the other scopes the tokens are one.
@@ -405,8 +416,15 @@ def balance_losses(
     ]
     factors = [groups.weight * factor for factor in factors]
     losses = balance_loss(score_sums_BE, z_sum, counts_BX, factors, global_counts_E=global_counts_E)
-    if groups.global_batch is None or groups.data_ranks == 1:
+    if token_weight is not None:
+        return losses * token_weight
+    is_alone = groups.global_batch is None or groups.data_ranks == 1
+    if is_alone and ranks_with_tokens is None:
         return losses
     ranks = counts_BX[:, E].sum().clamp(max=1)  # with tokens: this one and those that share them
-    dist.all_reduce(ranks, group=groups.global_batch)
-    return losses * (groups.global_batch.size() / ranks.clamp(min=1))
+    if not is_alone:
+        dist.all_reduce(ranks, group=groups.global_batch)
+        losses = losses * (groups.global_batch.size() / ranks.clamp(min=1))  # type: ignore[union-attr]
+    if ranks_with_tokens is not None:
+        ranks_with_tokens.append(ranks)
+    return losses

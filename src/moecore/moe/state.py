@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.fields import Count, check_value
+from moecore.base.fields import Count, check_value, shown
 from moecore.base.streams import to_device
 from moecore.base.torch_names import foreach_add_, is_gloo
 from moecore.kernels.routing.entropy import UNIT
@@ -72,27 +72,28 @@ class MoEState:
             other.gradient_scale = scale
 
     @torch.no_grad()
-    def announce(self, have_tokens: Sequence[bool | Tensor]) -> None:
-        """Announce which micro-batches of a step have tokens on this rank."""
-        # Those without tokens on any rank then weigh nothing in auxiliary losses, until the end of
-        # the step. With auxiliary losses it is collective: one small all-reduce, no host sync.
-        trackers = [layer.tracker for layer in self.layers.values()]
-        trackers = [one for one in trackers if one.config.balance.needs_loss]
-        if not trackers or len(have_tokens) == 1:
+    def announce(self, have_tokens: Sequence[bool | Tensor], device: torch.device) -> None:
+        """Announce which micro-batches of a step have tokens on this rank, until its end."""
+        # With auxiliary losses it is collective: one small all-reduce, no host sync.
+        trackers = [la.tracker for la in self.layers.values() if la.config.balance.needs_loss]
+        owners = [*trackers, *self._others.values()]
+        if not owners:
             return
-        device = next(next(iter(self.layers.values())).part("experts").parameters()).device
-        flags = torch.stack(
-            [
-                to_device(found, device).float()
-                if isinstance(found, Tensor)
-                else torch.full((), float(found), device=device)
-                for found in have_tokens
-            ]
-        )
-        if self.groups.global_batch is not None:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.groups.global_batch)
-        for tracker in trackers:
-            tracker.weight = len(have_tokens) / flags.sum().clamp(min=1)
+        flags = [
+            to_device(found, device).float()
+            if isinstance(found, Tensor)
+            else torch.full((), float(found), device=device)
+            for found in have_tokens
+        ]
+        number = torch.stack(flags).sum()
+        group, of_all = self.groups.global_batch, len(have_tokens)
+        # Ranks that share a micro-batch have its flag alike, so they cancel in the quotient.
+        if group is not None and self.groups.data_ranks > 1:
+            dist.all_reduce(number, group=group)
+            of_all *= group.size()
+        weight = of_all / number.clamp(min=1)
+        for owner in owners:
+            owner.token_weight = weight
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -137,6 +138,14 @@ class MoEState:
                     "forward and backward in each; a layer that runs twice in one forward is an "
                     "MoELayer(runs=2)"
                 )
+        # Numbers of all ranks, so all ranks raise. Modality layers alone may differ.
+        counts = [[int(ranks) for ranks in t.ranks_with_tokens] for t in seen.values()]
+        if counts and all(len(set(of_layer)) > 1 for of_layer in counts):
+            raise ValueError(
+                f"micro-batches (with tokens on {shown(counts[0])} ranks) must be announced where "
+                "they differ, because an auxiliary loss is the mean over those with tokens: drop() "
+                "this step, and call TrainStep.announce(micro_batches) before it begins"
+            )
 
     @torch.no_grad()
     def reduce_step(self, *, skipped: bool | Tensor) -> MoEMetrics:

@@ -266,17 +266,21 @@ class TrainStep:
             progress.is_open = False
 
     def announce(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
-        """Tell a step which of its micro-batches are padding alone; they weigh nothing then.
+        """Tell a step which of its micro-batches have tokens, before the first one.
 
-        `forward_backward` does it. A loop of `micro_batch()` whose micro-batches may be without
-        tokens on every rank calls it before the first one; else auxiliary losses count them.
+        An auxiliary loss is the mean over the micro-batches of all data ranks that have tokens, so
+        backward needs their number. `forward_backward` calls this. A loop of `micro_batch()` calls
+        it if some micro-batches may be padding only. Collective where the model has auxiliary
+        losses; no host sync.
 
         Args:
-            micro_batches: all of the step, as of `forward_backward`; masks alone are read.
+            micro_batches: all of the step on this rank, as in `forward_backward`; only masks and
+                shapes are read.
         """
         has_tokens = self._request.family.has_tokens
+        flags = [has_tokens(inputs) for inputs in micro_batches]
         for state in self._states:
-            state.announce([has_tokens(inputs) for inputs in micro_batches])
+            state.announce(flags, self._request.meshes.device)
 
     def forward_backward(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Run forward and backward of all micro-batches of a step; return their losses.
