@@ -34,7 +34,7 @@ from moecore.kernels.experts.contract import ExpertWeights
 from moecore.kernels.experts.products import quantise_matrices
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clone_weights import with_clones
-from moecore.moe.clones import AnyClones, Cloner, Clones, PeerClones, carried
+from moecore.moe.clones import AnyClones, Cloner, Clones, KeptPlan, PeerClones, carried
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.low_rank import LowRank
@@ -366,6 +366,17 @@ def test_busy_ranks_give_tokens_away(results: dict[str, Any]) -> None:
     assert sum(plain) == sum(cloned)
     assert max(plain) > 1.4 * sum(plain) / EP
     assert max(cloned) <= 1.01 * sum(plain) / EP + 1
+
+
+def test_a_kept_plan_with_an_empty_place_divides_by_no_load_of_expert_0() -> None:
+    """Two ranks of two experts have five tokens each, so both places stay empty."""
+    loads_E, ids_TK = torch.tensor([0, 5, 5, 0]), torch.tensor([[1], [2], [0]])
+    placement = ExpertPlacement(group=None, num_experts=4, ep=2, etp=1, num_clones=1)  # type: ignore[arg-type]
+    plan = KeptPlan(placement, 1, least=0.0, is_read=True)
+    plan.end_step(loads_E, skipped=False)
+    part = plan.part_of(ids_TK)
+    assert part.experts_N.tolist() == plan.experts == [-1, -1]
+    assert part.starts_N.tolist() == part.stops_N.tolist() == [0, 0]
 
 
 class OneClone:

@@ -6,6 +6,7 @@ Gathers in fp32 are the definition: products quantise the whole weight then, on 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,9 +29,10 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.base.torch_names import local_of
 from moecore.kernels.rows.microscaling import packed_e2m1, unpacked_e2m1
 from moecore.models import Decoder, DecoderConfig
+from moecore.moe.amax_history import AmaxHistory
 from moecore.moe.low_rank import LowRank
 from moecore.parallel import rank_bytes
-from moecore.parallel.shard.formats import QuantisedFormat
+from moecore.parallel.shard.formats import MatrixFormat, QuantisedFormat
 from moecore.parallel.shard.transport import Packed
 from moecore.parallel.shard.unit import Unit
 from moecore.train import AdamW
@@ -188,6 +190,25 @@ def test_bytes(name: str, size: float) -> None:
         assert ("in NVFP4" in explain(plan)) == (fsdp.fp8_param_gather and name == "nvfp4")
         found.append(next(role.gathered for role in roles if role.role == "experts"))
     assert found[1] / found[0] == size / 2
+
+
+@pytest.mark.parametrize("past", [0.0, 8.0])
+def test_a_linear_that_no_step_has_run_is_scaled_by_its_own_magnitudes(past: float) -> None:
+    recipe = Recipe(scaling="tensorwise", power_of_two=False, amax_history=2)
+    shard = torch.linspace(-3, 3, 6 * 16).view(6, 16)
+    history = AmaxHistory(2)
+    history.load({"weight": torch.tensor([past, 0.0])}, torch.device("cpu"))
+    history.grow(torch.device("cpu"))  # of a step that has run other linears
+    amax, scales = torch.zeros(1), torch.zeros(1)
+    part: Any = SimpleNamespace(first=0, of_matrices=amax, scales=scales, history=history)
+    values = torch.empty(shard.numel(), dtype=torch.uint8)
+    matrices = MatrixFormat(torch.float32, recipe, None)
+    matrices._measure(shard, part)
+    matrices._quantise(shard, part, values)
+    found = values.view(torch.float8_e4m3fn).float().view_as(shard) * scales
+    # E4M3 has 3 bits behind the first one, and 448 as its largest value.
+    torch.testing.assert_close(scales, torch.tensor([(past or 3.0) / 448]))
+    torch.testing.assert_close(found, shard, rtol=2**-4, atol=1e-3)
 
 
 def test_codes() -> None:
