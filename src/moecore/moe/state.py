@@ -138,13 +138,13 @@ class MoEState:
                     "forward and backward in each; a layer that runs twice in one forward is an "
                     "MoELayer(runs=2)"
                 )
-        # Numbers of all ranks, so all ranks raise. Modality layers alone may differ.
+        # Numbers of all ranks, so all ranks raise. A layer of one modality alone may be empty.
         counts = [[int(ranks) for ranks in t.ranks_with_tokens] for t in seen.values()]
-        if counts and all(len(set(of_layer)) > 1 for of_layer in counts):
+        if counts and all(0 in of_layer and any(of_layer) for of_layer in counts):
             raise ValueError(
                 f"micro-batches (with tokens on {shown(counts[0])} ranks) must be announced where "
-                "they differ, because an auxiliary loss is the mean over those with tokens: drop() "
-                "this step, and call TrainStep.announce(micro_batches) before it begins"
+                "one has no tokens, because an auxiliary loss is the mean over those with tokens: "
+                "drop() this step, and call TrainStep.announce(micro_batches) before it begins"
             )
 
     @torch.no_grad()
