@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore.io.checkpoint.config_differences import saved_differences
+from moecore.io.checkpoint.config_differences import missing_fields, saved_differences
 from moecore.io.checkpoint.hyperparameters import (
     all_groups,
     group_classes,
@@ -48,6 +48,7 @@ class Comparison:
     scheduler: Scheduler | None = None
     left_out: list[str] = field(default_factory=list)  # what `strict=False` passes over
     refused: list[str] = field(default_factory=list)  # what it does not
+    uncompared: str = ""  # why the model's config could not be compared, for a warning
 
 
 def compare(
@@ -61,6 +62,11 @@ def compare(
 ) -> Comparison:
     """Return how a checkpoint fits. None asks for no state; `cast` allows other dtypes."""
     fit = Comparison()
+    if missing := missing_fields(view.config, manifest.facts.config):
+        fit.uncompared = (
+            f"the model's config was not compared, because the checkpoint's config has no "
+            f"{', '.join(missing)}: save without config=, and keep other facts in extra"
+        )
     fit.left_out += [  # first, because it explains tensors that differ
         f"config.{d.name} ({d.ours}) must be {d.theirs} as in the checkpoint"
         for d in saved_differences(view.config, manifest.facts.config)

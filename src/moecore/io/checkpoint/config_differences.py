@@ -52,6 +52,7 @@ ROPE = (THETA, "partial_rotary_factor", "rope_scaling", "rope_parameters")
 ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": True}
 # None is computed from others, and shapes differ with it.
 DERIVED = ("head_dim", "num_key_value_heads")
+_REQUIRED = frozenset(field.name for field in fields(DecoderConfig) if field.default is MISSING)
 Config = DecoderConfig | dict[str, Any]
 
 
@@ -72,8 +73,7 @@ def differences(
 ) -> list[Difference]:
     """Return the fields that differ; none where `theirs` describes no native decoder."""
     values = asdict(theirs) if isinstance(theirs, DecoderConfig) else theirs
-    required = {field.name for field in fields(DecoderConfig) if field.default is MISSING}
-    if values is None or not required <= values.keys():
+    if values is None or not values.keys() >= _REQUIRED:
         return []
     return list(_differing(ours, values, "", skipped))
 
@@ -99,11 +99,58 @@ def hf_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[D
 
 def saved_differences(ours: Config | None, saved: Mapping[str, Any] | None) -> list[Difference]:
     """Return how a model's config (`own_config`) differs from a saved one of its kind, or []."""
-    if isinstance(ours, DecoderConfig):
-        return differences(ours, saved)
-    if ours is None or saved is None or "model_type" not in saved:
+    if ours is None or saved is None or missing_fields(ours, saved):
         return []
-    return hf_differences(ours, saved)
+    return (
+        differences(ours, saved) if isinstance(ours, DecoderConfig) else hf_differences(ours, saved)
+    )
+
+
+def missing_fields(ours: Config | None, saved: Mapping[str, Any] | None) -> list[str]:
+    """Return the fields without which a saved config cannot be compared with a model's config."""
+    if ours is None or saved is None:
+        return []
+    return sorted((_REQUIRED if isinstance(ours, DecoderConfig) else {"model_type"}) - saved.keys())
+
+
+def config_values(config: object) -> dict[str, Any]:
+    """Return the fields of a mapping, a dataclass or a config of transformers; also nested ones.
+
+    Raises:
+        ValueError: when the config is another object.
+    """
+    try:
+        values = _opened(config)
+    except RecursionError:
+        raise ValueError(f"config ({type(config).__name__}) must not contain itself") from None
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"config ({type(config).__name__}) must be a mapping or a dataclass instance, or "
+            "have to_dict(): pass one of them"
+        )
+    return values
+
+
+def _opened(value: object) -> Any:
+    # Before `is_dataclass`: configs of transformers 5 are dataclasses, and `asdict` omits what is
+    # no field of theirs, such as model_type.
+    if callable(getattr(value, "to_dict", None)) and not isinstance(value, type):
+        values = value.to_dict()  # type: ignore[attr-defined]
+        if not isinstance(values, Mapping):
+            return value
+        return _json_fields(values) if "model_type" in values else _opened({**values})
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _opened(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _opened(entry) for name, entry in value.items()}
+    if type(value) in (list, tuple):
+        return [_opened(entry) for entry in value]  # type: ignore[attr-defined]
+    return value
+
+
+def _json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that JSON can hold; transformers lets users set any object as a field."""
+    return {str(name): json.loads(t) for name, v in values.items() if (t := _json(v))}
 
 
 def own_config(model: nn.Module) -> Config | None:
@@ -112,9 +159,7 @@ def own_config(model: nn.Module) -> Config | None:
     if len(found) != 1:
         return None
     config: Any = next(iter(found.values())).config
-    if isinstance(config, DecoderConfig):
-        return config
-    return {str(name): json.loads(t) for name, v in config.to_dict().items() if (t := _json(v))}
+    return config if isinstance(config, DecoderConfig) else _json_fields(config.to_dict())
 
 
 def _configured(module: nn.Module) -> Iterator[nn.Module]:

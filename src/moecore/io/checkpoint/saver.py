@@ -59,8 +59,7 @@ class Saver:
         scheduler: of the learning rate; its state must be JSON-able. A list of several, in the
             order of their optimizers.
         keep: how many of the newest checkpoints stay; 0 = all.
-        config: mapping or dataclass that describes the model, JSON-able; None takes that of a
-            native decoder or a transformers model, which `load` compares.
+        config: the description of the model; see `save`.
         progress: called with (bytes done, bytes expected) of this rank, from the writing thread.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from moecore.io.checkpoint.config_differences import config_values
 from moecore.io.checkpoint.hyperparameters import (
     check_json,
     is_finite,
@@ -266,14 +267,7 @@ def versions() -> dict[str, str]:
 def _config_values(config: object) -> dict[str, Any] | None:
     if config is None:
         return None
-    if is_dataclass(config) and not isinstance(config, type):
-        values = asdict(config)
-    elif isinstance(config, Mapping):
-        values = dict(config)
-    else:
-        raise ValueError(
-            f"config ({type(config).__name__}) must be a mapping or a dataclass instance"
-        )
+    values = config_values(config)
     check_json("config", values)
     return _copy(values)
 

@@ -103,8 +103,9 @@ def save(
         scheduler: of the learning rate; its state must be JSON-able. A list of several, in the
             order of their optimizers.
         keep: how many of the newest checkpoints stay; 0 = all.
-        config: mapping or dataclass that describes the model, JSON-able; None takes that of a
-            native decoder or a transformers model, which `load` compares.
+        config: a mapping, a dataclass or a transformers config that describes the model, and that
+            JSON can hold. None stores the config of a native decoder or a transformers model.
+            `load` compares it with the config of the model, or warns that it cannot.
 
     Returns:
         The new checkpoint, `root/step-000123`.
@@ -191,6 +192,8 @@ def load(
             list(dict.fromkeys(chain.from_iterable(found))) for found in zip(*fits, strict=True)
         )
     on_every_rank(lambda: check_fit(fit, path, strict=strict))
+    if fit.uncompared and is_first_rank():
+        warnings.warn(f"path ({path}): {fit.uncompared}", stacklevel=2)
     verify_files(path, manifest, verify, meter)
     drop_step(model)
     for layer in model.modules():
