@@ -16,6 +16,7 @@ import torch
 from moecore.base.fields import UsageError
 from moecore.base.tables import UNITS, printable
 from moecore.io.checkpoint.directory import latest, prunable, prune, whole_directories
+from moecore.io.checkpoint.lock import leftovers_of_dead_job
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.io.checkpoint.meter import Progress
 
@@ -208,7 +209,12 @@ def run_prune(args: Any) -> int:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     if not args.path.is_dir():
         raise UsageError(f"path ({args.path}) must be a run: it is not there")
-    for path in (prunable if args.dry_run else prune)(args.path, args.keep):
+    old = prunable(args.path, args.keep)
+    drafts = leftovers_of_dead_job(args.path) if old else []  # without old ones no lock is taken
+    if not args.dry_run:
+        old = prune(args.path, args.keep)
+        drafts = [path for path in drafts if not path.exists()]
+    for path in (*old, *drafts):
         print(f"{'would remove' if args.dry_run else 'removed'} {path}")
     return 0
 

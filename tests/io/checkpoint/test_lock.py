@@ -6,10 +6,12 @@ import os
 import signal
 import time
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 
+from moecore.cli import main
 from moecore.io import Saver, latest, prune, save, set_latest, verify
 from moecore.io.checkpoint import directory, lock
 from moecore.io.checkpoint.lock import LOCK, OWNER
@@ -65,6 +67,29 @@ def test_the_second_job_is_refused_and_takes_over_when_the_first_is_dead(tmp_pat
         saver.save(2, {"step": 2}, wait=False)
     assert entries(tmp_path) == ["latest", "step-000001", "step-000002"]
     assert loaded_step(tmp_path) == 2
+
+
+def test_prune_names_the_drafts_of_a_dead_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = other_job(tmp_path)
+    job.kill()
+    job.join()
+    users = [".lock-notes", ".lock-1234567", ".step-notes", ".latest-good"]
+    for name in users:
+        (tmp_path / name).mkdir()
+    copytree(tmp_path / "step-000001", tmp_path / "step-000000")
+    command = ["checkpoint", "prune", str(tmp_path), "--keep", "1"]
+    before = entries(tmp_path)
+    gone = ["step-000000", ".step-000002.tmp-killed"]
+    for options, verb in ((["--dry-run"], "would remove"), ([], "removed")):
+        assert entries(tmp_path) == before
+        assert main(command + options) == 0
+        assert capsys.readouterr().out == "".join(f"{verb} {tmp_path / name}\n" for name in gone)
+    assert entries(tmp_path) == sorted([*users, "latest", "step-000001"])
+    with Saver(tmp_path, *build(2.0)) as saver:
+        saver.save(2, {"step": 2}, wait=True)
+    assert entries(tmp_path) == sorted([*users, "latest", "step-000001", "step-000002"])
 
 
 def test_a_lock_ends_with_its_process_or_object(tmp_path: Path) -> None:

@@ -219,6 +219,90 @@ def test_prune_never_removes_the_newest(tmp_path: Path) -> None:
     assert len(whole_directories(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("by_save", [False, True])
+@pytest.mark.parametrize("alias", ["step-0000003", "step-000000003", "STEP-000003", "step-3"])
+def test_a_second_name_of_a_step_is_no_checkpoint_of_the_run(
+    tmp_path: Path, alias: str, by_save: bool
+) -> None:
+    model, optimizer = build()
+    for step in (1, 2, 3):
+        save(tmp_path, step, model, optimizer)
+    names = [tmp_path / "step-000003", tmp_path / alias]
+    shutil.copytree(*names)
+    names[0].rename(tmp_path / "moved")  # so that the order in the directory is another one
+    (tmp_path / "moved").rename(names[0])
+    kept = [names[0]]
+    if by_save:
+        kept = [save(tmp_path, 4, model, optimizer, keep=1)]
+    else:
+        assert prune(f"{tmp_path}/", 1) == [tmp_path / f"step-00000{i}" for i in (1, 2)]
+    assert latest(tmp_path) == kept[0] and whole_directories(tmp_path) == kept
+    assert read_manifest(kept[0]) and names[1].is_dir()
+    with pytest.raises(ValueError, match=rf"{alias}\) must be a whole checkpoint"):
+        set_latest(names[1])
+    (tmp_path / POINTER).write_text(f"{alias} {'0' * 64}\n")
+    with pytest.raises(ValueError, match=r"latest\) must be '<checkpoint> <sha256"):
+        prune(tmp_path, 1)
+    (tmp_path / POINTER).unlink()
+    assert latest(tmp_path) == kept[0]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_prune_leaves_what_a_link_that_stays_leads_to(tmp_path: Path, keep: int) -> None:
+    model, optimizer = build()
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, model, optimizer)
+    for link, target in ((3, 1), (4, 3)):  # 4 -> 3 -> 1
+        shutil.rmtree(tmp_path / f"step-00000{link}")
+        (tmp_path / f"step-00000{link}").symlink_to(f"step-00000{target}")
+    set_latest(tmp_path / "step-000004")
+    assert prune(tmp_path, keep) == [tmp_path / "step-000002"]
+    assert latest(tmp_path) == tmp_path / "step-000004"
+
+
+@pytest.mark.parametrize("by_save", [False, True])
+@pytest.mark.parametrize("why", ["directory", "files", "some files"])
+def test_a_checkpoint_that_cannot_be_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, why: str, by_save: bool
+) -> None:
+    """As of one whose files another user owns; rights do not bind root, so they are replaced."""
+    model, optimizer = build()
+    for step in (1, 2, 3):
+        save(tmp_path, step, model, optimizer)
+    first = tmp_path / "step-000001"
+    inode = first.stat().st_ino
+    access, unlink = os.access, os.unlink
+
+    def no_access(path: Any, mode: int) -> bool:
+        return Path(path).name != first.name and access(path, mode)
+
+    def no_unlink(path: Any, *, dir_fd: int | None = None) -> None:
+        owned = dir_fd is not None and os.fstat(dir_fd).st_ino == inode
+        if owned and not (why == "some files" and str(path) == MANIFEST):
+            raise PermissionError(1, "Operation not permitted", path)
+        unlink(path, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patch:
+        if why == "directory":
+            patch.setattr(os, "access", no_access)
+        else:
+            patch.setattr(os, "unlink", no_unlink)
+        if by_save:
+            save(tmp_path, 4, model, optimizer, keep=1)
+            text = caplog.text
+        else:
+            with pytest.raises(OSError, match="could not be removed") as info:
+                prune(tmp_path, 1)
+            text = str(info.value)
+            assert "\n" not in text
+    assert f"path ({first}) could not be removed: " in text
+    assert f"(1 old checkpoints could not be removed, {1 + by_save} were removed)" in text
+    if why != "some files":
+        assert read_manifest(first) and first in whole_directories(tmp_path)
+        assert [path.name for path in prune(tmp_path, 1)] == [first.name]
+    assert len(whole_directories(tmp_path)) == 1
+
+
 def test_steps_of_a_rolled_back_run_are_removed_first(tmp_path: Path) -> None:
     model, optimizer = build_linear(2)
     for step in (100, 200, 300, 400):

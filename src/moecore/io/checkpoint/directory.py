@@ -39,8 +39,10 @@ from moecore.io.checkpoint.lock import locked
 from moecore.io.checkpoint.manifest import MANIFEST, Manifest
 
 POINTER = "latest"
-_STEP_NAME = re.compile(r"step-([0-9]{6,18})")
-_POINTER_TEXT = re.compile(r"(step-[0-9]{6,18}) ([0-9a-f]{64})\n")
+# Exactly the names that `directory_of` makes: step-0000006 would be a second name of step 6.
+_STEP = r"step-([0-9]{6}|[1-9][0-9]{6,17})"
+_STEP_NAME = re.compile(_STEP)
+_POINTER_TEXT = re.compile(rf"(?P<name>{_STEP}) (?P<digest>[0-9a-f]{{64}})\n")
 
 Step = Annotated[int, Bound(">=", 0), Bound("<", 10**18)]  # that a directory can be named after
 Keep = Annotated[Count, "the newest must stay"]
@@ -106,9 +108,12 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
 
     Example: of 100 200 210 300 400 and latest 210, keep=2 leaves 200 210.
 
+    If a job died while it held the lock, `prune` also removes the drafts of that job.
+
     Raises:
         ValueError: when `keep` is wrong, or the pointer file is damaged; nothing is removed then.
-        OSError: when another job writes to the run; or when one cannot be removed.
+        OSError: when another job writes to the run, or when a checkpoint cannot be removed. Such a
+            checkpoint stays in the run, and the other old checkpoints are removed.
     """
     if not prunable(root, keep):
         return []
@@ -117,10 +122,20 @@ def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
 
 
 def _prune(root: Path, keep: int) -> list[Path]:
-    old = prunable(root, keep)
-    for path in old:
-        remove(path)
-    return old
+    removed, problems = [], []
+    for path in prunable(root, keep):
+        try:
+            remove(path)
+        except OSError as error:
+            problems.append(str(error))
+        else:
+            removed.append(path)
+    if problems:
+        raise OSError(
+            f"{problems[0]} ({len(problems)} old checkpoints could not be removed, "
+            f"{len(removed)} were removed)"
+        )
+    return removed
 
 
 def prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
@@ -131,10 +146,27 @@ def prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
         return []
     # Later steps are of a run that was rolled back: they go first.
     last = _step_of(newest) or 0
-    whole = whole_directories(Path(root))
-    order = [path for path in whole if (_step_of(path) or 0) > last]
-    order += [path for path in whole if (_step_of(path) or 0) <= last]
-    return order[:-keep]
+    others = [path for path in whole_directories(Path(root)) if path != newest]
+    order = [path for path in others if (_step_of(path) or 0) > last]
+    order += [path for path in others if (_step_of(path) or 0) <= last]
+    num_old = max(0, len(order) - (keep - 1))
+    # A checkpoint that stays may be a symlink to an older one, whose files it needs.
+    targets = [path.resolve() for path in (newest, *order[num_old:])]
+    return [
+        path
+        for path in order[:num_old]
+        if not any(target.is_relative_to(path.resolve()) for target in targets)
+    ]
+
+
+def is_published(root: Path, step: int) -> bool:
+    """Return whether `latest` names the checkpoint of this step, and that checkpoint is whole."""
+    try:
+        named = _read_pointer(root)
+    except (OSError, ValueError):
+        return False
+    final = directory_of(root, step)
+    return named is not None and named[0] == final.name and is_whole(final)
 
 
 def check_unused(root: Path) -> None:
@@ -149,7 +181,10 @@ def check_unused(root: Path) -> None:
 
 
 def whole_directories(root: Path) -> list[Path]:
-    """Return all whole checkpoints under `root`, in rising order of their steps."""
+    """Return all whole checkpoints under `root`, in rising order of their steps.
+
+    Directories of other names, such as step-0000006 for step 6, are ignored.
+    """
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if _step_of(path) is not None and is_whole(path)]
@@ -267,7 +302,7 @@ def _read_pointer(root: Path) -> tuple[str, str] | None:
             f"path ({root / POINTER}) must be '<checkpoint> <sha256 of its manifest>' but is "
             f"{text!r:.120}: delete it to take the highest step, or use set_latest"
         )
-    return match[1], match[2]
+    return match["name"], match["digest"]
 
 
 def _newest_step(root: Path) -> int | None:

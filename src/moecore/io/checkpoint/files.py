@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import stat
 import uuid
 from pathlib import Path
+
+# Only names that a save makes: other hidden files of a run belong to the user.
+_LEFTOVER = re.compile(r"\.step-[0-9]+\.tmp-\w+|\.step-[0-9a-f]{8}\.old|\.latest-[0-9a-f]{8}")
 
 
 def open_regular(path: Path, *, follow: bool = False) -> int:
@@ -52,17 +56,62 @@ def sync(directory: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a directory or a link to one, which must not look whole when it is half deleted."""
-    hidden = path.with_name(f".step-{uuid.uuid4().hex[:8]}.old")
-    path.rename(hidden)
-    if hidden.is_symlink():
-        hidden.unlink()
+    """Delete a directory or a link to one, which must not look whole when it is half deleted.
+
+    Raises:
+        OSError: when something in it cannot be deleted; a directory that is still complete then
+            has its name again.
+    """
+    hidden = _hidden_name(path)
+    entries = _entries(path)
+    try:
+        path.rename(hidden)
+        _delete(hidden)
+    except OSError as error:
+        problem = f"path ({path}) could not be removed: {error.strerror or error}"
+        if hidden.is_dir() and _entries(hidden) == entries:
+            hidden.rename(path)
+        elif os.path.lexists(hidden):
+            problem += f", and what is left of it is {hidden.name}"
+        raise OSError(problem) from error
+
+
+def _hidden_name(path: Path) -> Path:
+    return path.with_name(f".step-{uuid.uuid4().hex[:8]}.old")
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
     else:
-        shutil.rmtree(hidden)
+        shutil.rmtree(path)
+
+
+def _entries(path: Path) -> list[str]:
+    """Return what a directory contains; raise OSError where an entry cannot be deleted."""
+    if path.is_symlink():
+        return []
+    found = []
+    for folder, folders, files in os.walk(path):
+        if (folders or files) and not os.access(folder, os.W_OK | os.X_OK):
+            raise OSError(f"path ({path}) could not be removed: {folder} may not be changed")
+        found += [os.path.join(os.path.relpath(folder, path), name) for name in folders + files]
+    return sorted(found)
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Return what killed saves left behind: drafts, half-deleted checkpoints, pointers."""
+    return [path for path in sorted(root.glob(".*")) if _LEFTOVER.fullmatch(path.name)]
 
 
 def remove_leftovers(root: Path) -> None:
     """Delete what killed saves left behind. What cannot be deleted stays, under another name."""
-    for leftover in (*root.glob(".step-*"), *root.glob(".latest-*")):
+    # Never under its own name: a stopped job could go on and publish its draft.
+    for leftover in leftovers(root):
         with contextlib.suppress(OSError):
-            remove(leftover) if leftover.is_dir() else leftover.unlink()
+            if leftover.is_dir():
+                hidden = _hidden_name(leftover)
+                leftover.rename(hidden)
+                _delete(hidden)
+            else:
+                leftover.unlink()

@@ -18,9 +18,11 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Iterator
@@ -28,9 +30,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from moecore.io.checkpoint.files import read_regular, remove_leftovers, write_new
+from moecore.io.checkpoint.files import leftovers, read_regular, remove_leftovers, write_new
 
 LOCK, OWNER = ".lock", "owner"
+_LOCK_NAME = re.compile(r"\.lock-([0-9a-f]{8}|[0-9a-f]{16})")  # of drafts and of dead locks
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
 _ATTEMPTS = 5  # others may release or take over meanwhile
@@ -102,7 +105,8 @@ def _release(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
         if _holds(root, text):
             (root / LOCK).rename(root / f"{LOCK}-{uuid.uuid4().hex[:8]}")
             for path in root.glob(f"{LOCK}-*"):
-                shutil.rmtree(path, ignore_errors=True)
+                if _LOCK_NAME.fullmatch(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -136,12 +140,8 @@ def _set_dead_aside(root: Path, now: float) -> None:
     owner, text, touched = _read_owner(root)
     if not text:
         return  # released meanwhile
-    if owner.get("machine") and owner.get("machine") == _machine():
-        started = _started(owner.get("pid"))
-        is_dead = started is None or started != owner.get("started")
-    else:  # both times are the file system's, so clocks of hosts do not matter
-        is_dead = now - touched > STALE_SECONDS
-    if not is_dead:
+    # Both times are the file system's, so clocks of hosts do not matter.
+    if not _is_dead(owner, now - touched):
         who = f"pid {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
         raise OSError(
             f"root ({root}) must be written to by one job, but {who!r:.160} holds {LOCK}: close "
@@ -153,6 +153,19 @@ def _set_dead_aside(root: Path, now: float) -> None:
     name = f"{LOCK}-{hashlib.sha256(text).hexdigest()[:16]}"
     if _renamed(root / LOCK, root / name):
         remove_leftovers(root)  # so a stopped owner cannot publish the draft that it was writing
+
+
+def _is_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
+    if owner.get("machine") and owner.get("machine") == _machine():
+        started = _started(owner.get("pid"))
+        return started is None or started != owner.get("started")
+    return idle_seconds > STALE_SECONDS
+
+
+def leftovers_of_dead_job(root: Path) -> list[Path]:
+    """Return the drafts that the next job removes because their job died with the lock."""
+    owner, text, touched = _read_owner(root)
+    return leftovers(root) if text and _is_dead(owner, time.time() - touched) else []
 
 
 def _renamed(source: Path, target: Path) -> bool:
