@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -164,6 +165,40 @@ def test_a_rank_that_ends_is_an_error_of_the_save(
     assert found_by == "check" or list(tmp_path.iterdir()) == []
     monkeypatch.undo()
     saver.close()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_error_after_the_publication_says_so(
+    tmp_path: Path, monkeypatch: Patch, no_group_left: None, background: bool
+) -> None:
+    """A rank that ends after it has written leaves the others an error, and a whole checkpoint."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    save_with_dcp = dcp.save
+
+    def lost(*args: Any, **kwargs: Any) -> None:
+        save_with_dcp(*args, **kwargs)
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+
+    saver = Saver(tmp_path, *build(1.0))
+    saver.save(1, {"step": 1}, wait=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.dcp, "save", lost)
+        with pytest.raises(OSError, match=r"; but step 2 is saved and `latest` names it: do not s"):
+            saver.save(2, {"step": 2}, wait=not background)
+            saver._finish()
+        assert latest(tmp_path) == tmp_path / "step-000002"
+        patch.setattr(store.dcp, "save", _no_connection)
+        with pytest.raises(OSError, match=r"one may have ended: gone$"):
+            saver.save(3, {"step": 3}, wait=True)
+    with pytest.raises(ValueError, match=r"step \(2\) must not be saved already"):
+        saver.save(2, {"step": 2}, wait=True)
+    saver.save(3, {"step": 3}, wait=True)
+    saver.close()
+    assert latest(tmp_path) == tmp_path / "step-000003"
+
+
+def _no_connection(*_: object, **__: object) -> None:
+    raise RuntimeError("gone")
 
 
 def test_the_group_waits_as_long_as_the_default_one(tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ class Saver:
         """Raise the error of a background save that has failed. Call it every step; cheap, local.
 
         Raises:
-            OSError: as `save` with `wait` would have; the save before it is still loadable.
+            OSError: as `save` with `wait` would have. The save before it is still loadable, unless
+                the error says that the failed step is saved.
         """
         if self._running is not None and self._running.done():
             running, self._running = self._running, None

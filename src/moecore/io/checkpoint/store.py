@@ -31,7 +31,13 @@ from moecore.io.checkpoint.comparison import (
     rng_target,
     summary,
 )
-from moecore.io.checkpoint.directory import Step, directory_of, discard, new_draft
+from moecore.io.checkpoint.directory import (
+    Step,
+    directory_of,
+    discard,
+    is_published,
+    new_draft,
+)
 from moecore.io.checkpoint.hyperparameters import all_groups, restore_groups
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.manifest import Manifest, read_manifest
@@ -115,7 +121,8 @@ def save(
             kept (`rank_agreement.py`), before anything is written.
         NotImplementedError: for state that has no place in a checkpoint, likewise.
         OSError: when another job writes to `root`, before anything is written; when a rank could
-            not write. Nothing changed for `latest` then.
+            not write, or has ended. `latest` then names the checkpoint that it named before, unless
+            the error says that this step is saved: the failure came after the publication.
     """
     arguments = locals()
     with share_errors():
@@ -260,9 +267,14 @@ def write(
                 snapshot.tensors, storage_writer=writer, planner=planner, process_group=group
             ),
         )
-    except OSError:
+    except OSError as error:
         if is_first_rank():
             discard(draft)
+        if is_published(draft.parent, snapshot.facts.step):
+            raise OSError(
+                f"{error}; but step {snapshot.facts.step} is saved and `latest` names it: do not "
+                "save it again"
+            ) from error
         raise
     meter.log(f"saved {directory_of(draft.parent, snapshot.facts.step)}")
 
