@@ -218,6 +218,13 @@ def changes_case() -> dict[str, list[Any]]:
             if number == 9:
                 train()
 
+    def wrote(name: str, write: Any) -> None:
+        """Change a parameter on one rank alone in mid-pass, past every counter."""
+        local = local_of(model.get_parameter(name))
+        for number, _ in enumerate(stream):
+            if number == 9 and dist.get_rank() == 2:
+                write(local)
+
     found: dict[str, Any] = {}
     stream = stream_weights(model, bucket_bytes=BUCKET)
     train()
@@ -241,6 +248,17 @@ def changes_case() -> dict[str, list[Any]]:
     found["other"] = message(lambda: other.changed_since(stream.version))
     found["none"] = message(lambda: other.version)
     found["stepped"] = message(stepped)
+    # The first tensor has been given by then, the last one has not.
+    found["wrote"] = [
+        message(lambda name=name, write=write: wrote(name, write))  # type: ignore[misc]
+        for name in ("model.embed_tokens.weight", "model.norm.weight")
+        for write in (
+            lambda x: x.data.add_(1.0),
+            lambda x: torch._foreach_add_([x.data], 1.0),
+            lambda x: x.data.view(-1)[-1:].neg_(),
+            lambda x: x.detach().numpy().__iadd__(1.0),
+        )
+    ]
     found["left"] = message(lambda: left(early=dist.get_rank() == 1))
     with closing(iter(stream)) as one:
         next(one)
@@ -309,6 +327,9 @@ def test_what_ends_a_stream_is_one_line_on_every_rank(results: dict[str, Any]) -
     found = results["changes"]
     for text in found["stepped"]:
         assert text.startswith("weights (changed) must stay as they are while a stream of them is")
+    for texts in found["wrote"]:
+        assert all(text.startswith("weights (changed) must stay") for text in texts)
+        assert len(texts) == 8
     for text in found["late"]:
         assert text.startswith("weights (changed) must be those of the call of changed_since")
     for text in found["two"]:

@@ -93,8 +93,20 @@ def _bits(tensor: Tensor) -> Tensor:
     return bits if bits.storage_offset() % 4 == 0 else bits.clone()
 
 
+def weights_changed() -> RuntimeError:
+    """Return the error of a pass whose weights changed before its end."""
+    return RuntimeError(
+        "weights (changed) must stay as they are while a stream of them is open: end the "
+        "stream before the optimizer's step, and begin a new one"
+    )
+
+
 class Watch:
-    """Notes whether tensors may have changed since it was made."""
+    """Notes whether tensors may have changed since it was made, at no cost and not reliably.
+
+    It reads counters and addresses, and hooks the steps of optimizers. It does not see a write by
+    `.data`; a stream compares digests at the end of a pass for that.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
@@ -114,10 +126,7 @@ class Watch:
     def check(self) -> None:
         """Raise RuntimeError if a tensor may have changed."""
         if self._stepped or self._marks() != self._before:
-            raise RuntimeError(
-                "weights (changed) must stay as they are while a stream of them is open: end the "
-                "stream before the optimizer's step, and begin a new one"
-            )
+            raise weights_changed()
 
     def _marks(self) -> list[tuple[int, int, int]]:
         parts = [(tensor, part) for tensor in self._tensors for part in memory_of(tensor)]

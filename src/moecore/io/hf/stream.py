@@ -12,7 +12,7 @@ its loop and weights that changed end the pass on every rank, in one line.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -24,7 +24,7 @@ from moecore.base.fields import NumBytes, check_arguments
 from moecore.families.transformers.lora import adapted
 from moecore.io.checkpoint.ranks import gather, on_every_rank, rank_and_world
 from moecore.io.hf.buckets import BucketCollector, WeightBucket, WeightMeta, meta_of
-from moecore.io.hf.changes import Digests, Watch, WeightsVersion, memory_of
+from moecore.io.hf.changes import Digests, Watch, WeightsVersion, memory_of, weights_changed
 from moecore.io.hf.collect import HeldPart, Holders, Item, held_of, part_of
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export import check_dtype
@@ -196,7 +196,8 @@ class WeightStream:
             ValueError: on every rank, when the model's tensors are others than they were, their
                 memory was freed (`offload`), or another pass of this stream is open.
             RuntimeError: on every rank, when weights have changed since the pass began, or a rank
-                has left it. Training goes on.
+                has left it. A change that moves no counter, such as by `.data`, is found after
+                the last bucket. Training goes on.
         """
         with self._passing() as run:
             run.start()
@@ -214,7 +215,7 @@ class WeightStream:
             except GeneratorExit:
                 run.leave()
                 raise
-            run.agree()
+            on_every_rank(lambda: self._check_end(run))
         self._version = WeightsVersion(run.digests, self._digests)
 
     def _begin(self) -> _StreamPass:
@@ -236,13 +237,25 @@ class WeightStream:
         for name, source in sources.items():
             source.check(name)
         run = _StreamPass(sources, self._items, self._collector)
-        found = self._digests.of_all({n: source.inputs() for n, source in sources.items()})
-        run.digests = {n: (*digest, sources[n].factors()) for n, digest in found.items()}
+        run.digests = self._digests_of(sources)
         if self._wanted not in (None, run.digests):
             raise ValueError(
                 "weights (changed) must be those of the call of changed_since: call it again"
             )
         return run
+
+    def _check_end(self, run: _StreamPass) -> None:
+        """Raise RuntimeError if what the pass has read may have changed meanwhile. Host sync."""
+        run.check()
+        # Counters miss writes by `.data`. Every rank hashes what it holds of the tensors given.
+        read = {name for item in self._items for name, _ in item.parts}
+        now = self._digests_of({n: source for n, source in run.sources.items() if n in read})
+        if any(run.digests[name] != digest for name, digest in now.items()):
+            raise weights_changed()
+
+    def _digests_of(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
+        found = self._digests.of_all({n: source.inputs() for n, source in sources.items()})
+        return {n: (*digest, sources[n].factors()) for n, digest in found.items()}
 
 
 class _StreamPass:
@@ -251,7 +264,7 @@ class _StreamPass:
     def __init__(
         self, sources: dict[str, _StreamSource], items: list[Item], collector: BucketCollector
     ) -> None:
-        self._sources, self._collector = sources, collector
+        self.sources, self._collector = sources, collector
         self.digests: dict[str, Any] = {}
         self.watch = Watch(x for source in sources.values() for x in source.inputs())
         self._copies = CopyStream(collector.device)
@@ -274,19 +287,15 @@ class _StreamPass:
         """Return the bucket that was started last, whole on every rank; None = there is none."""
         if self._ahead is None:
             return None
-        self.agree()
+        on_every_rank(self.check)
         (bucket, event), self._ahead = self._ahead, None
         self._copies.hold(event)
         return bucket
 
-    def agree(self) -> None:
-        """Raise on every rank what went wrong on one."""
-
-        def check() -> None:
-            self._collector.check()
-            self.watch.check()
-
-        on_every_rank(check)
+    def check(self) -> None:
+        """Raise what went wrong on this rank; RuntimeError if a counter shows a change."""
+        self._collector.check()
+        self.watch.check()
 
     def leave(self) -> None:
         """End the pass on the other ranks, which are about to agree."""
@@ -300,7 +309,7 @@ class _StreamPass:
         """Make the weights that adapters are added to; keep those that are there, free others."""
         before, self._merged = self._merged, {}
         for name in names:
-            source = self._sources.get(name)  # None = of another stage
+            source = self.sources.get(name)  # None = of another stage
             if name in before:
                 self._merged[name] = before[name]
             elif source is not None and source.merge is not None:
@@ -308,7 +317,7 @@ class _StreamPass:
 
     def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         merged = self._merged.get(name)
-        return part_of(self._sources[name].tensor, box) if merged is None else merged[box]
+        return part_of(self.sources[name].tensor, box) if merged is None else merged[box]
 
 
 @dataclass(frozen=True, slots=True)
