@@ -127,6 +127,19 @@ def sendable(error: Exception) -> Exception:
     return error
 
 
+@contextmanager
+def transport_explained(where: str) -> Iterator[None]:
+    """Return a context whose errors of transport become RankErrors; no other error is recorded."""
+    try:
+        yield
+    except RankError:
+        raise
+    except Exception as error:
+        if _store() is None or not _is_of_transport(error):
+            raise
+        raise RankError(explained(where, error)) from error
+
+
 def explained(where: str, error: Exception) -> str:
     """Return what other ranks have recorded, where this one has an error of transport."""
     if _store() is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.io import receive_weights, send_weights, share_bucket, stream_weights
 from moecore.io.hf.buckets import WeightBucket, WeightMeta
 from moecore.models import Decoder, preset
+from tests.helpers.ranks import forks
 
 CPU = torch.device("cpu")
 
@@ -94,6 +97,43 @@ def test_a_receiver_that_fails_ends_the_pass_alone(no_group_left: None, fault: s
     assert "\n" not in str(error.value)
     assert training.train()
     assert dict(training.stream)  # a new pass may begin
+
+
+def train_or_iterate(rank: int, folder: Path, *, opens: bool) -> None:
+    """Rank 0 iterates a pass and rank 1 trains; `opens` = after it has begun the pass, too."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(0, 8))
+    training, error = Training(), ""
+    try:
+        if rank == 0:
+            list(training.stream)
+        else:
+            left = iter(training.stream)
+            if opens:
+                next(left)
+            training.train()
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    (folder / f"error{rank}").write_text(error)
+    os._exit(0)  # its connections end now, whatever gloo's threads do
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_rank_that_trains_beside_a_pass_is_one_line_on_both(tmp_path: Path, opens: bool) -> None:
+    args = [(rank, tmp_path) for rank in range(2)]
+    ranks = [
+        forks().Process(target=train_or_iterate, args=each, kwargs=dict(opens=opens))
+        for each in args
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0, 0]  # gloo would abort the process
+    for rank in range(2):
+        error = (tmp_path / f"error{rank}").read_text()
+        assert error.startswith("RankError: ") and "\n" not in error
+        assert "rank 0 runs a pass of a w" in error or "rank 0 a pass of a weight stream" in error
 
 
 def test_weights_on_a_cpu_have_no_handle() -> None:

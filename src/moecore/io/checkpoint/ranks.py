@@ -6,6 +6,8 @@ raises the same one and none waits for a rank that has given up.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,8 +18,28 @@ from moecore.base.agreement import Group as Group
 from moecore.base.agreement import gather as gather
 from moecore.base.failures import on_every_rank as on_every_rank
 from moecore.base.failures import sendable
+from moecore.base.torch_names import default_timeout
 
 T = TypeVar("T")
+
+
+class ControlGroup:
+    """A gloo group of all ranks, which ends with this object. Construction is collective.
+
+    A collective in it cannot meet a collective of the training, which another rank may run: gloo
+    aborts the process where the two have other sizes.
+    """
+
+    def __init__(self) -> None:
+        self.group: Group = None
+        if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+            self.group = dist.new_group(backend="gloo", timeout=default_timeout())
+            weakref.finalize(self, _destroy, self.group).atexit = False
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(ValueError, AssertionError):  # all groups have ended before
+        dist.destroy_process_group(group)
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.torch_names import foreach_copy_
-from moecore.io.checkpoint.ranks import on_every_rank, rank_and_world
+from moecore.io.checkpoint.ranks import Group, on_every_rank, rank_and_world
 from moecore.io.hf.collect import ErrorKeeper, Holders, Item, by_size, put
 from moecore.io.hf.target import PieceOverlap
 
@@ -96,8 +96,15 @@ class BucketCollector(ErrorKeeper):
     A bucket and the memory of messages have at most `bucket_bytes`, but for a larger tensor.
     """
 
-    def __init__(self, holders: Holders, items: Sequence[Item], device: torch.device, size: int):
-        self._holders, self.device = holders, device
+    def __init__(
+        self,
+        holders: Holders,
+        items: Sequence[Item],
+        device: torch.device,
+        size: int,
+        group: Group = None,  # of gloo, to agree in; NCCL sends tensors in the default group
+    ) -> None:
+        self._holders, self.device, self._group = holders, device, group
         self._rank, _ = rank_and_world()
         # A box is cut along its tensor's first dim alone.
         rows = (self._row_bytes(item) for item in items)
@@ -119,7 +126,7 @@ class BucketCollector(ErrorKeeper):
                 )
             return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-        self._message, self._error = on_every_rank(allocate), None
+        self._message, self._error = on_every_rank(allocate, self._group), None
         try:
             yield
         finally:
@@ -183,7 +190,8 @@ class BucketCollector(ErrorKeeper):
         with self._keep_error():
             if self._rank == sender:
                 _copy(pieces, [_source(copy, read) for copy in copies])
-        dist.broadcast(self._message[:at], sender)
+        group = self._group if self.device.type == "cpu" else None
+        dist.broadcast(self._message[:at], sender, group=group)
         with self._keep_error():
             if parts:
                 _copy([_target(copy, parts) for copy in copies], pieces)

@@ -13,16 +13,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from moecore.base.failures import RankError, transport_explained
 from moecore.base.fields import NumBytes, check_arguments
 from moecore.families.transformers.lora import adapted
-from moecore.io.checkpoint.ranks import gather, on_every_rank, rank_and_world
+from moecore.io.checkpoint.ranks import (
+    ControlGroup,
+    Group,
+    gather,
+    on_every_rank,
+    rank_and_world,
+)
 from moecore.io.hf.buckets import BucketCollector, WeightBucket, WeightMeta, meta_of
 from moecore.io.hf.changes import Digests, Watch, WeightsVersion, memory_of, weights_changed
 from moecore.io.hf.collect import HeldPart, Holders, Item, held_of, part_of
@@ -40,6 +47,7 @@ from moecore.io.hf.names import FileRecipe, TensorPiece
 from moecore.train.memory.streams import CopyStream
 
 LoRA = Literal["merged", "apart"]
+PASS = "a pass of a weight stream (of all ranks)"  # in errors of ranks
 
 
 def stream_weights(
@@ -127,7 +135,10 @@ class WeightStream:
     def __init__(self, model: nn.Module, plan: ExportPlan, bucket_bytes: int, lora: LoRA) -> None:
         self._model, self._plan, self._lora = model, plan, lora
         self._items: list[Item] = plan.items
-        self._collector = BucketCollector(plan.holders, plan.items, plan.device, bucket_bytes)
+        self._control = ControlGroup()  # copies for changes share it
+        self._collector = BucketCollector(
+            plan.holders, plan.items, plan.device, bucket_bytes, self._control.group
+        )
         self._digests = Digests()
         self._held: dict[str, HeldPart] | None = None  # of the tensors at the first pass
         self._wanted: dict[str, Any] | None = None  # digests that a pass must find
@@ -167,9 +178,10 @@ class WeightStream:
                 )
             return self._begin()
 
-        now = on_every_rank(begin).digests
-        own = {name for name, digest in now.items() if version.digests.get(name) != digest}
-        changed = set[str]().union(*gather(own))
+        with transport_explained(PASS):
+            now = on_every_rank(begin, self._control.group).digests
+            own = {name for name, digest in now.items() if version.digests.get(name) != digest}
+            changed = set[str]().union(*gather(own, self._control.group))
         found = copy.copy(self)
         found._items = [i for i in self._items if any(name in changed for name, _ in i.parts)]
         found._wanted, found._version = now, None
@@ -208,14 +220,16 @@ class WeightStream:
 
     @contextmanager
     def _passing(self) -> Iterator[_StreamPass]:
-        run = on_every_rank(self._begin)
+        with transport_explained(PASS):
+            run = on_every_rank(self._begin, self._control.group)
         with run.watch.following(), self._collector.opened():
             try:
                 yield run
             except GeneratorExit:
                 run.leave()
                 raise
-            on_every_rank(lambda: self._check_end(run))
+            with transport_explained(PASS):
+                on_every_rank(lambda: self._check_end(run), self._control.group)
         self._version = WeightsVersion(run.digests, self._digests)
 
     def _begin(self) -> _StreamPass:
@@ -236,7 +250,7 @@ class WeightStream:
         }
         for name, source in sources.items():
             source.check(name)
-        run = _StreamPass(sources, self._items, self._collector)
+        run = _StreamPass(sources, self._items, self._collector, self._control.group)
         run.digests = self._digests_of(sources)
         if self._wanted not in (None, run.digests):
             raise ValueError(
@@ -262,9 +276,13 @@ class _StreamPass:
     """One pass over the weights of a model."""
 
     def __init__(
-        self, sources: dict[str, _StreamSource], items: list[Item], collector: BucketCollector
+        self,
+        sources: dict[str, _StreamSource],
+        items: list[Item],
+        collector: BucketCollector,
+        group: Group,
     ) -> None:
-        self.sources, self._collector = sources, collector
+        self.sources, self._collector, self._group = sources, collector, group
         self.digests: dict[str, Any] = {}
         self.watch = Watch(x for source in sources.values() for x in source.inputs())
         self._copies = CopyStream(collector.device)
@@ -278,7 +296,7 @@ class _StreamPass:
         if items is None:
             return
         self._copies.follow()
-        with torch.no_grad(), self._copies.running():
+        with torch.no_grad(), self._copies.running(), transport_explained(PASS):
             self._merge(dict.fromkeys(source for item in items for source, _ in item.parts))
             bucket = self._collector.collect(items, self._read)
         self._ahead = bucket, self._copies.mark()
@@ -287,7 +305,8 @@ class _StreamPass:
         """Return the bucket that was started last, whole on every rank; None = there is none."""
         if self._ahead is None:
             return None
-        on_every_rank(self.check)
+        with transport_explained(PASS):
+            on_every_rank(self.check, self._group)
         (bucket, event), self._ahead = self._ahead, None
         self._copies.hold(event)
         return bucket
@@ -299,11 +318,15 @@ class _StreamPass:
 
     def leave(self) -> None:
         """End the pass on the other ranks, which are about to agree."""
-        if self._ahead is None:
-            self.start()  # as the others do first
-        self._copies.synchronize()
         rank, _ = rank_and_world()
-        gather(RuntimeError(f"rank {rank} has left a stream of weights before its end"))
+        with suppress(RankError), transport_explained(PASS):  # no rank is left to be told
+            if self._ahead is None:
+                self.start()  # as the others do first
+            self._copies.synchronize()
+            gather(
+                RuntimeError(f"rank {rank} has left a stream of weights before its end"),
+                self._group,
+            )
 
     def _merge(self, names: Iterable[str]) -> None:
         """Make the weights that adapters are added to; keep those that are there, free others."""
