@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ from torch import Tensor
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.io import receive_weights, send_weights, share_bucket, stream_weights
+from moecore.io.hf import transfer
 from moecore.io.hf.buckets import WeightBucket, WeightMeta
 from moecore.models import Decoder, preset
 from tests.helpers.ranks import forks
 
 CPU = torch.device("cpu")
+END = (torch.tensor([2]), torch.tensor([91, 93], dtype=torch.uint8))  # "[]"
 
 
 def group(store: Any, rank: int, seconds: float = 30) -> Any:
@@ -97,6 +101,100 @@ def test_a_receiver_that_fails_ends_the_pass_alone(no_group_left: None, fault: s
     assert "\n" not in str(error.value)
     assert training.train()
     assert dict(training.stream)  # a new pass may begin
+
+
+@pytest.mark.parametrize("version", ["x", None, 3, torch.zeros(2), {}])
+def test_what_is_no_version_is_one_line(no_group_left: None, version: Any) -> None:
+    with pytest.raises(ValueError, match=r"^version \(.*\) must be a WeightsVersion: pass a Weig"):
+        Training().stream.changed_since(version)
+
+
+class Replay:
+    """A group whose rank 0 sends these tensors, one after the other."""
+
+    def __init__(self, *sent: Tensor) -> None:
+        self.sent = list(sent)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Any:
+        sent = self.sent.pop(0)
+        assert sent.shape == tensor.shape and sent.dtype == tensor.dtype
+        tensor.copy_(sent)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def size(self) -> int:
+        return 2
+
+
+def received(header: bytes, *more: Tensor, size: int | None = None) -> list[tuple[str, Tensor]]:
+    text = torch.frombuffer(bytearray(header or b" "), dtype=torch.uint8)
+    number = torch.tensor([len(header) if size is None else size])
+    return list(receive_weights(Replay(number, text, *more), CPU))
+
+
+ENTRY = '["x", "float32", [2]]'
+HEADERS = [
+    b"", b"\xff", b"{", b"{}", b"3", b"null", b'"x"', b"[" * 5000, b"[3]", b"[[]]", b"[{}]",
+    b'["abc"]', b'[["x", "float32"]]', b'[["x", "float32", [2], 1]]', b'[[1, "float32", [2]]]',
+    b'[["x", 1, [2]]]', b'[["x", [], [2]]]', b'[["x", "float32", {}]]', b'[["x", "float32", 2]]',
+    b'[["x", "load", [2]]]', b'[["x", "__class__", [2]]]', b'[["x", "torch.float32", [2]]]',
+    b'[["x", "complex64", [2]]]', b'[["x", "float32", [-1]]]', b'[["x", "float32", [2.0]]]',
+    b'[["x", "float32", [true]]]', b'[["x", "float32", ["2"]]]', b'[["x", "float32", [null]]]',
+    b'[["x", "float32", [1e400]]]', b'[["x", "float32", [NaN]]]',
+    b'[["x", "float32", [99999999999999999999]]]', b'[["x", "float32", [1099511627776]]]',
+    b'[["x", "float32", [1048576, 1048576]]]', b'[["x", "float32", [0, 1048576, 1048576]]]',
+    f'[["x", "float32", {[1] * 65}]]'.encode(), f"[{ENTRY}, {ENTRY}]".encode(),
+    b'[["' + b"x" * 10**6 + b'\\n", "load", []]]',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=range(len(HEADERS)))
+def test_a_header_that_nobody_sends_is_one_line(header: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^the header of a bucket of weights must be") as info:
+        received(header)
+    assert "\n" not in str(info.value) and len(str(info.value)) < 400
+
+
+@pytest.mark.parametrize("size", [-1, -(2**63), 2**63 - 1, 2**27])
+def test_a_header_of_another_size_is_one_line(size: int) -> None:
+    with pytest.raises(ValueError, match=r"its size \(-?\d+\) must be 1 to 67108864 bytes: call"):
+        received(f"[{ENTRY}]".encode(), size=size)
+
+
+def test_spoiled_headers_are_one_line_or_a_bucket() -> None:
+    generator = random.Random(3)
+    whole = f'[{ENTRY}, ["model.y\\u00e9", "bfloat16", [3, 4]], ["", "bool", []]]'.encode()
+    assert [name for name, _ in received(whole, torch.zeros(64, dtype=torch.uint8), *END)] == [
+        "x",
+        "model.y\u00e9",
+        "",
+    ]
+    for _ in range(2000):
+        spoiled = bytearray(whole)
+        for _ in range(generator.randint(1, 3)):
+            place = generator.randrange(len(spoiled))
+            spoiled[place : place + generator.randint(0, 2)] = generator.choice(
+                [b"", b"9", b"-", b"[", b"]", b'"', b",", b"\xff", b"e", b" "]
+            )
+        try:
+            transfer._metas_in(bytes(spoiled))
+        except ValueError as error:
+            assert str(error).startswith("the header of a bucket") and "\n" not in str(error)
+
+
+def test_a_bucket_without_memory_is_one_line() -> None:
+    header = b'[["x", "float32", [274877906000]]]'  # 1 TB
+    with patch.object(torch, "empty", wraps=torch.empty) as empty:
+        empty.side_effect = [
+            torch.empty(len(header), dtype=torch.uint8),
+            RuntimeError("no\nmemory"),
+        ]
+        with pytest.raises(
+            RuntimeError, match=r"\(1099511624000 bytes\) must fit in the m.* cpu: "
+        ):
+            received(header)
 
 
 def train_or_iterate(rank: int, folder: Path, *, opens: bool) -> None:

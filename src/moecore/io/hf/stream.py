@@ -171,6 +171,7 @@ class WeightStream:
         """
 
         def begin() -> _StreamPass:
+            check_arguments(WeightStream.changed_since, {"version": version})
             if version.of is not self._digests:
                 raise ValueError(
                     "version (of another stream) must be one that this stream has returned: send "

@@ -10,6 +10,7 @@ engine's. So what happens to an engine ends a stream, and the training goes on.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,10 +20,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from moecore.base.fields import CountOrZero, Device, check_arguments
-from moecore.io.hf.buckets import WeightBucket, WeightMeta
+from moecore.base.fields import CountOrZero, Device, check_arguments, shown
+from moecore.io.checkpoint.manifest import DTYPE_NAMES
+from moecore.io.hf.buckets import WeightBucket, WeightMeta, aligned
 from moecore.io.hf.stream import WeightStream
 
+SENT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+# A header has about 100 bytes for each tensor of its bucket, so 64 MiB suffice for 600,000 tensors,
+# and the objects that JSON makes of so much text fit in 2 GB.
+MAX_HEADER, MAX_BUCKET, MAX_DIMS = 1 << 26, 1 << 40, 64
 DEVICE_PLACE = 6  # of the device's index among the arguments that torch rebuilds a tensor from
 
 
@@ -69,7 +75,9 @@ def receive_weights(group: BroadcastGroup, device: Device) -> Iterator[tuple[str
         device: of the tensors, which the group's backend reads and writes.
 
     Raises:
-        RuntimeError: in iteration, in one line, when another rank is gone or late.
+        RuntimeError: in iteration, in one line, when another rank is gone or late, or the memory
+            of the device does not suffice for a bucket.
+        ValueError: in iteration, in one line, for a header that `send_weights` does not write.
     """
     check_arguments(receive_weights, locals())
     return _passed(group, torch.device(device))
@@ -77,9 +85,20 @@ def receive_weights(group: BroadcastGroup, device: Device) -> Iterator[tuple[str
 
 def _passed(group: BroadcastGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     while metas := _received(group, device):
-        bucket = WeightBucket.empty(metas, device)
+        bucket = _new_bucket(metas, device)
         _reach(group, bucket.flat)
         yield from bucket.tensors()
+
+
+def _new_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBucket:
+    try:
+        return WeightBucket.empty(metas, device)
+    except (RuntimeError, MemoryError):  # of CUDA and of the CPU's allocator
+        num_bytes = sum(aligned(meta.nbytes) for meta in metas)
+        raise RuntimeError(
+            f"a bucket of weights ({num_bytes} bytes) must fit in the memory of {device}: lower "
+            "bucket_bytes of stream_weights"
+        ) from None
 
 
 def _send(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: torch.device) -> None:
@@ -92,10 +111,53 @@ def _send(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: torch.de
 def _received(group: BroadcastGroup, device: torch.device) -> tuple[WeightMeta, ...]:
     size = torch.zeros(1, dtype=torch.int64, device=device)
     _reach(group, size)
-    text = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    num_bytes = int(size.item())
+    if not 0 < num_bytes <= MAX_HEADER:
+        raise _wrong_header(f"its size ({num_bytes}) must be 1 to {MAX_HEADER} bytes")
+    text = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     _reach(group, text)
-    told = json.loads(bytes(text.tolist()))
-    return tuple(WeightMeta(n, getattr(torch, dtype), tuple(shape)) for n, dtype, shape in told)
+    return _metas_in(text.cpu().numpy().tobytes())
+
+
+def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
+    """Return the tensors that a header names, or raise ValueError in one line."""
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError):  # of Unicode, too
+        raise _wrong_header(f"its text ({shown(text[:100])}) must be JSON") from None
+    if not isinstance(told, list):
+        raise _wrong_header(f"its text ({shown(told)}) must be a list")
+    metas, names, total = [], set[str](), 0
+    for entry in told:
+        if not (
+            isinstance(entry, list)
+            and len(entry) == 3
+            and isinstance(entry[0], str)
+            and isinstance(entry[1], str)
+            and entry[1] in SENT_DTYPES
+            and isinstance(entry[2], list)
+            and len(entry[2]) <= MAX_DIMS
+            and all(type(n) is int and 0 <= n < MAX_BUCKET for n in entry[2])
+        ):
+            raise _wrong_header(f"its entry ({shown(entry)}) must be [name, dtype, shape]")
+        name, dtype, shape = entry
+        meta = WeightMeta(name, SENT_DTYPES[dtype], tuple(shape))
+        names.add(name)
+        metas.append(meta)
+        # As if no dim were 0: strides of such a tensor must not overflow either.
+        total += aligned(math.prod(max(1, n) for n in shape) * meta.dtype.itemsize)
+        if total > MAX_BUCKET:
+            raise _wrong_header(f"the tensors up to {shown(name)} must have <= {MAX_BUCKET} bytes")
+    if len(names) != len(metas):
+        raise _wrong_header("its names must differ from each other")
+    return tuple(metas)
+
+
+def _wrong_header(problem: str) -> ValueError:
+    return ValueError(
+        f"the header of a bucket of weights must be one of send_weights, but {problem}: call "
+        "send_weights of the same moecore on rank 0 of this group"
+    )
 
 
 def _reach(group: BroadcastGroup, tensor: Tensor) -> None:
