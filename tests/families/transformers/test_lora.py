@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moecore import (
@@ -22,7 +23,15 @@ from moecore import (
 )
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe
-from moecore.io import export_hf, init_adapters, load_adapters, merge_adapters, save_adapters
+from moecore.io import (
+    export_hf,
+    init_adapters,
+    load_adapters,
+    merge_adapters,
+    save_adapters,
+    stream_weights,
+)
+from moecore.io.hf.lora import adapter_tensors
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
@@ -37,6 +46,7 @@ from tests.families.transformers.lora_cases import (
     lora_config,
     peft,
     train,
+    whole,
 )
 
 PAGE = Path(__file__).parents[3] / "docs" / "lora.md"
@@ -128,6 +138,72 @@ def test_adapted_experts_in_fp8_that_recompute_fc1(meshes: Meshes) -> None:
         grads.append(in_peft_form(one, grads=True))
     for name, expected in grads[1].items():
         assert (grads[0][name] - expected).norm() <= 0.15 * expected.norm(), name
+
+
+def exact_merge(base: dict[str, Tensor], model: Any, names: list[str]) -> dict[str, Tensor]:
+    """Return what adapters change, W + s B A by peft's layout of A and B, in fp64."""
+    found = dict[str, Tensor]()
+    for adapter in names:
+        stored = adapter_tensors(model, adapter)
+        own = {n: one.to_file(whole(one.tensor)).double() for n, one in stored.items()}
+        config = model.peft_config[adapter]
+        s = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+        for name, b in own.items():
+            path = name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+            if path.endswith(".lora_A.weight"):
+                continue
+            a, path = own[name.replace("lora_B", "lora_A")], path.replace(".base_layer", "")
+            if "experts" not in path:
+                found.setdefault(f"{path}.weight", base[f"{path}.weight"].double()).add_(b @ a * s)
+                continue
+            roles = ("down_proj",) if a.shape[1] == 16 else ("gate_proj", "up_proj")
+            for e in range(8):
+                delta = b.unflatten(1, (-1, 8))[:, :, e] @ a.unflatten(0, (8, -1))[e] * s
+                for role, part in zip(roles, delta.chunk(len(roles)), strict=True):
+                    key = f"{path}.{e}.{role}.weight"
+                    found.setdefault(key, base[key].double()).add_(part)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize("names", [["default"], ["default", "second"]], ids=len)
+def test_merged_weights_are_rounded_once(
+    meshes: Meshes, tmp_path: Path, dtype: torch.dtype, use_rslora: bool, names: list[str]
+) -> None:
+    """By the stream, by `merge_adapters` and in files; stock peft has at least that error."""
+    options = dict(r=3, lora_alpha=7, use_rslora=use_rslora)
+    model: Any = adapted_model("qwen3-moe", dict(num_hidden_layers=1), **options)
+    if "second" in names:
+        model.add_adapter("second", lora_config(**options | dict(lora_alpha=2)))
+        model.base_model.set_adapter(names)
+    torch.manual_seed(5)
+    for key, param in model.named_parameters():
+        if "lora_" in key:
+            torch.nn.init.normal_(param, std=0.1)
+    model.to(dtype)
+    stock = copy.deepcopy(model).merge_and_unload().state_dict()
+    base = dict(stream_weights(copy.deepcopy(model).unload()))
+    parallelize_moe(model, meshes)
+    exact = exact_merge(base, model, names)
+    assert len(exact) == 4 + 8 * 3
+    got = {n: t.clone() for n, t in stream_weights(model)}
+    merge_adapters(model)
+    export_hf(model, tmp_path / "merged")
+    written = load_file(tmp_path / "merged" / "model.safetensors")
+    assert got.keys() == written.keys()
+    assert all(torch.equal(tensor, written[n]) for n, tensor in got.items())
+    errors = dict[str, float]()
+    for name, value in exact.items():
+        assert got[name].dtype == dtype
+        once = value.to(dtype)
+        # Sums in fp32 round otherwise where fp64 lies next to the middle of two values.
+        assert (got[name] != once).double().mean() < 2e-3
+        errors[name] = float((got[name].double() - value).abs().mean())
+        assert errors[name] <= 1.0001 * float((once.double() - value).abs().mean())
+        if name in stock:
+            assert errors[name] <= float((stock[name].double() - value).abs().mean())
+    assert all(torch.equal(got[n], base[n]) for n in base if n not in exact)
 
 
 def test_adapters_that_come_too_late(meshes: Meshes) -> None:

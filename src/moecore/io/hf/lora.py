@@ -3,9 +3,9 @@
 A directory has adapter_config.json and adapter_model.safetensors with peft's names and shapes, so
 `PeftModel.from_pretrained` loads it into the stock model.
 
-To merge, each rank gathers one A and B at a time and adds s * B A to its own part of the weight:
-the base model is never whole anywhere. Afterwards peft's layers and `Experts.lora` are marked as
-merged, so that forward reads the weights alone, and `export_hf` writes them.
+To merge, each rank gathers one A and B at a time and adds s * B A to its own part of the weight, in
+fp32: the base model is never whole anywhere. Afterwards peft's layers and `Experts.lora` are marked
+as merged, so that forward reads the weights alone, and `export_hf` writes them.
 """
 
 from __future__ import annotations
@@ -311,10 +311,10 @@ def _fill_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bo
 def merge_adapters(model: nn.Module) -> None:
     """Add the active adapters to the weights, in place. Collective.
 
-    As peft's `merge_adapter`, on shards: outputs stay the same but for rounding to the weights'
-    dtype, and adapters have no part in forward any more. Adapters keep their values, and peft
-    cannot disable them or choose others from then on. What a half-done step has left is dropped
-    (`TrainStep.drop`).
+    As peft's `merge_adapter`, on shards. The sum of W and s B A of all active adapters is computed
+    in fp32 and rounded to the weight's dtype once; outputs change by this rounding only. Forward
+    does not use the adapters any more. They keep their values, and peft cannot disable them or
+    choose others from then on. What a half-done step has left is dropped (`TrainStep.drop`).
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.
@@ -406,26 +406,46 @@ def _waiting(layer: Any) -> list[str]:
 
 
 def _add_to_dense(layer: Any, local: Tensor) -> None:
+    indices = global_indices(layer.get_base_layer().weight)
+    total = _widened(local)
     for adapter in _waiting(layer):
         if _weight_kind(layer) == "linear":
             a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         else:
             a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-        delta = (_whole(b) @ _whole(a)) * layer.scaling[adapter]
+        delta = _product(_whole(b), _whole(a), layer.scaling[adapter])
         if _weight_kind(layer) == "embedding" or layer.fan_in_fan_out:
             delta = delta.T
-        local.add_(_select(delta, global_indices(layer.get_base_layer().weight)))
+        total += _select(delta, indices)
+    local.copy_(total)
 
 
 def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> None:
     weight = getattr(experts, name)
     own, *rest = global_indices(weight)
-    for adapter in _waiting(update):
-        a_ErI, b_EOr = _whole(update.lora_A[adapter]), _whole(update.lora_B[adapter])
-        for place, e in enumerate(own.tolist()):  # one expert at a time: its matrix is formed
-            delta = (b_EOr[e] @ a_ErI[e]) * update.scaling[adapter]
+    updates = [
+        (_whole(update.lora_A[adapter]), _whole(update.lora_B[adapter]), update.scaling[adapter])
+        for adapter in _waiting(update)
+    ]
+    for place, e in enumerate(own.tolist()):  # one expert at a time: its matrix is formed
+        total = _widened(local[place])
+        for a_ErI, b_EOr, scaling in updates:
+            delta = _product(b_EOr[e], a_ErI[e], scaling)
             delta = delta.T if experts.layout.transposed else delta
-            local[place].add_(_select(delta.reshape(weight.shape[1:]), rest))
+            total += _select(delta.reshape(weight.shape[1:]), rest)
+        local[place].copy_(total)
+
+
+def _product(b: Tensor, a: Tensor, scaling: float) -> Tensor:
+    return (_widened(b) @ _widened(a)) * scaling
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in fp32, or in its own dtype if that has more bits.
+
+    Merging computes W + s B A in it, and rounds the sum to the weight's dtype once.
+    """
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _select(whole: Tensor, indices: list[Tensor]) -> Tensor:
