@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -323,3 +325,80 @@ sys.exit(cli.main(["plan", "--preset", "tiny", "--gpus", "4"]))
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (130, "", "")
+
+
+SPARSE = 40 * 10**9
+
+
+def spoil(path, kind):
+    """Write what a broken copy leaves, or many objects in few bytes."""
+    with open(path, "wb") as file:
+        if kind == "sparse":
+            file.truncate(SPARSE)
+        else:
+            file.write(b"[" + b"[]," * (4 << 20) + b"[]]")
+
+
+NATIVE = ["inspect", "verify", "convert", "prune"]
+
+
+@pytest.mark.parametrize(
+    ("file", "commands", "kind"),
+    [
+        ("moecore.json", NATIVE, "sparse"),
+        ("config.json", NATIVE[:3], "sparse"),
+        ("config.json", NATIVE[:3], "objects"),
+        ("model.safetensors.index.json", NATIVE[:3], "sparse"),
+        (".metadata", NATIVE[:3], "sparse"),
+        ("given config.json", ["convert"], "sparse"),
+        ("given config.json", ["convert"], "objects"),
+    ],
+)
+def test_a_file_of_another_size_is_one_line(home, capsys, tmp_path, file, commands, kind):
+    options = []
+    if file == "moecore.json":
+        place = save(tmp_path / "run", 1, torch.nn.Linear(2, 2), None) / file
+        path, options = tmp_path / "run", ["--config", home / "hf"]
+    elif file == ".metadata":
+        path, options = tmp_path / "dcp", ["--config", home / "hf"]
+        to = ("--to", "dcp", "--config", home / "hf")
+        assert run(capsys, "convert", home / "run", path, *to)[0] == 0
+        place = path / file
+    elif file == "given config.json":
+        place = tmp_path / "given" / "config.json"
+        place.parent.mkdir()
+        path, options = home / "run", ["--config", place]
+    else:
+        shutil.copytree(home / "hf", path := tmp_path / "hf")
+        place = path / file
+    spoil(place, kind)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for command in commands:
+        more = {"convert": [tmp_path / "out", *options], "prune": ["--keep", 1]}.get(command, [])
+        code, out, err = run(capsys, command, path, *more)
+        assert (code, out, err.count("\n")) == (1, "", 1), err
+        assert err.startswith("moecore: ") and err.endswith("so copy it again\n")
+        assert f"path ({place}) must have at most " in err
+        assert not (tmp_path / "out").exists()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KB
+
+
+def test_too_little_memory_is_one_line(home, capsys, monkeypatch):
+    def no_memory(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("moecore.io.commands.read_manifest", no_memory)
+    code, _, err = run(capsys, "inspect", home / "run")
+    assert code == 1
+    assert err == "moecore: this machine has too little memory for it (MemoryError)\n"
+
+
+@pytest.mark.parametrize("text", ["x" * 10**6, "a\nb\n" * 10**5, "\x1b[2J" * 10**5])
+def test_an_error_is_a_line_of_bounded_length(home, capsys, monkeypatch, text):
+    def fail(*_):
+        raise ValueError(f"name ({text}) must be shorter: fix it")
+
+    monkeypatch.setattr("moecore.io.commands.read_manifest", fail)
+    code, _, err = run(capsys, "inspect", home / "run")
+    assert code == 1 and err.count("\n") == 1 and len(err) < 2100 and err.strip().isprintable()
+    assert err.startswith("moecore: name (") and err.endswith(") must be shorter: fix it\n")

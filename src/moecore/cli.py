@@ -26,7 +26,7 @@ from moecore.base.options.names import (
     ScheduleName,
     Strategy,
 )
-from moecore.base.tables import UNITS, printable
+from moecore.base.tables import UNITS, bounded_line
 
 DESCRIPTION = """\
 Work with checkpoints. A path is a step directory (runs/a/step-000100), a run (runs/a; its latest
@@ -48,6 +48,7 @@ exit codes: 0 all is well, 1 a problem was found, 2 wrong usage"""
 
 TARGETS = ("hf", "megatron", "dcp", "dcp-transformers", "native")
 MOST_SHOWN = 400  # characters of a usage error
+TOLD = (ValueError, NotImplementedError, OSError, MemoryError)  # in one line, without a traceback
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,9 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # as shells have it
     except Exception as error:
         code = getattr(error, "exit_code", 1)  # of a `UsageError`
-        if code == 1 and not isinstance(error, ValueError | NotImplementedError | OSError):
+        if code == 1 and not isinstance(error, TOLD):
             raise
-        print(f"moecore: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        text = str(error) or type(error).__name__
+        if isinstance(error, MemoryError):
+            text = f"this machine has too little memory for it ({text})"
+        print(f"moecore: {bounded_line(text)}", file=sys.stderr)
         return code
 
 

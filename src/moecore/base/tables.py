@@ -83,3 +83,9 @@ _SIZES = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 def printable(text: str) -> str:
     """Return a text with escapes for what a terminal would act on, and for lone surrogates."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def bounded_line(text: str, most: int = 2000) -> str:
+    """Return a text as commands print it: printable, in one line, cut in its middle."""
+    line = printable(" ".join(text.split()))  # the fix is at the end of an error
+    return line if len(line) <= most else f"{line[: most // 2]}...{line[-(most // 2) :]}"

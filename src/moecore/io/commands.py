@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from moecore.base.fields import UsageError
-from moecore.base.tables import UNITS, printable
+from moecore.base.tables import UNITS, bounded_line, printable
 from moecore.io.checkpoint.directory import latest, prunable, prune, whole_directories
 from moecore.io.checkpoint.lock import leftovers_of_dead_job
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.io.checkpoint.meter import Progress
 
+MOST_SHOWN = 400  # characters of a name or a value
 TARGETS = ("native", "hf", "megatron", "dcp", "dcp-transformers")
 # What only some targets have.
 FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", "hf")}
@@ -40,7 +41,7 @@ def run_inspect(args: Any) -> int:
         print(f"{name:<12} {_shown(value)}")
     if args.tensors:
         for name, entry in tensors.items():
-            print(f"  {entry['dtype']:<8} {entry['shape']!s:<24} {printable(name)}")
+            print(f"  {entry['dtype']:<8} {entry['shape']!s:<24} {_cut(name)}")
     return 0
 
 
@@ -138,7 +139,7 @@ def run_verify(args: Any) -> int:
 
     problems = verify_hf(path)
     for problem in problems:
-        print(f"moecore: {path}: {printable(problem)}", file=sys.stderr)
+        print(f"moecore: {bounded_line(f'{path}: {problem}')}", file=sys.stderr)
     if not problems:
         print(f"{path}: whole (headers; the format has no digests)")
     return 1 if problems else 0
@@ -264,7 +265,12 @@ def _bytes(count: int) -> str:
 
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{printable(k)}={_shown(v)}" for k, v in value.items()) or "-"
+        return ", ".join(f"{_cut(str(k))}={_shown(v)}" for k, v in value.items()) or "-"
     if isinstance(value, list):
         return " ".join(map(_shown, value)) or "-"
-    return "-" if value is None else printable(str(value))
+    return "-" if value is None else _cut(str(value))
+
+
+def _cut(text: str) -> str:
+    """Return a string of a checkpoint for a terminal; `--json` prints it whole."""
+    return printable(text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}...")

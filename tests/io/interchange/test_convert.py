@@ -543,6 +543,16 @@ def test_arguments_of_a_run_that_make_it_another_model_are_refused(change, tmp_p
     dcp_to_native(source, tmp_path / "run", config=values)
     (source / "common.pt").write_bytes(b"no file of torch")
     dcp_to_native(source, tmp_path / "other", config=values)
+    for kind, wrong in (("sparse", "common.pt"), ("packed", "common.pt/data.pkl")):
+        if kind == "sparse":
+            os.truncate(source / "common.pt", 40 * 10**9)
+        else:  # 20 KB that unpack to 20 MB
+            with zipfile.ZipFile(source / "common.pt", "w", zipfile.ZIP_DEFLATED) as file:
+                file.writestr("common/data.pkl", b"\x80\x02" + b"0" * (20 << 20))
+        with pytest.raises(ValueError) as size:
+            dcp_to_native(source, tmp_path / "large", config=values)
+        assert str(size.value).startswith(f"path ({source / wrong}) must have at most ")
+        assert not (tmp_path / "large").exists()
 
 
 def test_every_field_is_carried_or_must_have_its_default():

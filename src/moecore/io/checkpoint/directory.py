@@ -28,7 +28,9 @@ from typing import Annotated
 
 from moecore.base.fields import Bound, Count, check_arguments
 from moecore.io.checkpoint.files import (
+    MAX_TABLE,
     open_regular,
+    read_beginning,
     read_regular,
     remove,
     remove_leftovers,
@@ -91,7 +93,9 @@ def set_latest(path: str | os.PathLike[str]) -> None:
     if _step_of(path) is None or not is_whole(path):
         raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
     with locked(path.parent):
-        pointer = _new_pointer(path.parent, path.name, read_regular(path / MANIFEST))
+        pointer = _new_pointer(
+            path.parent, path.name, read_regular(path / MANIFEST, most=MAX_TABLE)
+        )
         pointer.replace(path.parent / POINTER)
         sync(path.parent)
 
@@ -279,7 +283,7 @@ def _pointed(root: Path) -> Path | None:
         return None
     name, digest = named
     try:
-        manifest = read_regular(root / name / MANIFEST)
+        manifest = read_regular(root / name / MANIFEST, most=MAX_TABLE)
     except FileNotFoundError:
         return None
     if hashlib.sha256(manifest).hexdigest() != digest:
@@ -293,7 +297,7 @@ def _pointed(root: Path) -> Path | None:
 def _read_pointer(root: Path) -> tuple[str, str] | None:
     """Return name and digest in the pointer file; None when it is gone."""
     try:
-        text = read_regular(root / POINTER, most=200).decode("ascii", errors="replace")
+        text = read_beginning(root / POINTER, 200).decode("ascii", errors="replace")
     except FileNotFoundError:
         return None
     match = _POINTER_TEXT.fullmatch(text)

@@ -14,6 +14,10 @@ import stat
 import uuid
 from pathlib import Path
 
+# Bounds of what is parsed. Objects of Python may take 25 times the bytes of their JSON ("[],[],"):
+# 6.4 GB for a table of tensors. 256 MiB hold 1.5 million blocks: the model and the
+# moments of 1,200 parameters over 400 ranks each. A config.json of a published model has 0.1 MB.
+MAX_TABLE, MAX_CONFIG = 256 << 20, 10 << 20
 # Only names that a save makes: other hidden files of a run belong to the user.
 _LEFTOVER = re.compile(r"\.step-[0-9]+\.tmp-\w+|\.step-[0-9a-f]{8}\.old|\.latest-[0-9a-f]{8}")
 
@@ -31,9 +35,32 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
     return descriptor
 
 
-def read_regular(path: Path, *, follow: bool = False, most: int = -1) -> bytes:
-    """Return the bytes of a regular file, the first `most` of them if given; see `open_regular`."""
+def read_regular(path: Path, *, most: int, follow: bool = False) -> bytes:
+    """Return the bytes of a regular file; see `open_regular`.
+
+    Raises:
+        ValueError: when it has more than `most` bytes, which are not read then.
+    """
     with open(open_regular(path, follow=follow), "rb") as file:
+        size = os.fstat(file.fileno()).st_size  # of a sparse file, too
+        check_size(path, size, most)
+        data = file.read(most + 1)
+    check_size(path, len(data), most)  # it may have grown
+    return data
+
+
+def check_size(path: Path, size: int, most: int) -> None:
+    """Raise ValueError when a file has more bytes than its kind may have."""
+    if size > most:
+        raise ValueError(
+            f"path ({path}) must have at most {most} bytes, but has {size}: it is damaged, or no "
+            "such file, so copy it again"
+        )
+
+
+def read_beginning(path: Path, most: int) -> bytes:
+    """Return the first bytes of a regular file, at most `most`; see `open_regular`."""
+    with open(open_regular(path), "rb") as file:
         return file.read(most)
 
 

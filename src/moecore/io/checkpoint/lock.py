@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from moecore.io.checkpoint.files import leftovers, read_regular, remove_leftovers, write_new
+from moecore.io.checkpoint.files import leftovers, read_beginning, remove_leftovers, write_new
 
 LOCK, OWNER = ".lock", "owner"
 _LOCK_NAME = re.compile(r"\.lock-([0-9a-f]{8}|[0-9a-f]{16})")  # of drafts and of dead locks
@@ -187,7 +187,7 @@ def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
     """Return the owner ({} = unreadable), its file's text (empty = no lock), and its last touch."""
     path = root / LOCK / OWNER
     try:
-        text = read_regular(path, most=_OWNER_BYTES)
+        text = read_beginning(path, _OWNER_BYTES)
         touched = path.stat().st_mtime
     except (FileNotFoundError, NotADirectoryError):
         return {}, b"", 0.0

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from moecore.base.fields import check_arguments
-from moecore.io.checkpoint.files import read_regular
+from moecore.io.checkpoint.files import MAX_TABLE, read_regular
 
 MANIFEST = "moecore.json"
 FORMAT = 3
@@ -150,7 +150,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     check_arguments(read_manifest, locals())
     path = Path(path)
     try:
-        data = read_regular(path / MANIFEST)
+        data = read_regular(path / MANIFEST, most=MAX_TABLE)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"path ({path}) must be a whole checkpoint, with a {MANIFEST}: use latest(root)"
@@ -168,6 +168,10 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 def parse_manifest(text: str) -> Manifest:
     """Return the manifest that a text is, or raise ValueError with the first thing wrong."""
+    _must(
+        len(text) <= MAX_TABLE,
+        f"its size ({len(text)} bytes) must be <= {MAX_TABLE}: save on fewer ranks",
+    )
     try:
         values = json.loads(text)
     except RecursionError:

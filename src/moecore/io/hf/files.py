@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moecore.io.checkpoint.files import read_regular
+from moecore.io.checkpoint.files import MAX_CONFIG, MAX_TABLE, read_regular
 from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, nests_deeper
 
 CONFIG = "config.json"
@@ -141,7 +141,7 @@ def read_index(path: Path) -> dict[str, str] | None:
                 "code in it: convert it with transformers' save_pretrained"
             )
         raise ValueError(f"path ({path}) must hold {SINGLE} or {INDEX}: it has neither")
-    weight_map = read_json(path / INDEX).get("weight_map")
+    weight_map = read_json(path / INDEX, most=MAX_TABLE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(shard, str) for shard in weight_map.values()
     ):
@@ -155,12 +155,14 @@ def read_index(path: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or raise ValueError."""
+def read_json(file: Path, *, most: int = MAX_CONFIG) -> dict[str, Any]:
+    """Return the object in a JSON file of at most `most` bytes, or raise ValueError."""
     try:
-        value = json.loads(read_regular(file, follow=True).decode(), object_hook=_float_or_object)
+        data = read_regular(file, follow=True, most=most)
     except FileNotFoundError:
         raise ValueError(f"path ({file}) must exist: it is not there") from None
+    try:
+        value = json.loads(data.decode(), object_hook=_float_or_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"path ({file}) must be JSON: {error}") from None
     if not isinstance(value, dict):

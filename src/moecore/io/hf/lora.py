@@ -10,7 +10,6 @@ as merged, so that forward reads the weights alone, and `export_hf` writes them.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence, Set
@@ -30,6 +29,7 @@ from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.transformers.lora import adapted, refuse_unmerging
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.stages import is_first_of_stage
+from moecore.io.hf.files import read_json
 from moecore.io.hf.names import FileView, TensorPiece
 from moecore.io.hf.target import local_part
 from moecore.moe.experts import Experts
@@ -195,7 +195,7 @@ def _fitting(
     problems = [f"{name} is missing" for name in stored if name not in found]
     problems += [f"{name} is no tensor of the adapter" for name in found if name not in every]
     own = _configs(model)[adapter]
-    written = json.loads((path / CONFIG).read_text())
+    written = read_json(path / CONFIG)
     for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         if key in written and written[key] != getattr(own, key):
             problems.append(f"{key} ({written[key]!r}) must be {getattr(own, key)!r}")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from moecore.io.checkpoint.files import MAX_TABLE
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
@@ -123,7 +124,7 @@ def _stray_shards(path: Path, files: HFFiles) -> list[str]:
     there = {p.name for p in path.glob("model*.safetensors")}
     problems += [f"{name} holds no tensor of the checkpoint" for name in sorted(there - used)]
     if (path / INDEX).is_file():
-        metadata = read_json(path / INDEX).get("metadata", {})
+        metadata = read_json(path / INDEX, most=MAX_TABLE).get("metadata", {})
         if not isinstance(metadata, dict):
             return [*problems, f"{INDEX} metadata ({metadata!r:.40}) must be an object"]
         total = metadata.get("total_size")

@@ -11,22 +11,26 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import os
 import pickle
 import reprlib
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickletools import genops
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from moecore.io.checkpoint.files import read_regular
+from moecore.io.checkpoint.files import MAX_TABLE, check_size, open_regular, read_regular
 from moecore.io.checkpoint.manifest import DTYPE_NAMES
 
 METADATA = ".metadata"
+# A trainer's arguments take 0.1 MB. The rest of their file is not read.
+MAX_OPTIONS, MAX_OPTIONS_FILE = 16 << 20, 1 << 30
 RECORDS = frozenset(
     {
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
@@ -102,7 +106,7 @@ def _check_memo(raw: bytes) -> None:
 def read_metadata(path: Path) -> dict[str, DCPTensor]:
     """Return the tensors of a whole DCP directory by name; other objects in it are left out."""
     try:
-        raw = read_regular(path / METADATA, follow=True)
+        raw = read_regular(path / METADATA, follow=True, most=MAX_TABLE)
     except FileNotFoundError:
         raise ValueError(f"path ({path / METADATA}) must exist: it is not there") from None
     try:
@@ -124,12 +128,20 @@ def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
 
     Only numbers, strings, None, True and False are found. Nothing is unpickled. A file that is not
     there, or of another form, has none.
+
+    Raises:
+        ValueError: when the file or its pickle is larger than options can be.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(read_regular(path, follow=True))) as file:
-            pickles = [file.read(name) for name in file.namelist() if name.endswith("/data.pkl")]
-        codes = [(code.name, value) for raw in pickles for code, value, _ in genops(raw)]
-    except (OSError, ValueError, zipfile.BadZipFile):
+        descriptor = open_regular(path, follow=True)
+    except OSError:
+        return {}
+    with open(descriptor, "rb") as stream:
+        check_size(path, os.fstat(descriptor).st_size, MAX_OPTIONS_FILE)
+        raw = _read_pickles(path, stream)
+    try:
+        codes = [(code.name, value) for part in raw for code, value, _ in genops(part)]
+    except ValueError:
         return {}
     codes = [(code, value) for code, value in codes if not code.endswith(("PUT", "MEMOIZE"))]
     return {
@@ -137,6 +149,20 @@ def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
         for (_, name), (code, value) in itertools.pairwise(codes)
         if isinstance(name, str) and name in names
     }
+
+
+def _read_pickles(path: Path, stream: BinaryIO) -> list[bytes]:
+    """Return the pickles in a file of `torch.save`; [] for a file of another form."""
+    try:
+        with zipfile.ZipFile(stream) as file:
+            pickles = [info for info in file.infolist() if info.filename.endswith("/data.pkl")]
+            size = sum(info.file_size for info in pickles)  # unpacked; zipfile reads no more
+            if size <= MAX_OPTIONS:
+                return [file.read(info) for info in pickles]
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return []
+    check_size(path / "data.pkl", size, MAX_OPTIONS)
+    return []
 
 
 class _WrongError(Exception):
