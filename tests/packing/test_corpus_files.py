@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -9,9 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moecore.packing import JsonLines, MegatronDocuments
+from moecore.packing import (
+    CorpusError,
+    CorpusLoader,
+    CorpusOptions,
+    CorpusSource,
+    JsonLines,
+    MegatronDocuments,
+)
 from moecore.packing.corpus.megatron import DTYPES
 
+ROWS = CorpusOptions(row_tokens=64, partitions=1)
 # Sequences [1 2 3], [258], [] and [7 8] of uint16; documents are sequences 0 .. 1, 2 and 3.
 BIN = bytes.fromhex("0100 0200 0300 0201 0700 0800")
 IDX = bytes.fromhex(
@@ -96,8 +105,10 @@ def test_a_missing_indexed_dataset_is_one_line(tmp_path: Path) -> None:
         MegatronDocuments(tmp_path / "none")
 
 
-def test_lines_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", [1 << 28, 1, 17])
+def test_lines_of_a_file(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moecore.packing.corpus.json_lines.CHUNK", 7)
+    monkeypatch.setattr("moecore.packing.corpus.json_lines.PART", part)
     path = tmp_path / "a.jsonl"
     path.write_bytes('{"text": "one"}\n\n{"text": "zwölf"}\r\n\n\n{"text": "last"}'.encode())
     for lines in (found := JsonLines(path)), pickle.loads(pickle.dumps(found)):
@@ -106,14 +117,81 @@ def test_lines_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(JsonLines(path)) == 3
 
 
-@pytest.mark.parametrize("line", [b'{"text": ', b"[1]", b"\xff", b"[" * 100_000])
-def test_a_bad_line_has_its_number(line: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "blank",
+    ["", "\r", "   ", "\t \r", "\ufeff", "\x0b\x0c", "\x85", "\xa0", "\u2028", "\u200b\u3000"],
+)
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_lines_without_content_are_left_out(blank: str, end: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "one"}\n\n' + line + b"\n{}\n")
+    text = (
+        f'\ufeff{{"text": "a\u2028\x85"}}\r\n{blank}\n  {{"text": "b"}} \x85\n{blank}\n{blank}{end}'
+    )
+    path.write_bytes(text.encode())
     lines = JsonLines(path)
-    assert lines[2] == {}
-    with pytest.raises(ValueError, match=r"a\.jsonl line 3 must be a JSON object: mend or remove"):
-        lines[1]
+    assert [line["text"] for line in lines] == ["a\u2028\x85", "b"]
+    assert lines.num_empty == 2 + (blank + end != "") and lines.num_broken == 0
+    assert lines.location(1) == f"{path} line 3"
+
+
+BROKEN = [b'{"text": ', b"[1]", b"\xff", b"[" * 3000, b"null", b"9" * 5000, b'{"text": "a"} {}']
+
+
+@pytest.mark.parametrize("line", [*BROKEN, b'{"body": "a"}', b'{"text": null}'])
+@pytest.mark.parametrize("part", [1 << 28, 7])
+def test_a_broken_line_is_found_when_the_file_is_opened(
+    line: bytes, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moecore.packing.corpus.json_lines.PART", part)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n\n' + line + b'\n{"text": [2]}\n')
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl line 3 must be a JSON object with 'text', "
+    ) as e:
+        JsonLines(path, "text")
+    assert "(broken lines: 1, empty lines: 1): mend it, replace it by an empty" in str(e.value)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 500
+    lines = JsonLines(path, "text", skip_broken=True)
+    assert list(lines) == [{"text": "one"}, {"text": [2]}] and lines.num_broken == 1
+    assert lines.location(1) == f"{path} line 4"
+    path.write_bytes(b'{"text": "one"}\n\n\n{"text": [2]}\n')  # as the error advises
+    assert JsonLines(path).fingerprint == lines.fingerprint
+
+
+def test_a_fingerprint_is_of_the_documents_and_their_order(tmp_path: Path) -> None:
+    path, found = tmp_path / "a.jsonl", set()
+    for text in ('{"a": 1}\n{"a": 2}', '{"a": 2}\n{"a": 1}', '{"a": 1}\n{"a": 3}', '{"a": 1}'):
+        for end in ("", "\n", "\r\n\r\n"):
+            path.write_text(text + end, newline="")
+            found.add(JsonLines(path).fingerprint)
+    assert len(found) == 4
+    found = set()
+    for idx, bin_ in (
+        (IDX, BIN),
+        (IDX, BIN[::-1]),
+        (IDX[:34] + bytes.fromhex("02000000 02000000") + IDX[42:], BIN),
+    ):
+        found.add(MegatronDocuments(written(tmp_path, idx=idx, bin_=bin_)).fingerprint)
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_shrinks_while_it_is_read_is_one_line(workers: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "ab"}\n' * 9)
+    prefix = written(tmp_path)
+    for documents, file in (
+        (JsonLines(path), path),
+        (MegatronDocuments(prefix), tmp_path / "a.bin"),
+        (MegatronDocuments(prefix), tmp_path / "a.idx"),
+    ):
+        source = CorpusSource(name="web", documents=documents, tokenize=lambda d: [len(d)] * 99)
+        content, loader = file.read_bytes(), CorpusLoader([source], ROWS, workers=workers)
+        os.truncate(file, 1)
+        message = rf"^web, .*: .*{file.name} \(1 bytes\) must have {len(content)}, as when it was"
+        with pytest.raises(CorpusError, match=message):
+            [next(loader) for _ in range(9)]
+        file.write_bytes(content)
 
 
 def test_a_file_without_lines_is_one_line(tmp_path: Path) -> None:

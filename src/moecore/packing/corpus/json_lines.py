@@ -1,68 +1,214 @@
-"""Documents of a JSONL file, read by line: where lines begin lies in memory, the file does not."""
+"""Documents of a JSONL file, read by line: line offsets are in memory, the file is not.
+
+Each line is parsed once when the file is opened, so that a broken line is found before the first
+step. A line without content is not a document. Parsing takes about 10 seconds per gigabyte and
+core. Files above `PART` bytes are parsed in parallel by the cores of this host, divided by the
+ranks on it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import multiprocessing
 import os
-from pathlib import Path
-from typing import Any
+import zlib
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.base.fields import check_arguments
+from moecore.base.fields import check_arguments, shown
+from moecore.packing.corpus.files import SizedFile
+from moecore.packing.documents import Integers
 
-CHUNK = 1 << 26  # bytes that are searched for line ends at a time
+CHUNK = 1 << 24  # bytes that are read together
+PART = 1 << 28  # bytes that one process parses in one task
+# All that `str.isspace` accepts, and marks without a width: byte order mark, word joiner, U+200B.
+BLANKS = (
+    "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007"
+    "\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000\ufeff\u2060\u200b"
+)
+
+
+def strip_line(line: str) -> str:
+    """Return a line without blanks at its ends; "" for a line that has no content."""
+    return line.strip(BLANKS)
 
 
 class JsonLines:
-    """The objects of a JSONL file: `lines[i]` is that of line i, empty lines left out.
+    """The objects of a JSONL file: `lines[i]` is the i-th object. Empty lines are not counted.
 
-    Eight bytes of memory per line, of a read through the file when it is made.
+    Opening reads and parses the whole file. A line takes 8 bytes of memory. A line that holds only
+    blanks, such as a carriage return, spaces or a byte order mark, is empty.
+
+    Attributes:
+        num_empty: lines without content.
+        num_broken: lines that are not documents and are skipped.
+        fingerprint: a digest of the content of all documents in their order. Empty and skipped
+            lines do not change it.
 
     Args:
-        path: a plain file in UTF-8.
+        path: a regular file in UTF-8.
+        field: a field that each object must have, with a string or a list; None = any object.
+        skip_broken: True leaves out the lines that are not such objects. False refuses the file.
 
     Raises:
-        ValueError: for no readable file, or one without lines; when an item is read, for a line
-            that is no JSON object.
+        ValueError: when the file cannot be read, has no documents or has a broken line. Reading an
+            item raises it when the file has changed since it was opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        field: str | None = None,
+        *,
+        skip_broken: bool = False,
+    ) -> None:
         check_arguments(JsonLines.__init__, locals())
-        self._path = Path(path)
-        try:
-            if not self._path.is_file() and self._path.exists():
-                raise ValueError(f"{path} must be a plain file: write its lines into one")
-            size = self._path.stat().st_size
-            self._bytes: Any = np.memmap(path, np.uint8, mode="r") if size else b""
-        except OSError as error:
-            raise ValueError(f"{path} must be a readable file: {error.strerror}") from None
-        ends = [
-            first + np.flatnonzero(self._bytes[first : first + CHUNK] == ord("\n"))
-            for first in range(0, size, CHUNK)
-        ]
-        starts = np.concatenate([np.zeros(1, np.int64), *(end + 1 for end in ends)])
-        is_empty = np.diff(starts, append=size + 1) == 1
-        self._starts = starts[~is_empty]
-        if not len(self._starts):
-            raise ValueError(f"{path} (empty) must have at least one line: leave it out")
+        self._file = SizedFile(path)
+        parts = _parse_file(self._file, field)
+        counts = [len(part.starts) for part in parts]
+        firsts = np.cumsum([0, *counts])[:-1].tolist()
+        starts = [np.frombuffer(part.starts, np.int64) for part in parts]
+        self._starts = np.concatenate([*starts, np.array([self._file.size])])
+        empty = _concatenate([part.empty for part in parts], firsts)
+        broken = _concatenate([part.broken for part in parts], firsts)
+        self.num_empty, self.num_broken = len(empty), len(broken)
+        if self.num_broken and not skip_broken:
+            self._refuse(int(broken[0]), field)
+        skipped = np.sort(np.concatenate([empty, broken]))
+        self._before = skipped - np.arange(len(skipped))  # documents before each skipped line
+        self._count = sum(counts) - len(skipped)
+        if not self._count:
+            raise ValueError(
+                f"{self._file.shown} ({self.num_empty} empty and {self.num_broken} broken lines) "
+                "must have at least one line that is a document: leave it out"
+            )
+        digest = hashlib.sha256(b"".join(part.checksums for part in parts))
+        self.fingerprint = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return self._count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
-            raise IndexError(f"line {index} of {len(self)}")
-        start = int(self._starts[index])
-        stop = int(self._starts[index + 1]) if index + 1 < len(self) else len(self._bytes)
+            raise IndexError(f"document {index} of {len(self)}")
+        line = self._line(index)
+        start, stop = self._starts[line : line + 2].tolist()
+        content = self._file.read(start, stop - start)
         try:
-            found = json.loads(self._bytes[start:stop].tobytes())
+            found = _parse(content)
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            number = 1 + int(np.count_nonzero(self._bytes[:start] == ord("\n")))
-            raise ValueError(f"{self._path} line {number} must be a JSON object: mend or remove it")
+            raise ValueError(
+                f"{self.location(index)} must be the JSON object that it was when the file was "
+                "opened: do not change the files of a run"
+            )
         return found
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return JsonLines, (self._path,)  # a process maps the file itself
+    def location(self, index: int) -> str:
+        """Return the file and the line of a document, for error messages."""
+        return f"{self._file.shown} line {self._line(index) + 1}"
+
+    def _line(self, index: int) -> int:
+        return index + int(np.searchsorted(self._before, index, side="right"))
+
+    def _refuse(self, line: int, field: str | None) -> None:
+        start, stop = self._starts[line : line + 2].tolist()
+        text = self._file.read(start, min(stop - start, 200)).decode(errors="replace")
+        wanted = "a JSON object" if field is None else f"a JSON object with {shown(field)}"
+        raise ValueError(
+            f"{self._file.shown} line {line + 1} must be {wanted}, not {shown(strip_line(text))} "
+            f"(broken lines: {self.num_broken}, empty lines: {self.num_empty}): mend it, replace "
+            "it by an empty line, which keeps the number of lines, or set skip_broken"
+        )
+
+
+class _Part(NamedTuple):
+    """The lines that begin in a range of bytes; line numbers count from the first of them."""
+
+    starts: array[int]  # byte at which each line begins
+    empty: array[int]  # numbers of lines without content
+    broken: array[int]  # numbers of lines that are not documents
+    checksums: array[int]  # of the content of each document
+
+
+def _concatenate(numbers: list[array[int]], firsts: list[int]) -> Integers:
+    """Return the line numbers of all parts, counted from the start of the file."""
+    pairs = zip(numbers, firsts, strict=True)
+    return np.concatenate([np.frombuffer(of_part, np.int64) + first for of_part, first in pairs])
+
+
+def _parse_file(file: SizedFile, field: str | None) -> list[_Part]:
+    """Return the lines of a file, in parts."""
+    tasks = [(file, start, field) for start in range(0, file.size, PART)] or [(file, 0, field)]
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)
+    processes = min(cores, len(tasks))
+    if processes < 2 or multiprocessing.current_process().daemon:  # a daemon has no children
+        return [_parse_part(task) for task in tasks]
+    context = multiprocessing.get_context("fork")
+    try:
+        with ProcessPoolExecutor(processes, mp_context=context) as pool:
+            return list(pool.map(_parse_part, tasks))
+    except BrokenProcessPool:
+        raise ValueError(
+            f"{file.shown} must be parsed by {processes} processes, one of which was killed: free "
+            "memory of the host"
+        ) from None
+
+
+def _parse_part(task: tuple[SizedFile, int, str | None]) -> _Part:
+    """Parse the lines that begin in the `PART` bytes from a position on."""
+    file, first, field = task
+    part = _Part(array("q"), array("q"), array("q"), array("I"))
+    for number, (start, line) in enumerate(_lines(file, first, min(first + PART, file.size))):
+        part.starts.append(start)
+        try:
+            content = _parse(line)
+        except (ValueError, RecursionError):  # UTF-8, JSON, integers of more than 4,300 digits
+            content = None
+        if content is _EMPTY:
+            part.empty.append(number)
+        elif not isinstance(content, dict) or not (
+            field is None or isinstance(content.get(field), str | list)
+        ):
+            part.broken.append(number)
+        else:
+            part.checksums.append(zlib.crc32(line.rstrip(b"\r")))
+    return part
+
+
+def _lines(file: SizedFile, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """Yield start and bytes, without the line end, of the lines that begin in a range."""
+    start, waiting = first, list[bytes]()  # of the line that is not complete
+    is_inside = first > 0 and file.read(first - 1, 1) != b"\n"  # of a line of the part before
+    for block in file.blocks(first, file.size, CHUNK):
+        if start >= stop:
+            return
+        *ends, rest = block.split(b"\n")
+        for end in ends:
+            line = b"".join([*waiting, end])
+            waiting.clear()
+            if start >= stop:
+                return
+            if not is_inside:
+                yield start, line
+            start, is_inside = start + len(line) + 1, False
+        waiting.append(rest)
+    if start < stop and not is_inside and start < file.size:
+        yield start, b"".join(waiting)
+
+
+_EMPTY = object()
+
+
+def _parse(line: bytes) -> Any:
+    """Return the JSON value of a line, or `_EMPTY`."""
+    text = strip_line(line.decode())
+    return json.loads(text) if text else _EMPTY

@@ -11,106 +11,142 @@ The index, little-endian, without gaps (N sequences, n documents):
     int64  [N]     the byte of PREFIX.bin at which it begins
     int64  [n + 1] the sequence with which each document begins, and N
 
-What follows (modes of multimodal sequences) is not read. Both files are mapped into memory.
+What follows (modes of multimodal sequences) is not read. Neither file is loaded into memory.
 
 Source: megatron/core/datasets/indexed_dataset.py of Megatron-LM.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from moecore.base.fields import check_arguments
+from moecore.packing.corpus.files import SizedFile, cut
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
+BLOCK = 1 << 20  # entries of the index that are checked together
+SAMPLES, SAMPLE_BYTES = 256, 4096  # of PREFIX.bin, in the fingerprint
 
 
 class MegatronDocuments:
     """The documents of an indexed dataset: `documents[i]` is an array of the ids of document i.
 
+    Opening reads the whole index once. Documents are read by `os.pread`.
+
+    Attributes:
+        fingerprint: a digest of the index and of 1 MiB of PREFIX.bin, in 256 samples.
+
     Args:
         prefix: path of both files without .bin and .idx.
 
     Raises:
-        ValueError: for files that are missing, too short or of another layout.
+        ValueError: for files that are missing, too short or of another layout. Reading a document
+            raises it when a file has become shorter.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         check_arguments(MegatronDocuments.__init__, locals())
-        self._prefix = prefix
-        index, self._ids = _mapped(f"{prefix}.idx"), _mapped(f"{prefix}.bin")
-        magic, version, code, sequences, borders = HEADER.unpack(
-            index[: HEADER.size].tobytes().ljust(HEADER.size, b"\0")
-        )
+        self._prefix = cut(os.fspath(prefix))
+        self._index, self._ids = SizedFile(f"{prefix}.idx"), SizedFile(f"{prefix}.bin")
+        header = self._index.read(0, min(HEADER.size, self._index.size))
+        magic, version, code, sequences, borders = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
         if (magic, version) != (MAGIC, 1) or code not in DTYPES:
             raise ValueError(
-                f"{prefix}.idx (magic {magic!r}, version {version}, dtype {code}) must be an index "
-                f"of Megatron of version 1 with token ids ({MAGIC!r}, dtype one of "
+                f"{self._prefix}.idx (magic {magic!r}, version {version}, dtype {code}) must be an "
+                f"index of Megatron of version 1 with token ids ({MAGIC!r}, dtype one of "
                 f"{list(DTYPES)}): make it with preprocess_data.py"
             )
         self._dtype = np.dtype(DTYPES[code])
-        ends = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * borders]).tolist()
-        if len(index) < ends[-1]:
+        self._sizes = HEADER.size
+        self._starts = self._sizes + 4 * sequences
+        self._borders = self._starts + 8 * sequences
+        end = self._borders + 8 * borders
+        if self._index.size < end:
             raise ValueError(
-                f"{prefix}.idx ({len(index)} bytes) must have {ends[-1]} for {sequences} sequences "
-                f"and {borders - 1} documents: copy it again"
+                f"{self._prefix}.idx ({self._index.size} bytes) must have {end} for {sequences} "
+                f"sequences and {borders - 1} documents: copy it again"
             )
-        self._sizes = np.frombuffer(index, "<i4", sequences, ends[0])
-        self._starts = np.frombuffer(index, "<i8", sequences, ends[1])
-        self._borders = np.frombuffer(index, "<i8", borders, ends[2])
-        is_whole = borders > 0 and (self._borders[0], self._borders[-1]) == (0, sequences)
-        if not is_whole or (self._borders[1:] < self._borders[:-1]).any():
-            raise ValueError(
-                f"{prefix}.idx must have documents that ascend from sequence 0 to {sequences}: "
-                "make it anew"
-            )
-        least = min(self._sizes.min(initial=0), self._starts.min(initial=0))
-        if least < 0:
-            raise ValueError(
-                f"{prefix}.idx ({least}) must have sizes and starts of sequences >= 0: make it anew"
-            )
-        sizes = self._sizes.astype(np.int64) * self._dtype.itemsize
-        stop = int((self._starts + sizes).max(initial=0))
-        if len(self._ids) < stop:
-            raise ValueError(
-                f"{prefix}.bin ({len(self._ids)} bytes) must have {stop}, as {prefix}.idx has it: "
-                "copy it again"
-            )
+        self._count = borders - 1
+        digest = hashlib.blake2b(header, digest_size=8)
+        self._check_borders(sequences, borders, digest)
+        self._check_sequences(sequences, digest)
+        for start in np.linspace(0, self._ids.size, SAMPLES, endpoint=False).astype(int).tolist():
+            digest.update(self._ids.read(start, min(SAMPLE_BYTES, self._ids.size - start)))
+        self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
-        return len(self._borders) - 1
+        return self._count
 
     def __getitem__(self, document: int) -> np.ndarray[Any, Any]:
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)}")
-        first, stop = self._borders[document : document + 2].tolist()
-        parts = [self._sequence(number) for number in range(first, stop)]
+        first, stop = self._entries(self._borders, "<i8", document, 2).tolist()
+        sizes = self._entries(self._sizes, "<i4", first, stop - first).tolist()
+        starts = self._entries(self._starts, "<i8", first, stop - first).tolist()
+        parts = [
+            np.frombuffer(self._ids.read(start, size * self._dtype.itemsize), self._dtype)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._dtype), *parts])
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MegatronDocuments, (self._prefix,)  # a process maps the files itself
+    def location(self, document: int) -> str:
+        """Return the file and the number of a document, for error messages."""
+        return f"{self._prefix}.bin document {document}"
 
-    def _sequence(self, number: int) -> np.ndarray[Any, Any]:
-        return np.frombuffer(
-            self._ids, self._dtype, int(self._sizes[number]), int(self._starts[number])
-        )
+    def _entries(self, start: int, dtype: str, first: int, count: int) -> np.ndarray[Any, Any]:
+        """Return entries of one of the three arrays of the index."""
+        width = np.dtype(dtype).itemsize
+        return np.frombuffer(self._index.read(start + first * width, count * width), dtype)
+
+    def _check_borders(self, sequences: int, borders: int, digest: Any) -> None:
+        """Raise unless documents ascend from sequence 0 to the last one."""
+        last = 0
+        for first, count in _blocks(borders):
+            block = self._entries(self._borders, "<i8", first, count)
+            digest.update(block)
+            if (not first and block[0]) or block[0] < last or (block[1:] < block[:-1]).any():
+                last = -1
+                break
+            last = int(block[-1])
+        if not borders or last != sequences:
+            raise ValueError(
+                f"{self._prefix}.idx must have documents that ascend from sequence 0 to "
+                f"{sequences}: make it anew"
+            )
+
+    def _check_sequences(self, sequences: int, digest: Any) -> None:
+        """Raise unless each sequence lies inside of PREFIX.bin."""
+        stop = 0
+        for first, count in _blocks(sequences):
+            sizes = self._entries(self._sizes, "<i4", first, count)
+            starts = self._entries(self._starts, "<i8", first, count)
+            digest.update(sizes)
+            digest.update(starts)
+            least = min(sizes.min(), starts.min())
+            if least < 0:
+                raise ValueError(
+                    f"{self._prefix}.idx ({least}) must have sizes and starts of sequences >= 0: "
+                    "make it anew"
+                )
+            # uint64: the largest start and the largest size together exceed int64.
+            ends = starts.astype(np.uint64) + sizes.astype(np.uint64) * self._dtype.itemsize
+            stop = max(stop, int(ends.max()))
+        if self._ids.size < stop:
+            raise ValueError(
+                f"{self._prefix}.bin ({self._ids.size} bytes) must have {stop}, as "
+                f"{self._prefix}.idx has it: copy it again"
+            )
 
 
-def _mapped(path: str) -> np.ndarray[Any, Any]:
-    """Return the bytes of a file."""
-    try:
-        if not Path(path).stat().st_size:
-            return np.empty(0, np.uint8)
-        return np.memmap(path, np.uint8, mode="r")
-    except OSError as error:
-        raise ValueError(
-            f"{path} must be a readable file: {error.strerror}: give the prefix of a .bin and a "
-            ".idx"
-        ) from None
+def _blocks(count: int) -> Iterator[tuple[int, int]]:
+    """Yield first entry and number of entries of each block of an array."""
+    for first in range(0, count, BLOCK):
+        yield first, min(BLOCK, count - first)
