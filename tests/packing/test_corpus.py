@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moecore.packing import CorpusError, CorpusLoader, CorpusOptions, CorpusSource
-from moecore.packing.corpus.batches import EMPTY_IN_TURN
+from moecore.packing.corpus.documents import EMPTY_IN_TURN
 from moecore.packing.corpus.loader import joined
 from moecore.packing.corpus.order import permuted
 

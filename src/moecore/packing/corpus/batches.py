@@ -10,18 +10,16 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from moecore.base.fields import shown
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.collate import PackedBatch
+from moecore.packing.corpus.documents import DocumentReader
 from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.corpus.order import IndexedDocuments, StreamedDocuments, key_of
-from moecore.packing.corpus.partitions import Cursor, Ids, Partition, Piece, RowShape
-from moecore.packing.documents import Integers
+from moecore.packing.corpus.partitions import Partition, Piece, RowShape
+from moecore.packing.corpus.position import Cursors, facts_of, position_of
 
-Cursors = dict[int, list[Cursor]]  # by partition
 Rows = Sequence[Sequence[Piece]]
 PARTITIONS_PER_ROW = 8  # so many workers of a rank read partitions of their own
-EMPTY_IN_TURN = 100_000  # more documents without tokens are an error
 
 
 class RankBatches(IterableDataset[Any]):
@@ -39,11 +37,12 @@ class RankBatches(IterableDataset[Any]):
         data_ranks: int,
         collate: Callable[[Rows], Any],
     ) -> None:
-        self._sources, self._options, self._collate = sources, options, collate
+        self.sources, self._options, self._collate = sources, options, collate
         self.rows = rows
         self.partitions = options.partitions or rows * data_ranks * PARTITIONS_PER_ROW
         self.data_rank, self.data_ranks = data_rank, data_ranks
         self.names = [source.name for source in sources]
+        self._facts: dict[str, Any] | None = None
         self.begin_at(0, {}, {})
 
     def begin_at(self, row: int, cursors: Cursors, lengths: Mapping[str, int | None]) -> None:
@@ -51,18 +50,22 @@ class RankBatches(IterableDataset[Any]):
         self._first, self._cursors, self._lengths = row, dict(cursors), dict(lengths)
 
     def facts(self) -> dict[str, Any]:
-        """Return what loaders of the same rows have in common."""
-        options = self._options
-        sources = [[s.name, len(s.documents) if s.is_indexed else None] for s in self._sources]
+        """Return what loaders of the same rows have in common; reads a few documents once."""
+        if self._facts is None:
+            self._facts = facts_of(self.sources, self._options)
+        return self._facts
+
+    def facts_of_ranks(self) -> dict[str, Any]:
+        """Return what the data ranks of one run have in common."""
         return {
-            "sources": sources,
-            "row_tokens": options.row_tokens,
-            "documents": options.documents,
-            "window": options.window,
-            "multiple": options.multiple,
-            "seed": options.seed,
-            "shuffle": options.shuffle,
-            "shuffle_buffer": options.shuffle_buffer,
+            **self.facts(),
+            **{f"weight of {s.name}": s.weight for s in self.sources},
+            "vocab_size": self._options.vocab_size,
+            "partitions": self.partitions,
+            "rows of a batch": self.rows,
+            "data_ranks": self.data_ranks,
+            "rows before this batch": self._first,
+            "position": position_of(self._cursors, self._lengths),
         }
 
     def __iter__(self) -> Iterator[Any]:
@@ -76,8 +79,10 @@ class RankBatches(IterableDataset[Any]):
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         numbers = range(worker, 2**62, workers)
         mine = self._partitions_of(worker, workers)
-        documents = {s.name: self._documents(i, s, mine) for i, s in enumerate(self._sources)}
-        ids = {s.name: self._ids(s, documents[s.name]) for s in self._sources}
+        readers = {
+            s.name: DocumentReader(s, self._documents(i, s, mine), self._options.vocab_size)
+            for i, s in enumerate(self.sources)
+        }
         partitions: dict[int, Partition] = {}
         for number in numbers:
             taken = [self._row(number, b) for b in range(self.rows)]
@@ -85,20 +90,20 @@ class RankBatches(IterableDataset[Any]):
             for row in taken:
                 own = row % self.partitions
                 if own not in partitions:
-                    partitions[own] = self._partition(own, ids)
+                    partitions[own] = self._partition(own, readers)
                 while partitions[own].rows < row // self.partitions:
                     partitions[own].next()  # another rank's or worker's row
                 found.append(partitions[own].next())
             cursors = {own: partitions[own].cursors for own in {r % self.partitions for r in taken}}
-            lengths = {name: source.length for name, source in documents.items()}
+            lengths = {name: reader.documents.length for name, reader in readers.items()}
             yield self._collate(found), cursors, lengths
 
-    def _partition(self, number: int, ids: Mapping[str, Ids]) -> Partition:
+    def _partition(self, number: int, readers: Mapping[str, DocumentReader]) -> Partition:
         options = self._options
         return Partition(
             number,
-            ids,
-            {source.name: source.weight for source in self._sources},
+            readers,
+            {source.name: source.weight for source in self.sources},
             self._cursors.get(number),
             rule=options.documents,
             shape=RowShape(options.row_tokens, options.multiple, options.window),
@@ -130,50 +135,18 @@ class RankBatches(IterableDataset[Any]):
             self._cursors[partition][place].ordinal if partition in self._cursors else partition
             for partition in mine
         )
+        begun = (cursors[place] for cursors in self._cursors.values())
+        read = (cursor.ordinal for cursor in begun if cursor.rows)
         return StreamedDocuments(
             source.documents,
             key,
             block=options.shuffle_buffer,
             first=min(starts),
+            last=max(read, default=-1),
             partitions=self.partitions,
             mine=mine,
             length=self._lengths.get(source.name),
         )
-
-    def _ids(self, source: CorpusSource, documents: IndexedDocuments | StreamedDocuments) -> Ids:
-        """Return the function of an ordinal that gives its document's ids."""
-        empty = 0
-
-        def ids(ordinal: int) -> Integers:
-            nonlocal empty
-            try:
-                found = documents.take(ordinal)
-                made = found if source.tokenize is None else source.tokenize(found)
-                made = checked_ids(made, self._options.vocab_size)
-                empty = 0 if len(made) else empty + 1
-                if empty > EMPTY_IN_TURN:
-                    raise ValueError(f"must have tokens: {empty} documents in turn have none")
-                return made
-            except Exception as error:  # of any kind: files, networks, tokenizers of others
-                line = " ".join(str(error).split())
-                raise CorpusError(f"{source.name}, document {ordinal}: {line}") from error
-
-        return ids
-
-
-def checked_ids(ids: Any, vocab_size: int | None) -> Integers:
-    """Return the ids of a document as int64, or refuse what is none."""
-    found = np.asarray(ids)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise ValueError(f"token ids ({shown(ids)}) must be whole numbers in one row: tokenize it")
-    found = found.astype(np.int64)
-    if found.size and (found.min() < 0 or (vocab_size and found.max() >= vocab_size)):
-        wrong = found.min() if found.min() < 0 else found.max()
-        raise ValueError(
-            f"token id ({wrong}) must be >= 0 and < vocab_size ({vocab_size}): take the tokenizer "
-            "of the model, or a larger vocabulary"
-        )
-    return found
 
 
 def batch_of(

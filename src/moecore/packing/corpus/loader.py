@@ -12,19 +12,23 @@ Others read some of the same ones, and pass over each other's rows.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from moecore.base.agreement import gather
 from moecore.base.fields import Count, CountOrZero, check_arguments, shown
 from moecore.packing.collate import PackedBatch
-from moecore.packing.corpus.batches import Cursors, RankBatches, batch_of
+from moecore.packing.corpus.batches import RankBatches, batch_of
+from moecore.packing.corpus.files import cut
 from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
-from moecore.packing.corpus.partitions import Cursor
+from moecore.packing.corpus.position import Cursors, check_ranks, check_state
 
 Batch = TypeVar("Batch")
 
@@ -32,8 +36,10 @@ Batch = TypeVar("Batch")
 class PositionedLoader(Generic[Batch]):
     """Yields the batches of a `RankBatches` without end, and has the position behind the last."""
 
-    def __init__(self, batches: RankBatches, workers: int) -> None:
-        self._batches, self._workers = batches, workers
+    def __init__(self, batches: RankBatches, workers: int, *, data_ranks: int) -> None:
+        self._batches, self._workers, self._data_ranks = batches, workers, data_ranks
+        self._group: dist.ProcessGroup | None = None  # of the data ranks; None = all ranks
+        self._is_compared = False  # with the other data ranks, since it was made or loaded
         self._coming: Iterator[Any] | None = None
         self._rows = 0  # of all ranks, taken
         self._loaded: Cursors = {}  # where all ranks began
@@ -45,18 +51,10 @@ class PositionedLoader(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
+        self._compare()
         if self._coming is None:
-            ahead: Any = {"prefetch_factor": 2} if self._workers else {}
-            loader = DataLoader(
-                self._batches,
-                batch_size=None,
-                num_workers=self._workers,
-                collate_fn=_as_it_is,
-                generator=torch.Generator(),  # not torch's own, whose state a run has saved
-                **ahead,
-            )
-            self._coming = iter(loader)
-        batch, cursors, lengths = next(self._coming)
+            self._coming = self._start()
+        batch, cursors, lengths = self._receive(self._coming)
         if isinstance(batch, CorpusError):
             self.close()
             raise batch
@@ -66,6 +64,50 @@ class PositionedLoader(Generic[Batch]):
         self._rows += self._batches.rows * self._batches.data_ranks
         found: Batch = batch
         return found
+
+    def _compare(self) -> None:
+        """Raise when data ranks have other sources, options or positions. Collective, once."""
+        if self._is_compared:
+            return
+        if self._data_ranks > 1:
+            own = self._batches.facts_of_ranks(), self._batches.data_rank
+            facts, numbers = zip(*gather(own, self._group), strict=True)
+            check_ranks(facts)
+            missing = set(range(self._batches.data_ranks)) - set(numbers)
+            if missing and dist.is_initialized():
+                raise CorpusError(
+                    f"data_rank ({shown(sorted(set(numbers)))} on all ranks) must also be "
+                    f"{min(missing)}, because data_ranks is {self._batches.data_ranks}: give each "
+                    "rank its number"
+                )
+        self._is_compared = True
+
+    def _start(self) -> Iterator[Any]:
+        ahead: Any = {"prefetch_factor": 2} if self._workers else {}
+        loader = DataLoader(
+            self._batches,
+            batch_size=None,
+            num_workers=self._workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # not torch's own, whose state a run has saved
+            **ahead,
+        )
+        with _same_handler():
+            return iter(loader)
+
+    def _receive(self, coming: Iterator[Any]) -> Any:
+        """Return what the next worker has made; a worker that has ended is a CorpusError."""
+        try:
+            return next(coming)
+        except (RuntimeError, OSError, EOFError) as error:
+            text = cut(error)
+            if not self._workers or text.startswith("Caught "):  # an error that a worker raised
+                raise
+            self.close()
+            raise CorpusError(
+                f"a data worker of this rank has ended ({type(error).__name__}: {text}): look for "
+                "a lack of memory or a file that was changed, then go on from the last checkpoint"
+            ) from error
 
     def close(self) -> None:
         """End the workers; the next batch starts others at this position."""
@@ -87,6 +129,7 @@ class PositionedLoader(Generic[Batch]):
         """
         own = self._state(self._cursors)
         states = gather(own) if self._batches.data_ranks > 1 else [own]
+        check_ranks([{**state["facts"], "rows taken": state["rows"]} for state in states])
         return joined([self._state(self._loaded), *states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -99,21 +142,11 @@ class PositionedLoader(Generic[Batch]):
             ValueError: for the state of other sources or options, or no state.
         """
         check_arguments(PositionedLoader.load_state_dict, locals())
-        if not {"rows", "partitions", "cursors", "lengths", "facts"} <= state.keys():
-            raise ValueError(f"state ({shown(state)}) must be a state_dict(): pass one")
-        for name, value in self._batches.facts().items():
-            if state["facts"].get(name) != value:
-                raise ValueError(
-                    f"state[{name!r}] ({shown(state['facts'].get(name))}) must be that of this "
-                    f"loader ({shown(value)}): make it as it was"
-                )
-        self._batches.partitions = state["partitions"]
-        self._rows, self._lengths = state["rows"], dict(state["lengths"])
-        self._cursors = {}
-        self._loaded = {
-            partition: [Cursor(*cursor) for cursor in cursors]
-            for partition, cursors in state["cursors"]
-        }
+        position = check_state(state, self._batches.facts(), self._batches.sources)
+        self._batches.partitions = position.partitions
+        self._rows, self._lengths = position.rows, position.lengths
+        self._cursors, self._last, self._loaded = {}, {}, position.cursors
+        self._is_compared = False
         self.close()
 
     def _state(self, cursors: Cursors) -> dict[str, Any]:
@@ -164,7 +197,9 @@ class CorpusLoader(PositionedLoader[PackedBatch]):
         check_sources(sources, data_rank, data_ranks)
         collate = partial(batch_of, row_tokens=options.row_tokens, multiple=options.multiple)
         super().__init__(
-            RankBatches(sources, options, rows, data_rank, data_ranks, collate), workers
+            RankBatches(sources, options, rows, data_rank, data_ranks, collate),
+            workers,
+            data_ranks=data_ranks,
         )
 
 
@@ -172,11 +207,28 @@ def check_sources(sources: Sequence[CorpusSource], data_rank: int, data_ranks: i
     """Raise for no sources, two of one name, or a rank that is not one of the ranks."""
     names = [source.name for source in sources]
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"sources ({names}) must be at least one, each with a name of its own")
+        raise ValueError(
+            f"sources ({shown(names)}) must be at least one, each with a name of its own"
+        )
     if data_rank >= data_ranks:
         raise ValueError(
             f"data_rank ({data_rank}) must be < data_ranks ({data_ranks}): count from 0"
         )
+
+
+@contextmanager
+def _same_handler() -> Iterator[None]:
+    """Return a context that restores the handler of SIGCHLD.
+
+    torch's handler raises the death of a worker wherever the main thread is at that moment.
+    Without the handler, the next batch raises it.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGCHLD) is not before:  # set in the main thread only
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
 
 
 def _as_it_is(batch: Any) -> Any:

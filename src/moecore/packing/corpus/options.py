@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from moecore.base.fields import CheckedRecord, Count, Positive, Rules, Seed
+from moecore.base.fields import Bound, CheckedRecord, Count, Positive, Rules, Seed
 from moecore.packing.corpus.partitions import Rule
+
+MOST_PARTITIONS = 1 << 20  # each rank lists those that it reads
+Partitions = Annotated[int, Bound(">=", 1), Bound("<=", MOST_PARTITIONS)]
 
 
 class CorpusError(ValueError):
@@ -21,7 +24,9 @@ class CorpusSource(CheckedRecord):
     Attributes:
         name: in errors and positions.
         documents: with a length and items by index, each epoch in an order of its own. Else what
-            can be iterated again and again, such as a streaming dataset, shuffled in blocks.
+            can be iterated again and again, such as a streaming dataset, shuffled in blocks. Two
+            attributes are optional. `fingerprint`, a text that changes with the content, is part of
+            a position. `location(index)` returns where a document is, for errors.
         tokenize: a document -> its token ids, with what ends a document; None = documents are ids.
             Documents without ids are passed over.
         weight: of the rows, over the sum of all weights.
@@ -38,6 +43,8 @@ class CorpusSource(CheckedRecord):
             yield "documents", "have items by index or be iterable: pass a list or a dataset"
         if self.is_indexed and not len(self.documents):
             yield "documents", "have at least one document: leave the source out"
+        if self.name != " ".join(self.name.split()):
+            yield "name", "have no line breaks or double spaces, because errors show it: rename it"
 
     @property
     def is_indexed(self) -> bool:
@@ -74,7 +81,7 @@ class CorpusOptions(CheckedRecord):
     seed: Seed = 0
     shuffle: bool = True
     shuffle_buffer: Count = 10_000
-    partitions: Count | None = None
+    partitions: Partitions | None = None
 
     def _rules(self) -> Rules:
         if self.row_tokens % self.multiple:

@@ -19,13 +19,14 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 ROUNDS = 6
 READ_TOGETHER = 64  # rows of a streaming dataset
 BITS_64 = 2**64 - 1
+Taken = tuple[int, Callable[[], Any]]  # number of a document in its source; reads the document
 
 
 def key_of(*parts: object) -> int:
@@ -69,14 +70,14 @@ class IndexedDocuments:
         self._documents, self._key, self.length = documents, key, len(documents)
         self._partitions = partitions
 
-    def take(self, ordinal: int) -> Any:
-        """Return the document of an ordinal."""
+    def take(self, ordinal: int) -> Taken:
+        """Return the number of an ordinal's document and a function that reads it."""
         epoch, index = divmod(ordinal, self.length)
         if self._key is None:
             index = (index + turned(ordinal, self.length, self._partitions)) % self.length
         else:
             index = permuted(index, self.length, key_of(self._key, epoch))
-        return self._documents[index]
+        return index, lambda: self._documents[index]
 
 
 class StreamedDocuments:
@@ -94,43 +95,62 @@ class StreamedDocuments:
         *,
         block: int,  # documents that are shuffled together
         first: int,  # least ordinal that is taken
+        last: int,  # largest ordinal that was read before the position was saved; -1 = none
         partitions: int,
         mine: frozenset[int],  # remainders by `partitions` of the ordinals that are taken
         length: int | None,  # documents of an epoch; None = not known before the first has ended
     ) -> None:
         self._documents, self._key, self._block = documents, key, block if key is not None else 1
-        self._partitions, self._mine, self.length = partitions, mine, length
-        self._waiting: dict[int, Any] = {}
+        self._partitions, self._mine, self._last, self.length = partitions, mine, last, length
+        self._waiting: dict[int, tuple[int, Any]] = {}
         self._coming = self._read(first)
 
-    def take(self, ordinal: int) -> Any:
-        """Return the document of an ordinal."""
+    def take(self, ordinal: int) -> Taken:
+        """Return the number of an ordinal's document in the stream and a function that reads it."""
         while ordinal not in self._waiting:
-            found, document = next(self._coming)
+            found, number, document = next(self._coming)
             if found % self._partitions in self._mine:
-                self._waiting[found] = document
-        return self._waiting.pop(ordinal)
+                self._waiting[found] = (number, document)
+        number, document = self._waiting.pop(ordinal)
+        return number, lambda: document
 
-    def _read(self, ordinal: int) -> Iterator[tuple[int, Any]]:
+    def _read(self, ordinal: int) -> Iterator[tuple[int, int, Any]]:
+        """Yield ordinal, number in the stream and document, from an ordinal on."""
         while True:
             epoch, inside = divmod(ordinal, self.length) if self.length else (0, ordinal)
             begin, read = ordinal - inside, inside - inside % self._block
-            stream = self._turned(begin, read)
+            first, stream = read, self._turned(begin, read)
+            turn = self._turn(begin)
             while block := list(islice(stream, self._block)):
+                if self.length and read + len(block) > self.length:
+                    raise _changed(self.length, "more")
                 key = key_of(self._key, epoch, read)
                 for i in range(len(block)):
                     if begin + read + i >= ordinal:
-                        yield begin + read + i, block[permuted(i, len(block), key)]
+                        place = permuted(i, len(block), key)
+                        yield begin + read + i, self._number(turn + read + place), block[place]
                 read += len(block)
+            if read == first:  # the stream has ended at the place to which it was skipped or before
+                read = sum(1 for _ in self._behind(0))
             if not read:
                 raise ValueError("must have at least one document: it ended at once")
-            self.length, ordinal = read, begin + read
+            expected = self.length or max(read, self._last + 1)
+            if read != expected:
+                raise _changed(expected, str(read))
+            self.length, ordinal = read, max(ordinal, begin + read)
+
+    def _number(self, place: int) -> int:
+        return place % self.length if self.length else place
+
+    def _turn(self, begin: int) -> int:
+        """Return the document with which the epoch that begins at an ordinal begins."""
+        if self.length and self._key is None:
+            return turned(begin, self.length, self._partitions)
+        return 0
 
     def _turned(self, begin: int, count: int) -> Iterator[Any]:
         """Yield the documents of the epoch that begins at an ordinal, without the first ones."""
-        first = 0
-        if self.length and self._key is None:
-            first = turned(begin, self.length, self._partitions)
+        first = self._turn(begin)
         before = max(0, count - (self.length or 0) + first) if first else 0  # of those from 0
         if not before:
             yield from self._behind(first + count)
@@ -144,6 +164,13 @@ class StreamedDocuments:
         if hasattr(documents, "iter"):
             documents = _examples(documents)
         return islice(iter(documents), count, None)
+
+
+def _changed(expected: int, count: str) -> ValueError:
+    return ValueError(
+        f"the stream ({count} documents) must have {expected}, as when it was read before: do not "
+        "change the data of a run"
+    )
 
 
 def _examples(dataset: Any) -> Iterator[dict[str, Any]]:

@@ -15,8 +15,8 @@ labels [2 3 - 5] [6 7 8 -]; "whole" makes [1 2 3 8] [4 5 6 7], with labels [2 3 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from moecore.packing.bins import pack_lengths
 from moecore.packing.corpus.order import BITS_64, key_of
 from moecore.packing.documents import Integers
 
-Ids = Callable[[int], Integers]  # of a document, by ordinal
 Rule = Literal["split", "whole"]
 
 
@@ -52,64 +51,123 @@ class Cursor(NamedTuple):
     ordinal: int  # "split": of the document that is being cut; "whole": of the first in the window
     taken: int  # "split": tokens of that document; "whole": rows of the window
     credit: float  # rows that the source has less than its share
+    tokens: int  # of that document or window; a resumed run compares them
+
+
+class Documents(Protocol):
+    """Returns the token ids of a document by ordinal; see `DocumentReader`."""
+
+    def __call__(self, ordinal: int) -> Integers:
+        """Return the token ids of the document of an ordinal."""
+
+    def refuse(self, ordinal: int, problem: str) -> NoReturn:
+        """Raise an error that names the document."""
 
 
 class SplitPacker:
     """Rows of documents that are cut at the end of a row."""
 
-    def __init__(self, ids: Ids, shape: RowShape, cursor: Cursor, *, partitions: int) -> None:
-        self._ids, self._shape, self._partitions = ids, shape, partitions
+    def __init__(
+        self, documents: Documents, shape: RowShape, cursor: Cursor, *, partitions: int
+    ) -> None:
+        self._documents, self._shape, self._partitions = documents, shape, partitions
         self.cursor = cursor
         self._document: Integers | None = None
 
     def next(self) -> list[Piece]:
         """Return the pieces of the next row."""
-        rows, ordinal, taken, credit = self.cursor
-        document = self._ids(ordinal) if self._document is None else self._document
+        rows, ordinal, taken, credit, _ = self.cursor
+        document = self._document
+        if document is None:
+            document = self._documents(ordinal)
+            check_unchanged(self._documents, self.cursor, len(document), len(document))
         pieces: list[Piece] = []
         room = self._shape.tokens
         while room:
             if taken == len(document):
                 ordinal, taken = ordinal + self._partitions, 0
-                document = self._ids(ordinal)
+                document = self._documents(ordinal)
                 continue
             piece = piece_of(document, taken, taken + room)
             taken += len(piece.ids)
             room -= self._shape.rounded(len(piece.ids))
             pieces.append(piece)
-        self._document, self.cursor = document, Cursor(rows + 1, ordinal, taken, credit)
+        self._document = document
+        self.cursor = Cursor(rows + 1, ordinal, taken, credit, len(document))
         return pieces
 
 
 class WholePacker:
     """Rows of documents that are cut only where they are longer than a row."""
 
-    def __init__(self, ids: Ids, shape: RowShape, cursor: Cursor, *, partitions: int) -> None:
-        self._ids, self._shape, self._partitions = ids, shape, partitions
+    def __init__(
+        self, documents: Documents, shape: RowShape, cursor: Cursor, *, partitions: int
+    ) -> None:
+        self._documents, self._shape, self._partitions = documents, shape, partitions
         self.cursor = cursor
-        self._rows: list[list[Piece]] | None = None
+        self._window: _Window | None = None
 
     def next(self) -> list[Piece]:
         """Return the pieces of the next row."""
-        rows, ordinal, taken, credit = self.cursor
-        found = self._packed(ordinal) if self._rows is None else self._rows
-        while taken == len(found):
+        rows, ordinal, taken, credit, _ = self.cursor
+        window = self._window
+        if window is None:
+            window = self._read(ordinal)
+            check_unchanged(self._documents, self.cursor, window.tokens, len(window))
+        while taken == len(window):
             ordinal, taken = ordinal + self._partitions * self._shape.window, 0
-            found = self._packed(ordinal)
-        self._rows, self.cursor = found, Cursor(rows + 1, ordinal, taken + 1, credit)
-        return found[taken]
+            self._window = None  # before the next window is read
+            window = self._read(ordinal)
+        self._window = window
+        self.cursor = Cursor(rows + 1, ordinal, taken + 1, credit, window.tokens)
+        return window.row(taken)
 
-    def _packed(self, first: int) -> list[list[Piece]]:
-        """Return the rows of a window of documents, by their first document."""
-        T, window = self._shape.tokens, self._shape.window
-        documents = [self._ids(first + i * self._partitions) for i in range(window)]
-        pieces = [
-            piece_of(document, start, start + T)
-            for document in documents
-            for start in range(0, len(document), T)
+    def _read(self, first: int) -> _Window:
+        ordinals = range(first, first + self._partitions * self._shape.window, self._partitions)
+        return _Window([self._documents(ordinal) for ordinal in ordinals], self._shape)
+
+
+class _Window:
+    """Rows of documents that are packed together, in the order of their first documents."""
+
+    def __init__(self, documents: Sequence[Integers], shape: RowShape) -> None:
+        self._documents, self._row_tokens = documents, shape.tokens
+        lengths = np.array([len(document) for document in documents])
+        self.tokens = int(lengths.sum())
+        # Pieces are two numbers each: a long document has many of them.
+        counts = -(-lengths // shape.tokens)
+        self._document = np.repeat(np.arange(len(documents)), counts)
+        first_piece = np.repeat(np.cumsum(counts) - counts, counts)
+        self._start = (np.arange(len(self._document)) - first_piece) * shape.tokens
+        of_pieces = np.minimum(lengths[self._document] - self._start, shape.tokens)
+        self._rows = pack_lengths(shape.rounded(of_pieces), shape.tokens)
+        firsts = self._rows.documents[self._rows.offsets[:-1]]
+        self._order = np.argsort(firsts, kind="stable")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, number: int) -> list[Piece]:
+        """Return the pieces of a row."""
+        pieces = self._rows[int(self._order[number])]
+        numbers, starts = self._document[pieces].tolist(), self._start[pieces].tolist()
+        return [
+            piece_of(self._documents[number], start, start + self._row_tokens)
+            for number, start in zip(numbers, starts, strict=True)
         ]
-        bins = pack_lengths([self._shape.rounded(len(piece.ids)) for piece in pieces], T)
-        return [[pieces[i] for i in bin_] for bin_ in sorted(bins, key=lambda bin_: int(bin_[0]))]
+
+
+def check_unchanged(documents: Documents, cursor: Cursor, tokens: int, end: int) -> None:
+    """Raise when a saved position does not fit the document, or the window, that is read now.
+
+    `end` is what `cursor.taken` counts up to: tokens of the document, or rows of the window.
+    """
+    if cursor.rows and (tokens != cursor.tokens or cursor.taken > end):
+        documents.refuse(
+            cursor.ordinal,
+            f"the document or its window ({tokens} tokens) must have {cursor.tokens}, as when the "
+            "position was saved: use the files and the tokenizer of that run",
+        )
 
 
 class RowShape(NamedTuple):
@@ -119,8 +177,8 @@ class RowShape(NamedTuple):
     multiple: int  # to which the tokens of a piece are rounded up
     window: int  # documents that "whole" packs together
 
-    def rounded(self, length: int) -> int:
-        """Return the space that a piece takes."""
+    def rounded(self, length: Any) -> Any:
+        """Return the space that a piece takes, or that each of an array of pieces takes."""
         return -(-length // self.multiple) * self.multiple
 
 
@@ -141,7 +199,7 @@ class Partition:
     def __init__(
         self,
         number: int,
-        ids: Mapping[str, Ids],  # by source, as the next two
+        documents: Mapping[str, Documents],  # by source, as the weights
         weights: Mapping[str, float],
         cursors: Sequence[Cursor] | None,  # None = all begin
         *,
@@ -151,12 +209,12 @@ class Partition:
         seed: int,
     ) -> None:
         kind: Any = SplitPacker if rule == "split" else WholePacker
-        phases = [key_of(seed, "phase", name, number) / BITS_64 for name in ids]
+        phases = [key_of(seed, "phase", name, number) / BITS_64 for name in documents]
         mean, total = sum(phases) / len(phases), sum(weights.values())
-        starts = cursors or [Cursor(0, number, 0, phase - mean) for phase in phases]
+        starts = cursors or [Cursor(0, number, 0, phase - mean, 0) for phase in phases]
         self._sources = [
             kind(of, shape, Cursor(*cursor), partitions=partitions)
-            for of, cursor in zip(ids.values(), starts, strict=True)
+            for of, cursor in zip(documents.values(), starts, strict=True)
         ]
         self._shares = [weight / total for weight in weights.values()]
 

@@ -74,8 +74,8 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
         collator = ScheduledCollator(max_tokens=max_tokens, cost=cost, **where)
         _check_shape(options, collator)
         share = partial(_of_rows, collator)
-        super().__init__(RankBatches(sources, options, rows, 0, 1, share), workers)
-        self._group: dist.ProcessGroup | None = None
+        batches = RankBatches(sources, options, rows, 0, 1, share)
+        super().__init__(batches, workers, data_ranks=data_ranks)
         if data_ranks > 1 and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # hosts compare, and no GPU is waited for
 

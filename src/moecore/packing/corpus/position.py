@@ -1,0 +1,191 @@
+"""The position of a loader as JSON: what it must agree with, and a check of every value of it.
+
+    {"rows": 96, "partitions": 32, "cursors": [[0, [[3, 64, 17, -0.2, 40]]], ...],
+     "lengths": {"web": 5000}, "facts": {"number of sources": 1, "name of source 0": "web", ...}}
+
+A cursor is a list of the fields of `Cursor`, for each source of each partition.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+from moecore.base.fields import Bound, check_value, shown
+from moecore.packing.corpus.documents import sample_of, tokens_of
+from moecore.packing.corpus.files import cut
+from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource, Partitions
+from moecore.packing.corpus.partitions import Cursor
+
+SAMPLED = 16  # documents of a source that are tokenized for its facts
+SAMPLED_TOKENS = 1 << 20  # after so many tokens no more documents are
+Cursors = dict[int, list[Cursor]]  # by partition
+Number = Annotated[int, Bound(">=", 0), Bound("<", 2**62)]
+FIELDS: dict[str, Any] = {
+    "rows": Number,
+    "partitions": Partitions,
+    "cursors": list,
+    "lengths": Mapping[str, Annotated[int, Bound(">=", 1), Bound("<", 2**62)] | None],
+    "facts": dict,
+}
+
+
+class Position(NamedTuple):
+    """A state that has been checked."""
+
+    rows: int
+    partitions: int
+    cursors: Cursors
+    lengths: dict[str, int | None]
+
+
+def facts_of(sources: Sequence[CorpusSource], options: CorpusOptions) -> dict[str, Any]:
+    """Return what loaders of the same rows have in common, as JSON."""
+    facts: dict[str, Any] = {"number of sources": len(sources)}
+    facts |= {f"name of source {i}": source.name for i, source in enumerate(sources)}
+    options_of_rows = ("row_tokens", "documents", "window", "multiple")
+    for name in (*options_of_rows, "seed", "shuffle", "shuffle_buffer"):
+        facts[name] = getattr(options, name)
+    for source in sources:
+        facts |= {f"{what} of {source.name}": value for what, value in _facts_of(source).items()}
+    return facts
+
+
+def _facts_of(source: CorpusSource) -> dict[str, Any]:
+    """Return a source's number of documents, its fingerprint and a digest of sampled tokens."""
+    documents = source.documents
+    fingerprint = getattr(documents, "fingerprint", getattr(documents, "_fingerprint", None))
+    return {
+        "number of documents": len(documents) if source.is_indexed else None,
+        "fingerprint": None if fingerprint is None else cut(fingerprint),
+        "tokens of sampled documents": _sampled(source) if source.is_indexed else None,
+    }
+
+
+def _sampled(source: CorpusSource) -> str:
+    digest, count = hashlib.sha256(), 0
+    for number in sample_of(source.documents, SAMPLED):
+        try:
+            ids = tokens_of(source, source.documents[number], None)
+        except Exception:  # of any kind; it is raised when the document is reached
+            digest.update(b"error/")
+            continue
+        digest.update(f"{len(ids)} {ids.dtype}/".encode() + ids.tobytes())
+        count += len(ids)
+        if count > SAMPLED_TOKENS:
+            break
+    return digest.hexdigest()[:16]
+
+
+def position_of(cursors: Cursors, lengths: Mapping[str, int | None]) -> str:
+    """Return a digest of a position."""
+    text = repr((sorted((n, list(map(tuple, c))) for n, c in cursors.items()), dict(lengths)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a CorpusError, the same on each rank, when facts of ranks differ."""
+    for name in facts_of_ranks[0]:
+        values = [facts.get(name) for facts in facts_of_ranks]
+        for rank, value in enumerate(values):
+            if repr(value) != repr(values[0]):
+                raise CorpusError(
+                    f"{cut(name)} ({shown(values[0])} on rank 0, {shown(value)} on rank {rank}) "
+                    "must be the same on all data ranks: give every rank the same sources, files, "
+                    "tokenizer, options and position"
+                )
+
+
+def check_state(
+    state: Mapping[str, Any], facts: Mapping[str, Any], sources: Sequence[CorpusSource]
+) -> Position:
+    """Return the position of a state, or refuse what no loader with these facts has made."""
+    values = _as_json(state)
+    for name, annotation in FIELDS.items():
+        check_value(f"state[{name!r}]", values[name], annotation)
+    _check_facts(values["facts"], facts)
+    rows, partitions = values["rows"], values["partitions"]
+    step = partitions * (facts["window"] if facts["documents"] == "whole" else 1)
+    cursors: Cursors = {}
+    for entry in values["cursors"]:
+        number, of_sources = _cursors_of(entry, partitions, step, len(sources))
+        if number in cursors:
+            raise ValueError(f"state['cursors'] (two of partition {number}) {_NO_STATE}")
+        cursors[number] = of_sources
+    _check_rows(cursors, rows, partitions)
+    _check_lengths(values["lengths"], sources)
+    return Position(rows, partitions, cursors, values["lengths"])
+
+
+_NO_STATE = "must be that of a state_dict(): pass one, of all data ranks"
+
+
+def _as_json(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state that has the classes of JSON and no others."""
+    try:
+        values = json.loads(json.dumps(dict(state), allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        values = {}
+    if set(values) != set(FIELDS):
+        raise ValueError(
+            f"state ({shown(state)}) must be a state_dict(), JSON with {', '.join(FIELDS)}: pass "
+            "one"
+        )
+    return dict(values)
+
+
+def _check_facts(found: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    expected = json.loads(json.dumps(facts))
+    for name in [*expected, *(found.keys() - expected.keys())]:
+        if name not in found or name not in expected or repr(found[name]) != repr(expected[name]):
+            raise ValueError(
+                f"{cut(name)} of the state ({shown(found.get(name))}) must be that of this loader "
+                f"({shown(expected.get(name))}): make it as it was, with the same sources, files, "
+                "tokenizer and options"
+            )
+
+
+def _cursors_of(
+    entry: Any, partitions: int, step: int, num_sources: int
+) -> tuple[int, list[Cursor]]:
+    """Return the number of a partition and its cursors."""
+    credit = Annotated[float, Bound(">=", -num_sources - 1), Bound("<=", num_sources + 1)]
+    kinds: tuple[Any, ...] = (Number, Number, Number, credit, Number)
+    try:
+        number, of_sources = entry
+        cursors = [Cursor(*cursor) for cursor in of_sources]
+        for cursor in cursors:
+            for value, kind in zip(cursor, kinds, strict=True):
+                check_value("cursor", value, kind)
+        check_value("partition", number, Number)
+    except (TypeError, ValueError):
+        raise ValueError(f"state['cursors'] ({shown(entry)}) {_NO_STATE}") from None
+    is_valid = len(cursors) == num_sources and number < partitions
+    for cursor in cursors:
+        is_place = cursor.ordinal >= number and (cursor.ordinal - number) % step == 0
+        is_valid = is_valid and is_place and cursor.taken <= cursor.tokens
+    if not is_valid:
+        raise ValueError(f"state['cursors'] ({shown(entry)}) {_NO_STATE}")
+    return number, cursors
+
+
+def _check_rows(cursors: Cursors, rows: int, partitions: int) -> None:
+    """Raise unless the cursors of each partition have given the rows that were dealt from it."""
+    for number in {*range(min(rows, partitions)), *cursors}:
+        expected = max(0, -(-(rows - number) // partitions))
+        given = sum(cursor.rows for cursor in cursors.get(number, []))
+        if given != expected:
+            raise ValueError(
+                f"state['cursors'] ({given} rows of partition {number}) must have {expected}, as "
+                f"of {rows} rows in {partitions} partitions: pass the state_dict() of all data "
+                "ranks"
+            )
+
+
+def _check_lengths(lengths: Mapping[str, Any], sources: Sequence[CorpusSource]) -> None:
+    known = {s.name: len(s.documents) if s.is_indexed else None for s in sources}
+    for name, length in lengths.items():
+        if name not in known or (known[name] is not None and length not in (None, known[name])):
+            raise ValueError(f"state['lengths'] ({shown(lengths)}) {_NO_STATE}")
