@@ -34,6 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moecore.packing.corpus.json_lines import strip_line
+
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 FORMS = '"messages", "prompt" and "completion", or "text"'
 Span = tuple[int, int]
@@ -334,9 +336,9 @@ def _records(files: Sequence[Path], option: str) -> Iterator[tuple[str, Any]]:
             yield f"{option} ({path})", {"text": content}
             continue
         for number, line in enumerate(content.split("\n"), start=1):
-            if line.strip():
+            if text := strip_line(line):
                 where = f"{option} ({path}) line {number}"
                 try:
-                    yield where, json.loads(line)
+                    yield where, json.loads(text)
                 except (ValueError, RecursionError):
                     raise ValueError(f"{where} must be a JSON object with {FORMS}") from None

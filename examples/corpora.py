@@ -12,6 +12,7 @@ import torch
 from data import BatchShape, StepBatch, with_borders
 from hf_model import TOKENIZER_FILES
 
+from moecore.base.fields import shown
 from moecore.packing import (
     CorpusLoader,
     CorpusOptions,
@@ -23,6 +24,7 @@ from moecore.packing import (
     ScheduledBatch,
     ScheduledLoader,
 )
+from moecore.packing.corpus.files import cut
 
 BYTES = "bytes"
 HUB = "hf:"
@@ -42,6 +44,8 @@ class SourceOptions:
         split: of a Hugging Face data set.
         config: of a Hugging Face data set that has several; "" = its only one.
         stream: read hf:NAME without storing it.
+        skip_broken: leave out lines of a .jsonl file that are not objects with the field. Metrics
+            count these lines as bad_lines.
     """
 
     path: str
@@ -51,6 +55,7 @@ class SourceOptions:
     split: str = "train"
     config: str = ""
     stream: bool = False
+    skip_broken: bool = False
 
 
 def source_of(word: str) -> SourceOptions:
@@ -65,13 +70,14 @@ def source_of(word: str) -> SourceOptions:
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key not in kinds:
-            raise ValueError(f"{word!r} must have keys of {', '.join(kinds)}, not {key!r}")
+            known = ", ".join(kinds)
+            raise ValueError(f"{shown(word)} must have keys of {known}, not {shown(key)}")
         if kinds[key] is bool and value.lower() not in ("true", "false"):
-            raise ValueError(f"{word!r} must have {key}=true or {key}=false")
+            raise ValueError(f"{shown(word)} must have {key}=true or {key}=false")
         try:
             found[key] = value.lower() == "true" if kinds[key] is bool else kinds[key](value)
         except ValueError:
-            raise ValueError(f"{word!r} must have a number as {key}") from None
+            raise ValueError(f"{shown(word)} must have a number as {key}") from None
     return SourceOptions(path=path, **found)
 
 
@@ -90,14 +96,16 @@ def read_source(options: SourceOptions, tokenizer: Tokenizer) -> CorpusSource:
 
 
 def _documents(options: SourceOptions) -> Any:
-    path = Path(options.path)
+    path, name = Path(options.path), cut(options.path)
+    if options.skip_broken and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
+        raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_broken")
     if options.path.startswith(HUB):
         return _from_datasets(options)
     if options.stream:
-        raise ValueError(f"{path} must be {HUB}NAME to be streamed: drop stream")
+        raise ValueError(f"{name} must be {HUB}NAME to be streamed: drop stream")
     if path.suffix == ".jsonl":
-        return JsonLines(path)
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        return JsonLines(path, options.field, skip_broken=options.skip_broken)
+    if any(os.path.isfile(path / file) for file in ("state.json", "dataset_dict.json")):
         import datasets
 
         found = datasets.load_from_disk(str(path))
@@ -107,7 +115,7 @@ def _documents(options: SourceOptions) -> Any:
     if os.path.exists(f"{path}.idx"):
         return MegatronDocuments(path)
     raise ValueError(
-        f"--data ({path}) must be a .jsonl file, the prefix of a .bin and a .idx, or a directory "
+        f"--data ({name}) must be a .jsonl file, the prefix of a .bin and a .idx, or a directory "
         f"of save_to_disk: others, and data sets of the hub, are {HUB}NAME"
     )
 
@@ -121,8 +129,8 @@ def _from_datasets(options: SourceOptions) -> Any:
             name, options.config or None, split=options.split, streaming=options.stream
         )
     except Exception as error:  # of any kind: files, networks, builders of others
-        line = " ".join(str(error).split())[:200]
-        raise ValueError(f"--data ({options.path}) must be a data set that loads: {line}") from None
+        name, line = cut(options.path), cut(error)
+        raise ValueError(f"--data ({name}) must be a data set that loads: {line}") from None
 
 
 class Tokenizer:
@@ -163,8 +171,10 @@ def _load(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of any kind: transformers reads what the files have
-        line = " ".join(str(error).split())[:200]
-        raise ValueError(f"--tokenizer ({name}) must be a tokenizer that loads: {line}") from None
+        shown_name, line = cut(name), cut(error)
+        raise ValueError(
+            f"--tokenizer ({shown_name}) must be a tokenizer that loads: {line}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -177,7 +187,9 @@ class Tokens:
     def __call__(self, document: Any) -> Any:
         if isinstance(document, Mapping):
             if self.field not in document:
-                raise ValueError(f"a row of {sorted(document)} must have {self.field!r}: set field")
+                raise ValueError(
+                    f"a row with {shown(list(document))} must have {shown(self.field)}: set field"
+                )
             document = document[self.field]
         if not isinstance(document, str):
             return document

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.packing import CutDocuments, PackedBatchSampler, PackedCollator
+from moecore.packing.corpus.json_lines import strip_line
 from moecore.packing.split import multiple_of
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -312,11 +313,10 @@ def _read(path: Path) -> list[bytes]:
 
 def _texts(path: Path, content: bytes) -> list[bytes]:
     texts = []
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(content.split(b"\n"), start=1):
         try:
-            texts.append(json.loads(line)["text"].encode())
+            if text := strip_line(line.decode()):
+                texts.append(json.loads(text)["text"].encode())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(
                 f'--data ({path}) line {number} must be a JSON object with a string "text"'

@@ -109,10 +109,12 @@ class CorpusTraining(DecoderJob):
         packed: steps of the corpus.
         tokenizer: of its text.
         validation: this rank's rows of each set.
+        bad_lines: lines of the sources that are left out because they are broken.
     """
 
     tokenizer: Tokenizer
     validation: dict[str, Any]
+    bad_lines: int
 
     chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
 
@@ -147,7 +149,8 @@ class CorpusTraining(DecoderJob):
 
     def position(self) -> Metrics:
         epochs = self.packed.sampler.epochs()
-        return {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
+        found = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
+        return found | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
 
     def finish(self) -> None:
         self.packed.sampler.close()
@@ -232,6 +235,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
         facts={"--tokenizer": args.tokenizer},
         packed=steps(sources, rows, shape, workers=args.workers),
         tokenizer=tokenizer,
+        bad_lines=sum(getattr(source.documents, "num_broken", 0) for source in sources),
         validation={
             source.name: steps([source], fixed, eval_shape, workers=0).next() for source in held_out
         },

@@ -60,10 +60,10 @@ def resume(
     if sampler is not None:
         try:
             sampler.load_state_dict(extra.get("data", {}))
-        except ValueError:
+        except ValueError as error:
             raise ValueError(
-                f"{chosen_by} must be as in {newest}, which this run would continue: use those, or "
-                "another --run-dir"
+                f"{chosen_by} must be as in {newest}, which this run would continue ({error}): use "
+                "those, or another --run-dir"
             ) from None
     return extra["step"]
 

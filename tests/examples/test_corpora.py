@@ -40,6 +40,50 @@ def test_paths_of_each_kind(pretrain: ModuleType, tmp_path: Path) -> None:
         assert [list(source.tokenize(document)) for document in source.documents] == wanted
 
 
+def test_broken_lines_are_counted_and_left_out(pretrain: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "ab"}\n\n{"text": \n{"body": "c"}\n{"text": "d"}\n')
+    source = pretrain.read_source(
+        pretrain.source_of(f"{path},skip_broken=true"), pretrain.Tokenizer("bytes")
+    )
+    assert [source.tokenize(document) for document in source.documents] == [[97, 98], [100]]
+    assert (source.documents.num_broken, source.documents.num_empty) == (2, 1)
+    with pytest.raises(ValueError, match=r"a\.jsonl line 3 must be a JSON object with 'text', not"):
+        pretrain.read_source(pretrain.source_of(f"{path}"), pretrain.Tokenizer("bytes"))
+
+
+@pytest.mark.parametrize("blank", ["\r", "   ", "\t\r", "\ufeff", "\x85", "\xa0\u2028"])
+def test_each_reader_leaves_out_lines_without_content(
+    blank: str, pretrain: ModuleType, tmp_path: Path
+) -> None:
+    from chat import _records
+    from data import read_corpus
+
+    path = tmp_path / "a.jsonl"
+    text = f'\ufeff{{"text": "a\u2028"}}\r\n{blank}\n{{"text": "b"}}{blank}\n{blank}'
+    path.write_bytes(text.encode())
+    assert bytes(read_corpus([path], seq_len=1).text_N.tolist()).decode() == "a\u2028\nb"
+    assert [record["text"] for _, record in _records([path], "--data")] == ["a\u2028", "b"]
+
+
+def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:
+    from corpora import Tokens
+
+    long, bytes_ = "x" * 5000, pretrain.Tokenizer("bytes")
+    row = {f"field_{i}": "" for i in range(5000)}
+    for call in (
+        lambda: Tokens(bytes_, long)(row),
+        lambda: pretrain.source_of(f"{long},{long}=1"),
+        lambda: pretrain.source_of(f"{long},weight={long}"),
+        lambda: pretrain.read_source(pretrain.source_of(long), bytes_),
+        lambda: pretrain.read_source(pretrain.source_of(f"{long}.jsonl"), bytes_),
+        lambda: pretrain.read_source(pretrain.source_of(f"{long},stream=true"), bytes_),
+    ):
+        with pytest.raises(ValueError, match=r"must (have|be)") as error:
+            call()
+        assert len(str(error.value)) < 600
+
+
 @pytest.mark.slow
 def test_data_sets_on_disk_and_streamed(pretrain: ModuleType, tmp_path: Path) -> None:
     """A stream has all its rows in every worker, and the rows of a list in the same order."""

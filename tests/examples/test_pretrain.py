@@ -215,6 +215,7 @@ ERRORS = {
     "--eval-every 2": "--eval-every (2) must go with --validation",
     "--data missing.jsonl": "missing.jsonl must be a readable file: No such file",
     "--data missing": "--data (missing) must be a .jsonl file, the prefix of a .bin and a .idx",
+    "--data a.csv,skip_broken=true": "a.csv must be a .jsonl file to have broken lines: drop skip",
     "--data a.jsonl,size=2": "must have keys of weight, name, field",
     "--data a.jsonl,weight=x": "must have a number as weight",
     "--data a.jsonl,weight=0": "CorpusSource.weight (0.0) must be",
@@ -273,20 +274,32 @@ def test_the_command_ends_with_one_line(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "code", "message"),
     [
-        ('{"text": ', "a.jsonl line 1 must be a JSON object: mend or remove it"),
-        ('{"ids": [1, 256]}', "token id (256) must be >= 0 and < vocab_size (256)"),
-        ('{"body": "x"}', "a row of ['body'] must have 'ids': set field"),
+        (
+            '{"text": ',
+            2,
+            "a.jsonl line 2 must be a JSON object with 'ids', not '{\"text\":' (broken",
+        ),
+        (
+            '{"ids": [1, 256]}',
+            1,
+            "a.jsonl line 2: token id (256) must be >= 0 and < vocab_size (25",
+        ),
+        (
+            '{"body": "x"}',
+            2,
+            "a.jsonl line 2 must be a JSON object with 'ids', not '{\"body\": \"x",
+        ),
     ],
 )
 def test_a_bad_document_ends_the_run_with_one_line(
-    line: str, message: str, pretrain: ModuleType, tmp_path: Path, capsys: Any
+    line: str, code: int, message: str, pretrain: ModuleType, tmp_path: Path, capsys: Any
 ) -> None:
-    """In a worker, whose traceback nobody sees."""
-    (tmp_path / "a.jsonl").write_text(line)
+    """Before the first step, or in a worker, whose traceback nobody sees."""
+    (tmp_path / "a.jsonl").write_text(f"\r\n{line}")
     arguments = f"--data {tmp_path}/a.jsonl,field=ids --workers 1 --run-dir {tmp_path}/run"
-    assert pretrain.run_rank(pretrain.parse_arguments(arguments.split())) == 1
+    assert pretrain.run_rank(pretrain.parse_arguments(arguments.split())) == code
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert said.startswith("pretrain.py: error: ") and message in said
 

@@ -43,8 +43,6 @@ class CorpusSource(CheckedRecord):
             yield "documents", "have items by index or be iterable: pass a list or a dataset"
         if self.is_indexed and not len(self.documents):
             yield "documents", "have at least one document: leave the source out"
-        if self.name != " ".join(self.name.split()):
-            yield "name", "have no line breaks or double spaces, because errors show it: rename it"
 
     @property
     def is_indexed(self) -> bool:
