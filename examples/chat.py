@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from files import named, read_text
 from torch import Tensor
 
 from moecore.packing.corpus.json_lines import strip_line
@@ -323,21 +324,13 @@ def _example(ids: Sequence[int], is_answer: Sequence[int | bool]) -> Example:
 def _records(files: Sequence[Path], option: str) -> Iterator[tuple[str, Any]]:
     """Yield where a record stands and what it is."""
     for path in files:
-        try:
-            if path.exists() and not path.is_file():  # a pipe gives its text once, to one rank
-                raise ValueError(f"{option} ({path}) must be a plain file: write its text into one")
-            content = path.read_text(encoding="utf-8")
-        except OSError as error:
-            reason = error.strerror
-            raise ValueError(f"{option} ({path}) must be a readable file: {reason}") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{option} ({path}) must be UTF-8: {error.reason}") from None
+        content = read_text(path, option)
         if path.suffix != ".jsonl":
-            yield f"{option} ({path})", {"text": content}
+            yield named(option, path), {"text": content}
             continue
         for number, line in enumerate(content.split("\n"), start=1):
             if text := strip_line(line):
-                where = f"{option} ({path}) line {number}"
+                where = f"{named(option, path)} line {number}"
                 try:
                     yield where, json.loads(text)
                 except (ValueError, RecursionError):

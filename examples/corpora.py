@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from data import BatchShape, StepBatch, with_borders
+from files import check_directory, named
 from hf_model import TOKENIZER_FILES
 
 from moecore.base.fields import shown
@@ -81,56 +83,78 @@ def source_of(word: str) -> SourceOptions:
     return SourceOptions(path=path, **found)
 
 
-def read_source(options: SourceOptions, tokenizer: Tokenizer) -> CorpusSource:
+def read_source(
+    options: SourceOptions, tokenizer: Tokenizer, *, option: str = "--data"
+) -> CorpusSource:
     """Return a source of rows.
+
+    Args:
+        options: of the source.
+        tokenizer: of its texts.
+        option: that names the source, for errors.
 
     Raises:
         ValueError: for files that are missing or broken.
     """
+    try:
+        documents = _documents(options, option)
+    except ValueError as error:
+        line = str(error)
+        raise ValueError(line if line.startswith(option) else f"{option}: {line}") from None
     return CorpusSource(
         name=options.name or options.path,
-        documents=_documents(options),
+        documents=documents,
         tokenize=Tokens(tokenizer, options.field),
         weight=options.weight,
     )
 
 
-def _documents(options: SourceOptions) -> Any:
-    path, name = Path(options.path), cut(options.path)
+def _documents(options: SourceOptions, option: str) -> Any:
+    path, name = Path(options.path), named(option, options.path)
     if options.skip_broken and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
         raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_broken")
     if options.path.startswith(HUB):
-        return _from_datasets(options)
+        return _from_datasets(options, option)
     if options.stream:
         raise ValueError(f"{name} must be {HUB}NAME to be streamed: drop stream")
     if path.suffix == ".jsonl":
         return JsonLines(path, options.field, skip_broken=options.skip_broken)
-    if any(os.path.isfile(path / file) for file in ("state.json", "dataset_dict.json")):
+    if any(os.path.lexists(path / file) for file in ("state.json", "dataset_dict.json")):
         import datasets
 
-        found = datasets.load_from_disk(str(path))
-        return found[options.split] if isinstance(found, datasets.DatasetDict) else found
+        check_directory(path, option)
+        with _loading(name):
+            found = datasets.load_from_disk(str(path))
+            return found[options.split] if isinstance(found, datasets.DatasetDict) else found
     if os.path.exists(f"{path.with_suffix('')}.idx") and path.suffix in (".bin", ".idx"):
         path = path.with_suffix("")
     if os.path.exists(f"{path}.idx"):
         return MegatronDocuments(path)
     raise ValueError(
-        f"--data ({name}) must be a .jsonl file, the prefix of a .bin and a .idx, or a directory "
-        f"of save_to_disk: others, and data sets of the hub, are {HUB}NAME"
+        f"{name} must be a .jsonl file, the prefix of a .bin and a .idx, or a directory of "
+        f"save_to_disk: others, and data sets of the hub, are {HUB}NAME"
     )
 
 
-def _from_datasets(options: SourceOptions) -> Any:
+def _from_datasets(options: SourceOptions, option: str) -> Any:
     import datasets
 
     name = options.path.removeprefix(HUB)
-    try:
+    if os.path.isdir(name):
+        check_directory(Path(name), option)
+    with _loading(named(option, options.path)):
         return datasets.load_dataset(
             name, options.config or None, split=options.split, streaming=options.stream
         )
-    except Exception as error:  # of any kind: files, networks, builders of others
-        name, line = cut(options.path), cut(error)
-        raise ValueError(f"--data ({name}) must be a data set that loads: {line}") from None
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn an error of any kind, of files, networks and builders, into one line."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{name} must be a data set that loads: {cut(error)}") from None
 
 
 class Tokenizer:
@@ -164,17 +188,17 @@ class Tokenizer:
 def _load(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    if os.path.isdir(name) and not any(
-        file.is_file() for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)
-    ):
-        raise ValueError(f"--tokenizer ({name}) must have a tokenizer: copy tokenizer.json there")
+    label, path = named("--tokenizer", name), Path(name)
+    if path.is_dir():
+        check_directory(path, "--tokenizer")
+        if not any(file.is_file() for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
+            raise ValueError(f"{label} must have a tokenizer: copy tokenizer.json there")
+    elif path.exists():
+        raise ValueError(f"{label} must be a directory, or a name of the hub: name its directory")
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of any kind: transformers reads what the files have
-        shown_name, line = cut(name), cut(error)
-        raise ValueError(
-            f"--tokenizer ({shown_name}) must be a tokenizer that loads: {line}"
-        ) from None
+        raise ValueError(f"{label} must be a tokenizer that loads: {cut(error)}") from None
 
 
 @dataclass(frozen=True)

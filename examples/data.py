@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from files import named, read_file
 from torch import Tensor
 
 from moecore.packing import CutDocuments, PackedBatchSampler, PackedCollator
@@ -302,12 +303,7 @@ def generator_of(key: str) -> torch.Generator:
 
 def _read(path: Path) -> list[bytes]:
     """Return the documents of a file."""
-    try:
-        if path.exists() and not path.is_file():  # a pipe gives its text once, to one rank
-            raise ValueError(f"--data ({path}) must be a plain file: write its text into one")
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"--data ({path}) must be a readable file: {error.strerror}") from None
+    content = read_file(path, "--data")
     return _texts(path, content) if path.suffix == ".jsonl" else [content]
 
 
@@ -319,6 +315,6 @@ def _texts(path: Path, content: bytes) -> list[bytes]:
                 texts.append(json.loads(text)["text"].encode())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(
-                f'--data ({path}) line {number} must be a JSON object with a string "text"'
+                f'{named("--data", path)} line {number} must be a JSON object with a string "text"'
             ) from None
     return texts

@@ -39,6 +39,7 @@ from batches import ScheduledExamples, digest_of, packed_examples, split_example
 from chat import Example, Examples, read_examples
 from data import BatchShape, PackedSteps, StepBatch, to_device
 from errors import ARGUMENT_ERRORS, print_error
+from files import naming
 from graphs import Graphed
 from hf_model import (
     build_hf,
@@ -303,7 +304,8 @@ def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: Bat
     balance = BalanceConfig(micro_batch_coef=args.aux_loss) if args.aux_loss else None
     parallelize(model, meshes, args, records, balance=balance)
     model.to_empty(device=device)
-    load_hf(args.model, model)
+    with naming("--model"):
+        load_hf(args.model, model)
     return model
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from files import check_directory
 from torch import Tensor, nn
 
 from moecore.families import use_causal_attention
@@ -65,6 +66,8 @@ def read_config(path: Path) -> Any:
     """
     from transformers import AutoConfig
 
+    if path.is_dir():
+        check_directory(path, "--model")
     if not (path / "config.json").is_file():
         raise ValueError(
             f"--model ({path}) must be a Hugging Face directory with config.json, weights and "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import get_args
 
 import torch
 from data import VOCAB_SIZE
+from files import host_bytes
 
 from moecore import DynamicLossScale, MoEConfig, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.base.options.memory import (
@@ -325,7 +325,7 @@ def memory_bytes(device: torch.device) -> int:
     """Return the memory of a GPU, or of this host."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host_bytes()
 
 
 def _with_bias(moe: MoEConfig, args: argparse.Namespace) -> MoEConfig:

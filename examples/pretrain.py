@@ -49,6 +49,7 @@ from corpora import (
 )
 from data import BatchShape, StepBatch, to_device
 from errors import ARGUMENT_ERRORS, print_error
+from files import check_directory, naming
 from graphs import alike
 from loop import batch_shape, begins, ranks_of, run, say, start
 from metrics import Metrics
@@ -200,7 +201,9 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     config, tokenizer = check(args, world_size)
     make_run_dir(args.run_dir)
     sources = [read_source(options, tokenizer) for options in args.data]
-    held_out = [read_source(options, tokenizer) for options in args.validation]
+    held_out = [
+        read_source(options, tokenizer, option="--validation") for options in args.validation
+    ]
     meshes = build_meshes(parallel_config(args, world_size, num_experts=config.moe.num_experts))
     rows = corpus_options(args, config, meshes.parallel.cp)
     records = records_of(args) | {"corpus": rows, "fsdp": fsdp_of(args, meshes)}
@@ -331,7 +334,10 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
             raise ValueError(
                 f"--hf-config ({args.hf_config}) must be a config.json or its directory"
             )
-        config = decoder_config_from_hf(args.hf_config)
+        if args.hf_config.is_dir():
+            check_directory(args.hf_config, "--hf-config")
+        with naming("--hf-config"):
+            config = decoder_config_from_hf(args.hf_config)
     else:
         config = preset(args.preset)
         capacity = build(args, "capacity", CapacityConfig) or config.moe.capacity
@@ -372,7 +378,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256, lr=3e-3)
     parser.set_defaults(eval_every=0)
     words = sys.argv[1:] if arguments is None else arguments
-    args = parse(parser, words)
+    args = parse(parser, words, tables=("data", "validation"))
     args.row_factor = given(args, "nvlink").get("row_factor")
     return args
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import inspect
 import json
 import re
@@ -22,7 +23,11 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
+from files import named, read_text, shown_path
 
+from moecore.base.fields import shown
+
+MAX_CONFIG_BYTES = 1 << 24
 Records = Mapping[str, type]  # by the name of the table
 
 
@@ -96,36 +101,83 @@ def build(args: argparse.Namespace, table: str, record: Any, **more: Any) -> Any
 
 
 def parse(
-    parser: argparse.ArgumentParser, arguments: Sequence[str], option: str = "--config"
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str],
+    option: str = "--config",
+    *,
+    tables: Sequence[str] = (),
 ) -> argparse.Namespace:
     """Return the arguments, those of a TOML file first.
 
+    Args:
+        parser: of all options.
+        arguments: words of the command line.
+        option: that names the file.
+        tables: options whose values may be tables with a path: {path = "a", weight = 1}.
+
     Raises:
-        ValueError: for a file that cannot be read, or a line of it that stands for no flag.
+        ValueError: for a file that cannot be read, a key that no flag has, or a value of another
+            type than its flag's.
     """
     words = list(arguments)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument(option, type=Path)
     file = vars(first.parse_known_args(words)[0])[option.lstrip("-")]
-    return parser.parse_args([*([] if file is None else words_of(parser, file)), *words])
+    of_file = [] if file is None else words_of(parser, file, option, tables=tables)
+    return parser.parse_args([*of_file, *words])
 
 
-def words_of(parser: argparse.ArgumentParser, file: Path) -> list[str]:
+def words_of(
+    parser: argparse.ArgumentParser, file: Path, option: str, *, tables: Sequence[str]
+) -> list[str]:
     """Return the flags that the lines of a file stand for."""
+    name, text = named(option, file), read_text(file, option, max_bytes=MAX_CONFIG_BYTES)
     try:
-        content = tomllib.loads(file.read_text())
-    except OSError as error:
-        raise ValueError(f"--config ({file}) must be a readable file: {error.strerror}") from None
+        content = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"{name} must be TOML that nests less deeply: flatten it") from None
     except ValueError as error:
-        raise ValueError(f"--config ({file}) must be TOML: {error}") from None
-    flags = {f.lstrip("-").replace("-", "_"): a for a in parser._actions for f in a.option_strings}
-    actions = flags | {action.dest: action for action in parser._actions}
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{name} must be TOML: {reason}: correct it") from None
+    actions = _actions(parser, without=("help", option.lstrip("-")))
     words: list[str] = []
-    for name, value in _flat(content):
-        if name not in actions:
-            raise ValueError(f"--config ({file}) must have no {name}, which no flag has: remove it")
-        words += _words(actions[name], value)
+    keys: dict[str, str] = {}  # by destination
+    for key, value in _flat(content):
+        action = actions.get(key.replace("-", "_"))
+        if action is None:
+            hint = _hint(key, actions)
+            raise ValueError(f"{name} must have no {shown_path(key)}, which no flag has: {hint}")
+        if action.dest in keys:
+            both = f"{keys[action.dest]} and {key}"
+            raise ValueError(f"{name} must have one of {both}, which are one option: remove one")
+        keys[action.dest] = key
+        try:
+            words += _words(parser, action, value, takes_tables=action.dest in tables)
+        except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
+            reason = " ".join((getattr(error, "message", "") or str(error)).split())
+            reason = re.sub(r"^\(.*\) must", "must", reason)[:300]
+            reason = reason if reason.startswith("must") else f"must be valid: {reason}"
+            raise ValueError(f"{name}: {key} ({shown(value)}) {reason}: correct it") from None
     return words
+
+
+def _actions(
+    parser: argparse.ArgumentParser, *, without: Sequence[str]
+) -> dict[str, argparse.Action]:
+    """Return actions by key of a file: table.field, or a flag whose hyphens are underscores."""
+    found: dict[str, argparse.Action] = {}
+    for action in parser._actions:
+        is_pair = isinstance(action, argparse.BooleanOptionalAction)  # --name and --no-name
+        flags = action.option_strings[:1] if is_pair else action.option_strings
+        names = (action.dest, *(flag.lstrip("-").replace("-", "_") for flag in flags))
+        found |= dict.fromkeys(names, action) if action.dest not in without else {}
+    return found
+
+
+def _hint(key: str, actions: Mapping[str, argparse.Action]) -> str:
+    """Return what to do about a key that no flag has."""
+    close = difflib.get_close_matches(key[:80].replace("-", "_"), list(actions), n=1, cutoff=0.7)
+    return f"did you mean {close[0]}?" if close else "remove it"
 
 
 def as_toml(
@@ -240,24 +292,53 @@ def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _words(action: argparse.Action, value: Any) -> list[str]:
-    """Return the words of a command line that give a flag its value of a file."""
+def _words(
+    parser: argparse.ArgumentParser, action: argparse.Action, value: Any, *, takes_tables: bool
+) -> list[str]:
+    """Return the words of a command line that give a flag its value of a file.
+
+    Raises:
+        argparse.ArgumentError, argparse.ArgumentTypeError: for a value that the flag does not take.
+    """
     flag = action.option_strings[0]
-    if isinstance(action, argparse.BooleanOptionalAction):
-        return [flag if value else action.option_strings[-1]]
-    if action.nargs == 0:  # "store_true"
-        return [flag] if value else []
-    if isinstance(value, list):
-        return [flag, *map(_word, value)] if value or action.nargs == "*" else []
-    return [f"{flag}={_word(value)}"]
+    is_pair = isinstance(action, argparse.BooleanOptionalAction)
+    if is_pair or action.nargs == 0:  # 0: "store_true"
+        if not isinstance(value, bool):
+            raise argparse.ArgumentTypeError("must be true or false")
+        return [flag] if value else [action.option_strings[-1]] if is_pair else []
+    if not isinstance(value, list):
+        return [f"{flag}={_word(parser, action, value, takes_tables=takes_tables)}"]
+    if action.nargs is None:
+        raise argparse.ArgumentTypeError("must be one value, not an array")
+    words = [_word(parser, action, item, takes_tables=takes_tables) for item in value]
+    for word in words:  # argparse would take it for a flag
+        if word.startswith("-") and not parser._negative_number_matcher.match(word):
+            raise argparse.ArgumentTypeError("must have no value that begins with -")
+    return [flag, *words] if words or action.nargs == "*" else []
 
 
-def _word(value: Any) -> str:
-    """Return a value as a word; a table is PATH,key=value,..."""
-    if not isinstance(value, dict):
-        return str(value)
-    rest = {name: of for name, of in value.items() if name != "path"}
-    return ",".join([str(value["path"]), *(f"{name}={of}" for name, of in rest.items())])
+def _word(
+    parser: argparse.ArgumentParser, action: argparse.Action, value: Any, *, takes_tables: bool
+) -> str:
+    """Return a value as a word that the flag takes; a table is PATH,key=value,..."""
+    if isinstance(value, dict):
+        if not takes_tables:
+            raise argparse.ArgumentTypeError("must be a value, not a table")
+        if not isinstance(value.get("path"), str):
+            raise argparse.ArgumentTypeError("must have a path, which is a string")
+        if any(isinstance(of, dict | list) for of in value.values()):
+            raise argparse.ArgumentTypeError("must have no table or array inside")
+        rest = {name: of for name, of in value.items() if name != "path"}
+        word = ",".join([value["path"], *(f"{name}={of}" for name, of in rest.items())])
+    elif isinstance(value, str | int | float):
+        is_text = action.type in (None, Path) and not action.choices
+        if (is_text or takes_tables) and not isinstance(value, str):
+            raise argparse.ArgumentTypeError("must be a string")
+        word = str(value)
+    else:
+        raise argparse.ArgumentTypeError("must be a string, a number, true or false")
+    parser._check_value(action, parser._get_value(action, word))
+    return word
 
 
 def _toml(value: Any) -> str:

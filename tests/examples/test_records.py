@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -100,18 +102,117 @@ def test_every_field_has_a_flag_or_another_option(pretrain: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("cp = ", "must be TOML: "),
-        ("steppes = 3", "must have no steppes, which no flag has"),
-        ("[memory]\noffloads = []", "must have no memory.offloads, which no flag has"),
+        (b"cp = ", "must be TOML: "),
+        (b"cp = 1\ncp = 1", "must be TOML: "),
+        (b"cp = " + b"9" * 5000, "must be TOML: "),
+        (b"cp = '\xff'", "must be UTF-8: invalid start byte at byte 6"),
+        (b"data = " + b"[" * 3000 + b"]" * 3000, "must be TOML that nests less deeply"),
+        (b"steppes = 3", "must have no steppes, which no flag has: did you mean steps"),
+        (b"config = 'b.toml'", "must have no config, which no flag has"),
+        (b"no_plain_host = true", "must have no no_plain_host, .*: did you mean plain_host"),
+        (b"hf_config = 'a'\nhf-config = 'a'", "must have one of hf_config and hf-config"),
+        (b"[memory]\noffloads = []", "must have no memory.offloads, which no flag has"),
+        (b"[memory]\noffload = {a = 1}", "memory.offload .* must be a value, not a table"),
+        (b"[memory]\noffload = {path = 'norm'}", "memory.offload .* must be a value, not a table"),
+        (b"[memory]\noffload = [['norm']]", "memory.offload .* must be a string, a number"),
+        (b"[nvlink]\noverlap_weight_grads = 'no'", "overlap_weight_grads .* must be true or false"),
+        (b"data = [{weight = 1}]", "data .* must have a path, which is a string"),
+        (b"data = [{path = 'a', weight = {}}]", "data .* must have no table or array inside"),
+        (b"data = ['--steps=3']", "data .* must have no value that begins with -"),
+        (b"data = [{path = 'a', weight = 'x'}]", "data .* must be valid: .*a number as weight"),
+        (b"plain_host = 1", r"plain_host \(1\) must be true or false"),
+        (b"steps = [1]", r"steps \(\[1\]\) must be one value, not an array"),
+        (b"steps = 1.5", r"steps \(1.5\) must be a whole number >= 1"),
+        (b"run_dir = 3", r"run_dir \(3\) must be a string"),
+        (b"lr = 1979-05-27", "lr .* must be a string, a number, true or false"),
     ],
+    ids=lambda value: value[:40] if isinstance(value, bytes) else "",
 )
 def test_a_wrong_file_is_one_line(
-    content: str, message: str, pretrain: ModuleType, tmp_path: Path
+    content: bytes, message: str, pretrain: ModuleType, tmp_path: Path
 ) -> None:
-    (tmp_path / "a.toml").write_text(content)
-    with pytest.raises(ValueError, match=message) as error:
+    (tmp_path / "a.toml").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"--config \(.*a.toml\).*{message}") as error:
         pretrain.parse_arguments(["--config", str(tmp_path / "a.toml")])
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_key_may_be_spelled_as_its_flag(pretrain: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("hf-config = 'a'\n[memory]\noffload-fraction = 0.5")
+    args = pretrain.parse_arguments(["--config", str(tmp_path / "a.toml")])
+    assert (args.hf_config, vars(args)["memory.offload_fraction"]) == (Path("a"), 0.5)
+
+
+SPECIAL_FILES = {
+    "fifo": "must be a plain file",
+    "socket": "must be a readable file: No such device",
+    "folder": "must be a plain file",
+    "missing": "must be a readable file: No such file",
+    "large": "must have <= [0-9]+ bytes, not 1099511627776",
+    "nul\0": "must be a plain file",
+    "x" * 5000: "must be a readable file: File name too long",
+    "/dev/zero": "must be a plain file",
+}
+
+
+@pytest.fixture
+def special(tmp_path: Path) -> Path:
+    """A folder with files that no script can read."""
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(os.path.relpath(tmp_path / "socket"))
+    (tmp_path / "folder").mkdir()
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SPECIAL_FILES, ids=lambda name: name[:9].strip("\0"))
+def test_a_special_file_is_one_line_for_each_reader(
+    name: str, pretrain: ModuleType, special: Path
+) -> None:
+    """A reader that opened the FIFO would wait for ever."""
+    chat, data = importlib.import_module("chat"), importlib.import_module("data")
+    path = special / name
+    for option, read in (
+        ("--config", lambda: pretrain.parse_arguments(["--config", str(path)])),
+        ("--data", lambda: data.read_corpus([path], seq_len=1)),
+        ("--eval-data", lambda: chat.read_examples([path], None, seq_len=9, option="--eval-data")),
+    ):
+        with pytest.raises(ValueError, match=rf"^{option} \(.*{SPECIAL_FILES[name]}") as error:
+            read()
+        assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "large"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "added/a.jinja"])
+def test_a_special_file_of_a_directory_is_one_line(
+    kind: str, name: str, pretrain: ModuleType, special: Path
+) -> None:
+    """transformers opens the files by itself, without a check."""
+    hf_model = importlib.import_module("hf_model")
+    folder = special / "folder"
+    (folder / "added").mkdir()
+    for plain in ("config.json", "tokenizer.json", "state.json"):
+        (folder / plain).write_text("{}")
+    (special / kind).rename(folder / name)
+    for option, read in (
+        ("--model", lambda: hf_model.read_config(folder)),
+        ("--tokenizer", lambda: pretrain.Tokenizer(str(folder))),
+        (
+            "--validation",
+            lambda: pretrain.read_source(
+                pretrain.source_of(str(folder)), None, option="--validation"
+            ),
+        ),
+        (
+            "--hf-config",
+            lambda: pretrain.model_config(pretrain.parse_arguments(["--hf-config", str(folder)])),
+        ),
+    ):
+        with pytest.raises(ValueError, match=rf"^{option} \(.*\) must have .*{name}") as error:
+            read()
+        assert "\n" not in str(error.value)
 
 
 def test_a_wrong_value_is_one_of_the_flag(pretrain: ModuleType, capsys: Any) -> None:
