@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from files import named, read_text
+from files import named, read_text, shown_path
 from torch import Tensor
 
 from moecore.packing.corpus.json_lines import strip_line
@@ -101,7 +101,7 @@ def read_examples(
                 num_dropped += 1
     if not kept:
         raise ValueError(
-            f"{option} ({' '.join(map(str, files))}) must have a token to learn: none of its "
+            f"{named(option, ' '.join(map(str, files)))} must have a token to learn: none of its "
             f"{num_dropped} example(s) has an answer among the first --seq-len ({seq_len}) "
             "tokens: raise --seq-len, or look at the roles"
         )
@@ -117,10 +117,15 @@ def encode(record: Any, tokenizer: Any, *, seq_len: int, where: str) -> list[Exa
     fields = record if isinstance(record, dict) else {}
     if _is_chat(fields.get("messages")):
         return _chat(tokenizer, fields["messages"], fields.get("tools"), where)
-    if isinstance(fields.get("prompt"), str) and isinstance(fields.get("completion"), str):
-        return [_completion(tokenizer, fields["prompt"], fields["completion"])]
-    if isinstance(fields.get("text"), str):
-        return _pieces(_completion(tokenizer, "", fields["text"]), seq_len)
+    try:
+        if isinstance(fields.get("prompt"), str) and isinstance(fields.get("completion"), str):
+            return [_completion(tokenizer, fields["prompt"], fields["completion"])]
+        if isinstance(fields.get("text"), str):
+            return _pieces(_completion(tokenizer, "", fields["text"]), seq_len)
+    except Exception as error:  # of any kind, such as for half of a surrogate pair
+        raise ValueError(
+            f"{where} must be text that the tokenizer of --model encodes: {_reason(error)}"
+        ) from None
     raise ValueError(f"{where} must be a JSON object with {FORMS}: {_shown(record)}")
 
 
@@ -132,7 +137,8 @@ def _is_chat(messages: Any) -> bool:
 
 def _shown(record: Any) -> str:
     if isinstance(record, dict):
-        return f"it has {', '.join(sorted(map(str, record))) or 'nothing'}, of other types or names"
+        names = shown_path(", ".join(sorted(map(str, record))) or "nothing")
+        return f"it has {names}, of other types or names"
     return f"it is of type {type(record).__name__}"
 
 
@@ -157,8 +163,6 @@ def _pieces(whole: Example, seq_len: int) -> list[Example]:
 
 def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, where: str) -> list[Example]:
     """Return a chat as one example, or one per answer: see Note "turns that change"."""
-    from jinja2 import TemplateError
-
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{where} must have no messages, because the tokenizer of --model has no chat "
@@ -168,9 +172,17 @@ def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, where: str
         if GENERATION.search(tokenizer.get_chat_template(tools=tools)):
             return [_marked(tokenizer, messages, tools)]
         return _by_prefixes(tokenizer, messages, tools)
-    except (TemplateError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{where} must fit the chat template of --model: {reason}") from None
+    except Exception as error:  # of any kind: a template is code
+        raise ValueError(
+            f"{where} must fit the chat template of --model: {_reason(error)}"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong in one line of at most 200 characters."""
+    text = " ".join(str(error).split()) or "no reason given"
+    is_known = isinstance(error, ValueError | TypeError) or "jinja2" in type(error).__module__
+    return (text if is_known else f"{type(error).__name__}: {text}")[:200]
 
 
 def _marked(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> Example:

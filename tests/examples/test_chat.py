@@ -293,17 +293,45 @@ def test_files_are_cut_and_counted(
         modules.chat.read_examples([chats], tokenizer, seq_len=prompt)
 
 
+RAISING = {
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError: maximum recursion depth",
+    "{% for i in range(10**8) %}{% endfor %}": "OverflowError: Range too big",
+    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "RecursionError: maximum recursion depth",
+    "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
+    "{{ 10.0 ** 400 }}": "OverflowError: ",
+    "{{ raise_exception('first\nsecond') }}": "first second",
+    "{{ raise_exception('x' * 5000) }}": "x" * 200,
+}
+
+
+@pytest.mark.parametrize("generation", ["", "{% generation %}{% endgeneration %}"])
+@pytest.mark.parametrize("template", RAISING, ids=lambda text: text[:30])
+def test_a_template_that_raises_is_named(
+    template: str, generation: str, modules: SimpleNamespace, tokenizer: Any
+) -> None:
+    """Whatever it raises: a template is code."""
+    tokenizer.chat_template = template + generation
+    with pytest.raises(ValueError) as error:
+        encoded(modules, tokenizer, {"messages": CHAT})
+    said = str(error.value)
+    assert said.startswith("line 1 must fit the chat template of --model: ")
+    assert RAISING[template] in said and "\n" not in said and len(said) < 300
+
+
 BAD_LINES = {
     '{"messages": 3}': 'with "messages", "prompt" and "completion", or "text": it has messages, of',
     '{"prompt": "a"}': "it has prompt, of other types or names",
     "[1]": "it is of type list",
+    json.dumps({f"field {i}": i for i in range(5000)}): "it has field 0, field 1, field 10, ",
+    '{"text": "\\ud800"}': "must be text that the tokenizer of --model encodes: ",
+    '{"prompt": "a", "completion": "\\udc00"}': "must be text that the tokenizer of",
     "{": "line 1 must be a JSON object with",
     '{"messages": []}': "must fit the chat template of --model: ",
     '{"messages": [{"role": "assistant"}]}': "must fit the chat template of --model: ",
 }
 
 
-@pytest.mark.parametrize("line", BAD_LINES)
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:40])
 def test_a_record_that_is_none_is_named(
     line: str, modules: SimpleNamespace, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -313,6 +341,7 @@ def test_a_record_that_is_none_is_named(
         modules.chat.read_examples([file], tokenizer, seq_len=9)
     assert f"--data ({file}) line 1 must" in str(error.value)
     assert BAD_LINES[line] in str(error.value) and "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
 
 
 def test_files_and_templates_that_do_not_fit(
