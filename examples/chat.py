@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from borders import Borders, borders_of
 from files import named, read_text, shown_path
 from torch import Tensor
 
@@ -143,14 +144,19 @@ def _shown(record: Any) -> str:
 
 
 def _completion(tokenizer: Any, prompt: str, completion: str) -> Example:
-    """Learn what follows the prompt, and to end there."""
-    text, end = prompt + completion, tokenizer.eos_token_id
-    ids, is_answer = _tokens(tokenizer, text, [(len(prompt), len(text))], special=True)
-    if end is not None and (not ids or ids[-1] != end):
-        ids, is_answer = [*ids, end], [*is_answer, True]
-    if ids and ids[-1] == end:
-        is_answer[-1] = True
-    return _example(ids, is_answer)
+    """Learn what follows the prompt, and to end there. The borders of a document stand once."""
+    text, borders = prompt + completion, _borders(tokenizer)
+    ids, is_answer = _tokens(tokenizer, text, [(len(prompt), len(text))])
+    content = borders.content(ids)
+    return _example(
+        [*borders.begin, *ids[content], *borders.end],
+        [False] * len(borders.begin) + is_answer[content] + [True] * len(borders.end),
+    )
+
+
+@lru_cache(maxsize=1)
+def _borders(tokenizer: Any) -> Borders:
+    return borders_of(tokenizer)
 
 
 def _pieces(whole: Example, seq_len: int) -> list[Example]:
@@ -168,6 +174,7 @@ def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, where: str
             f"{where} must have no messages, because the tokenizer of --model has no chat "
             'template: add chat_template.jinja there, or use "prompt" and "completion"'
         )
+    messages = [_without_end(tokenizer, message) for message in messages]
     try:
         if GENERATION.search(tokenizer.get_chat_template(tools=tools)):
             return [_marked(tokenizer, messages, tools)]
@@ -176,6 +183,16 @@ def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, where: str
         raise ValueError(
             f"{where} must fit the chat template of --model: {_reason(error)}"
         ) from None
+
+
+def _without_end(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer without the end-of-sequence token, which the template writes behind it."""
+    end, content = tokenizer.eos_token, message.get("content")
+    if message["role"] != "assistant" or not end or not isinstance(content, str):
+        return message
+    while content.endswith(end):
+        content = content.removesuffix(end)
+    return {**message, "content": content}
 
 
 def _reason(error: Exception) -> str:
@@ -272,7 +289,7 @@ def _shared(text: str, other: str) -> int:
 
 def _spanned(tokenizer: Any, text: str, spans: list[Span]) -> Example:
     """Learn spans; behind one that ends the text also to end, where the template has no token."""
-    ids, is_answer = _tokens(tokenizer, text, spans, special=False)
+    ids, is_answer = _tokens(tokenizer, text, spans)
     if ids and is_answer[-1] and ids[-1] not in special_tokens(tokenizer):
         ids, is_answer = [*ids, _end_of(tokenizer)], [*is_answer, True]
     return _example(ids, is_answer)
@@ -286,19 +303,17 @@ def _end_of(tokenizer: Any) -> int:
     return end
 
 
-def _tokens(
-    tokenizer: Any, text: str, spans: list[Span], *, special: bool
-) -> tuple[list[int], list[bool]]:
+def _tokens(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], list[bool]]:
     """Return the tokens of a text, and which of them hold a character of a span.
+
+    The tokenizer adds no begin and end of its own: templates have theirs.
 
     Args:
         tokenizer: fast.
         text: to encode.
         spans: of characters, sorted.
-        special: whether the tokenizer adds its own begin and end, as around a text; templates have
-            theirs.
     """
-    found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = found["input_ids"], found["offset_mapping"]
     is_answer = [False] * len(ids)
     special_ids = special_tokens(tokenizer)

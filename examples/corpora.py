@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from borders import Borders, borders_of
 from data import BatchShape, StepBatch, with_borders
 from files import check_directory, named
 from hf_model import TOKENIZER_FILES
@@ -166,6 +167,7 @@ class Tokenizer:
     Attributes:
         size: ids are below it.
         hf: the tokenizer of transformers; None = bytes.
+        borders: with which a document begins and ends; None = bytes, which have none.
 
     Raises:
         ValueError: when there is none.
@@ -175,14 +177,25 @@ class Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loaders have workers instead
         self.hf: Any = None if name == BYTES else _load(name)
         self.size = 256 if self.hf is None else len(self.hf)
+        self.borders: Borders | None = None
+        if self.hf is not None:
+            try:
+                self.borders = borders_of(self.hf)
+            except ValueError as error:
+                raise ValueError(f"{named('--tokenizer', name)} {error}: use another") from None
 
     def __call__(self, text: str) -> list[int]:
-        """Return the ids of a document; the end of text, where the tokenizer has one, is last."""
-        if self.hf is None:
+        """Return the ids of a document.
+
+        The tokens that the tokenizer adds before a text begin the document once. Those that it adds
+        after a text, and its end-of-sequence token, end the document once. A text may spell them.
+        """
+        if self.borders is None:
             return list(text.encode())
         ids: list[int] = self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]
-        end = self.hf.eos_token_id
-        return ids if end is None or not ids else [*ids, end]
+        if not ids:
+            return []
+        return [*self.borders.begin, *ids[self.borders.content(ids)], *self.borders.end]
 
 
 def _load(name: str) -> Any:

@@ -107,6 +107,17 @@ def test_all_answers_of_a_chat(marked: bool, modules: SimpleNamespace, tokenizer
 
 
 @pytest.mark.parametrize("marked", [True, False])
+def test_an_answer_that_spells_its_end_has_one(
+    marked: bool, modules: SimpleNamespace, tokenizer: Any
+) -> None:
+    if not marked:
+        tokenizer.chat_template = unmarked(tokenizer.chat_template)
+    end = tokenizer.eos_token
+    chat = [m | {"content": m["content"] + end} if i in (2, 4) else m for i, m in enumerate(CHAT)]
+    assert encoded(modules, tokenizer, {"messages": chat}) == [by_hand(tokenizer, *WHOLE)]
+
+
+@pytest.mark.parametrize("marked", [True, False])
 def test_an_empty_answer_is_to_end_at_once(
     marked: bool, modules: SimpleNamespace, tokenizer: Any
 ) -> None:

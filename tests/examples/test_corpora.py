@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +83,63 @@ def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:
         with pytest.raises(ValueError, match=r"must (have|be)") as error:
             call()
         assert len(str(error.value)) < 600
+
+
+# What the tokenizer adds around a text, its bos and eos tokens, and the borders of a document.
+BORDERS = {
+    "none": (None, "<s>", "</s>", [], [2]),
+    "begin": ("<s> $A", "<s>", "</s>", [1], [2]),
+    "begin and end": ("<s> $A </s>", "<s>", "</s>", [1], [2]),
+    "end": ("$A </s>", None, "</s>", [], [2]),
+    "equal": ("</s> $A", "</s>", "</s>", [2], [2]),
+    "two to begin": ("<m> <s> $A", "<s>", "</s>", [5, 1], [2]),
+    "another end": ("<s> $A <m>", "<s>", "</s>", [1], [5, 2]),
+    "no end": ("<s> $A", "<s>", None, [1], []),
+}
+
+
+def tokenizer_of(template: str | None, bos: str | None, eos: str | None) -> Any:
+    """A tokenizer whose ids are <unk> 0, <s> 1, </s> 2, a 3, b 4, <m> 5."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    special = {"<s>": 1, "</s>": 2, "<m>": 5}
+    words = models.WordLevel({"<unk>": 0, "a": 3, "b": 4, **special}, unk_token="<unk>")
+    made = Tokenizer(words)
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(list(special))
+    if template is not None:
+        made.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=list(special.items())
+        )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", bos_token=bos, eos_token=eos
+    )
+
+
+@pytest.mark.parametrize("kind", BORDERS)
+def test_documents_begin_and_end_once(kind: str, pretrain: ModuleType, tmp_path: Path) -> None:
+    """In pre-training and in fine-tuning, whether or not the text spells the borders itself."""
+    chat = importlib.import_module("chat")
+    template, bos, eos, begin, end = BORDERS[kind]
+    hf = tokenizer_of(template, bos, eos)
+    hf.save_pretrained(tmp_path)
+    tokenizer = pretrain.Tokenizer(str(tmp_path))
+    names = {1: "<s>", 2: "</s>", 5: "<m>"}
+    before, after = (" ".join(names[i] for i in part) for part in (begin, end))
+    ids = [*begin, 3, 4, *end]
+    for text in ("a b", f"a b {after}", f"{before} a b", f"{before} a b {after} {after}"):
+        assert tokenizer(text) == ids, text
+        (whole,) = chat.encode({"text": text}, hf, seq_len=99, where="")
+        first, _, second = text.rpartition(" b")
+        both = {"prompt": first, "completion": f" b{second}"}
+        (answer,) = chat.encode(both, hf, seq_len=99, where="")
+        for found, learned in ((whole, 2), (answer, 1)):
+            assert found.tokens_T.tolist() == ids, text
+            wanted = [False] * (len(begin) + 2 - learned) + [True] * (learned + len(end))
+            assert found.is_answer_T.tolist() == wanted, text
+    assert tokenizer("a </s> <m> b") == [*begin, 3, 2, 5, 4, *end]  # a border inside is a token
+    assert tokenizer("") == []
 
 
 @pytest.mark.slow
