@@ -42,7 +42,7 @@ class SourceOptions:
         path: a .jsonl file; the prefix of Megatron's .bin and .idx; a directory of `save_to_disk`;
             or hf:NAME, a data set of the Hugging Face hub or of another directory.
         weight: of the rows, over the sum of all weights.
-        name: in metrics, errors and positions; "" = the path.
+        name: in metrics, errors and positions; "" = see `with_names`.
         field: of a row or line, which has the text or the token ids.
         split: of a Hugging Face data set.
         config: of a Hugging Face data set that has several; "" = its only one.
@@ -82,6 +82,32 @@ def source_of(word: str) -> SourceOptions:
         except ValueError:
             raise ValueError(f"{shown(word)} must have a number as {key}") from None
     return SourceOptions(path=path, **found)
+
+
+def with_names(sources: Sequence[SourceOptions]) -> list[SourceOptions]:
+    """Return the sources, each with a name.
+
+    A source without a name is called as its file, without the suffix. Where other sources have the
+    same name, as many folders as are needed stand in front: a/web.jsonl and b/web.jsonl are "a/web"
+    and "b/web".
+    """
+    tails = [[source.name] if source.name else _tails(source.path) for source in sources]
+
+    def is_free(index: int, tail: str) -> bool:
+        others = (of for other, of in enumerate(tails) if other != index)
+        return not any(tail in of for of in others)
+
+    return [
+        replace(source, name=next((tail for tail in tails[i] if is_free(i, tail)), tails[i][-1]))
+        for i, source in enumerate(sources)
+    ]
+
+
+def _tails(path: str) -> list[str]:
+    """Return names of a path, from the shortest: of a/b.jsonl "b", "a/b" and "a/b.jsonl"."""
+    plain = Path(path.removeprefix(HUB))
+    parts = (plain.with_suffix("") if plain.suffix in (".jsonl", ".bin", ".idx") else plain).parts
+    return [*("/".join(parts[-n:]) for n in range(1, len(parts) + 1)), path]
 
 
 def read_source(

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from loop import Job, batch_shape, begins, ranks_of, run, say, start
 from metrics import Metrics
-from options import count, parallel_config, positive, whole
+from options import add_degrees, count, parallel_config, positive, whole
 from report import make_run_dir
 from torch import Tensor
 
@@ -227,9 +227,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--seed", type=count, default=0, help="of first weights, prompts and samples")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
     add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
-    for degree in ("ep", "dp_replicate"):
-        flag, text = f"--{degree.replace('_', '-')}", "parallel degree (None = what fits)"
-        add(flag, type=int, help=text, metavar="N")
+    add_degrees(parser, ("ep", "dp_replicate"))
     # of the loop, no options here
     parser.set_defaults(dtype=None, grad_accum=1, schedule_steps=None, eval_every=0)
     parser.set_defaults(expert_loads_every=10, plain_host=False, wandb=None)

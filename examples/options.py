@@ -13,6 +13,7 @@ from typing import get_args
 import torch
 from data import VOCAB_SIZE
 from files import host_bytes
+from records import help_of
 
 from moecore import DynamicLossScale, MoEConfig, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.base.options.memory import (
@@ -31,6 +32,7 @@ from moecore.packing.split import multiple_of
 from moecore.parallelize import DispatcherName
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
+OPEN_DEGREES = tuple(field.name for field in fields(ParallelConfig) if field.default == -1)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOMENT_DTYPES = {
     "float32": torch.float32,
@@ -135,9 +137,17 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
     )
     add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     add("--plain-host", action="store_true", help="no CPUs beside the GPU, no garbage by hand")
+    add_degrees(parser, degrees)
+
+
+def add_degrees(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
+    """Add a flag for each parallel degree, with its text of `ParallelConfig`."""
+    texts = help_of(ParallelConfig)
     for degree in degrees:
-        flag, text = f"--{degree.replace('_', '-')}", "parallel degree (None = what fits)"
-        add(flag, type=int, help=text, metavar="N")
+        default = {"ep": "1, 2, 4 or 8, the largest that fits"}.get(degree, "1")
+        default = "what is left" if degree in OPEN_DEGREES else default
+        text = f"{texts[degree].removesuffix('.')} (None = {default})"
+        parser.add_argument(f"--{degree.replace('_', '-')}", type=int, help=text, metavar="N")
 
 
 def add_state(parser: argparse.ArgumentParser) -> None:

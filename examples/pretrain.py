@@ -46,6 +46,7 @@ from corpora import (
     Tokenizer,
     read_source,
     source_of,
+    with_names,
 )
 from data import BatchShape, StepBatch, to_device
 from errors import ARGUMENT_ERRORS, print_error
@@ -379,6 +380,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.set_defaults(eval_every=0)
     words = sys.argv[1:] if arguments is None else arguments
     args = parse(parser, words, tables=("data", "validation"))
+    args.data, args.validation = with_names(args.data), with_names(args.validation)
     args.row_factor = given(args, "nvlink").get("row_factor")
     return args
 

@@ -85,6 +85,26 @@ def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:
         assert len(str(error.value)) < 600
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["/data/web.v2.jsonl", "hf:org/books", "/x/code_text"], ["web.v2", "books", "code_text"]),
+        (["a/web.jsonl", "b/web.jsonl", "b/code.jsonl"], ["a/web", "b/web", "code"]),
+        (["a/web.jsonl", "a/web"], ["a/web.jsonl", "a/web"]),
+        (["a/x.jsonl,name=y", "b/y.jsonl"], ["y", "b/y"]),
+        (["x.jsonl", "x.jsonl"], ["x.jsonl", "x.jsonl"]),  # refused where sources are joined
+        ([".", "/"], [".", "/"]),
+    ],
+)
+def test_a_source_is_called_as_its_file(
+    words: list[str], names: list[str], pretrain: ModuleType
+) -> None:
+    """In any order: a run goes on under the names of its checkpoint."""
+    for order in (1, -1):
+        args = pretrain.parse_arguments(["--data", *words[::order]])
+        assert [source.name for source in args.data] == names[::order]
+
+
 # What the tokenizer adds around a text, its bos and eos tokens, and the borders of a document.
 BORDERS = {
     "none": (None, "<s>", "</s>", [], [2]),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecore import FSDPOptions, NVLinkOptions
+from moecore import FSDPOptions, NVLinkOptions, ParallelConfig
 from moecore.cli import _parser, main
 from moecore.models import Decoder, preset
 from moecore.planning.flags import run_of_options
@@ -83,7 +83,9 @@ def test_a_run_saves_what_makes_the_same_run(pretrain: ModuleType, tmp_path: Pat
     assert again.data == args.data and again.lr == args.lr
 
 
-def test_every_field_has_a_flag_or_another_option(pretrain: ModuleType) -> None:
+def test_every_field_has_a_flag_or_another_option(
+    pretrain: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Records inside of records have tables of their own; kinds of attention are a preset's."""
     records = importlib.import_module("records")
     args = pretrain.parse_arguments
@@ -97,6 +99,9 @@ def test_every_field_has_a_flag_or_another_option(pretrain: ModuleType) -> None:
         assert set(records.kinds_of(record)) <= set(texts), table
     with pytest.raises(SystemExit):
         args(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for degree, text in records.help_of(ParallelConfig).items():  # each has a text of its own
+        assert f"--{degree.replace('_', '-')} N {text.removesuffix('.')} (None = " in said
 
 
 @pytest.mark.parametrize(
