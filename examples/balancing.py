@@ -9,6 +9,7 @@ prints.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -163,6 +164,21 @@ def plot(curves: dict[str, Curve], path: Path) -> None:
     plt.close(figure)
 
 
+def plot_problem(path: Path) -> str | None:
+    """Return why no plot can be written to a path; None = it can be."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "go with matplotlib: pip install matplotlib"
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if path.suffix[1:] not in FigureCanvasBase.get_supported_filetypes():
+        return "end in a format of matplotlib: use .png"
+    if not path.parent.is_dir():
+        return "be in a folder that is there: create it"
+    if path.exists() and not path.is_file():
+        return "be a plain file: use another name"
+    return None
+
+
 def main() -> None:
     """Train with every way, print the table, and draw the plot if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -171,8 +187,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     parser.add_argument("--plot", type=Path, help="file to draw the curves into")
     args = parser.parse_args()
-    if args.plot and not args.plot.parent.is_dir():
-        parser.error(f"--plot ({args.plot}) must be in a folder that is there: create it")
+    if args.plot and (problem := plot_problem(args.plot)):
+        parser.error(f"--plot ({args.plot}) must {problem}")
     corpus = read_corpus([], seq_len=SHAPE.seq_len).text_N
     shape = replace(SHAPE, batch_size=args.batch_size)
     curves = {w.name: train(w, corpus, steps=args.steps, seed=args.seed, shape=shape) for w in WAYS}

@@ -67,7 +67,7 @@ from options import (
     whole,
 )
 from records import add_records, given, parse
-from report import make_run_dir
+from report import EXPORT, make_run_dir
 from sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 from torch import Tensor
 
@@ -79,7 +79,6 @@ from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledBatch, ScheduledCollator
 from moecore.train import AdamW, StateOffload
 
-EXPORT = "export"
 TAKEN = ("fsdp.param_dtype", "context.dynamic")  # what another option says
 
 

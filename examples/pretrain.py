@@ -70,7 +70,7 @@ from options import (
     whole,
 )
 from records import add_records, as_toml, build, given, parse
-from report import make_run_dir
+from report import CONFIG, EXPORT, make_run_dir
 from sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 from torch import Tensor
 
@@ -88,7 +88,6 @@ from moecore.packing import CorpusOptions, ScheduledBatch
 from moecore.packing.split import multiple_of
 from moecore.train import WidthRates, width_rates
 
-EXPORT = "export"
 RECORDS: dict[str, type] = {
     "corpus": CorpusOptions,
     "model": DecoderConfig,
@@ -262,7 +261,7 @@ def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[
         moe = {"moe": config.moe, "capacity": config.moe.capacity, "balance": config.moe.balance}
         records = {"model": config, **moe, **records}
     present = {table: record for table, record in records.items() if record is not None}
-    (args.run_dir / "config.toml").write_text(as_toml(args, present, without=TAKEN))
+    (args.run_dir / CONFIG).write_text(as_toml(args, present, without=TAKEN))
 
 
 def rates_of(args: argparse.Namespace, config: DecoderConfig) -> WidthRates | None:

@@ -17,9 +17,13 @@ from types import ModuleType
 from typing import Any
 
 from alarms import Alarms
+from files import named
 from metrics import Metrics, expert_loads, layer_names, without_experts
 
 METRICS, CURVES, CHECKPOINTS = "metrics.jsonl", "curves.png", "checkpoints"
+CONFIG, EXPORT = "config.toml", "export"
+FILES = (METRICS, CURVES, CONFIG, "metrics.tmp")  # of a run; the last is a draft of the first
+FOLDERS = (CHECKPOINTS, EXPORT, f".{EXPORT}.draft", "tensorboard")
 LOAD = "expert_load_max_over_mean"  # of models, and stages, with MoE layers
 MOST_TICKS = 16  # layers that are named beside the map
 NAMES = {
@@ -117,19 +121,29 @@ class Report:
 
 
 def make_run_dir(path: Path) -> None:
-    """Make the directory of a run.
+    """Make the directory of a run, and check all that a run writes there before it trains.
 
     Raises:
-        OSError: when that fails.
-        ValueError: when what is there in place of its parts is of another kind.
+        ValueError: names --run-dir, for a directory that cannot be made or written, and for a part
+            of another kind: a FIFO would be waited for, a link or a file would fail at the end.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    for name in (METRICS, CURVES):
-        if os.path.lexists(path / name) and not (path / name).is_file():
-            raise ValueError(f"--run-dir ({path}) must have a plain file as {name}: move it away")
-    for name in (CHECKPOINTS, "tensorboard"):
-        if os.path.lexists(path / name) and not (path / name).is_dir():
-            raise ValueError(f"--run-dir ({path}) must have a directory as {name}: move it away")
+    name = named("--run-dir", path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        may_write = os.access(path, os.W_OK | os.X_OK)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{name} must be a directory to write: {reason}") from None
+    if not may_write:
+        raise ValueError(f"{name} must be a directory to write: Permission denied")
+    for part in FILES:
+        if os.path.lexists(path / part) and not (path / part).is_file():
+            raise ValueError(f"{name} must have a plain file as {part}: move it away")
+    for part in FOLDERS:
+        if os.path.lexists(path / part) and not (path / part).is_dir():
+            raise ValueError(f"{name} must have a directory as {part}: move it away")
+    if (path / EXPORT).is_symlink():  # an export replaces the one before it
+        raise ValueError(f"{name} must have a directory as {EXPORT}, not a link: move it away")
 
 
 def cut_metrics(path: Path, step: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ def make(out: Path, **sizes: int) -> None:
     Raises:
         ValueError: when the directory is there.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise ValueError(f"OUT ({out}) must not exist yet: choose another, or remove it")
     pairs = list(islice(questions(), NUM_QUESTIONS))
     tokenizer = make_tokenizer(pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -263,3 +264,45 @@ def test_without_a_bar_the_first_step_is_printed_at_once(
             shown.log(step, {**measured, "eval_loss": 3.25})
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line.split()[1] for line in lines] == ["8", "20"] and "eval 3.250" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "wanted"),
+    [
+        *((part, "fifo", "a plain file") for part in ("metrics.jsonl", "config.toml")),
+        *((part, "folder", "a plain file") for part in ("curves.png", "metrics.tmp")),
+        *((part, "file", "a directory") for part in ("checkpoints", "tensorboard", "export")),
+        ("checkpoints", "broken link", "a directory"),
+        ("export", "link", "a directory as export, not a link"),
+        (".export.draft", "fifo", "a directory"),
+    ],
+)
+def test_what_a_run_cannot_write_is_refused_before_it_trains(
+    part: str, kind: str, wanted: str, train: ModuleType, tmp_path: Path
+) -> None:
+    make_run_dir = importlib.import_module("report").make_run_dir
+    run_dir, place = tmp_path / "run", tmp_path / "run" / part
+    make_run_dir(run_dir)  # a new one
+    make = {
+        "fifo": lambda: os.mkfifo(place),
+        "folder": place.mkdir,
+        "file": place.touch,
+        "link": lambda: place.symlink_to(tmp_path),
+        "broken link": lambda: place.symlink_to(tmp_path / "nothing"),
+    }
+    make[kind]()
+    with pytest.raises(ValueError, match=rf"--run-dir \(.*/run\) must have {wanted}") as error:
+        make_run_dir(run_dir)
+    assert "\n" not in str(error.value)
+    place.unlink() if kind != "folder" else place.rmdir()
+    make_run_dir(run_dir)
+
+
+@pytest.mark.parametrize("name", ["a/file", "a/file/run", "x" * 300, "nul\0"])
+def test_a_run_directory_that_cannot_be_made_is_named(
+    name: str, train: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+    with pytest.raises(ValueError, match=r"^--run-dir \(.*\) must be a directory to write: "):
+        importlib.import_module("report").make_run_dir(tmp_path / name)

@@ -302,7 +302,7 @@ ERRORS = {
     "--aux-loss -1": "BalanceConfig.micro_batch_coef (-1.0) must be",
     "--ep 3": "must divide the world size (2)",
     "--tp 0": "ParallelConfig.tp (0) must be a whole number >= 1",
-    "--run-dir /dev/null/run": "Not a directory: '/dev/null/run'",
+    "--run-dir /dev/null/run": "--run-dir (/dev/null/run) must be a directory to write: Not a dir",
     "--prompt=": "argument --prompt: must not be empty",
     "--seed -1": "argument --seed: (-1) must be a whole number >= 0",
     "--seed 18446744073709551616": "argument --seed: (18446744073709551616) must be a whole",

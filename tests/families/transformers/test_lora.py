@@ -417,3 +417,7 @@ def test_the_page(no_group_left: None, tmp_path: Path, monkeypatch: pytest.Monke
     expected, base = logits(trained.eval()), logits(trained.unload().eval())
     error = (logits(names["stock"]) - expected).abs().max()
     assert (expected - base).abs().max() > 100 * error
+    again: dict[str, Any] = {}
+    with pytest.raises(SystemExit, match="runs/merged must not exist yet"):
+        exec(blocks[0], again)
+    assert "hf" not in again, "no second training before the error"
