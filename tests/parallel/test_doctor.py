@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 
 from moecore import cli
+from moecore.base.agreement import gather
+from moecore.base.fields import shown
+from moecore.parallel import doctor
 from moecore.parallel.doctor import RankFacts, _facts, problems
 from tests.helpers.ranks import run_ranks
 
@@ -25,6 +28,7 @@ ONE = RankFacts(
     gpu_memory=(79 * GIB, 80 * GIB),
     open_files=65536,
     shared_memory=64 * GIB,
+    has_checkpoints=True,
     disk=900 * GIB,
     rates={"inside a host": 300e9, "between hosts": 40e9},
 )
@@ -66,19 +70,28 @@ def test_a_healthy_job_has_no_problem() -> None:
             "ulimit -l unlimited",
         ),
         (
-            changed(2, shared_memory=GIB // 16),
+            changed(3, shared_memory=GIB // 16),
             "/dev/shm of node-b (0.0625 GiB free) must have 1 GiB, for NCCL and data loaders: "
             "--shm-size of its container",
         ),
         (
-            changed(0, disk=2 * GIB),
+            changed(1, disk=2 * GIB),
             "disk of checkpoints on node-a (2 GiB free) must have 10 GiB: remove old ones by "
             "moecore checkpoint prune",
         ),
         (
-            changed(2, sees_checkpoints=False),
-            "directory of checkpoints on node-b must be that of rank 0, which all ranks write: "
-            "give one on shared storage",
+            changed(3, sees_checkpoints=False),  # the second rank of its host
+            "directory of checkpoints on node-b (of rank 3) must be that of rank 0, which all "
+            "ranks write: give one on shared storage",
+        ),
+        (
+            changed(1, has_checkpoints=False),
+            "--checkpoints (not given on rank 1) must be given on all ranks: start every rank with "
+            "the same command",
+        ),
+        (
+            changed(3, failures=("/dev/shm must be readable by this rank",)),
+            "rank 3 on node-b: /dev/shm must be readable by this rank",
         ),
         (
             changed(3, gpu_memory=(40 * GIB, 80 * GIB)),
@@ -86,7 +99,7 @@ def test_a_healthy_job_has_no_problem() -> None:
             "there (nvidia-smi shows it)",
         ),
         (
-            changed(2, peers="must have peer access from rank 2 to rank 3: use 'alltoall'"),
+            changed(3, peers="must have peer access from rank 2 to rank 3: use 'alltoall'"),
             "dispatcher 'nvlink' on node-b must have peer access from rank 2 to rank 3: use "
             "'alltoall'",
         ),
@@ -96,7 +109,7 @@ def test_a_healthy_job_has_no_problem() -> None:
             "(40 GB/s): look at its links",
         ),
         (
-            changed(0, ranks_per_host=4),
+            changed(1, ranks_per_host=4),
             "LOCAL_WORLD_SIZE (4) of node-a must be its number of ranks (2): start them by one "
             "torchrun, or pass ranks_per_domain",
         ),
@@ -142,6 +155,102 @@ def test_ranks_of_one_host_are_alike(tmp_path: Path) -> None:
     assert len({one.host for one in found}) == 1 and all(one.sees_checkpoints for one in found)
     assert all(set(one.rates) == {"inside a host"} for one in found)
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def collect_apart(rank: int, device: torch.device, folder: str) -> dict[str, list[str]]:
+    """Return the problems of jobs in which the ranks differ."""
+    missing = Path(folder) / "file" / "x"  # cannot be made
+    Path(folder).joinpath("file").touch()
+    runs, other = Path(folder) / "runs", Path(folder) / "other"
+    cases: dict[str, tuple[list[Path | None], dict[str, str]]] = {
+        "unwritable on rank 1": ([runs, missing], {}),
+        "unwritable on rank 0": ([missing, runs], {}),
+        "given on rank 0": ([runs, None], {}),
+        "given on rank 1": ([None, runs], {}),
+        "another directory": ([runs, other], {}),
+        "launcher": ([None, None], {"LOCAL_WORLD_SIZE": "x"} if rank else {}),
+    }
+    lines = {}
+    for name, (directories, environment) in cases.items():
+        with pytest.MonkeyPatch.context() as patch:
+            for key, value in environment.items():
+                patch.setenv(key, value)
+            found = gather(_facts("cpu", directories[rank]))
+        plain = dict(open_files=-1, shared_memory=None, disk=None, rates={}, name="node")
+        lines[name] = problems([replace(one, **plain) for one in found])
+    return lines
+
+
+def test_facts_that_one_rank_cannot_read(tmp_path: Path) -> None:
+    lines = run_ranks(2, collect_apart, str(tmp_path), over_gloo=True)
+    failed = "must be a directory that every rank can write, which failed: Not a directory"
+    path = f"--checkpoints ({shown(str(tmp_path / 'file' / 'x'))})"
+    given = "must be given on all ranks: start every rank with the same command"
+    assert lines == {
+        "unwritable on rank 1": [f"rank 1 on node: {path} {failed}"],
+        "unwritable on rank 0": [f"rank 0 on node: {path} {failed}"],
+        "given on rank 0": [f"--checkpoints (not given on rank 1) {given}"],
+        "given on rank 1": [f"--checkpoints (not given on rank 0) {given}"],
+        "another directory": [
+            "directory of checkpoints on node (of rank 1) must be that of rank 0, which all ranks "
+            "write: give one on shared storage"
+        ],
+        "launcher": [
+            "rank 1 on node: LOCAL_WORLD_SIZE ('x') must be a whole number from 1 to 2147483647: "
+            "start ranks with torchrun, which sets this variable"
+        ],
+    }
+    assert not any(any((tmp_path / name).iterdir()) for name in ("runs", "other"))
+
+
+def test_a_peer_that_ends_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_group_left: None,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def gather_without_peer(value: Any) -> list[Any]:
+        if isinstance(value, bool):  # whether rank 0 has written its file
+            assert len(list(tmp_path.iterdir())) == 1
+            raise RuntimeError("[pair.cc:537] Read error\nof gloo")
+        return gather(value)
+
+    monkeypatch.setattr(doctor, "gather", gather_without_peer)
+    assert cli.main(["doctor", "--checkpoints", str(tmp_path)]) == 1
+    assert capfd.readouterr().err == (
+        "moecore: ranks must all take part until the end: check that all have started and still "
+        "run, MASTER_ADDR and ports ([pair.cc:537] Read error of gloo)\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "line"),
+    [
+        ({"RANK": "x"}, [], "RANK ('x') must be a whole number from 0 to 1: start ranks"),
+        ({"RANK": "2"}, [], "RANK ('2') must be a whole number from 0 to 1: start ranks"),
+        ({"WORLD_SIZE": "x"}, [], "WORLD_SIZE ('x') must be a whole number from 1 to 2147483647"),
+        ({"MASTER_PORT": "x"}, [], "MASTER_PORT ('x') must be a whole number from 1 to 65535"),
+        ({}, ["--timeout", "99999999999999"], "--timeout (99999999999999) must be a whole number"),
+        ({}, ["--timeout", "0"], "--timeout (0) must be a whole number >= 1 and <= 86400"),
+        ({}, ["--timeout", "-5"], "--timeout (-5) must be a whole number >= 1 and <= 86400"),
+        ({}, ["--timeout", "1"], "ranks must find each other within 1 s: check that all have"),
+    ],
+)
+def test_what_a_rank_is_told_before_it_has_peers(
+    variables: dict[str, str],
+    arguments: list[str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    no_group_left: None,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    of_torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (of_torchrun | variables).items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor", *arguments]) == 1
+    printed, errors = capfd.readouterr()
+    assert printed == "" and errors.startswith(f"moecore: {line}") and errors.count("\n") == 1
 
 
 def test_the_command(no_group_left: None, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
-"""`moecore doctor`: what is wrong with the machines of a job, one line each, before it trains.
+"""`moecore doctor`: reports what is wrong with the machines of a job, one line per problem.
 
-Every rank collects facts about its host, GPU and environment, and measures its links; rank 0 reads
-the facts of all. `problems` is a function of facts alone.
+Every rank collects facts about its host, its GPU and its environment, and measures its links. A
+fact that a rank cannot read becomes a line of `RankFacts.failures`, so that the rank still takes
+part in every collective. Rank 0 gathers the facts of all ranks. `problems` reads only the facts.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ import shutil
 import socket
 import statistics
 import sys
+import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from moecore.base import __version__
 from moecore.base.agreement import gather
+from moecore.base.fields import Bound, check_value, shown
+from moecore.base.tables import printable
 from moecore.moe.dispatch.peer_memory import find_problem, host_id, own_fabric
-from moecore.parallel.mesh import start_process_group
+from moecore.parallel.mesh import read_launcher_number, start_process_group
+
+T = TypeVar("T")
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_")
@@ -39,7 +46,9 @@ OPEN_FILES = 4096
 SHARED_MEMORY = 1 << 30
 DISK = 10 << 30
 SLOW = 0.5  # of the median rate
+Seconds = Annotated[int, Bound(">=", 1), Bound("<=", 86_400), "pass seconds, a day at most"]
 MESSAGE = 16 << 20  # bytes
+MOST_OF_ERROR = 200  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +66,10 @@ class RankFacts:
     open_files: int = -1  # a limit, as the next one; -1 = none
     locked_memory: int = -1
     shared_memory: int | None = None  # free in /dev/shm; None = there is none
-    disk: int | None = None  # free where checkpoints go; None = not asked
-    sees_checkpoints: bool = True  # whether it reads there what rank 0 has written
+    has_checkpoints: bool = False  # whether --checkpoints is given on this rank
+    disk: int | None = None  # free bytes in the directory of checkpoints; None = unknown
+    sees_checkpoints: bool = True  # whether this rank sees the file that rank 0 has written there
+    failures: Sequence[str] = ()  # an error text for each fact that this rank could not read
     # Why GPUs of a host do not reach each other's memory; None = they do, or none are.
     peers: str | None = None
     # Of messages from the rank before, by "inside a host" and "between hosts".
@@ -78,8 +89,14 @@ def _differences(facts: Sequence[RankFacts]) -> Iterator[str]:
             for rank, one in enumerate(facts):
                 values[getattr(one, kind).get(name, "not set")].append(rank)
             if len(values) > 1:
-                shown = ", ".join(f"{v} on {_ranks(ranks)}" for v, ranks in values.items())
-                yield f"{name} ({shown}) must be the same on all ranks: set one"
+                texts = (f"{_cut(v)} on {_ranks(ranks)}" for v, ranks in values.items())
+                yield f"{name} ({', '.join(texts)}) must be the same on all ranks: set one"
+    without = [rank for rank, one in enumerate(facts) if not one.has_checkpoints]
+    if 0 < len(without) < len(facts):
+        yield (
+            f"--checkpoints (not given on {_ranks(without)}) must be given on all ranks: start "
+            "every rank with the same command"
+        )
 
 
 def _of_hosts(facts: Sequence[RankFacts]) -> Iterator[str]:
@@ -95,47 +112,59 @@ def _of_hosts(facts: Sequence[RankFacts]) -> Iterator[str]:
             )
     sizes = {len(ranks) for ranks in by_host.values()}
     if len(sizes) > 1:
-        shown = ", ".join(f"{facts[r[0]].name}: {len(r)}" for r in by_host.values())
-        yield f"ranks of a host ({shown}) must be equally many: start as many on each"
+        counts = ", ".join(f"{facts[r[0]].name}: {len(r)}" for r in by_host.values())
+        yield f"ranks of a host ({counts}) must be equally many: start as many on each"
     for ranks in by_host.values():
-        one = facts[ranks[0]]
-        if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
-            yield (
-                f"ranks of {one.name} ({_ranks(ranks)}) must be neighbours, on which tp and ep "
-                "count: number them by host"
-            )
-        if one.ranks_per_host not in (None, len(ranks)):
-            yield (
-                f"LOCAL_WORLD_SIZE ({one.ranks_per_host}) of {one.name} must be its number of "
-                f"ranks ({len(ranks)}): start them by one torchrun, or pass ranks_per_domain"
-            )
-        apart = one.clock - facts[0].clock
-        if abs(apart) > CLOCK_S:
-            yield (
-                f"clock of {one.name} ({apart:+.1f} s from that of {facts[0].name}) must be within "
-                f"{CLOCK_S:g} s: run an NTP client"
-            )
-        if one.shared_memory is not None and one.shared_memory < SHARED_MEMORY:
-            yield (
-                f"/dev/shm of {one.name} ({_gib(one.shared_memory)} free) must have "
-                f"{_gib(SHARED_MEMORY)}, for NCCL and data loaders: --shm-size of its container"
-            )
-        if one.disk is not None and one.disk < DISK:
-            yield (
-                f"disk of checkpoints on {one.name} ({_gib(one.disk)} free) must have "
-                f"{_gib(DISK)}: remove old ones by moecore checkpoint prune"
-            )
-        if not one.sees_checkpoints:
-            yield (
-                f"directory of checkpoints on {one.name} must be that of rank 0, which all ranks "
-                "write: give one on shared storage"
-            )
-        if one.peers is not None:
-            yield f"dispatcher 'nvlink' on {one.name} {one.peers}"
+        yield from _of_host([facts[rank] for rank in ranks], ranks, facts[0])
+
+
+def _of_host(facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts) -> Iterator[str]:
+    """Yield the problems of one host. `facts` belong to its `ranks`, `first` to rank 0."""
+    name = facts[0].name
+    if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
+        yield (
+            f"ranks of {name} ({_ranks(ranks)}) must be neighbours, on which tp and ep count: "
+            "number them by host"
+        )
+    for number in sorted({one.ranks_per_host for one in facts} - {None, len(ranks)}, key=str):
+        yield (
+            f"LOCAL_WORLD_SIZE ({number}) of {name} must be its number of ranks ({len(ranks)}): "
+            "start them by one torchrun, or pass ranks_per_domain"
+        )
+    apart = max((one.clock - first.clock for one in facts), key=abs)
+    if abs(apart) > CLOCK_S:
+        yield (
+            f"clock of {name} ({apart:+.1f} s from that of {first.name}) must be within "
+            f"{CLOCK_S:g} s: run an NTP client"
+        )
+    # Ranks of one host may run in containers of their own, so the smallest number counts.
+    memory = min(
+        (one.shared_memory for one in facts if one.shared_memory is not None), default=None
+    )
+    if memory is not None and memory < SHARED_MEMORY:
+        yield (
+            f"/dev/shm of {name} ({_gib(memory)} free) must have {_gib(SHARED_MEMORY)}, for NCCL "
+            "and data loaders: --shm-size of its container"
+        )
+    disk = min((one.disk for one in facts if one.disk is not None), default=None)
+    if disk is not None and disk < DISK:
+        yield (
+            f"disk of checkpoints on {name} ({_gib(disk)} free) must have {_gib(DISK)}: remove old "
+            "ones by moecore checkpoint prune"
+        )
+    blind = [rank for rank, one in zip(ranks, facts, strict=True) if not one.sees_checkpoints]
+    if blind:
+        yield (
+            f"directory of checkpoints on {name} (of {_ranks(blind)}) must be that of rank 0, "
+            "which all ranks write: give one on shared storage"
+        )
+    for peers in dict.fromkeys(one.peers for one in facts if one.peers is not None):
+        yield f"dispatcher 'nvlink' on {name} {peers}"
 
 
 def _of_ranks(facts: Sequence[RankFacts]) -> Iterator[str]:
     for rank, one in enumerate(facts):
+        yield from (f"rank {rank} on {one.name}: {failure}" for failure in one.failures)
         if 0 <= one.open_files < OPEN_FILES:
             yield (
                 f"open files of rank {rank} ({one.open_files}) must be >= {OPEN_FILES}: "
@@ -180,66 +209,139 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
 
 
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:MOST_OF_ERROR] or type(error).__name__
+
+
+def _cut(text: str) -> str:
+    """Return a text of another rank as one line of at most 80 characters."""
+    return text if len(text) <= 40 and text.isprintable() else shown(text)
+
+
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def run_doctor(args: Any) -> int:
     """Look at this job's machines; collective under torchrun."""
+    check_value("--timeout", args.timeout, Seconds)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    _join(device_type, timedelta(seconds=args.timeout))
-    found = gather(_facts(device_type, args.checkpoints))
-    lines = problems(found)
-    if dist.get_rank() == 0:
-        for line in lines:
-            print(line, file=sys.stderr)
-        names = ", ".join(dict.fromkeys(one.name for one in found))
-        about = ", ".join(f"{name} {value}" for name, value in found[0].versions.items())
-        print(f"{len(found)} rank(s) on {names}: {about}")
-        print(f"{len(lines) or 'no'} problem(s) found")
-    dist.barrier()
-    dist.destroy_process_group()
+    timeout = timedelta(seconds=args.timeout)
+    with _all_take_part(f"ranks must find each other within {args.timeout} s"), _quiet_stderr():
+        start_process_group(device_type, timeout)
+    rule = "ranks must all take part until the end"
+    try:
+        with _all_take_part(rule):
+            facts = gather(_facts(device_type, args.checkpoints))
+        lines = problems(facts)
+        if dist.get_rank() == 0:
+            _print(facts, lines)
+        with _all_take_part(rule):
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
     return int(bool(lines))  # on every rank: an agent whose ranks end well waits for the others
 
 
-def _join(device_type: str, timeout: timedelta) -> None:
-    """Start the process group, or raise a ValueError of one line."""
+def _print(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
+    for line in lines:
+        print(printable(line), file=sys.stderr)
+    names = ", ".join(dict.fromkeys(one.name for one in facts))
+    about = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
+    print(f"{len(facts)} rank(s) on {names}: {about}")
+    print(f"{len(lines) or 'no'} problem(s) found")
+
+
+@contextmanager
+def _all_take_part(rule: str) -> Iterator[None]:
+    """Return a context in which an error of a collective is a ValueError of one line."""
     try:
-        start_process_group(device_type, timeout)
+        yield
     except (dist.DistError, RuntimeError) as error:
         raise ValueError(
-            f"ranks must find each other within {timeout.seconds} s: check MASTER_ADDR, ports and "
-            f"that all have started ({str(error).splitlines()[0]})"
+            f"{rule}: check that all have started and still run, MASTER_ADDR and ports "
+            f"({_one_line(error)})"
         ) from None
 
 
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Return a context that drops what libraries write to stderr before an exception."""
+    # c10d logs each failed attempt to connect, and these lines would hide the error's one line.
+    # An environment variable sets the level of this log, but only before torch is imported.
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+            sys.stderr.flush()
+            file.seek(0)
+            os.write(stderr, file.read())
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+class _FactReader:
+    """Reads facts of this rank, and keeps the error text of each fact that cannot be read."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+
+    def read(
+        self, name: str, function: Callable[[], T], default: T, rule: str = "readable by this rank"
+    ) -> T:
+        """Return the function's result, or the default after a failure."""
+        try:
+            return function()
+        except (OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, OSError) and error.strerror:
+                self.failures.append(f"{name} must be {rule}, which failed: {error.strerror}")
+            else:
+                self.failures.append(_one_line(error))
+            return default
+
+
 def _facts(device_type: str, checkpoints: Path | None) -> RankFacts:
-    hosts = gather(host_id())
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    disk, sees = _disk(checkpoints)
+    """Return the facts of this rank. Collective."""
+    reader, is_gpu = _FactReader(), device_type == "cuda"
+    # The file's name is made by rank 0. All ranks exchange it, with or without a directory.
+    own = host_id(), f".doctor-{uuid.uuid4().hex}"
+    hosts, names = zip(*gather(own), strict=True)
+    disk, sees = _disk(reader, checkpoints, names[0])
     dist.barrier()
-    shm = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
     return RankFacts(
         clock=time.time(),
         host=hosts[dist.get_rank()],
         name=socket.gethostname(),
-        ranks_per_host=None if local is None else int(local),
-        versions=_versions(device_type),
+        ranks_per_host=reader.read("LOCAL_WORLD_SIZE", _ranks_per_host, None),
+        versions=reader.read("versions", lambda: _versions(device_type), {}),
         environment={
             name: value
             for name, value in sorted(os.environ.items())
             if name.startswith(PREFIXES) and name not in OF_A_RANK
         },
-        fabric=own_fabric() if device_type == "cuda" else None,
-        gpu_memory=torch.cuda.mem_get_info() if device_type == "cuda" else None,
+        fabric=reader.read("NVLink domain", own_fabric, None) if is_gpu else None,
+        gpu_memory=reader.read("GPU memory", torch.cuda.mem_get_info, None) if is_gpu else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        shared_memory=shm,
+        shared_memory=reader.read("/dev/shm", _shared_memory, None),
+        has_checkpoints=checkpoints is not None,
         disk=disk,
         sees_checkpoints=sees,
+        failures=tuple(reader.failures),
         peers=_peers(hosts, device_type),
         rates=_rates(hosts, device_type),
     )
+
+
+def _ranks_per_host() -> int | None:
+    return read_launcher_number("LOCAL_WORLD_SIZE", 0) or None
+
+
+def _shared_memory() -> int | None:
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
 
 
 def _versions(device_type: str) -> dict[str, str]:
@@ -256,22 +358,34 @@ def _versions(device_type: str) -> dict[str, str]:
     return found
 
 
-def _disk(directory: Path | None) -> tuple[int | None, bool]:
-    """Return the free bytes, and whether this rank sees what rank 0 writes. Collective."""
-    if directory is None:
-        return None, True
-    name: list[Any] = [f".doctor-{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(name, src=0)
-    file = directory / name[0]
-    directory.mkdir(parents=True, exist_ok=True)
-    if dist.get_rank() == 0:
-        file.write_text(name[0])
-    dist.barrier()
-    sees = file.exists()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        file.unlink()
-    return shutil.disk_usage(directory).free, sees
+def _disk(reader: _FactReader, directory: Path | None, name: str) -> tuple[int | None, bool]:
+    """Return the free bytes, and whether this rank sees the file of rank 0. Collective."""
+    is_first, shown_path = dist.get_rank() == 0, f"--checkpoints ({shown(str(directory))})"
+    rule = "a directory that every rank can write"
+
+    def write() -> bool:
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            # Every rank writes a file, because every rank writes checkpoints. It keeps its own
+            # name from the other ranks: only the file of rank 0 is looked for.
+            with tempfile.TemporaryFile(dir=directory) as file:
+                file.write(b"moecore doctor")
+            if is_first:
+                (directory / name).touch()
+        return True
+
+    try:
+        is_writable = reader.read(shown_path, write, False, rule)
+        (has_file, *_) = gather(is_writable and directory is not None)
+        sees = directory is None or not has_file or os.path.exists(directory / name)
+        dist.barrier()
+    finally:
+        if directory is not None:
+            with suppress(OSError):  # the file is gone, or this rank cannot write
+                (directory / name).unlink()
+    if directory is None or not is_writable:
+        return None, sees or not is_writable
+    return reader.read(shown_path, lambda: shutil.disk_usage(directory).free, None, rule), sees
 
 
 def _peers(hosts: Sequence[str], device_type: str) -> str | None:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moecore.base.agreement import check_same, fields_of, gather
 from moecore.base.failures import share_errors
-from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments
+from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, shown
 from moecore.base.torch_names import (
     default_timeout,
     has_cpu_backend,
@@ -252,7 +252,7 @@ def build_meshes(
 def _ranks_per_domain(given: int | None, world_size: int) -> int:
     """Return the ranks of a domain: those that are given, or of a host, or all."""
     if given is None:
-        of_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        of_host = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
         return of_host if world_size % of_host == 0 else world_size
     if world_size % given:
         raise ValueError(
@@ -371,14 +371,35 @@ def _view(mesh: DeviceMesh) -> str:
 
 
 def start_process_group(device_type: str, timeout: timedelta | None = None) -> None:
-    """Start the process group: of torchrun's ranks, or of this process alone."""
+    """Start the process group: of torchrun's ranks, or of this process alone.
+
+    Raises:
+        ValueError: when a variable of the launcher is not a number in its range.
+    """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        num_gpus = torch.cuda.device_count()
+        torch.cuda.set_device(read_launcher_number("LOCAL_RANK", 0, least=0, most=num_gpus - 1))
     if "RANK" in os.environ:
+        world_size = read_launcher_number("WORLD_SIZE", 1)
+        read_launcher_number("RANK", 0, least=0, most=world_size - 1)
+        read_launcher_number("MASTER_PORT", 29500, most=65535)
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def read_launcher_number(name: str, default: int, *, least: int = 1, most: int = 2**31 - 1) -> int:
+    """Return an environment variable that a launcher sets, or `default` when it is not set."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not (text.isdecimal() and len(text) <= 10 and least <= int(text) <= most):
+        raise ValueError(
+            f"{name} ({shown(text)}) must be a whole number from {least} to {most}: start ranks "
+            "with torchrun, which sets this variable"
+        )
+    return int(text)
 
 
 def _trim(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:

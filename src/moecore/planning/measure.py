@@ -38,6 +38,7 @@ from moecore.kernels.rows import row_tiles
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.models import preset
+from moecore.parallel.mesh import read_launcher_number
 from moecore.planning.costs import CostTable, Point
 from moecore.planning.dry_run import dry_run
 from moecore.planning.gpus import GPUS, NODE
@@ -173,7 +174,7 @@ def alone(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
 def together(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
     """Yield collectives over all ranks, of one node, from a small part of the bytes to all."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    if not 2 <= ranks <= NODE or int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) != ranks:
+    if not 2 <= ranks <= NODE or read_launcher_number("LOCAL_WORLD_SIZE", ranks) != ranks:
         raise ValueError(f"ranks ({ranks}) must be 2 to {NODE} of one node: start as many there")
     for shift in (10, 6, 2, 0):
         numel = (num_bytes >> shift) // (2 * ranks) * ranks
@@ -348,6 +349,6 @@ def _device() -> torch.device:
     """Return this rank's GPU."""
     if not torch.cuda.is_available():
         raise ValueError("device (cpu) must be a GPU: run `moecore measure` where torch sees one")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device("cuda", read_launcher_number("LOCAL_RANK", 0, least=0))
     torch.cuda.set_device(device)
     return device
