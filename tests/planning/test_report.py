@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,19 @@ def with_damage(field: str, value: Any) -> Callable[[Path], Path]:
     return write
 
 
+NO_TIME = [(1e17, 1e-5), (-1e17, 1e-300), (0.0, 1e-320)]  # ts, dur
+
+
+def of_no_time(ts: float, dur: float) -> Callable[[Path], Path]:
+    def write(path: Path) -> Path:
+        events = Events()
+        events.kernel("gemm", 0, 1, launched=0)
+        events[-1] |= {"ts": ts, "dur": dur}
+        return events.write(path)
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
@@ -322,12 +336,19 @@ def with_damage(field: str, value: Any) -> Callable[[Path], Path]:
         (lambda path: path.write_text("[]"), "must be a Chrome trace: it has no traceEvents; expo"),
         (
             of_a_cpu_run,
-            "must hold kernels of a GPU, but its run had none: use one, and export one",
+            "must hold kernels of a GPU that take time, but it has none: run on a GPU, and export",
         ),
         (of_two_gpus, "must hold one GPU, not 2: export a trace on each rank"),
         *((with_damage(*damage), "must have a name, finite ts and dur") for damage in DAMAGES),
         (with_damage("args", None), "must be a trace of torch.profiler: an event lacks ts, dur or"),
         (lambda path: path.write_text("[" * 100_000), "must be a Chrome trace: it is no whole"),
+        (
+            lambda path: path.mkdir(),
+            "must be a trace's file, not a directory: pass the .json or .json.gz that prof.export",
+        ),
+        (os.mkfifo, "must be a file that can be read; export one"),
+        # Durations that are lost where they are added to the time.
+        *((of_no_time(*time), "must hold kernels of a GPU that take time") for time in NO_TIME),
     ],
 )
 def test_what_is_no_trace_is_one_line(
@@ -349,6 +370,30 @@ def test_a_trace_is_unpacked_up_to_a_bound(
     monkeypatch.setattr("moecore.planning.report.MOST_BYTES", 1000)
     assert main(["report", str(path)]) == 2
     assert "must have at most 1000 bytes unpacked: trace fewer steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"traceEvents": [' + "[]," * 200 + "[]]}",
+        '{"x": [' + "[]," * 200 + '[]], "traceEvents": []}',
+    ],
+)
+def test_a_trace_has_a_bound_of_lists(
+    text: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes 25 times its bytes in memory."""
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+    monkeypatch.setattr("moecore.planning.report.MOST_CONTAINERS", 200)
+    assert main(["report", str(path)]) == 2
+    assert "must have at most 200 lists and objects: trace" in capsys.readouterr().err
+
+
+def test_a_long_path_is_shown_cut(capsys: Any) -> None:
+    assert main(["report", "a" * 5000]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and len(error) < 500
 
 
 # --------------------------------------------------------------------------- the command

@@ -19,6 +19,7 @@ from typing import Any
 
 from moecore.base.fields import Count, check_arguments, shown
 from moecore.base.tables import columns
+from moecore.io.checkpoint.files import open_regular
 from moecore.planning.levers import OPTIONS
 
 # A kernel belongs to the first category whose pattern its name contains: communication goes first.
@@ -45,8 +46,9 @@ CATEGORIES = {
     "compiled": r"triton_",
 }
 OTHER, UNMARKED = "other", "unmarked"
-MOST_BYTES = 10**9  # of a trace, unpacked
-MOST_TIME = 1e18  # in microseconds
+MOST_BYTES = 2 * 10**8  # of a trace, unpacked
+MOST_CONTAINERS = 5 * 10**6  # lists and objects of a trace
+MOST_TIME, LEAST_TIME = 1e18, 1e-6  # in microseconds, of a time and of a duration
 # Kernels of NCCL: by the mesh dim of their group, else by the mark around them, else by name.
 NCCL = (
     ("group", "dispatch by collectives", r"^mesh_(ep|etp|ep_etp)$"),
@@ -167,7 +169,7 @@ def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
         trace = _trace(_events(Path(path)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = error if isinstance(error, ValueError) else LACKS
-        raise ValueError(f"path ({path}) must {what}") from None
+        raise ValueError(f"path ({path!s:.200}) must {what}") from None
     return report(trace, num_steps or trace.num_steps)
 
 
@@ -242,18 +244,15 @@ def _cause(trace: Trace, since: float, kernel: Kernel) -> str:
 
 
 def _events(path: Path) -> list[Event]:
-    if not path.is_file():
-        raise ValueError("be a file: it is not there")
-    with open(path, "rb") as file:
-        is_packed = file.read(2) == b"\x1f\x8b"
-    try:
-        with gzip.open(path) if is_packed else open(path, "rb") as file:
-            raw = file.read(MOST_BYTES + 1)
-        found = None if len(raw) > MOST_BYTES else json.loads(raw)
-    except (ValueError, RecursionError, EOFError, OSError, zlib.error):
-        raise ValueError(f"be a Chrome trace: it is no whole JSON; {FIX}") from None
+    raw = _read(path)
     if len(raw) > MOST_BYTES:
         raise ValueError(f"have at most {MOST_BYTES} bytes unpacked: trace fewer steps")
+    if raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS:  # an empty one takes 64 bytes and more
+        raise ValueError(f"have at most {MOST_CONTAINERS} lists and objects: trace fewer steps")
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise ValueError(f"be a Chrome trace: it is no whole JSON; {FIX}") from None
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         raise ValueError(f"be a Chrome trace: it has no traceEvents; {FIX}")
     events: list[Event] = [
@@ -265,6 +264,29 @@ def _events(path: Path) -> list[Event]:
     return events
 
 
+def _read(path: Path) -> bytes:
+    """Return the unpacked bytes of a file, at most one more than `MOST_BYTES`."""
+    try:
+        is_directory = path.is_dir()
+        descriptor = -1 if is_directory else open_regular(path, follow=True)
+    except FileNotFoundError:
+        raise ValueError("be a file: it is not there") from None
+    except (OSError, ValueError):
+        raise ValueError(f"be a file that can be read; {FIX}") from None
+    if is_directory:
+        raise ValueError(
+            "be a trace's file, not a directory: pass the .json or .json.gz that "
+            f"prof.export_chrome_trace has written there, or {FIX}"
+        )
+    try:
+        with open(descriptor, "rb") as file:
+            is_packed = file.peek(2)[:2] == b"\x1f\x8b"
+            unpacked = gzip.GzipFile(fileobj=file) if is_packed else file
+            return unpacked.read(MOST_BYTES + 1) or b""  # None: a file that would wait
+    except (EOFError, OSError, zlib.error):
+        raise ValueError(f"be a Chrome trace: it is no whole JSON; {FIX}") from None
+
+
 def _is_sound(event: Event) -> bool:
     numbers: list[Any] = [event.get("ts"), event.get("dur")]
     are_finite = all(type(n) in (int, float) and abs(n) < MOST_TIME for n in numbers)
@@ -272,9 +294,16 @@ def _is_sound(event: Event) -> bool:
 
 
 def _trace(events: list[Event]) -> Trace:
-    on_device = [e for e in events if e.get("cat") in DEVICE and e["dur"] > 0]
+    # A time so far from 0 that it does not change by a duration loses the duration.
+    on_device = [
+        e
+        for e in events
+        if e.get("cat") in DEVICE and e["dur"] >= LEAST_TIME and e["ts"] + e["dur"] > e["ts"]
+    ]
     if not on_device:
-        raise ValueError(f"hold kernels of a GPU, but its run had none: use one, and {FIX}")
+        raise ValueError(
+            f"hold kernels of a GPU that take time, but it has none: run on a GPU, and {FIX}"
+        )
     devices = {e["args"].get("device") for e in on_device}
     if len(devices) > 1:
         raise ValueError(f"hold one GPU, not {len(devices)}: export a trace on each rank")
