@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,8 +226,10 @@ def test_unknown_block_is_named_with_its_class_and_the_way_out() -> None:
     with pytest.raises(ValueError) as caught:
         swap_blocks(model, {})
     message = str(caught.value)
-    for piece in ("layers.0.0", "(Stacked)", "and 1 more", "adapters={", "docs/adapters.md"):
-        assert piece in message
+    assert message.startswith(
+        "MoE blocks layers.0.0 (Stacked) and 1 more must have an adapter: "
+        "pass parallelize_moe(..., adapters={Stacked: fn(block, model) -> MoELayer})"
+    )
     assert isinstance(model.layers[0][0], Stacked)
 
 
@@ -294,6 +298,16 @@ def test_dense_modules_are_not_taken_for_experts(kind: str) -> None:
         assert swap_blocks(DENSE[kind](), {}) == {}
 
 
+def test_an_adapter_is_found_by_the_class_itself() -> None:
+    message = "adapters={MyBlock: fn}, whose key is the class itself"
+    with pytest.raises(ValueError, match=message):
+        parallelize_moe(
+            block_list(Stacked()),
+            build_meshes(ParallelConfig(), "cpu"),
+            adapters={"Stacked": stacked_adapter},  # type: ignore[dict-item]
+        )
+
+
 def test_a_bare_block_must_have_a_parent() -> None:
     with pytest.raises(ValueError, match="must be held by a parent"):
         swap_blocks(Stacked(), {Stacked: stacked_adapter})
@@ -310,9 +324,117 @@ def test_a_failing_adapter_leaves_the_model_as_it_was() -> None:
 def test_an_adapter_must_return_a_layer() -> None:
     model = block_list(Stacked(), Other())
     adapters = {Stacked: stacked_adapter, Other: lambda block, _: nn.Sequential(block)}
-    with pytest.raises(ValueError, match=r"adapter of layers.1.0 \(Other\) must return a MoELayer"):
+    message = (
+        r"adapter of layers.1.0 \(Other\) must return a MoELayer, .* returns RoutedExperts, see"
+    )
+    with pytest.raises(ValueError, match=message):
         swap_blocks(model, adapters)
     assert isinstance(model.layers[0][0], Stacked)
+
+
+class ListedExperts(nn.Module):
+    """A block whose experts an adapter has to stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 8, bias=False)
+        self.experts = nn.ModuleList(
+            parts(up=nn.Linear(32, 32, bias=False), down=nn.Linear(16, 32, bias=False))
+            for _ in range(8)
+        )
+
+
+@torch.no_grad()
+def listed_adapter(block: nn.Module, model: nn.Module) -> MoELayer:
+    """Fill one of the matrices in place and stack the other."""
+    up = torch.empty_like(block.experts[0].up.weight).new_empty(8, 32, 32)
+    for e, expert in enumerate(block.experts):
+        up[e].copy_(expert.up.weight)
+    down = torch.stack([expert.down.weight for expert in block.experts])
+    router = {"weight": block.gate.weight}
+    return adopt(CONFIG, LAYOUT, router=router, experts={"up": up, "down": down})
+
+
+def with_shared_memory(block: nn.Module) -> None:
+    memory = torch.randn(33, 8)
+    block.gate.weight = nn.Parameter(memory[:32].view(8, 32))
+    block.scale = nn.Parameter(memory[32])
+
+
+def read_by_shape_alone(block: nn.Module, model: nn.Module) -> MoELayer:
+    router = {"weight": torch.zeros_like(block.gate.weight)}
+    return adopt(CONFIG, LAYOUT, router=router, experts=dict(block.experts.named_parameters()))
+
+
+def add(name: str, value: nn.Module | Tensor) -> Callable[[nn.Module], None]:
+    def change(block: nn.Module) -> None:
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            block.register_buffer(name, value)
+        else:
+            setattr(block, name, value)
+
+    return change
+
+
+NOT_PASSED: dict[str, tuple[Callable[[nn.Module], None], str]] = {
+    "shared expert": (
+        add("shared", nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 32))),
+        "shared.0.weight, shared.0.bias, shared.1.weight, shared.1.bias:",
+    ),
+    "noisy gate": (add("w_noise", random(32, 8)), "w_noise:"),
+    "router bias": (lambda b: b.gate.register_parameter("bias", random(8)), "gate.bias:"),
+    "expert bias": (
+        lambda b: [e.up.register_parameter("bias", random(32)) for e in b.experts],
+        "experts.0.up.bias, .*experts.5.up.bias and 2 more:",
+    ),
+    "correction bias": (add("correction_bias", torch.zeros(8)), "correction_bias:"),
+    "nested module": (
+        add("norms", nn.ModuleDict({"input": nn.LayerNorm(32, bias=False)})),
+        "norms.input.weight:",
+    ),
+    "memory shared with the router": (with_shared_memory, "scale:"),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", NOT_PASSED)
+def test_tensors_that_an_adapter_leaves_out_are_named(kind: str, device: str) -> None:
+    """The model would lose them without a word."""
+    change, names = NOT_PASSED[kind]
+    block = ListedExperts()
+    with torch.device(device):
+        change(block)
+    model = block_list(block).to(device)
+    message = rf"^adapter of layers.0.0 \(ListedExperts\) must pass .* which lacks {names} pass"
+    with pytest.raises(ValueError, match=message) as caught:
+        swap_blocks(model, {ListedExperts: listed_adapter})
+    assert "\n" not in str(caught.value) and model.layers[0][0] is block
+
+
+def test_a_tensor_of_the_shape_of_a_parameter_does_not_replace_it() -> None:
+    with pytest.raises(ValueError, match=r"which lacks gate\.weight: pass"):
+        swap_blocks(block_list(Stacked()), {Stacked: read_by_shape_alone})
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_new_tensors_made_of_the_parameters_are_taken(device: str) -> None:
+    model = block_list(ListedExperts()).to(device)
+    swap_blocks(model, {ListedExperts: listed_adapter})
+    assert isinstance(model.layers[0][0], MoELayer)
+
+
+def test_a_buffer_may_go_into_the_config_and_a_cache_need_not_be_passed() -> None:
+    def adapter(block: nn.Module, model: nn.Module) -> MoELayer:
+        config = replace(CONFIG, routed_scaling_factor=float(block.factor))
+        router = dict(block.gate.named_parameters())
+        return adopt(config, LAYOUT, router=router, experts=dict(block.experts.named_parameters()))
+
+    block = Stacked()
+    block.register_buffer("factor", torch.tensor(2.5))
+    block.register_buffer("tokens_per_expert", torch.zeros(8), persistent=False)
+    model = block_list(block)
+    swap_blocks(model, {Stacked: adapter})
+    assert model.layers[0][0].config.routed_scaling_factor == 2.5
 
 
 def test_an_adapter_without_a_block_is_named() -> None:
@@ -397,16 +519,32 @@ def test_a_container_that_holds_the_list_of_blocks() -> None:
     torch.testing.assert_close(model(ids), expected)
 
 
-def test_the_example_of_the_documentation_runs() -> None:
-    text = DOCS.read_text(encoding="utf-8")
-    code = text.split("```python\n", 1)[1].split("```", 1)[0]
+def test_the_examples_of_the_documentation_run() -> None:
+    example, noisy = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
     scope: dict[str, Any] = {"__name__": "adapters_example"}
     torch.manual_seed(0)
-    exec(compile(code, str(DOCS), "exec"), scope)
+    exec(compile(example, str(DOCS), "exec"), scope)
     names = [n for n, _ in scope["model"].named_parameters()]
     assert "0.moe.gate.weight" in names, "the router keeps its name"
     assert "0.moe.experts.w1" in names, "the stacked experts have a new one, as the text says"
     x = scope["x"]
     scope["model"](x).square().sum().backward()
     for name, parameter in scope["model"].named_parameters():
+        assert parameter.grad is not None, name
+    exec(compile(noisy, str(DOCS), "exec"), scope)
+    check_noisy_block(scope, x)
+
+
+def check_noisy_block(scope: dict[str, Any], x: Tensor) -> None:
+    """Compare the block that keeps its router with the loop over the same experts."""
+    (block,) = scope["noisy"].eval()
+    loop = scope["ClassicMoE"](32, hidden_dim=16, num_experts=8, top_k=2)
+    loop.gate.weight = nn.Parameter(block.gate.weight.full_tensor())
+    w1, w2 = block.experts.w1.full_tensor(), block.experts.w2.full_tensor()
+    for e, expert in enumerate(loop.experts):
+        values = {"gate.weight": w1[e, 0], "up.weight": w1[e, 1], "down.weight": w2[e]}
+        expert.load_state_dict(values)
+    torch.testing.assert_close(scope["noisy"](x), loop(x))
+    block.train()(x).square().sum().backward()
+    for name, parameter in block.named_parameters():
         assert parameter.grad is not None, name

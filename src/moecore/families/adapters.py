@@ -8,12 +8,15 @@ call `adopt`, which builds a layer without memory and gives it the block's param
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
 
-from moecore.base.torch_names import hooks_around
+from moecore.base.torch_names import DispatchMode, hooks_around, tree_leaves
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.family import Adapter
 
@@ -24,6 +27,11 @@ CONVOLUTIONS = (
 RECORDING = (
     "transformers.utils.output_capturing"  # its hooks are handed on, see transformers/outputs.py
 )
+
+MAX_NAMES = 6  # of the tensors in one error
+# Operators that read a tensor's shape, dtype and device but not its values.
+SHAPE_READERS = ("_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
+HOST_READS = ("_local_scalar_dense", "equal", "is_nonzero")  # their result is no tensor
 
 AdapterOf = Callable[[nn.Module], Adapter | None]
 WhyRefused = Callable[[nn.Module], str | None]
@@ -60,8 +68,8 @@ def _find_blocks(
 ) -> dict[str, Adapter]:
     """Return qualified name -> adapter of each block to swap; refuse or warn of look-alikes."""
     found: dict[str, Adapter] = {}
-    unknown: list[str] = []
-    dense: list[str] = []
+    unknown: dict[str, str] = {}  # name -> class
+    dense: dict[str, str] = {}
     inside: list[str] = []
 
     for name, module in model.named_modules():
@@ -80,20 +88,21 @@ def _find_blocks(
                 f"moecore can take: {why_refused(module)}; pass an adapter, see docs/adapters.md"
             )
         elif any(name in ("experts", "expert") for name, _ in module.named_children()):
-            unknown.append(f"{name or 'the model'} ({type(module).__name__})")
+            unknown[name or "the model"] = type(module).__name__
         elif _routes_densely(module):
-            dense.append(f"{name or 'the model'} ({type(module).__name__})")
+            dense[name or "the model"] = type(module).__name__
     if unknown:
         raise ValueError(
-            f"MoE block {unknown[0]}{_more(unknown)} has no adapter: pass parallelize_moe(..., "
-            "adapters={BlockClass: fn(block, model) -> MoELayer}), see docs/adapters.md"
+            f"MoE {_blocks(unknown)} must have an adapter: pass parallelize_moe(..., adapters={{"
+            f"{next(iter(unknown.values()))}: fn(block, model) -> MoELayer}}), see docs/adapters.md"
         )
     _refuse_beside(dense, inside)
     if dense:
+        verb = "looks" if len(dense) == 1 else "look"
         warnings.warn(
-            f"{dense[0]}{_more(dense)} looks like a router and a list of experts without an "
-            "adapter, so every rank computes all of them: pass parallelize_moe(..., adapters={...})"
-            ", see docs/adapters.md",
+            f"{_blocks(dense)} {verb} like a router and a list of experts without an adapter, so "
+            "every rank computes all of them: pass parallelize_moe(..., adapters={...}), see "
+            "docs/adapters.md",
             stacklevel=6,
         )
     if "" in found:
@@ -104,31 +113,43 @@ def _find_blocks(
     return found
 
 
-def _refuse_beside(dense: Sequence[str], inside: Sequence[str]) -> None:
+def _refuse_beside(dense: Mapping[str, str], inside: Sequence[str]) -> None:
     """Raise for a look-alike in an entry of a list whose other entries hold known MoE blocks."""
     known = [name.rstrip(".").split(".") for name in inside]
-    for name in dense:
-        path = name.partition(" ")[0].split(".")
+    for name, class_name in dense.items():
+        path = name.split(".")
         # The outermost entry of a list that holds the look-alike and no known block.
         places = [i for i, part in enumerate(path) if part.isdecimal()]
         i = next((i for i in places if not any(k[: i + 1] == path[: i + 1] for k in known)), None)
         beside = [k for k in known if i is not None and k[:i] == path[:i] and k[i].isdecimal()]
         if beside:
             raise ValueError(
-                f"MoE block {name} must have an adapter, as {'.'.join(beside[0])} of the same list "
-                "has: pass parallelize_moe(..., adapters={BlockClass: fn(block, model) -> "
-                "MoELayer}), see docs/adapters.md"
+                f"MoE block {name} ({class_name}) must have an adapter, as {'.'.join(beside[0])} "
+                f"of the same list has: pass parallelize_moe(..., adapters={{{class_name}: "
+                "fn(block, model) -> MoELayer}), see docs/adapters.md"
             )
 
 
 def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
     """Return the layer that takes a block's place; the model is unchanged."""
     block = model.get_submodule(name)
-    layer = adapter(block, model)
+    state = _state_of(block)
+    recorder = OriginRecorder(state)
+    with recorder:
+        layer = adapter(block, model)
     if not isinstance(layer, RoutedLayer):
         raise ValueError(
             f"adapter of {name} ({type(block).__name__}) must return a MoELayer, not a "
-            f"{type(layer).__name__}: see docs/adapters.md"
+            f"{type(layer).__name__}: for a block that keeps its router, put the stacked experts "
+            "in a class of their own and register for it an adapter that returns RoutedExperts, "
+            'see "Experts alone" in docs/adapters.md'
+        )
+    if missing := _tensors_without_place(block, layer, state, recorder):
+        raise ValueError(
+            f"adapter of {name} ({type(block).__name__}) must pass every parameter and buffer of "
+            f"its block to the {type(layer).__name__}, which lacks {', '.join(missing[:MAX_NAMES])}"
+            f"{_more(missing, MAX_NAMES)}: pass them to adopt, or delete them from the block "
+            "before parallelize_moe if the model needs none of them"
         )
     _refuse_hooks(name, block, layer)
     layer.train(block.training)
@@ -189,5 +210,117 @@ def _shapes(module: nn.Module, ndim: int) -> list[tuple[int, ...]]:
     return [tuple(p.shape) for p in module.parameters() if p.ndim == ndim]
 
 
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+def _blocks(classes: Mapping[str, str]) -> str:
+    """Return the first of some blocks with its class, and the number of the others, as text."""
+    name, class_name = next(iter(classes.items()))
+    word = "block" if len(classes) == 1 else "blocks"
+    return f"{word} {name} ({class_name}){_more(list(classes))}"
+
+
+def _more(names: list[str], shown: int = 1) -> str:
+    return f" and {len(names) - shown} more" if len(names) > shown else ""
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The block tensors, by name, whose values are in one range of bytes of a storage."""
+
+    begin: int
+    end: int
+    names: frozenset[str]
+
+
+class OriginRecorder(DispatchMode):
+    """A mode that records the block tensors behind every tensor which is made while it is active.
+
+    An adapter may hand over a block's parameter itself, a view of the parameter, or a new tensor,
+    such as a stack of the matrices of all experts.
+
+    Attributes:
+        host_reads: names of the block tensors whose values Python has read.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        # A weak reference keeps the key of a freed storage from being used again.
+        self._origins: dict[StorageWeakRef, list[_Origin]] = {}
+        self.host_reads: frozenset[str] = frozenset()
+        for name, tensor in tensors.items():
+            self._add(tensor, frozenset([name]))
+
+    def names_behind(self, value: Any) -> frozenset[str]:
+        """Return the names of the block tensors behind all tensors of a tree."""
+        found = [name for tensor in _tensors_in(value) for name in self._names_of(tensor)]
+        return frozenset(found)
+
+    @override
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        result = func(*args, **given)
+        operator = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
+        if operator.endswith(SHAPE_READERS):
+            return result
+        if names := self.names_behind((args, given)):
+            if operator in HOST_READS:
+                self.host_reads |= names
+            # Operators on lists write to their first argument and return nothing.
+            changed = args[0] if operator.endswith("_") else ()
+            for tensor in _tensors_in((result, changed)):
+                self._add(tensor, names)
+        return result
+
+    def _add(self, tensor: Tensor, names: frozenset[str]) -> None:
+        if not names <= self._names_of(tensor):
+            key = StorageWeakRef(tensor.untyped_storage())
+            self._origins.setdefault(key, []).append(_Origin(*_bytes_of(tensor), names))
+
+    def _names_of(self, tensor: Tensor) -> frozenset[str]:
+        origins = self._origins.get(StorageWeakRef(tensor.untyped_storage()), ())
+        begin, end = _bytes_of(tensor)
+        overlapping = (one.names for one in origins if one.begin < end and begin < one.end)
+        return frozenset[str]().union(*overlapping)
+
+
+def _state_of(block: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a block by name."""
+    in_state_dict = {id(tensor) for tensor in block.state_dict(keep_vars=True).values()}
+    buffers = {name: b for name, b in block.named_buffers() if id(b) in in_state_dict}
+    return dict(block.named_parameters()) | buffers
+
+
+def _tensors_without_place(
+    block: nn.Module, layer: nn.Module, state: Mapping[str, Tensor], recorder: OriginRecorder
+) -> list[str]:
+    """Return the names of a block's tensors that no tensor of the layer was made from.
+
+    A tensor without elements holds no value. A buffer whose values Python has read, such as a
+    factor that went into the layer's config, has a place too.
+    """
+    placed = recorder.names_behind([*layer.parameters(), *layer.buffers()])
+    kept = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+    read = recorder.host_reads - {name for name, _ in block.named_parameters()}
+    return [
+        name
+        for name, tensor in state.items()
+        if tensor.numel() and id(tensor) not in kept and name not in placed | read
+    ]
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """Return where the bytes of a tensor begin and end in its storage."""
+    begin = tensor.storage_offset()
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    length = last + 1 if tensor.numel() else 0
+    return begin * tensor.element_size(), (begin + length) * tensor.element_size()
