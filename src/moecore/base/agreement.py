@@ -284,6 +284,8 @@ def checksum(tensor: Tensor) -> Tensor:
     num_bytes, padding = bits.numel(), -bits.numel() % 8
     if padding:
         bits = torch.nn.functional.pad(bits, (0, padding))
+    elif bits.storage_offset() % 8:  # a view as int64 must begin at a word
+        bits = bits.clone()
     total: Tensor | int = num_bytes
     for i, chunk in enumerate(bits.view(torch.int64).split(1 << 20)):
         places = torch.arange(i << 20, (i << 20) + chunk.numel(), device=tensor.device)
