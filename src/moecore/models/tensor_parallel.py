@@ -67,7 +67,8 @@ class TensorParallel:
     def own(self, x_BT: Tensor) -> Tensor:
         """Return this rank's slice of dim 1, contiguous. No communication."""
         self._check(x_BT)
-        return x_BT.chunk(self.size, dim=1)[self.rank].contiguous()
+        size = x_BT.shape[1] // self.size
+        return x_BT.narrow(1, self.rank * size, size).contiguous()
 
     def gather(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD, all ranks' tokens; backward adds what all ranks did with this rank's."""

@@ -272,6 +272,45 @@ def with_gradients(make: Callable[[], nn.Module], **degrees: int) -> tuple[nn.Mo
     return model, near and all(equal) and len(equal) > 4
 
 
+def clipped() -> nn.Module:
+    """Return a model whose attention clips queries, keys and values in place."""
+    model = tiny_model("olmoe", vocab_size=64)
+    model.config.clip_qkv = 0.3
+    return model
+
+
+def linear_attention() -> nn.Module:
+    return tiny_model("qwen3_next", vocab_size=64)
+
+
+def halve_in_place(module: nn.Module, _args: Any, output: Any) -> None:
+    first = output[0] if isinstance(output, tuple) else output
+    if isinstance(first, Tensor):  # else the record that a whole model returns
+        first.mul_(0.5)
+
+
+def written_in_place(make: Callable[[], nn.Module], **degrees: int) -> bool:
+    """Whether gradients are stock where each module's output, and the logits, change in place."""
+    plain, model = make(), make()
+    parallelize_moe(model, build_meshes(ParallelConfig(**degrees), "cpu"))
+    inputs, losses = family_batch(plain, 0), []
+    for one in (plain, model):
+        for name, module in one.named_modules():
+            parts = name.split(".")
+            # A router, experts and filters are no modules whose outputs a model's code gets.
+            inside = {"mlp", "block_sparse_moe"} & {*parts[:-1]} or "conv1d" in parts
+            if name and not inside and "forward" in vars(type(module)):
+                module.register_forward_hook(halve_in_place)
+        logits = one(**inputs).logits
+        logits /= 0.7
+        targets = inputs["input_ids"].flatten() % logits.shape[-1]
+        losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), targets))
+        losses[-1] *= 3
+        losses[-1].backward()
+    near = worst(whole_gradients(model), whole_gradients(plain))[0] <= 1e-5
+    return near and torch.allclose(*losses, rtol=1e-5)
+
+
 def fused(folder: Path) -> bool:
     """An MLP with gate and up in one matrix, and its files on other tp sizes."""
     model, near = with_gradients(granite, tp=2, ep=2)
@@ -395,6 +434,9 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
         "fused": fused(Path(folder)),
         "heads in one linear": with_gradients(minimax, tp=2, ep=2)[1],
         "groups of two ranks": with_gradients(nemotron, tp=4, ep=2)[1],
+        "clipped in place": with_gradients(clipped, tp=2, ep=2)[1],
+        "written in place": written_in_place(clipped, tp=2, ep=2),
+        "linear attention written in place": written_in_place(linear_attention, tp=2, ep=2),
         "kinds in one linear": with_gradients(partial(phi3, 2), tp=2)[1],
         "fewer key heads in one linear": with_gradients(partial(phi3, 2), tp=4)[1],
         "frozen": frozen(meshes[4]),
@@ -422,6 +464,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
         "fused",
         "heads in one linear",
         "groups of two ranks",
+        "clipped in place",
+        "written in place",
+        "linear attention written in place",
         "kinds in one linear",
         "fewer key heads in one linear",
         "frozen",

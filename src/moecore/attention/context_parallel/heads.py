@@ -91,7 +91,8 @@ class _Travel(torch.autograd.Function):
         ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.back = group, layout, not to_tokens
-        return _travel(tensors, group, layout, to_tokens)
+        # No views, to which a model's code could not write in place.
+        return tuple(x.detach() for x in _travel(tensors, group, layout, to_tokens))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

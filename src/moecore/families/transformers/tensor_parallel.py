@@ -284,7 +284,9 @@ def _gather_columns(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...])
 
 
 def _own_columns(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
-    return y.chunk(tp.size, dim=-1)[tp.rank]
+    # No part of `chunk`: autograd refuses a write in place to one of several views.
+    size = y.shape[-1] // tp.size
+    return y.narrow(-1, tp.rank * size, size)
 
 
 def _own_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
@@ -355,7 +357,8 @@ class OwnTokens:
     def _own(self, x_TD: Tensor, padding: int, fill: float = 0) -> Tensor:
         """Return this rank's slice of the tokens, which are the dim before the last."""
         x_TD = F.pad(x_TD, (0, 0, 0, padding), value=fill) if padding else x_TD
-        return x_TD.chunk(self._tp.size, dim=-2)[self._tp.rank].contiguous()
+        size = x_TD.shape[-2] // self._tp.size
+        return x_TD.narrow(-2, self._tp.rank * size, size).contiguous()
 
     def _whole(self, y_tD: Tensor) -> Tensor:
         """Return all ranks' slices without padding, in the shape of the tokens."""
@@ -411,6 +414,4 @@ class EqualLosses:
     def _divided(self, x: Tensor) -> Tensor:
         if not x.requires_grad:
             return x
-        # A loop may change a loss in place (`loss *= ...`), which a view of here would refuse.
-        same = torch.clone if x.ndim == 0 else lambda x: x.view_as(x)
-        return exchanged(x, same, lambda grad: grad / self._size)
+        return exchanged(x, lambda x: x, lambda grad: grad / self._size)

@@ -86,7 +86,9 @@ class _Exchanged(torch.autograd.Function):
         ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
     ) -> Tensor:
         ctx.back = back
-        return there(x)
+        # A model's code may write to the result in place, which autograd refuses for a view or an
+        # input that a function returns. `detach` shares the memory and is no view.
+        return there(x).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
