@@ -159,7 +159,7 @@ def _tensor_facts(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
     if x.numel() == 1:
         return f"{facts}, {x.item()}"
     data = x.contiguous().flatten().view(torch.uint8).numpy()
-    return f"{facts}, sha256 {hashlib.sha256(data).hexdigest()[:16]}"
+    return f"{facts}, sha256 {hashlib.sha256(data).hexdigest()[:16]}"  # type: ignore[arg-type]
 
 
 def is_on_host(x: Tensor) -> bool:
