@@ -91,8 +91,10 @@ def checked_ids(ids: Any, vocab_size: int | None) -> Integers:
         raise ValueError(f"token ids ({shown(ids)}) must be whole numbers in one row: tokenize it")
     if not found.size:
         return np.empty(0, np.uint8)
-    least, largest = int(found.min()), int(found.max())
-    if least < 0 or largest >= (vocab_size or 2**63):
+    # A negative id is a large unsigned one, so one pass over the ids finds both.
+    largest = int(found.view(found.dtype.str.replace("i", "u")).max())
+    if largest > min((vocab_size or 2**63) - 1, np.iinfo(found.dtype).max):
+        least = int(found.min())
         wrong = least if least < 0 else largest
         raise ValueError(
             f"token id ({wrong}) must be >= 0 and < vocab_size ({vocab_size}): take the tokenizer "
