@@ -65,11 +65,12 @@ def _native_facts(path: Path) -> dict[str, Any]:
 
 
 def _hf_facts(path: Path) -> dict[str, Any]:
-    from moecore.io.hf.files import CONFIG, HFFiles, read_json
+    from moecore.io.hf.config_fields import read_config
+    from moecore.io.hf.files import HFFiles
     from moecore.io.hf.names import find_layout
     from moecore.io.hf.quant import find_sources
 
-    config = read_json(path / CONFIG)
+    config = read_config(path)
     with HFFiles(path) as files:
         quantization = config.get("quantization_config")
         sources, _ = find_sources(files, quantization)

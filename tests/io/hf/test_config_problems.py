@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from moecore.io.hf.config import config_problems
+from moecore.io import load_hf
+from moecore.io.hf.config import config_problems, decoder_config_from_hf
+from moecore.io.hf.convert import hf_to_native
+from moecore.io.hf.verify import verify_hf
+from moecore.models import Decoder, preset
 from tests.families.transformers.hf_models import transformers
+from tests.io.hf.dirs import write_directory
 from tests.io.hf.test_config import GPT_OSS_20B, PUBLISHED
 
 CONFIGS = dict(PUBLISHED)
@@ -44,3 +53,45 @@ def test_nothing_is_said_of_what_is_not_known():
     assert config_problems(GPT_OSS_20B, {"dim": 8}) == []
     nested = dict(model_type="other", rope_parameters={"full_attention": {"rope_theta": 1.0}})
     assert config_problems(nested, nested | dict(num_experts=3)) == []
+
+
+WRONG: list[Any] = [[], {}, [[]], {"a": []}, "x", "x" * 10**5, -1, 0.5, 10**400, True, [None, "a"]]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_field_of_another_type_is_one_line_or_read(name):
+    """Of each field that the file has, in the native decoder's reader and beside a model."""
+    values = CONFIGS[name]
+    own = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(deepcopy(values)).to_dict()
+    own["model_type"] = values["model_type"]
+    for field in values:
+        for wrong in WRONG:
+            changed = deepcopy(values) | {field: wrong}
+            found = [""]
+            try:
+                decoder_config_from_hf(changed)
+            except (ValueError, NotImplementedError) as error:
+                found = [str(error)]
+            found += config_problems(changed, own) + config_problems(changed, preset("tiny"))
+            assert all("\n" not in text and len(text) < 500 for text in found), (field, wrong)
+            if field == "model_type":
+                assert found[0] and found[1]
+
+
+@pytest.mark.parametrize("field", ["model_type", "quantization_config"])
+@pytest.mark.parametrize("wrong", [[], {}, [1], 3, True], ids=repr)
+def test_directories_with_a_field_of_another_type(tmp_path: Path, field: str, wrong: Any) -> None:
+    if field == "quantization_config" and wrong == {}:
+        return  # an object
+    path = write_directory(tmp_path / "hf", {"x": torch.ones(2)}, {"model_type": "qwen3"})
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | {field: wrong}))
+    message = rf"config\.json {field} \(.*\) must be (a string|an object): correct it"
+    for action in (
+        lambda: load_hf(path, Decoder(preset("tiny"))),
+        lambda: hf_to_native(path, tmp_path / "run"),
+        lambda: decoder_config_from_hf(path),
+    ):
+        with pytest.raises(ValueError, match=message):
+            action()
+    (problem,) = verify_hf(path)
+    assert problem.startswith(f"config.json {field} (") and "\n" not in problem

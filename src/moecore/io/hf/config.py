@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moecore.base.fields import check_arguments
+from moecore.base.fields import check_arguments, shown
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.io.checkpoint.config_differences import TRAINING, differences, hf_differences
 from moecore.io.hf.config_attention import (
@@ -25,7 +25,7 @@ from moecore.io.hf.config_attention import (
     windows_of,
 )
 from moecore.io.hf.config_fields import Fields, HFConfig, read_config
-from moecore.io.hf.files import INDEX, SINGLE, read_headers, read_index
+from moecore.io.hf.files import INDEX, SINGLE, one_line, read_headers, read_index
 from moecore.models.config import (
     DecoderConfig,
     GatedDeltaConfig,
@@ -55,7 +55,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
     build = FAMILIES.get(fields.model_type)
     if build is None:
         raise NotImplementedError(
-            f"config.json model_type ({fields.model_type!r}) must be one of "
+            f"config.json model_type ({shown(fields.model_type)}) must be one of "
             f"{', '.join(FAMILIES)}: parallelize the transformers model itself"
         )
     if not isinstance(config, Mapping):
@@ -63,7 +63,15 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
     for name in ("attention_dropout", "clip_qkv", "mlp_bias"):
         fields.refuse(name, bool(fields.get(name, None)))
     fields.refuse("hidden_act", fields.get("hidden_act", "silu") != "silu")
-    return build(fields)
+    try:
+        return build(fields)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # Of a value that has no kind in KINDS, or lies in a list.
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ValueError(
+            f"config.json must hold fields of model_type ({fields.model_type}), but {reason:.200}: "
+            "correct it"
+        ) from None
 
 
 def _softmax_moe(
@@ -399,13 +407,13 @@ def config_problems(
     if isinstance(model, Mapping) and "model_type" in model:
         kind, wanted = values.get("model_type"), model["model_type"]
         if kind != wanted:
-            return [_line("model_type", repr(kind), repr(wanted))]
+            return [_line("model_type", shown(kind), shown(wanted))]
         hf_config = model
         try:
             model = decoder_config_from_hf(hf_config)
         except (NotImplementedError, ValueError):  # no native decoder
             return [_line(d.name, d.ours, d.theirs) for d in hf_differences(values, hf_config)]
-    if model is None or values.get("model_type") not in FAMILIES:
+    if model is None or str(values.get("model_type")) not in FAMILIES:
         return []
     try:
         native = decoder_config_from_hf(values)

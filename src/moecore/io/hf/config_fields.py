@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moecore.base.fields import shown
 from moecore.io.hf.files import CONFIG, read_json
 
 HFConfig = str | os.PathLike[str] | Mapping[str, Any]
@@ -65,24 +66,44 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "tie_word_embeddings norm_topk_prob use_sliding_window qkv_bias attention_bias "
         "use_qk_norm seq_aux truncate",
     ),
-    ("an object", lambda value: isinstance(value, Mapping), "rope_scaling rope_parameters"),
+    (
+        "an object",
+        lambda value: isinstance(value, Mapping),
+        "rope_scaling rope_parameters quantization_config",
+    ),
     ("a list of whole numbers >= 0", _counts, "mlp_only_layers"),
     (
         "a list",
         lambda value: isinstance(value, list | tuple),
         "layer_types mlp_layer_types layers_block_type",
     ),
-    ("a string", lambda value: isinstance(value, str), "hybrid_override_pattern"),
+    ("a string", lambda value: isinstance(value, str), "hybrid_override_pattern model_type"),
 )
 KIND_OF = {name: (words, is_one) for words, is_one, names in KINDS for name in names.split()}
 
 
 def read_config(config: HFConfig) -> dict[str, Any]:
-    """Return the fields of a config.json, from its directory, its path, or a copy of a mapping."""
+    """Return the fields of a config.json, from its directory, its path, or a copy of a mapping.
+
+    Raises:
+        ValueError: when it is no object, or a field that every reader uses has another kind.
+    """
     if isinstance(config, Mapping):
-        return dict(config)
-    path = Path(config)
-    return read_json(path / CONFIG if path.is_dir() else path)
+        values = dict(config)
+    else:
+        path = Path(config)
+        values = read_json(path / CONFIG if path.is_dir() else path)
+    for name in ("model_type", "quantization_config"):
+        if values.get(name) is not None:
+            check_kind(name, values[name])
+    return values
+
+
+def check_kind(name: str, value: Any) -> None:
+    """Raise ValueError when a value is not what the field of this name holds."""
+    words, is_one = KIND_OF.get(name, ("", None))
+    if is_one is not None and not is_one(value):
+        raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
 
 
 class Fields:
@@ -99,7 +120,7 @@ class Fields:
         if self.values.get(name) is None:
             raise ValueError(
                 f"config.json {name} (None) must be given for model_type "
-                f"({self.model_type!r}): add it"
+                f"({shown(self.model_type)}): add it"
             )
         return self._checked(name, self.values[name])
 
@@ -110,9 +131,7 @@ class Fields:
 
     def _checked(self, name: str, value: Any) -> Any:
         """Return a value, or raise ValueError when it is not what this field holds."""
-        words, is_one = KIND_OF.get(name, ("", None))
-        if is_one is not None and not is_one(value):
-            raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
+        check_kind(name, value)
         return value
 
     def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
@@ -120,9 +139,9 @@ class Fields:
         if wrong:
             value = self.values.get(name) if value is None else value
             raise NotImplementedError(
-                f"config.json {name} ({value!r}) of model_type ({self.model_type!r}) must not be "
-                "asked of the native decoder, which lacks it: parallelize the transformers model "
-                "itself"
+                f"config.json {name} ({shown(value)}) of model_type ({self.model_type!r}) must not "
+                "be asked of the native decoder, which lacks it: parallelize the transformers "
+                "model itself"
             )
 
     def rope(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.export import check_target, fill_shards, write_directory
 from moecore.io.hf.export_config import finish_config
 from moecore.io.hf.export_plan import ExportLayout, make_items, names_of
-from moecore.io.hf.files import CONFIG, Box, HFFiles, common_part, listed, read_json
+from moecore.io.hf.files import Box, HFFiles, common_part, listed
 from moecore.io.hf.names import (
     EMBEDDING,
     HEAD,
@@ -161,7 +161,7 @@ def hf_to_native(
     check_unused(root)
     config = decoder_config_from_hf(path)
     with HFFiles(path) as files:
-        sources, problems = find_sources(files, read_json(path / CONFIG).get("quantization_config"))
+        sources, problems = find_sources(files, read_config(path).get("quantization_config"))
         return write_native(
             root,
             Origin(path, files, sources, hf_plan(config, find_layout(sources)), config, problems),

@@ -29,7 +29,8 @@ from moecore.io.checkpoint.config_differences import own_config
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.state import fresh_buffers
 from moecore.io.hf.config import config_problems
-from moecore.io.hf.files import CONFIG, HFFiles, listed, one_line, read_headers, read_json
+from moecore.io.hf.config_fields import read_config
+from moecore.io.hf.files import CONFIG, HFFiles, listed, one_line, read_headers
 from moecore.io.hf.names import HEAD, FileRecipe, find_layout, hf_plan
 from moecore.io.hf.quant import FP8, TensorSource, find_sources, viewed
 from moecore.io.hf.stock import published_shapes, reader_of, stock_plan
@@ -127,7 +128,7 @@ def load_hf(
         started, path = time.monotonic(), Path(path)
         whole, model = model, adapted(model)
     # Rank 0 reads headers and config for all: thousands of ranks would read the same.
-    table, config = on_first_rank(lambda: (read_headers(path), read_json(path / CONFIG)))
+    table, config = on_first_rank(lambda: (read_headers(path), read_config(path)))
     with HFFiles(path, table) as files:
         with share_errors():
             sources, problems = find_sources(files, config.get("quantization_config"))

@@ -18,7 +18,7 @@ from moecore.io.checkpoint.files import MAX_TABLE
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
-from moecore.io.hf.config_fields import KIND_OF, HFConfig
+from moecore.io.hf.config_fields import KIND_OF, HFConfig, check_kind, read_config
 from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
 from moecore.io.hf.names import FileRecipe, find_layout, hf_copies, hf_plan
 from moecore.io.hf.quant import TensorSource, find_sources
@@ -42,7 +42,7 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
     """Return what is wrong with a directory, one line each; nothing for a whole one."""
     path = Path(path)
     try:
-        config = read_json(path / CONFIG)
+        config = read_config(path)
         with HFFiles(path) as files:
             sources, problems = find_sources(files, config.get("quantization_config"))
             problems += _stray_shards(path, files)
@@ -137,6 +137,8 @@ def _stray_shards(path: Path, files: HFFiles) -> list[str]:
 def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
     """How tensors differ from those of transformers' model; of another one experts are counted."""
     try:
+        for key in ("num_hidden_layers", *MTP_KEYS):  # which `_is_behind` reads
+            check_kind(key, config.get(key) or 1)
         reader = reader_of(config)
     except ValueError as error:
         return [str(error)]
@@ -169,5 +171,5 @@ def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -
 
 def _is_behind(layer: int, config: Mapping[str, Any]) -> bool:
     """Whether a layer is one of multi-token prediction, which lie behind the last."""
-    first = config.get("num_hidden_layers", layer + 1)
+    first = config.get("num_hidden_layers") or layer + 1
     return first <= layer < first + max((config.get(key) or 0 for key in MTP_KEYS), default=0)
