@@ -146,6 +146,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def shown_name(name: object) -> str:
+    """Return a name, such as of a tensor, as errors show it: itself, or cut and in one line."""
+    text = str(name)
+    return text if len(text) <= 200 and text.isprintable() else shown(text)
+
+
 def _check(name: str, value: object, kind: _Kind) -> None:
     if not kind.takes(value):
         raise ValueError(f"{name} ({shown(value)}) must be {kind.name(value)}: {kind.fix}")

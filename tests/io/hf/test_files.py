@@ -13,9 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moecore.io import load, load_hf, save
+from moecore.io.hf.convert import hf_to_native
 from moecore.io.hf.files import CONFIG, INDEX, HFFiles, listed
 from moecore.io.hf.quant import dequantize_fp8, dequantize_mxfp4, find_sources
 from moecore.io.hf.verify import verify_hf
+from moecore.models import Decoder, preset
 from tests.io.checkpoint.fuzz import VALUES
 from tests.io.hf.dirs import (
     plain_fp8,
@@ -24,6 +27,7 @@ from tests.io.hf.dirs import (
     random_mxfp4,
     write_directory,
 )
+from tests.io.hf.test_config import TINY_JSON
 
 STATE = {
     "a": torch.arange(24.0).view(4, 6),
@@ -326,3 +330,40 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
 def test_long_lists_are_cut():
     assert listed(["a", "b"]) == "a; b"
     assert listed(str(i) for i in range(13)).endswith("; 9 (and 3 more)")
+
+
+@pytest.mark.parametrize("name", ["x" * 10**6, "model\nlayers\r\n.x", "\x1b[2J" * 10**4], ids=len)
+def test_names_of_any_text_are_one_line_of_bounded_length(name, tmp_path):
+    """In the errors of readers, of comparisons and of a save."""
+    config = TINY_JSON | {"num_hidden_layers": 2}
+    whole = write_directory(tmp_path / "hf", {name: torch.ones(2)}, config)
+    index = write_directory(tmp_path / "index", {"a": torch.ones(2), "b": torch.ones(2)}, config, 2)
+    text = json.loads((index / "model.safetensors.index.json").read_text())
+    text["weight_map"][name] = text["weight_map"]["a"]
+    (index / "model.safetensors.index.json").write_text(json.dumps(text))
+    shard = write_directory(tmp_path / "shard", {"a": torch.ones(2), "b": torch.ones(2)}, config, 2)
+    (shard / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    model = torch.nn.Linear(2, 2)
+    saved = save(tmp_path / "run", 1, torch.nn.ParameterDict({"weight": torch.ones(2)}), None)
+    other = torch.nn.Module()
+    other._parameters[name] = torch.nn.Parameter(torch.ones(2))
+    meta = torch.nn.Module()
+    meta._parameters[name] = torch.nn.Parameter(torch.ones(2, device="meta"))
+    decoder = Decoder(preset("tiny-deepseek-v3"))
+    for action in (
+        lambda: load_hf(whole, decoder),
+        lambda: hf_to_native(whole, tmp_path / "native"),
+        lambda: hf_to_native(index, tmp_path / "native"),
+        lambda: hf_to_native(shard, tmp_path / "native"),
+        lambda: load(saved, other),
+        lambda: save(tmp_path / "meta", 1, meta, None),
+        lambda: save(tmp_path / "run", 2, model, None, {name: object()}),
+        lambda: save(tmp_path / "run", 2, model, None, {name: (1, 2)}),
+    ):
+        with pytest.raises(ValueError) as error:
+            action()
+        assert str(error.value).isprintable() and len(str(error.value)) < 7000
+    for directory in (whole, index, shard):
+        problems = verify_hf(directory)
+        assert problems
+        assert all(problem.isprintable() and len(problem) < 700 for problem in problems)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moecore.base.tables import bounded_line
 from moecore.io.checkpoint.config_differences import missing_fields, saved_differences
 from moecore.io.checkpoint.hyperparameters import (
     all_groups,
@@ -32,7 +33,7 @@ from moecore.io.checkpoint.state import (
     state_like,
 )
 
-SHOWN = 10  # differences in one error
+SHOWN, MOST_OF_ONE = 10, 400  # differences in one error, and characters of each
 
 
 @dataclass(slots=True)
@@ -98,7 +99,8 @@ def summary(differences: list[str]) -> str:
     """Return how many there are, and the first of them."""
     more = len(differences) - SHOWN
     tail = f"; and {more} more" if more > 0 else ""
-    return f"{len(differences)} differ: {'; '.join(differences[:SHOWN])}{tail}"
+    first = "; ".join(bounded_line(one, MOST_OF_ONE) for one in differences[:SHOWN])
+    return f"{len(differences)} differ: {first}{tail}"
 
 
 def below(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:

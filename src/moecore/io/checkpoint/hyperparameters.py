@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moecore.base.fields import shown, shown_name
 from moecore.io.checkpoint.manifest import MAX_DEPTH, nests_deeper
 from moecore.io.checkpoint.state import ModelView
 
@@ -70,7 +71,8 @@ def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) 
             f"than the {len(groups)} in the checkpoint"
         ]
     return [
-        f"optimizer hyperparameter {key} ({group.get(key)!r}) is {value!r:.40} in the checkpoint"
+        f"optimizer hyperparameter {shown_name(key)} ({shown(group.get(key))}) is {value!r:.40} "
+        "in the checkpoint"
         for group, saved in zip(present, groups, strict=True)
         for key, value in saved.items()
         if (key in group or key in VALUES) and not _may_become(key, group.get(key, 0.0), value)
@@ -88,7 +90,8 @@ def option_problems(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[
             "optimizer"
         )
     return problems + [
-        f"optimizer hyperparameter {key} ({group[key]!r}) is {saved[key]!r} in the checkpoint"
+        f"optimizer hyperparameter {shown_name(key)} ({shown(group[key])}) is "
+        f"{shown(saved[key])} in the checkpoint"
         for key in sorted(group.keys() & saved.keys() - VALUES - OF_THE_RUN - {"params"})
         if isinstance(group[key], int | float | None) and bool(group[key]) != bool(saved[key])
     ]
@@ -116,7 +119,8 @@ def check_json(what: str, values: Mapping[str, Any]) -> None:
                 raise ValueError(f"it nests more than {MAX_NESTING} times")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"{what} {name} ({type(value).__name__}) must be JSON-able or a tensor: {error}"
+                f"{what} {shown_name(name)} ({type(value).__name__}) must be JSON-able or a "
+                f"tensor: {error}"
             ) from None
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from moecore.base.fields import check_arguments
+from moecore.base.fields import check_arguments, shown_name
 from moecore.io.checkpoint.files import MAX_TABLE, read_regular
 
 MANIFEST = "moecore.json"
@@ -323,7 +323,8 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise NotImplementedError for a dtype that safetensors does not know."""
     if dtype not in DTYPE_NAMES:
         raise NotImplementedError(
-            f"tensor {name} ({dtype}) must have a dtype of safetensors to be saved: store a view"
+            f"tensor {shown_name(name)} ({dtype}) must have a dtype of safetensors to be saved: "
+            "store a view"
         )
 
 

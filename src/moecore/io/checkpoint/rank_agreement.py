@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moecore.base.fields import shown_name
 from moecore.io.checkpoint.ranks import Group, gather, on_every_rank
 from moecore.io.checkpoint.shard_file import bytes_of
 from moecore.io.checkpoint.snapshot import Snapshot
@@ -91,7 +92,7 @@ def _refuse(key: Key, first: int, rank: int, *, is_there: bool) -> None:
     wrong = f"of rank {rank} must equal that of rank {first}, because only one is kept"
     if not is_there:
         wrong = f"must be on every rank, but is on only one of rank {first} and rank {rank}"
-    raise ValueError(f"{name} {wrong}: {FIXES[kind]}")
+    raise ValueError(f"{shown_name(name)} {wrong}: {FIXES[kind]}")
 
 
 def _hashes(snapshot: Snapshot) -> Hashes:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from moecore.base.fields import shown_name
 from moecore.io.checkpoint.config_differences import config_values
 from moecore.io.checkpoint.hyperparameters import (
     check_json,
@@ -150,8 +151,8 @@ def _check_extra(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if not _survives_json({name: value}):
             raise ValueError(
-                f"extra {name} ({type(value).__name__}) must be JSON-able or a tensor: JSON has "
-                "lists for tuples and strings for keys, so store it so"
+                f"extra {shown_name(name)} ({type(value).__name__}) must be JSON-able or a "
+                "tensor: JSON has lists for tuples and strings for keys, so store it so"
             )
 
 
@@ -174,8 +175,8 @@ def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, A
     for name, rates in _rates(values):
         if not isinstance(rates, list) or not all(map(is_finite, rates)):
             raise ValueError(
-                f"scheduler {name} must be a list of finite numbers, but is {rates!r:.40} in the "
-                "checkpoint"
+                f"scheduler {shown_name(name)} must be a list of finite numbers, but is "
+                f"{rates!r:.40} in the checkpoint"
             )
     return _like(now, values)
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
+from moecore.base.fields import shown_name
 from moecore.base.torch_names import StridedShard
 from moecore.io.checkpoint.config_differences import own_config
 from moecore.io.checkpoint.ranks import rank_and_world
@@ -52,11 +53,13 @@ class ModelView:
             name = clean_name(name)
             if not isinstance(tensor, Tensor):
                 raise NotImplementedError(
-                    f"model state {name} ({type(tensor).__name__}) must be a tensor to be saved"
+                    f"model state {shown_name(name)} ({type(tensor).__name__}) must be a tensor "
+                    "to be saved"
                 )
             if tensor.is_meta:
                 raise ValueError(
-                    f"{name} (meta) must have storage to be saved or loaded: call to_empty first"
+                    f"{shown_name(name)} (meta) must have storage to be saved or loaded: call "
+                    "to_empty first"
                 )
             if id(tensor) not in self._names:
                 self._names[id(tensor)] = name
@@ -94,7 +97,8 @@ def listed_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Op
         for name in (model.name_of(p) for group in one.param_groups for p in group["params"]):
             if owners.setdefault(name, i) != i:
                 raise ValueError(
-                    f"{name} must belong to one optimizer, but optimizer[{owners[name]}] and "
+                    f"{shown_name(name)} must belong to one optimizer, but "
+                    f"optimizer[{owners[name]}] and "
                     f"optimizer[{i}] hold it: give each its own parameters"
                 )
     for one in found:  # the caller is about to read it: moecore.train.StateOffload declares this
@@ -110,16 +114,16 @@ def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict
         name, state = model.name_of(param), _stored_state(owner, param)
         if name in seen:
             raise ValueError(
-                f"{name} must have state in one optimizer, but two have some: remove it from the "
-                "one that does not step it"
+                f"{shown_name(name)} must have state in one optimizer, but two have some: remove "
+                "it from the one that does not step it"
             )
         seen.add(name)
         for slot, value in state.items():
             like = state_like(owner, param, slot)
             if not isinstance(value, Tensor) or not _storable(value, like):
                 raise NotImplementedError(
-                    f"optimizer state {slot} of {name} must be a scalar tensor or have the shape "
-                    f"and placements of the parameter, {tuple(like.shape)}"
+                    f"optimizer state {slot} of {shown_name(name)} must be a scalar tensor or "
+                    f"have the shape and placements of the parameter, {tuple(like.shape)}"
                 )
             found[f"{slot}.{name}"] = value if value.ndim == 0 else model.view(name, value)
     return found

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore.base.fields import shown_name
 from moecore.families.transformers.blocks import find_hf_adapter
 from moecore.io.checkpoint.config_differences import moe_differences
 from moecore.io.hf.names import EMBEDDING, HEAD
@@ -53,18 +54,20 @@ def _check_names(model: nn.Module, kind: Any, wanted: Shapes, held: Shapes) -> N
     for name, shape in wanted.items():
         if name not in held:
             raise ValueError(
-                f"model ({type(model).__name__}) must hold {name} of {kind.__name__}, which reads "
+                f"model ({type(model).__name__}) must hold {shown_name(name)} of "
+                f"{kind.__name__}, which reads "
                 f"the directory: {_fix(model, kind, name, wanted, held)}"
             )
         if held[name] != shape:
             raise ValueError(
-                f"{name} {held[name]} must be {shape} in {kind.__name__}, which reads the "
-                "directory: correct the model's config"
+                f"{shown_name(name)} {held[name]} must be {shape} in {kind.__name__}, which "
+                "reads the directory: correct the model's config"
             )
     for name in held:
         if name not in wanted:
             raise ValueError(
-                f"{name} {held[name]} must be a tensor of {kind.__name__}, which reads the "
+                f"{shown_name(name)} {held[name]} must be a tensor of {kind.__name__}, which "
+                "reads the "
                 "directory and would drop it: take it off the model, or correct the model's config"
             )
 

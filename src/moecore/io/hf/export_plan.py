@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from moecore.base.fields import shown_name
 from moecore.families.kept_fp32 import keeps_fp32
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.ranks import on_every_rank
@@ -63,7 +64,9 @@ def plan_export(
         tensors = export_tensors(base, values)
         for name, tensor in tensors.items():
             if tensor.is_meta:
-                raise ValueError(f"{name} (meta) must have storage to be written: load it first")
+                raise ValueError(
+                    f"{shown_name(name)} (meta) must have storage to be written: load it first"
+                )
         check_tied(tensors, model_copies(base))
         return values, tensors
 
@@ -94,7 +97,9 @@ def _recipes(
     if isinstance(model, Decoder):
         recipes = hf_plan(model.config, layout)
         for name in recipes.keys() - shapes.keys():
-            raise ValueError(f"model must hold {name} on a pipeline stage: take all of its stages")
+            raise ValueError(
+                f"model must hold {shown_name(name)} on a pipeline stage: take all of its stages"
+            )
         return recipes
     reader = checked_reader(model, values, shapes)
     if reader is not None:  # stages hold layers in an order of their own

@@ -22,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moecore.base.fields import shown, shown_name
+from moecore.base.tables import bounded_line
 from moecore.io.checkpoint.files import MAX_CONFIG, MAX_TABLE, read_regular
 from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, nests_deeper
 
@@ -29,7 +31,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-SHOWN = 10  # problems listed in one error
+SHOWN, MOST_OF_ONE = 10, 600  # problems listed in one error, and characters of each
 Box = tuple[slice, ...]
 
 
@@ -149,8 +151,8 @@ def read_index(path: Path) -> dict[str, str] | None:
     for shard in set(weight_map.values()):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ValueError(
-                f"path ({path / INDEX}) names the shard ({shard!r}), which must be a .safetensors "
-                "file in the directory itself"
+                f"path ({path / INDEX}) names the shard ({shown(shard)}), which must be a "
+                ".safetensors file in the directory itself"
             )
     return weight_map
 
@@ -181,8 +183,8 @@ def _float_or_object(value: dict[str, Any]) -> Any:
 def listed(problems: Iterable[str]) -> str:
     """Return the first problems in one line, and how many there are."""
     problems = list(problems)
-    shown = "; ".join(problems[:SHOWN])
-    return shown if len(problems) <= SHOWN else f"{shown} (and {len(problems) - SHOWN} more)"
+    first = "; ".join(bounded_line(problem, MOST_OF_ONE) for problem in problems[:SHOWN])
+    return first if len(problems) <= SHOWN else f"{first} (and {len(problems) - SHOWN} more)"
 
 
 def _header(file: Path) -> dict[str, FileTensor]:
@@ -199,7 +201,7 @@ def _header(file: Path) -> dict[str, FileTensor]:
         dtype = entry.get_dtype()
         if dtype not in DTYPES:
             raise ValueError(
-                f"path ({file}) has {name} of dtype ({dtype}), which must be one of "
+                f"path ({file}) has {shown_name(name)} of dtype ({dtype}), which must be one of "
                 f"{', '.join(DTYPES)}: convert it"
             )
         found[name] = FileTensor(file.name, DTYPES[dtype], tuple(entry.get_shape()))
@@ -207,5 +209,5 @@ def _header(file: Path) -> dict[str, FileTensor]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the text of an error without line breaks."""
-    return " ".join(str(error).split())
+    """Return the text of an error without line breaks, cut where it is long."""
+    return bounded_line(str(error), 1000)

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.fields import check_arguments
+from moecore.base.fields import check_arguments, shown
 from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.transformers.lora import adapted, refuse_unmerging
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.stages import is_first_of_stage
-from moecore.io.hf.files import read_json
+from moecore.io.hf.files import listed, read_json
 from moecore.io.hf.names import FileView, TensorPiece
 from moecore.io.hf.target import local_part
 from moecore.moe.experts import Experts
@@ -198,7 +198,7 @@ def _fitting(
     written = read_json(path / CONFIG)
     for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         if key in written and written[key] != getattr(own, key):
-            problems.append(f"{key} ({written[key]!r}) must be {getattr(own, key)!r}")
+            problems.append(f"{key} ({shown(written[key])}) must be {getattr(own, key)!r}")
     for name, one in stored.items():
         if name in found and tuple(found[name].shape) != one.piece.stored:
             problems.append(f"{name} {tuple(found[name].shape)} must be {one.piece.stored}")
@@ -206,8 +206,8 @@ def _fitting(
             problems.append(f"{name} has no storage in the model: call to_empty first")
     if problems:
         raise ValueError(
-            f"path ({path}) must fit adapter ({adapter!r}): {problems[0]} (and {len(problems) - 1} "
-            "more): use the LoraConfig that is stored there"
+            f"path ({path}) must fit adapter ({adapter!r}): {listed(problems[:1])} (and "
+            f"{len(problems) - 1} more): use the LoraConfig that is stored there"
         )
     return found
 

@@ -48,6 +48,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from moecore.base.fields import shown_name
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 
@@ -181,7 +182,8 @@ def _pieces(
         if pieces:
             return pieces
     raise NotImplementedError(
-        f"{name} {shape} must have a Hugging Face name in layout ({layout!r}), but no family "
+        f"{shown_name(name)} {shape} must have a Hugging Face name in layout ({layout!r}), but "
+        "no family "
         "of decoder_config_from_hf has such a tensor: keep the native names, or choose another "
         "layout"
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from moecore.base.fields import shown_name
 from moecore.families.kept_fp32 import is_selection_bias
 from moecore.io.checkpoint.directory import check_unused, directory_of, discard, new_draft, publish
 from moecore.io.checkpoint.lock import locked
@@ -128,7 +129,7 @@ def _dtype_problems(
         kept = {str(_native_dtype(name, source, dtype)) for source in parts}
         if len(kept) > 1 and not odd:
             problems.append(
-                f"{name} has parts in {' and '.join(sorted(kept))}: dtype must name one"
+                f"{shown_name(name)} has parts in {' and '.join(sorted(kept))}: dtype must name one"
             )
     return problems
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from moecore.base.fields import shown_name
 from moecore.base.torch_names import DispatchMode
 from moecore.families.transformers.experts import find_experts_adapter, used_tensors
 from moecore.io.hf.files import one_line
@@ -130,8 +131,8 @@ def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict
         if refused.get(name) and name not in recipes:
             kind = type(reader).__name__
             raise NotImplementedError(
-                f"{name} {shape} of {kind} must be made of tensors that files hold, but "
-                f"{refused[name]:.200}: load it by {kind}.from_pretrained, and save it by "
+                f"{shown_name(name)} {shape} of {kind} must be made of tensors that files hold, "
+                f"but {refused[name]:.200}: load it by {kind}.from_pretrained, and save it by "
                 "save_pretrained"
             )
         recipes.setdefault(name, FileRecipe(shape, (TensorPiece(name, (), shape),)))

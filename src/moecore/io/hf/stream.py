@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.failures import RankError, transport_explained
-from moecore.base.fields import NumBytes, check_arguments
+from moecore.base.fields import NumBytes, check_arguments, shown_name
 from moecore.families.transformers.lora import adapted
 from moecore.io.checkpoint.ranks import (
     ControlGroup,
@@ -364,8 +364,8 @@ class _StreamSource:
         for x in self.inputs():
             if any(part.numel() and not part.untyped_storage().nbytes() for part in memory_of(x)):
                 raise ValueError(
-                    f"{name} (without memory) must have its values to be streamed: call "
-                    "onload('weights') first"
+                    f"{shown_name(name)} (without memory) must have its values to be streamed: "
+                    "call onload('weights') first"
                 )
 
     def merged(self) -> Tensor:

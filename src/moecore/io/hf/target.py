@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moecore.base.fields import shown_name
 from moecore.base.torch_names import local_of
 from moecore.io.hf.config import MTP_TYPES
 from moecore.io.hf.names import EMBEDDING, HEAD, TensorPiece, hf_copies
@@ -45,7 +46,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
         name = clean_name(name)
         if not isinstance(tensor, Tensor):
             raise NotImplementedError(
-                f"model state {name} ({type(tensor).__name__}) must be a tensor: remove it"
+                f"model state {shown_name(name)} ({type(tensor).__name__}) must be a tensor: "
+                "remove it"
             )
         found[name] = tensor
     return found

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 import torch
 
+from moecore.base.tables import bounded_line
 from moecore.io.checkpoint.files import MAX_TABLE
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
 from moecore.io.hf.config_fields import KIND_OF, HFConfig, check_kind, read_config
-from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
+from moecore.io.hf.files import CONFIG, INDEX, MOST_OF_ONE, BoxReader, HFFiles, read_json
 from moecore.io.hf.names import FileRecipe, find_layout, hf_copies, hf_plan
 from moecore.io.hf.quant import TensorSource, find_sources
 from moecore.io.hf.stock import published_shapes, reader_of, shapes_of, stock_plan
@@ -40,7 +41,10 @@ class Shaped(Protocol):
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
     """Return what is wrong with a directory, one line each; nothing for a whole one."""
-    path = Path(path)
+    return [bounded_line(problem, MOST_OF_ONE) for problem in _problems(Path(path))]
+
+
+def _problems(path: Path) -> list[str]:
     try:
         config = read_config(path)
         with HFFiles(path) as files:

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moecore.base.fields import NumBytes, check_arguments
+from moecore.base.fields import NumBytes, check_arguments, shown, shown_name
 from moecore.io.checkpoint.directory import Step, check_unused
 from moecore.io.checkpoint.files import write_new
 from moecore.io.checkpoint.meter import Meter, Progress
@@ -222,7 +222,8 @@ def _megatron_sources(
     for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
         if value:
             raise NotImplementedError(
-                f"{option} ({value!r}) of {files.path / 'common.pt'} must be off, else the native "
+                f"{option} ({shown(value)}) of {files.path / 'common.pt'} must be off, else the "
+                "native "
                 "decoder computes another function of these weights: train on in Megatron-Core"
             )
     prefix = _prefix_of(files, WORDS)
@@ -289,7 +290,8 @@ def _megatron_tensors(stored: StoredModel) -> dict[str, NewTensor]:
             dtype = items[part.name].dtype
             if dtypes.setdefault(place.key, dtype) != dtype:
                 raise ValueError(
-                    f"{place.key} has parts in {dtypes[place.key]} and {dtype}: dtype must name one"
+                    f"{shown_name(place.key)} has parts in {dtypes[place.key]} and {dtype}: "
+                    "dtype must name one"
                 )
     return {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks}
 

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from moecore.base.fields import shown_name
 from moecore.io.checkpoint.files import open_regular
 from moecore.io.checkpoint.meter import Meter
 from moecore.io.hf.files import Box, common_part, one_line
@@ -78,15 +79,22 @@ class DCPFiles:
                 _check_stored(part, chunk.length)
                 value = torch.load(part, map_location="cpu", weights_only=True)
             except Exception as error:  # of any kind: the bytes are damaged
-                raise OSError(f"path ({file}) must hold {name}: {one_line(error):.200}") from None
+                raise OSError(
+                    f"path ({file}) must hold {shown_name(name)}: {one_line(error):.200}"
+                ) from None
         if (
             not isinstance(value, Tensor)
             or (value.dtype, value.layout) != (dtype, torch.strided)
             or value.is_meta
         ):
-            raise OSError(f"path ({file}) must hold {name} as {dtype}, as .metadata names it")
+            raise OSError(
+                f"path ({file}) must hold {shown_name(name)} as {dtype}, as .metadata names it"
+            )
         if tuple(value.shape) != chunk.sizes:
-            raise OSError(f"path ({file}) must hold {name} as {chunk.sizes}, as .metadata names it")
+            raise OSError(
+                f"path ({file}) must hold {shown_name(name)} as {chunk.sizes}, as .metadata "
+                "names it"
+            )
         value = value.detach()
         self._last = chunk, value
         return value

@@ -32,6 +32,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
+from moecore.base.fields import shown_name
 from moecore.io.hf.names import EMBEDDING, HEAD, hf_copies, hf_plan
 from moecore.models.config import DecoderConfig
 
@@ -153,8 +154,8 @@ def _not_carried(config: DecoderConfig) -> Iterator[str]:
 
 def _refuse(name: str, shapes: Shapes) -> NoReturn:
     raise NotImplementedError(
-        f"{name} {shapes[name]} must have a name in Megatron-Core, which has none that is known: "
-        "go by way of a Hugging Face directory and Megatron Bridge"
+        f"{shown_name(name)} {shapes[name]} must have a name in Megatron-Core, which has none "
+        "that is known: go by way of a Hugging Face directory and Megatron Bridge"
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.base.fields import CheckedRecord, check_arguments
+from moecore.base.fields import CheckedRecord, check_arguments, shown_name
 from moecore.base.options.layer import GATED_ACTIVATIONS, MoEConfig
 from moecore.families.adopt import adopt
 from moecore.io.upcycle.upcycle import UpcycleOptions, upcycle_mlp
@@ -106,7 +106,7 @@ def upcycle_state_dict(
         result[name] = _take(found, name)
         if result[name].shape != wanted.shape:
             raise ValueError(
-                f"state dict {name} {tuple(result[name].shape)} must have the shape "
+                f"state dict {shown_name(name)} {tuple(result[name].shape)} must have the shape "
                 f"{tuple(wanted.shape)} of the decoder's config: match the two"
             )
     if found:
