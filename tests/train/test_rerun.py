@@ -6,6 +6,7 @@ balance counts over micro-batches and biases move, so whatever a second run does
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
@@ -31,7 +32,7 @@ from moecore import (
 )
 from moecore.base.streams import ToHost
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.shortage import Holder
+from moecore.moe.shortage import Capacity, Holder, Shortage
 from moecore.parallel.attached import attached, capacity_of
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward, rerun
@@ -348,6 +349,61 @@ def turns(**options: Any) -> list[str]:
     return found
 
 
+class RowLimit(Holder):
+    """Buffers with room for `factor` rows."""
+
+    option = "rows"
+
+    def __init__(self, factor: float) -> None:
+        self.limit = factor
+        words = torch.zeros(2, dtype=torch.int32)
+        self.shortage = Shortage(words=words, report=torch.zeros(1, dtype=torch.int32), even=1.0)
+
+    @property
+    def factor(self) -> float:
+        return self.limit
+
+    @property
+    def shortages(self) -> Sequence[Shortage]:
+        return [self.shortage]
+
+    def resize(self, factor: float) -> None:
+        self.limit = factor
+
+    def error(self, shortage: Shortage) -> RuntimeError:
+        return RuntimeError(self.option)
+
+    def wait(self) -> None:
+        pass
+
+    def hold(self, rows: int) -> None:
+        self.shortage.words.copy_(torch.tensor([rows, rows > self.limit]))
+
+
+def limited_on_one_rank() -> list[Any]:
+    """Return how often each rank runs and drops a step that is too large for the last rank.
+
+    The other ranks have no limit, like a pipeline stage without MoE layers.
+    """
+    limit = RowLimit(1.0) if dist.get_rank() == WORLD - 1 else None
+    cpu = torch.device("cpu")
+    reruns = rerun.Reruns([Capacity(limit, device=cpu)], cpu)
+    asks: list[Any] = [None] * WORLD
+    dist.all_gather_object(asks, reruns.is_short() is not None)
+    runs, drops = [], []
+
+    def run() -> None:
+        runs.append("run")
+        if limit is not None:
+            limit.hold(3)
+
+    if all(asks):  # else the last rank would wait for the others
+        reruns.run(run, lambda: drops.append("drop"), [])
+    found: list[Any] = [None] * WORLD
+    dist.all_gather_object(found, (len(runs), len(drops), None if limit is None else limit.factor))
+    return found
+
+
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = compared()
     everyone: list[Any] = [None] * WORLD
@@ -356,7 +412,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return (
         found
         | {"replayed": everyone, "loops": loops(), "graphs": graphs()}
-        | {"evaluations": evaluations(), "defaults": defaults()}
+        | {"evaluations": evaluations(), "defaults": defaults(), "one": limited_on_one_rank()}
         | {"turns": [turns(row_factor=4.0), turns(row_factor=0.5), turns(memory=PAGES_2)]}
     )
 
@@ -380,6 +436,14 @@ def test_a_step_that_runs_again_has_the_bits_of_one_with_room(
     assert list(others) == [[]] * WORLD
     assert all(found == factors[0] for found in factors)
     assert all(factors[0][option] > was for option, was in GROWN[case].items())
+
+
+def test_a_step_that_is_too_large_for_the_only_limited_rank_runs_again_on_every_rank(
+    results: dict[str, Any],
+) -> None:
+    runs_and_drops = [found[:2] for found in results["one"]]
+    assert runs_and_drops == [(2, 1)] * WORLD
+    assert results["one"][-1][2] >= 3.0  # the rows that the step needed
 
 
 def test_a_longer_batch_of_one_rank_enlarges_the_buffers_that_nobody_asked_for(
