@@ -15,6 +15,8 @@ from moecore.kernels.linear_attention import DeltaRule
 from tests.kernels.linear_attention.oracle import convolution_ref, delta_rule_ref
 
 H, h, K, V, D, W = 3, 1, 4, 8, 4, 4
+KINDS = ("delta", "by channel", "no rates", "unaligned")
+UNALIGNED = (6, 10)  # key and value dims whose rows are no multiples of 16 bytes
 
 
 def linear_errors(
@@ -23,13 +25,14 @@ def linear_errors(
     """Return the largest errors of outputs and gradients of this rank's tokens, by the fp64."""
     B, T, documents = batch
     g = torch.Generator().manual_seed(3)
-    shapes = [(B, T, h, K), (B, T, h, K), (B, T, H, V), (B, T, H), (B, T, H), (B, T, D)]
+    k_dim, v_dim = UNALIGNED if kind == "unaligned" else (K, V)
+    shapes = [(B, T, h, k_dim), (B, T, h, k_dim), (B, T, H, v_dim), *[(B, T, H)] * 2, (B, T, D)]
     if kind == "by channel":
-        shapes[3] = (B, T, H, K)
+        shapes[3] = (B, T, H, k_dim)
     q, k, v, decays, betas, x = (torch.randn(s, generator=g) for s in shapes)
     leaves = [q, k, v, -decays.square() / 8, betas.sigmoid(), x]
     weight, bias = torch.randn(D, W, generator=g), torch.randn(D, generator=g)
-    do, dy = (torch.randn(s, generator=g) for s in ((B, T, H, V), (B, T, D)))
+    do, dy = (torch.randn(s, generator=g) for s in ((B, T, H, v_dim), (B, T, D)))
     sequence, borders = Sequence(), [T * row for row in range(B + 1)]
     if packed:
         borders = documents

@@ -22,6 +22,7 @@ from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import attention_backward
 from moecore.kernels.zigzag import held_tokens, row_borders
+from tests.attention.linear_cases import KINDS as LINEAR_KINDS
 from tests.attention.linear_cases import linear_errors, linear_half_ratios
 from tests.attention.sparse_cases import KINDS, sparse_errors
 from tests.helpers.ranks import run_ranks
@@ -164,7 +165,7 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
                 results[name, size, packed] = errors(cp, name, packed)
         for packed in (False, True) if rank < size else ():
             cp = ContextParallel(group)
-            for kind in ("delta", "by channel", "no rates"):
+            for kind in LINEAR_KINDS:
                 found = linear_errors(cp, BATCHES[size], packed, kind)
                 results["linear", size, packed, kind] = found
             for kind in KINDS:
@@ -206,7 +207,7 @@ def test_states_and_tokens_of_linear_attention_go_from_piece_to_piece(
     results: dict[Any, Any],
 ) -> None:
     found = {key: values for key, values in results.items() if key[0] == "linear"}
-    assert len(found) == 18
+    assert len(found) == 6 * len(LINEAR_KINDS)
     assert not {key: values for key, values in found.items() if not max(values) <= 1e-6}
 
 

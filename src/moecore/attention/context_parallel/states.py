@@ -122,7 +122,11 @@ def rule_over_ranks(rule: DeltaRule, pieces: HeldPieces) -> Tensor:
 
 def _read(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
     """Return [t, H, v]: each token's r times the state of its piece."""
-    (t, H, _), num = r_tHk.shape, len(states_PHkv)
+    (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
+    multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes
+    if k % multiple or v % multiple:
+        r_tHk = F.pad(r_tHk, (0, -k % multiple))
+        states_PHkv = F.pad(states_PHkv, (0, -v % multiple, 0, -k % multiple))
     ends = borders[1:] + t * torch.arange(H, dtype=torch.int32, device=borders.device)[:, None]
     r_Htk, states_HPkv = r_tHk.transpose(0, 1), states_PHkv.transpose(0, 1)
     outs = []
@@ -131,7 +135,7 @@ def _read(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
         offsets = (ends[part] - part.start * t).flatten()
         rows = r_Htk[part].flatten(0, 1)
         outs.append(F.grouped_mm(rows, states_HPkv[part].flatten(0, 1), offs=offsets))
-    return torch.cat(outs).unflatten(0, (H, t)).transpose(0, 1)
+    return torch.cat(outs)[:, :v].unflatten(0, (H, t)).transpose(0, 1)
 
 
 def convolution_over_ranks(
