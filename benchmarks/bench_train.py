@@ -16,8 +16,8 @@ is the slowest rank's. Power and clock are rank 0's, means over those steps. TFL
 per active parameter and causal attention (`models/size.py`); the ceiling is a large square bf16
 product of the same run, on warm GPUs, whatever `--precision` is. Rank 0 prints the row and, if one
 with the same arguments is committed, that one beside it; `--results` appends it to
-<folder>/<day>-<gpu>.jsonl. `over_bf16` is the rate over that of the run without `--precision`,
-which `--against-bf16` makes just before in the same process.
+<folder>/<day>-<gpu>.jsonl. `over_bf16` is the rate over that of the run without `--precision`
+and `--fp8-head`, which `--against-bf16` makes just before in the same process.
 """
 
 from __future__ import annotations
@@ -119,24 +119,22 @@ def main() -> int:
     args = parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
     args.steps, args.routing = max(args.steps, own.warm_up + own.timed), own.routing
     rows: list[Row] = []
-    asked = args.precision
-    for precision in (None, asked) if own.against_bf16 else (asked,):
+    for run in runs_of(own, args):
         try:
-            check_own(own, args, asked)
-            args.precision = precision
-            job = train.build_job(args)
+            check_own(own, args)
+            job = train.build_job(run)
             if own.routing == "balanced":
                 force_even_load(job.model)
             elif own.routing != "learned":
                 force_load(job.model, shares_of(own.routing))
-            if not args.plain_host:
+            if not run.plain_host:
                 bind_to_gpu()
         except ARGUMENT_ERRORS as error:
             return print_rank_error(error, int(os.environ["RANK"]))
         try:
             row = measure(job, own)
         except RUN_ERRORS as error:
-            return print_run_error(error, args)
+            return print_run_error(error, run)
         row["ceiling_tflops"] = ceiling(job.device)
         row["mfu"] = row["tflops_per_gpu"] / row["ceiling_tflops"]
         rows.append(row)
@@ -159,14 +157,20 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def check_own(own: argparse.Namespace, args: argparse.Namespace, precision: str | None) -> None:
+def runs_of(own: argparse.Namespace, args: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return the arguments of each run: with --against-bf16 that without FP8 products is first."""
+    bf16 = argparse.Namespace(**vars(args) | {"precision": None, "fp8_head": False})
+    return [bf16, args] if own.against_bf16 else [args]
+
+
+def check_own(own: argparse.Namespace, args: argparse.Namespace) -> None:
     """Raise ValueError for this script's options where they do not go with the others."""
     if args.cuda_graph and own.warm_up < GRAPH_WARM_UP:
         raise ValueError(
             f"--warm-up ({own.warm_up}) must be >= {GRAPH_WARM_UP} with --cuda-graph, whose "
             "first steps are eager ones and the capture"
         )
-    if own.against_bf16 and precision is None:
+    if own.against_bf16 and args.precision is None:
         raise ValueError("--precision (None) must be set with --against-bf16: use blockwise")
 
 

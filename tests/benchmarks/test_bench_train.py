@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.bench_train import committed
+from benchmarks.bench_train import committed, parse_own, runs_of, train
 
 from tests.benchmarks.forks import rows_of, run
 
@@ -63,6 +63,19 @@ def test_a_wrong_argument_is_one_line(tmp_path: Path) -> None:
     words = f"{ARGUMENTS} --layers 9 --run-dir {tmp_path}".split()
     said = run("bench_train", words, num_ranks=1, code=2)
     assert "--layers (9) must be <= num_layers (2)" in said
+
+
+@pytest.mark.parametrize("more", ["", "--fp8-head", "--fp8-gather --fp8-dispatch --fp8-head"])
+def test_the_baseline_in_bf16_has_no_products_in_fp8(more: str) -> None:
+    """A head in FP8 has no precision to take its recipe from there, and was refused."""
+    own, rest = parse_own(f"--precision blockwise --against-bf16 {more}".split())
+    args = train.parse_arguments(rest)
+    bf16, run = runs_of(own, args)
+    assert train.precision_of(bf16) is None and not bf16.fp8_head
+    precision = train.precision_of(run)
+    assert precision is not None and precision.fp8_head == ("--fp8-head" in more)
+    same = vars(run) | {"precision": None, "fp8_head": False}
+    assert vars(bf16) == same, "nothing else differs"
 
 
 def test_a_row_from_before_an_option_is_one_without_it() -> None:
