@@ -8,6 +8,9 @@ prints.
 
 from __future__ import annotations
 
+if __name__ in ("__main__", "__mp_main__"):
+    import interrupts  # noqa: F401 (first: the imports below take seconds)
+
 import argparse
 import importlib.util
 from dataclasses import dataclass, field, replace

@@ -24,6 +24,9 @@ Legend: A micro-batches of a step, B rows, T tokens of a row.
 
 from __future__ import annotations
 
+if __name__ in ("__main__", "__mp_main__"):
+    import interrupts  # noqa: F401 (first: the imports below take seconds)
+
 import argparse
 import os
 import sys

@@ -23,6 +23,9 @@ Legend: P prompts of a rank, G responses to each, n = P * G.
 
 from __future__ import annotations
 
+if __name__ in ("__main__", "__mp_main__"):
+    import interrupts  # noqa: F401 (first: the imports below take seconds)
+
 import argparse
 import copy
 import os

@@ -51,7 +51,10 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     ranks = torch.multiprocessing.spawn(
         _start_rank, (run_rank, args), nprocs=world_size, join=False
     )
-    before = signal.signal(signal.SIGTERM, _raise_terminated)
+    handlers = {signal.SIGTERM: _raise_terminated, signal.SIGINT: signal.default_int_handler}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a background job
+        del handlers[signal.SIGINT]
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         return _wait(ranks)
     except KeyboardInterrupt:
@@ -59,7 +62,8 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     except Terminated:
         return 128 + signal.SIGTERM
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         _end(ranks)
 
 

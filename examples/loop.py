@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -39,7 +41,7 @@ from metrics import Launched, Metrics, Moment, memory_gib, peak_tflops
 from options import DEGREES, compute_dtype, loss_scale
 from profiling import check_profile, traced
 from report import Report, make_run_dir
-from resume import KEPT_CHECKPOINTS, checkpoint_dir, resume
+from resume import KEPT_CHECKPOINTS, checkpoint_dir, continuation, resume
 from schedule import is_due, lr_at
 
 from moecore import Meshes, TrainStep
@@ -139,7 +141,11 @@ def start(
         make_run_dir(args.run_dir)
     except ARGUMENT_ERRORS as error:
         return print_error(error)
-    return launch(run_rank, args, world_size)
+    code = launch(run_rank, args, world_size)
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        name = os.path.basename(sys.argv[0])
+        print(f"{name}: stopped: {continuation(args)}", file=sys.stderr, flush=True)
+    return code
 
 
 def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]) -> int:

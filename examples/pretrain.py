@@ -26,6 +26,9 @@ the ranks, native.py the model.
 
 from __future__ import annotations
 
+if __name__ in ("__main__", "__mp_main__"):
+    import interrupts  # noqa: F401 (first: the imports below take seconds)
+
 import argparse
 import os
 import shutil

@@ -68,5 +68,16 @@ def resume(
     return extra["step"]
 
 
+def continuation(args: argparse.Namespace) -> str:
+    """Return from where the same command would go on, for the user who has stopped a run."""
+    try:
+        newest = latest(checkpoint_dir(args))
+    except (OSError, ValueError) as error:
+        return str(error)
+    if newest is None:
+        return "there is no checkpoint yet, so the same command starts from the beginning"
+    return f"the same command continues from {newest}"
+
+
 def checkpoint_dir(args: argparse.Namespace) -> Path:
     return args.run_dir / CHECKPOINTS

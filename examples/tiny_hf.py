@@ -9,6 +9,9 @@ about functions of Python's standard library, and what their docstrings answer.
 
 from __future__ import annotations
 
+if __name__ in ("__main__", "__mp_main__"):
+    import interrupts  # noqa: F401 (first: the imports below take seconds)
+
 import argparse
 import ast
 import json

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import moecore
 from moecore.cli import main
 from moecore.io import latest, load, save
 from moecore.io.hf.export import export_hf
@@ -402,3 +405,18 @@ def test_an_error_is_a_line_of_bounded_length(home, capsys, monkeypatch, text):
     code, _, err = run(capsys, "inspect", home / "run")
     assert code == 1 and err.count("\n") == 1 and len(err) < 2100 and err.strip().isprintable()
     assert err.startswith("moecore: name (") and err.endswith(") must be shorter: fix it\n")
+
+
+@pytest.mark.parametrize("command", ["-m moecore", "-c 'from moecore.__main__ import main'"])
+def test_an_interrupt_of_the_command_line_itself_is_no_traceback(command, tmp_path):
+    """Before `main` runs: as a module, and as the installed script imports it."""
+    script = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "argparse.py").write_text(script)
+    path = os.pathsep.join([str(tmp_path), str(Path(moecore.__file__).parents[1])])
+    found = subprocess.run(
+        [sys.executable, *shlex.split(command)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "")

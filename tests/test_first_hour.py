@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -422,3 +424,17 @@ def test_without_triton_all_imports_and_a_decoder_trains() -> None:
     if installed:
         expected = "triton (None) must be installed for torchtitan"
     assert done.stdout.startswith(expected), done.stdout
+
+
+def test_make_venv_is_never_silent_for_long() -> None:
+    """pip prints nothing while it downloads or unpacks gigabytes."""
+    script = (Path(__file__).parents[1] / "tools" / "make_venv.sh").read_text()
+    begin = script.index("STILL_S=")
+    progress = script[begin : script.index("\n}\n", begin) + 3]
+    pip = "sleep 0.5; printf '  Downloading torch'; sleep 0.5; echo '.whl (9 GB)'; sleep 0.5"
+    run = f'set -eu; say() {{ echo "$*"; }}; {progress} STILL_S=0.2; ({pip}) | progress'
+    lines = subprocess.check_output(["bash", "-c", run], text=True).splitlines()
+    assert re.fullmatch(r"\d+ s: still resolving packages", lines[0])
+    named = [line.partition(": ")[2] for line in lines]
+    place = named.index("Downloading torch.whl (9 GB)")
+    assert named[place + 1] == "still downloading torch.whl (9 GB)"

@@ -20,13 +20,25 @@ say() { echo "make_venv: $*"; }
 die() { say "$*" >&2; exit 1; }
 minor_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
 
-progress() { # what pip takes time for, one line each, with the seconds so far
-    local line
-    while read -r line; do
+STILL_S=10
+progress() { # what pip takes time for, one line each with the seconds so far, and one every STILL_S while it is silent
+    local line="" part doing="resolving packages" code
+    while :; do
+        code=0; IFS= read -r -t "$STILL_S" part || code=$?
+        line+=$part
+        if [ "$code" -gt 128 ]; then # no line yet
+            say "$SECONDS s: still ${doing:0:72}"
+            continue
+        fi
+        line=${line#"${line%%[![:space:]]*}"} # without the spaces in front
         case $line in
         *.metadata*) ;;
-        "Downloading "*|"Using cached "*|"Building wheel"*|"Installing "*) say "$SECONDS s: ${line:0:80}" ;;
+        "Downloading "*|"Using cached "*|"Building wheel"*|"Installing "*)
+            doing=${line,}
+            say "$SECONDS s: ${line:0:80}" ;;
         esac
+        [ "$code" -eq 0 ] || break
+        line=""
     done
 }
 
@@ -89,7 +101,9 @@ fi
 if [ -x "$py" ] && "$py" -c '' 2>/dev/null; then
     had=$(minor_of "$py") now=$(minor_of "$base")
     [ "$had" = "$now" ] || die ".venv has Python $had but $base is $now: remove .venv or set PYTHON"
-else # some distributions split ensurepip off; the base's own pip may still be reachable
+else
+    say "creating .venv with $base"
+    # Some distributions split ensurepip off; the base's own pip may still be reachable
     "$base" -m venv "$venv" >/dev/null 2>&1 || "$base" -m venv --without-pip "$venv" ||
         die "$base cannot create a venv"
 fi
@@ -101,6 +115,7 @@ rm -f "$venv/.ready" "$base_link" "$src_link"
 
 # 3. The base's torch, where there is one.
 constraints=constraints.txt
+say "$SECONDS s: looking for a torch of $base"
 folders=$(base_folders)
 if [ -n "$folders" ]; then
     echo "$folders" >"$base_link"

@@ -1,7 +1,16 @@
-"""`python -m moecore`."""
+"""The command `moecore`, also as `python -m moecore`."""
 
+import os
+import signal
 import sys
 
-from moecore.cli import main
+before = signal.getsignal(signal.SIGINT)
+if before is signal.default_int_handler:  # Ctrl-C while the command line itself is imported
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+try:
+    from moecore.cli import main
+finally:
+    signal.signal(signal.SIGINT, before)
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,6 +6,7 @@ And no rank outlives the launcher. Run as a script, this file launches one that 
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from launch import launch
+
+SCRIPTS = ("train", "pretrain", "finetune_hf", "grpo", "tiny_hf", "balancing")
 
 
 def leave_or_raise(codes: list[int | None]) -> int:
@@ -100,6 +104,44 @@ def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
     finally:
         for launcher in launchers.values():
             launcher.kill()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_interrupt_of_a_scripts_imports_is_no_traceback(script: str, tmp_path: Path) -> None:
+    interrupt = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "torch.py").write_text(interrupt)  # the first that takes long to import
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parents[2] / "examples" / f"{script}.py"), "--help"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_says_where_it_continues(
+    number: int, train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The launcher says it: Ctrl-C of `make demo` ends in one line."""
+    from moecore.io import save  # not where this file is a script, whose ranks start faster so
+
+    loop = importlib.import_module("loop")
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(loop, "launch", lambda *_: 128 + number)
+    args = train.parse_arguments(["--run-dir", str(tmp_path), "--ranks", "1"])
+    model, root = torch.nn.Linear(2, 2), tmp_path / "checkpoints"
+
+    def said() -> str:
+        assert loop.start(train.run_rank, args, lambda world_size: None) == 128 + number
+        return capsys.readouterr().err
+
+    anew = "there is no checkpoint yet, so the same command starts from the beginning"
+    assert said() == f"train.py: stopped: {anew}\n"
+    path = save(root, 3, model, None)
+    assert said() == f"train.py: stopped: the same command continues from {path}\n"
+    (root / "latest").write_text("damaged")
+    assert "Traceback" not in (line := said()) and line.count("\n") == 1 and str(root) in line
 
 
 if __name__ == "__main__":
