@@ -29,6 +29,7 @@ from moecore.base.torch_names import local_of
 from moecore.families import use_causal_attention
 from moecore.models import Decoder, DecoderConfig, SparseKeysConfig, preset
 from moecore.rl import PPO, Engine, OwnObjective, Rollouts
+from tests.families.transformers.family_models import freeze_indexers, tiny_model
 from tests.families.transformers.hf_models import random_model
 from tests.rl.engine_cases import (
     OBJECTIVES,
@@ -238,3 +239,35 @@ def test_linear_and_sparse_attention_are_refused() -> None:
         engine_of = engines_of(Decoder(refused), torch.float32)
         with pytest.raises(ValueError, match=message):
             engine_of(64, batch_invariant=True)
+
+
+SHORT_AND_LONG = dict(
+    rope_type="longrope",
+    short_factor=[1.0] * 4,
+    long_factor=[2.0, 3.0, 4.0, 5.0],
+    factor=4.0,
+    original_max_position_embeddings=8,
+)
+DYNAMIC = dict(rope_type="dynamic", factor=4.0, original_max_position_embeddings=8)
+
+
+@pytest.mark.parametrize("rope", [DYNAMIC, SHORT_AND_LONG], ids=lambda rope: rope["rope_type"])
+def test_angles_of_the_longest_sequence_are_refused(rope: dict[str, Any]) -> None:
+    """A sequence beside a longer one would be rotated by the angles of the longer one."""
+    sizes = dict(max_position_embeddings=8, rope_parameters=rope | {"rope_theta": 1e4})
+    model = random_model("qwen3-moe", **sizes)
+    use_causal_attention(model)
+    engine_of = engines_of(model, torch.float32)
+    message = f"rope_type of 'model.rotary_emb' .'{rope['rope_type']}'. must have angles"
+    with pytest.raises(ValueError, match=message):
+        engine_of(64, batch_invariant=True)
+    with pytest.raises(ValueError, match="cu_seqlens must be None for a model with rope_type"):
+        engine_of(64).log_probs(many(61))
+
+
+def test_sparse_attention_of_transformers_is_refused() -> None:
+    model = tiny_model("deepseek_v32")
+    use_causal_attention(model)
+    freeze_indexers(model)
+    with pytest.raises(ValueError, match=r"a layer of sparse attention .* must not be in"):
+        engines_of(model, torch.float32)(64, batch_invariant=True)

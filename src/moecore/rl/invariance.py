@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from moecore.families.transformers.longest import longest_position_readers
+from moecore.families.transformers.sparse_attention import sparse_layers
 from moecore.kernels.invariant import batch_invariant
 from moecore.moe.dispatch.by_choice import ByChoice
 from moecore.moe.dispatch.local import LocalDispatcher
@@ -69,6 +71,11 @@ def _obstacles(model: nn.Module, found: Attached) -> Iterator[tuple[str, Any, st
     types = getattr(config, "layer_types", None) or ()
     if "linear_attention" in types:
         yield "layer_types", "'linear_attention'", "have attention alone"
+    for layer in sparse_layers(model):
+        yield "a layer of sparse attention", type(layer).__name__, "not be in the model"
+    for name, rope_type, _ in longest_position_readers(model):
+        fix = "have angles that do not depend on the longest sequence of a row, as 'yarn' has,"
+        yield f"rope_type of {name!r}", repr(rope_type), fix
     if linear := getattr(config, "linear_attention", None):
         yield "linear_attention", linear, "be None"
     if sparse := getattr(getattr(config, "mla", None), "sparse", None):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,10 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moecore import BalanceConfig, CapacityConfig
+from moecore import (
+    BalanceConfig,
+    CapacityConfig,
+    ContextOptions,
+    ParallelConfig,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.families.transformers.attention import _causal_attention
+from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.packing import PackedCollator
 from tests.families.transformers.family_models import freeze_indexers, tiny_model
@@ -258,3 +268,103 @@ def test_documents_of_a_model_that_mixes_otherwise_are_refused() -> None:
     model(input_ids=ids)
     with pytest.raises(ValueError, match=r"cu_seqlens must be None for a model with layer_types"):
         model(input_ids=ids, cu_seqlens=torch.tensor([0, 16, 32]))
+
+
+HEADS_OF_CLASSES = {
+    "TokenClassification": "ForTokenClassification",
+    "SequenceClassification": "ForSequenceClassificationLoss",
+    "QuestionAnswering": "ForQuestionAnsweringLoss",
+}
+
+
+def with_head(head: str) -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, **HEADS, num_experts=4, moe_intermediate_size=16, pad_token_id=0
+    )
+    return getattr(transformers, f"Qwen3MoeFor{head}")(config)
+
+
+class WithBonus(transformers.Qwen3MoeForCausalLM):
+    """Adds a term to the loss, whose mean over a rank's tokens is not that over all tokens."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.loss = self.loss_function(out.logits, kwargs["labels"], 99) + out.logits.mean()
+        return out
+
+
+def loss_set_by_user() -> nn.Module:
+    model = make(causal=False)
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().mean()
+    return model
+
+
+OTHER_LOSSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    **{
+        head: (partial(with_head, head), rf"its loss \({loss}\) is not ForCausalLMLoss")
+        for head, loss in HEADS_OF_CLASSES.items()
+    },
+    "no head": (lambda: make(causal=False).model, "its forward has no loss"),
+    "a loss of the user": (loss_set_by_user, r"its loss \(<lambda>\) is not ForCausalLMLoss"),
+    "a forward of the user": (
+        lambda: WithBonus(make(causal=False).config),
+        "its forward is not transformers' own",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_LOSSES)
+def test_losses_that_are_no_sum_over_tokens_are_refused_over_cp(kind: str) -> None:
+    build, message = OTHER_LOSSES[kind]
+    for options in (ContextOptions(), ContextOptions(dynamic=True)):
+        with pytest.raises(NotImplementedError, match=rf"^cp \(2\) must be 1 for .*{message}"):
+            CausalContext(build()).context_options(options, 2, 1)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("head", ["SequenceClassification", "QuestionAnswering"])
+def test_documents_of_a_head_of_whole_rows_are_refused(head: str, told: bool) -> None:
+    """The head would read one token, or all, of a row that holds several documents."""
+    model = with_head(head)
+    if told:
+        use_causal_attention(model)
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
+    packed = dict(cu_seqlens=torch.tensor([0, 8, 16, 32]), position_ids=torch.arange(16)[None] % 8)
+    message = rf"a head of whole rows \(For{head}Loss of Qwen3MoeFor{head}\)"
+    with pytest.raises(ValueError, match=rf"cu_seqlens must be None for a model with {message}"):
+        model(input_ids=TOKENS, **packed)
+
+
+def test_documents_of_a_head_of_tokens_are_kept_apart() -> None:
+    model, cuts = with_head("TokenClassification").eval(), [0, 5, 16, 32]
+    with torch.no_grad():
+        alone = [model(input_ids=TOKENS.view(1, -1)[:, a:b]).logits for a, b in pairwise(cuts)]
+        use_causal_attention(model)
+        got = model(input_ids=TOKENS, cu_seq_lens_q=torch.tensor(cuts)).logits
+    torch.testing.assert_close(got.view(1, 32, -1), torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "short_mscale"])
+def test_documents_that_would_share_angles_are_refused(rope_type: str, told: bool) -> None:
+    rope = dict(rope_type=rope_type, rope_theta=1e4, factor=4.0)
+    rope |= dict(original_max_position_embeddings=8)
+    if rope_type == "longrope":
+        rope |= dict(short_factor=[1.0] * 8, long_factor=[2.0] * 8)
+    if rope_type == "short_mscale":  # of a rotary embedding with factors for short and long rows
+        model = tiny_model("phimoe")
+        model.model.rotary_emb.rope_type = "yarn"
+    else:
+        model = make(causal=False, rope_parameters=rope)
+    name, value = "model.rotary_emb", model.model.rotary_emb.rope_type
+    if told:
+        use_causal_attention(model)
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
+    ids = TOKENS % 61
+    packed = dict(cu_seqlens=torch.tensor([0, 8, 16, 32]), position_ids=torch.arange(16)[None] % 8)
+    message = rf"rope_type \('{value}'\) of {name}, which reads the longest position of all rows"
+    with pytest.raises(ValueError, match=rf"cu_seqlens must be None for a model with {message}"):
+        model(input_ids=ids, **packed)
+    if not told:
+        with pytest.raises(ValueError, match=f"position_ids must be of rows .* with {message}"):
+            model.train()(input_ids=ids, position_ids=packed["position_ids"].expand(2, -1))

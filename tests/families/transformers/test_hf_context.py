@@ -52,6 +52,16 @@ TINY = (  # of `tiny_model`: linear or sparse attention, and experts behind a ro
 )
 CALM = 0.005  # a rate at whose second step stock transformers is near fp64, too
 BALANCED = BalanceConfig(sequence_coef=0.3)
+DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
+# Rows of 32 tokens are long, but of four cp ranks only the first has positions beyond 27.
+SHORT_OR_LONG = dict(
+    rope_type="longrope",
+    rope_theta=1e4,
+    short_factor=[1.0] * 4,
+    long_factor=[2.0, 3.0, 4.0, 5.0],
+    factor=4.0,
+    original_max_position_embeddings=28,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +100,24 @@ CASES = {
     ),
     "qwen3, gathered, rows": Case(
         family="qwen3-moe", parallel=dict(cp=4, ep=2, etp=1 + HAS_SEPARATE_PIECES), way="allgather"
+    ),
+    "qwen3, dynamic frequencies, rows": Case(
+        family="qwen3-moe",
+        parallel=dict(cp=2, ep=2),
+        options=dict(max_position_embeddings=8, rope_parameters=DYNAMIC),
+    ),
+    "qwen3, long or short frequencies, rows": Case(
+        family="qwen3-moe",
+        parallel=dict(cp=4, ep=2),
+        way="allgather",
+        options=dict(rope_parameters=SHORT_OR_LONG),
+    ),
+    "qwen3, dynamic frequencies, a cp for each group": Case(
+        family="qwen3-moe",
+        parallel=dict(ep=4),
+        loss="sum",
+        cps=(2, 2),
+        options=dict(max_position_embeddings=8, rope_parameters=DYNAMIC),
     ),
     "qwen3, documents balanced": Case(
         family="qwen3-moe",
@@ -403,6 +431,12 @@ def refuse() -> None:
     refused("qwen3-moe", ValueError, "logits_to_keep must be left out", logits_to_keep=1)
     refused(
         "qwen3-moe", ValueError, "attention_mask must be None", attention_mask=torch.ones(2, 32)
+    )
+    refused(
+        "qwen3-moe",
+        ValueError,
+        r"token_type_ids \(2, 32\) must be left out under context parallelism",
+        token_type_ids=torch.ones(2, 32),
     )
 
 

@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from moecore.attention.context_parallel.held import ContextParallel
 from moecore.attention.sequence import Sequence
+from moecore.base.fields import shown
 from moecore.base.options.context import ContextOptions
 from moecore.families.transformers.attention import use_causal_attention
+from moecore.families.transformers.head import IS_SCORED
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.rows import (
     READER,
@@ -27,10 +29,17 @@ from moecore.families.transformers.rows import (
     why_whole,
 )
 from moecore.families.transformers.sparse_attention import sparse_layers
-from moecore.families.transformers.stock import has_stock_loss
+from moecore.families.transformers.stock import (
+    CAUSAL_LOSS,
+    has_causal_loss,
+    is_stock,
+    loss_of_class,
+)
 from moecore.models.loss import count_labels
 from moecore.models.tensor_parallel import sum_value
 
+# Tensors of whole rows that are cut with the tokens.
+CUT = ("input_ids", "labels", "shift_labels", "position_ids", "padding_mask")
 KEYS_TRAVEL = ("p2p", "a2a+p2p")  # ways without windows
 
 
@@ -44,9 +53,7 @@ class CausalContext:
         """Return the way of attention over cp ranks; see `ContextOptions.resolve`."""
         name, other = type(self.model).__name__, why_whole(self.model)
         problem = None if other is None else f"{other} needs whole rows on a rank"
-        if not has_stock_loss(self.model):
-            problem = "its forward has no loss of transformers' loss_function"
-        if problem is not None:
+        if (problem := problem or _why_no_causal_model(self.model)) is not None:
             raise NotImplementedError(
                 f"cp ({cp}) must be 1 for {name}, because {problem}: leave out "
                 "ParallelConfig.cp and ContextOptions.dynamic"
@@ -100,12 +107,20 @@ class CausalContext:
                     "rows, and read the logits of this rank's tokens"
                 )
         reader: RowReader = getattr(self.model, READER)
-        sequence = reader.sequence_of(tokens_of(args, kwargs), kwargs)
+        tokens = tokens_of(args, kwargs)
+        _refuse_tensors_of_rows(kwargs, tokens)
+        sequence = reader.sequence_of(tokens, kwargs)
         kwargs = {n: value for n, value in kwargs.items() if n != "cp"} | {SEQUENCE: sequence}
         if kwargs.get("labels") is None:
             return args, kwargs
+        if not hasattr(model, IS_SCORED) and not has_causal_loss(model):
+            raise ValueError(
+                f"loss_function ({shown(model.loss_function)}) must be transformers' "
+                f"{CAUSAL_LOSS} under context parallelism, where a rank has a part of each row: "
+                "set it back, or use cp=1"
+            )
         shifted_BT = shifted_labels(kwargs)
-        if kwargs.get("num_items_in_batch") is None:  # a loss that was registered
+        if kwargs.get("num_items_in_batch") is None:
             kwargs["num_items_in_batch"] = count_labels(shifted_BT).clamp(min=1)
         own_BT = sequence.own(shifted_BT)
         return args, kwargs | {"labels": own_BT, "shift_labels": own_BT}
@@ -122,6 +137,30 @@ class CausalContext:
             return (sum_value(output[0], group), *output[1:])
         output.loss = sum_value(output.loss, group)
         return output
+
+
+def _why_no_causal_model(model: Any) -> str | None:
+    """Return why the losses of a rank's tokens do not add up to a model's loss; None = they do."""
+    function = model.loss_function
+    if loss_of_class(model) is None:
+        return "its forward has no loss of transformers' loss_function"
+    if not has_causal_loss(model):
+        name = getattr(function, "__name__", type(function).__name__)
+        return f"its loss ({name}) is not {CAUSAL_LOSS}, that of a causal language model"
+    if "forward" in vars(model) or not is_stock(type(model).forward):
+        return "its forward is not transformers' own, and may compute more than that loss"
+    return None
+
+
+def _refuse_tensors_of_rows(given: Mapping[str, Any], tokens: Tensor) -> None:
+    """Raise for a tensor of all tokens which would not be cut with them."""
+    for name, value in given.items():
+        is_of_rows = isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]
+        if is_of_rows and name not in CUT:
+            raise ValueError(
+                f"{name} {tuple(value.shape)} must be left out under context parallelism, where a "
+                f"rank has a part of each row: of tensors of tokens only {', '.join(CUT)} are cut"
+            )
 
 
 def _refuse_router_logits(asked: Any) -> None:

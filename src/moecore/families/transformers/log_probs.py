@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from moecore.families.transformers.head import IS_SCORED, Logits
 from moecore.families.transformers.rows import READER, SEQUENCE
-from moecore.families.transformers.stock import has_stock_loss, named, outermost, parameters_of
+from moecore.families.transformers.stock import (
+    CAUSAL_LOSS,
+    loss_of_class,
+    named,
+    outermost,
+    parameters_of,
+)
 from moecore.models.log_probs import LogProbLoss
 
 ARGUMENT = "log_prob_loss"  # of a forward
@@ -40,10 +46,11 @@ def _enter(
     if ARGUMENT not in kwargs:
         return None
     loss: LogProbLoss = kwargs[ARGUMENT]
-    if not has_stock_loss(model):
+    if (name := loss_of_class(model)) != CAUSAL_LOSS:
         raise NotImplementedError(
-            f"log_prob_loss must be of a model whose forward calls loss_function, which that of "
-            f"{type(model).__name__} does not: compute log-probabilities from its logits"
+            f"log_prob_loss must be of a causal language model, whose forward calls loss_function: "
+            f"the loss of {type(model).__name__} is {name or 'its own'}, so compute "
+            "log-probabilities from its logits"
         )
     if kwargs.get("cu_seqlens") is not None and not hasattr(model, READER):
         raise ValueError(

@@ -36,9 +36,12 @@ from moecore.base.torch_names import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.experts import has_vision_experts, kinds_of
 from moecore.families.transformers.linear_attention import SEQUENCE, linear_layers
+from moecore.families.transformers.longest import LongestPosition, longest_position_readers
 from moecore.families.transformers.sparse_attention import sparse_layers
 from moecore.families.transformers.stock import (
-    has_stock_loss,
+    CAUSAL_LOSS,
+    has_causal_loss,
+    loss_of_class,
     named,
     outermost,
     parameters_of,
@@ -53,7 +56,8 @@ LONGEST = ("max_seqlen", "max_length_q")
 OWN = ("cu_seqlens", "max_seqlen", "padding_mask", "num_tokens")
 TOKENS = ("input_ids", "inputs_embeds")
 READ = (*DOCUMENTS, *LONGEST, "padding_mask", "num_tokens", "cu_seq_lens_k", "max_length_k")
-CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of that loss
+# Losses of transformers that are sums over tokens; others read a whole row, such as its last token.
+TOKEN_LOSSES = (CAUSAL_LOSS, "ForTokenClassification", "ForMaskedLMLoss")
 NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
 # Layers that mix tokens by attention alone, or not at all.
 KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
@@ -69,8 +73,9 @@ class RowReader:
     def __init__(self, model: nn.Module) -> None:
         self.cp: ContextParallel | None = None  # ranks that hold parts of rows; None = this one all
         self.groups: Mapping[int, ContextParallel] = {}  # by the cp of a forward
-        self._other = why_whole(model)
+        self._other = why_whole(model) or why_one_document(model)
         base: Any = model.base_model
+        self._longest = LongestPosition(base)
         model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.attach(model)
@@ -135,8 +140,9 @@ class RowReader:
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = sequence.positions_BT
+        B, T = tokens.shape[:2]
+        self._longest.begin(None if sequence.held is None else T)
         if sequence.held is not None:
-            B, T = tokens.shape
             if positions is None:
                 positions = torch.arange(T, device=tokens.device)[None]
             positions = sequence.own(positions.expand(B, T))
@@ -181,7 +187,12 @@ class MaskReader:
             return
         begins = (places_BT[:, 1:] == 0).nonzero().tolist()  # the place before one of them
         text = self._model.config.get_text_config()
-        other = _other_kind(text)
+        other, of_documents = _other_kind(text), why_one_document(self._model)
+        if begins and of_documents is not None:
+            raise ValueError(
+                f"position_ids must be of rows of one sequence each for a model with "
+                f"{of_documents}, which does not keep documents apart: give such rows"
+            )
         if begins and other is not None:
             self._unchecked.clear()
             warnings.warn(
@@ -212,10 +223,11 @@ class MaskReader:
     def _sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
         cu_seqlens, mask_BT = given.get("cu_seqlens"), given.get("padding_mask")
         if cu_seqlens is not None:
-            other = why_whole(self._model, is_told=False)
+            of_documents = why_one_document(self._model)
+            other = why_whole(self._model, is_told=False) or of_documents
             if other is not None:
                 fix = "give rows of one sequence each"
-                if why_whole(self._model) is None:
+                if why_whole(self._model) is None and of_documents is None:
                     fix = "call use_causal_attention(model)"
                 raise ValueError(
                     f"cu_seqlens must be None for a model with {other}, which does not keep "
@@ -352,10 +364,8 @@ def _refuse_lost_labels(given: Kwargs) -> None:
 
 def _divides_by_labels(model: Any) -> bool:
     """Whether a model's loss is transformers' of a causal language model, and gets arguments."""
-    if not has_stock_loss(model):
-        return False
     hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters_of(type(model).forward).values())
-    return hands_on and getattr(model.loss_function, "__name__", "") == CAUSAL_LOSS
+    return hands_on and has_causal_loss(model)
 
 
 def shifted_labels(given: Kwargs) -> Tensor:
@@ -400,6 +410,16 @@ def why_whole(model: nn.Module, *, is_told: bool = True) -> str | None:
         is_convolution = isinstance(module, CONVOLUTIONS) and module not in apart
         if is_convolution or getattr(module, "is_causal", True) is False:
             return f"{name} ({type(module).__name__})"
+    return None
+
+
+def why_one_document(model: nn.Module) -> str | None:
+    """Return what of a model needs rows of one document each, which cp may cut; None = nothing."""
+    for name, rope_type, _ in longest_position_readers(model):
+        return f"rope_type ({rope_type!r}) of {name}, which reads the longest position of all rows"
+    loss = loss_of_class(model)
+    if loss is not None and loss not in TOKEN_LOSSES:
+        return f"a head of whole rows ({loss} of {type(model).__name__})"
     return None
 
 

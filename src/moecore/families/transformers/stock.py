@@ -19,6 +19,7 @@ from moecore.moe.layer import LayerLayout
 
 OWNERS = ("transformers", "torch")
 WAY_OUT = "or pass an adapter of yours, see docs/adapters.md"
+CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of the loss of a causal language model
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
 
 
@@ -59,9 +60,25 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
     return frozenset(getattr(code, "co_names", ()))
 
 
-def has_stock_loss(model: nn.Module) -> bool:
-    """Whether a model's forward calls the `loss_function` of transformers."""
-    return "loss_function" in names_in_forward(model)
+def loss_of_class(model: Any) -> str | None:
+    """Return the name of the loss that transformers gives a model's class; None without one.
+
+    A `loss_function` that was set on the model is not read.
+    """
+    if "loss_function" not in names_in_forward(model):
+        return None
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    function = LOSS_MAPPING.get(getattr(model, "loss_type", None), LOSS_MAPPING["ForCausalLM"])
+    return str(function.__name__)
+
+
+def has_causal_loss(model: Any) -> bool:
+    """Whether a model's forward computes transformers' own loss of a causal language model."""
+    if loss_of_class(model) != CAUSAL_LOSS:
+        return False
+    function = model.loss_function
+    return is_stock(function) and getattr(function, "__name__", "") == CAUSAL_LOSS
 
 
 def runs_class_forward(module: nn.Module, name: str) -> bool:
