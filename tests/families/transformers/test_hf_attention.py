@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.families.transformers.attention import _causal_attention
 from moecore.families.transformers.context import CausalContext
-from moecore.families.transformers.linear_attention import SEQUENCE
+from moecore.families.transformers.linear_attention import SEQUENCE, linear_layers
 from moecore.packing import PackedCollator
 from tests.families.transformers.family_models import freeze_indexers, tiny_model
 from tests.families.transformers.hf_models import (
@@ -212,6 +213,28 @@ def test_documents_of_other_attention_are_those_of_transformers(family: str) -> 
             return
         with pytest.raises(ValueError, match=r"use_cache \(True\) must be False for linear"):
             model(ids, cu_seq_lens_q=torch.tensor(cuts), use_cache=True)
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "nemotron_h"])
+def test_time_steps_of_documents_have_the_limits_of_the_model(family: str) -> None:
+    """Against the stock model, whose limits cut steps at both ends."""
+    cuts, ids, found = [0, 3, 16, 32], TOKENS % 61, []
+    for kind in ("unlimited", "one by one", "packed"):
+        model = tiny_model(family)
+        for layer in linear_layers(model):
+            layer.time_step_limit = (0.0, math.inf) if kind == "unlimited" else (0.5, 0.7)
+        if kind == "packed":
+            use_causal_attention(model)
+            logits = model(ids, cu_seq_lens_q=torch.tensor(cuts)).logits.view(1, 32, -1)
+        else:
+            rows = [ids.view(1, -1)[:, a:b] for a, b in pairwise(cuts)]
+            logits = torch.cat([model(row).logits for row in rows], 1)
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+        (logits * weights).sum().backward()
+        found.append({"logits": logits.detach()} | whole_gradients(model))
+    unlimited, want, got = found
+    assert worst(unlimited, want)[0] > 1e-2
+    assert worst(got, want)[0] <= 1e-4
 
 
 def test_a_moe_layer_whose_block_has_no_attention_is_told_of_documents_and_padding() -> None:
