@@ -6,6 +6,7 @@ import inspect
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from transformers.trainer_callback import ExportableState
 from moecore import ContextOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families.transformers.guards import ShardedDeviceMap
 from moecore.integrations.transformers import MoETrainer
+from moecore.integrations.transformers import arguments as checks
 from moecore.integrations.transformers.arguments import (
     REFUSED,
     check_accelerator,
@@ -126,6 +128,10 @@ NO_PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     r"compute_loss_func \(<built-in function max>\) must be None": ({}, {"compute_loss_func": max}),
     r"accelerator_config.dispatch_batches \(None\) must be F": ({}, {"train_dataset": Streamed()}),
     r"compute_metrics must be None with ParallelConfig.cp": ({}, {"compute_metrics": max}),
+    r"preprocess_logits_for_metrics must be None with ParallelConfig.cp": (
+        {},
+        {"preprocess_logits_for_metrics": max},
+    ),
 }
 
 
@@ -138,6 +144,24 @@ def test_what_steps_of_a_plan_cannot_follow(
     given = {"data_collator": PLANNED, "train_dataset": rows(2)} | given
     with pytest.raises(ValueError, match=message):
         MoETrainer(model, arguments(tmp_path, **options), **given)
+
+
+class ReadsLogits(MoETrainer):
+    """A trainer with a loss of its own, as TRL's are."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_logits_of_a_plan_are_refused(one_process: None, tmp_path: Path) -> None:
+    model = sharded(loss="sum", context=ContextOptions(dynamic=True))
+    given = {"data_collator": PLANNED, "train_dataset": rows(2)}
+    with pytest.raises(ValueError, match=r"compute_loss of ReadsLogits must be that of Trainer"):
+        ReadsLogits(model, arguments(tmp_path), **given)
+    trainer = MoETrainer(model, arguments(tmp_path), **given)
+    with pytest.raises(ValueError, match=r"prediction_loss_only \(False\) must be True with"):
+        trainer.predict(rows(2))
+    assert trainer.evaluate(rows(2))["eval_loss"] > 0
 
 
 def test_streamed_documents_train_by_plans(one_process: None, tmp_path: Path) -> None:
@@ -161,6 +185,19 @@ def test_data_ranks_that_are_no_processes(
         ValueError, match=r"data ranks times cp times tp \(1\) must equal the processes .* \(4\)"
     ):
         MoETrainer(sharded(), arguments(tmp_path))
+
+
+def test_cpu_ranks_that_accelerate_does_not_join(
+    one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without use_cpu, accelerate makes no process group of ranks without a GPU."""
+    model = sharded()
+    groups = SimpleNamespace(data_ranks=2, cp=1)
+    state = SimpleNamespace(loss="mean", groups=groups)
+    monkeypatch.setattr(checks, "moe_state", lambda _: state)
+    message = r"must equal the processes of TrainingArguments \(1\): pass .*\(use_cpu=True\)"
+    with pytest.raises(ValueError, match=message):
+        MoETrainer(model, arguments(tmp_path, use_cpu=False))
 
 
 def test_an_optimizer_that_was_made_before(one_process: None, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,11 @@ def over_cp(folder: str) -> Any:
     trainer.train()
     with pytest.raises(ValueError, match=r"compute_metrics must be None with ParallelConfig.cp"):
         MoETrainer(trainer.model, trainer.args, eval_dataset=pairs(2), compute_metrics=max)
+    with pytest.raises(ValueError, match=r"prediction_loss_only \(False\) must be True with"):
+        trainer.predict(trainer.eval_dataset)
+    smoothed = replace(trainer.args, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match=r"label_smoothing_factor \(0.1\) must be 0 with"):
+        MoETrainer(trainer.model, smoothed, train_dataset=pairs(2))
     return rows_of(trainer)
 
 

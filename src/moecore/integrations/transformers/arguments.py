@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from accelerate import Accelerator
 from torch import nn
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
+from moecore.base.fields import shown
 from moecore.integrations.transformers.scheduled import is_dynamic
 from moecore.parallel.attached import moe_state, request_of
 
@@ -83,8 +84,49 @@ def check_model(model: nn.Module, args: TrainingArguments) -> None:
     assert request is not None, "it has a state"
     processes = state.groups.data_ranks * state.groups.cp * request.meshes.parallel.tp
     if processes != args.world_size:
+        fix = "build meshes with pp=1, and start all processes with torchrun"
+        if args.device.type == "cpu" and not args.use_cpu and args.world_size == 1:
+            fix = (
+                "pass TrainingArguments(use_cpu=True), without which accelerate makes no process "
+                "group of ranks that have no GPU"
+            )
         raise ValueError(
             f"data ranks times cp times tp ({processes}) must equal the processes of "
-            f"TrainingArguments ({args.world_size}): build meshes with pp=1, and start all "
-            "processes with torchrun"
+            f"TrainingArguments ({args.world_size}): {fix}"
+        )
+
+
+def has_parts_of_rows(model: nn.Module) -> bool:
+    """Return whether a rank may have logits of a part of each row, because of cp."""
+    return is_dynamic(model) or moe_state(model).groups.cp > 1
+
+
+def check_logits(trainer: Trainer) -> None:
+    """Raise ValueError for what of a trainer reads logits of whole rows, if ranks have parts."""
+    args, cp = trainer.args, moe_state(trainer.model).groups.cp
+    function, smoothing = trainer.compute_loss_func, args.label_smoothing_factor
+    class_name, own_loss = type(trainer).__name__, type(trainer).compute_loss
+    wanted = (
+        ("compute_metrics", trainer.compute_metrics is None, "None"),
+        ("preprocess_logits_for_metrics", trainer.preprocess_logits_for_metrics is None, "None"),
+        (f"label_smoothing_factor ({smoothing})", not smoothing, "0"),
+        (f"compute_loss_func ({shown(function)})", function is None, "None"),
+        (f"compute_loss of {class_name}", own_loss is Trainer.compute_loss, "that of Trainer"),
+    )
+    for name, is_met, needed in wanted:
+        if not is_met:
+            raise ValueError(
+                f"{name} must be {needed} with ParallelConfig.cp ({cp}) > 1 or "
+                "ContextOptions.dynamic, where a rank has the logits of its own tokens: leave it "
+                "out, or use cp=1"
+            )
+
+
+def check_prediction(model: nn.Module, prediction_loss_only: bool) -> None:
+    """Raise ValueError for predictions that would be of a part of each row."""
+    if not prediction_loss_only and has_parts_of_rows(model):
+        raise ValueError(
+            "prediction_loss_only (False) must be True with ParallelConfig.cp > 1 or "
+            "ContextOptions.dynamic, where a rank has the logits of its own tokens: pass "
+            "TrainingArguments(prediction_loss_only=True), or predict with cp=1"
         )

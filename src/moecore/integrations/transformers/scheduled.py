@@ -88,7 +88,7 @@ def _check(trainer: Trainer, data_rank: int, data_ranks: int) -> None:
             f"data_collator ({type(collator).__name__}) must be a ScheduledCollator with "
             "ContextOptions.dynamic: it plans the micro-batches of a step"
         )
-    meshes, leave = "take it from the meshes", "leave it out"
+    meshes = "take it from the meshes"
     wanted = [
         ("ScheduledCollator.data_rank", collator.data_rank, data_rank, meshes),
         ("ScheduledCollator.data_ranks", collator.data_ranks, data_ranks, meshes),
@@ -98,8 +98,6 @@ def _check(trainer: Trainer, data_rank: int, data_ranks: int) -> None:
             1,
             "raise the batch size",
         ),
-        ("label_smoothing_factor", args.label_smoothing_factor, 0, leave),
-        ("compute_loss_func", trainer.compute_loss_func, None, leave),
     ]
     if isinstance(trainer.train_dataset, IterableDataset):  # else rank 0 reads for all
         dispatch = args.accelerator_config.dispatch_batches

@@ -44,7 +44,10 @@ from moecore.base.failures import share_errors
 from moecore.integrations.transformers.arguments import (
     check_accelerator,
     check_arguments,
+    check_logits,
     check_model,
+    check_prediction,
+    has_parts_of_rows,
 )
 from moecore.integrations.transformers.run_state import (
     GENERATORS,
@@ -98,14 +101,9 @@ class MoETrainer(Trainer):
         super().__init__(*args, **kwargs)
         with share_errors():
             refuse_earlier(self.model, self.optimizer)
+            if has_parts_of_rows(self.model):
+                check_logits(self)
             self._steps = ScheduledSteps(self) if is_dynamic(self.model) else None
-            cp = moe_state(self.model).groups.cp
-            if (cp > 1 or self._steps) and self.compute_metrics is not None:
-                raise ValueError(
-                    f"compute_metrics must be None with ParallelConfig.cp ({cp}) > 1 "
-                    "or ContextOptions.dynamic, where a rank has the logits of its own tokens: "
-                    "evaluate the loss alone"
-                )
         self._root = Path(self.args.output_dir) / "checkpoints"
         self._saver: Saver | None = None
         self.add_callback(_StepOwner(self))
@@ -169,11 +167,14 @@ class MoETrainer(Trainer):
         with self.accelerator.owner.micro_batch():
             return super().training_step(model, inputs, *args, **kwargs)
 
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return loss, logits and labels of a batch; of a plan the loss alone."""
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return loss, logits and labels of a batch; over cp ranks the loss alone."""
+        check_prediction(self.model, prediction_loss_only)
         if self._steps is not None:
             return self._steps.evaluate(inputs, model), None, None
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the FLOPs that Trainer counts for a batch."""
