@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore import MoEConfig
+from moecore.moe.routed import RoutedExperts
 from moecore.rl import Choices, RouterReplay, choices_from_tensors, choices_to_tensors
 from tests.moe.moe_cases import make_layer
 from tests.rl.replay_cases import CONFIGS, batches, layers_of, make_model, randomize
@@ -228,6 +229,10 @@ CALLS: dict[str, tuple[Callable[[RouterReplay], Any], str]] = {
     "no MoE layer": (
         lambda replay: RouterReplay(nn.Linear(2, 2)),
         r"model \(Linear\) must hold MoELayers: call parallelize_moe",
+    ),
+    "routers of the model": (
+        lambda replay: RouterReplay(nn.ModuleDict({"mlp": RoutedExperts(CONFIG)})),
+        r"must hold MoELayers: the experts 'mlp' have a router of the model itself",
     ),
     "layer name": (
         lambda replay: RouterReplay(replay.model, layers=["dense"]),

@@ -23,6 +23,7 @@ from moecore.base.failures import share_errors
 from moecore.base.fields import Count, CountOrZero, check_arguments
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name
+from moecore.moe.routed import RoutedExperts
 from moecore.moe.router import Router
 from moecore.rl.choices import (
     Choices,
@@ -52,17 +53,24 @@ class RouterReplay:
         layers: names of the layers that take part; None = all. The others route by their scores.
 
     Raises:
-        ValueError: when the model has no MoELayer, or a name is not one of them.
+        ValueError: when the model has no MoELayer, as before parallelize_moe or where its blocks
+            keep their own routers, or a name is not one of them.
     """
 
     def __init__(self, model: nn.Module, *, layers: Sequence[str] | None = None) -> None:
         check_arguments(RouterReplay.__init__, locals())
         found = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
         if not found:
-            raise ValueError(
-                f"model ({type(model).__name__}) must hold MoELayers: call "
-                "parallelize_moe(model, meshes) first"
-            )
+            own_router = (n for n, m in model.named_modules() if isinstance(m, RoutedExperts))
+            name = next(own_router, None)
+            if name is None:
+                fix = "call parallelize_moe(model, meshes) first"
+            else:
+                fix = (
+                    f"the experts {clean_name(name)!r} have a router of the model itself, so use a "
+                    'family whose router is "moecore\'s" in docs/huggingface.md'
+                )
+            raise ValueError(f"model ({type(model).__name__}) must hold MoELayers: {fix}")
         for name in layers or ():
             if name not in found:
                 raise ValueError(f"layers ({name!r}) must be one of {', '.join(map(repr, found))}")
