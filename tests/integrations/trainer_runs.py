@@ -242,7 +242,7 @@ def over_cp(folder: str) -> Any:
         trainer.predict(trainer.eval_dataset)
     smoothed = replace(trainer.args, label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match=r"label_smoothing_factor \(0.1\) must be 0 with"):
-        MoETrainer(trainer.model, smoothed, train_dataset=pairs(2))
+        MoETrainer(trainer.model, smoothed, train_dataset=pairs(2), eval_dataset=pairs(2))
     return rows_of(trainer)
 
 
