@@ -318,9 +318,9 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     """Return where the bytes of a tensor begin and end in its storage."""
-    begin = tensor.storage_offset()
+    begin = int(tensor.storage_offset())
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    length = last + 1 if tensor.numel() else 0
+    length = int(last) + 1 if tensor.numel() else 0
     return begin * tensor.element_size(), (begin + length) * tensor.element_size()

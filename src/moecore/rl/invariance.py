@@ -71,8 +71,8 @@ def _obstacles(model: nn.Module, found: Attached) -> Iterator[tuple[str, Any, st
     types = getattr(config, "layer_types", None) or ()
     if "linear_attention" in types:
         yield "layer_types", "'linear_attention'", "have attention alone"
-    for layer in sparse_layers(model):
-        yield "a layer of sparse attention", type(layer).__name__, "not be in the model"
+    for module in sparse_layers(model):
+        yield "a layer of sparse attention", type(module).__name__, "not be in the model"
     for name, rope_type, _ in longest_position_readers(model):
         fix = "have angles that do not depend on the longest sequence of a row, as 'yarn' has,"
         yield f"rope_type of {name!r}", repr(rope_type), fix
