@@ -9,9 +9,10 @@ r"""Fine-tune a Hugging Face Mixture-of-Experts model: one command to a director
 The model's own tokenizer and chat template make the tokens, and answers alone are learned: see
 chat.py for the forms of data. Examples are packed into rows, without attention across them, where
 the model keeps documents apart; else each has a row of its own. Started again with the same
-arguments, a run continues from its last whole checkpoint, bit for bit as if it had never stopped.
-Its result is RUN_DIR/export, which `AutoModelForCausalLM.from_pretrained` loads. A TOML file stands
-for options (--config), such as that of `moecore plan --write`. docs/finetuning.md has all of it.
+arguments, a run continues from its last whole checkpoint, on CPU ranks with the bits of a run that
+never stopped. Its result is RUN_DIR/export, which `AutoModelForCausalLM.from_pretrained` loads. A
+TOML file stands for options (--config), such as that of `moecore plan --write`. docs/finetuning.md
+has all of it.
 
 The loss of a step is the mean over the answers' tokens of all ranks and micro-batches: each
 micro-batch gives a sum, divided by the step's number of tokens. So a run computes the same on any

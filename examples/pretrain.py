@@ -16,9 +16,9 @@ fields of its own (--preset, --num-layers, ...). Every option of moecore's recor
 line in a TOML file (--config); RUN_DIR/config.toml has those of the run. `moecore plan --write
 FILE` writes such a file of a planned run.
 
-Started again with the same arguments, a run continues from its last whole checkpoint as if it had
-never stopped; on other ranks too it reads the tokens that are left, each once. Its result is
-RUN_DIR/export, with the tokenizer, where the config.json is known.
+Started again with the same arguments, a run continues from its last whole checkpoint. On other
+ranks too it reads the tokens that are left, each once; docs/checkpointing.md has what changes then.
+Its result is RUN_DIR/export, with the tokenizer, where the config.json is known.
 
 loop.py has the steps, which train.py and finetune_hf.py share, sharding.py how a model is put onto
 the ranks, native.py the model.

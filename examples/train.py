@@ -19,12 +19,12 @@ many ranks share each row of tokens: docs/sequences.md.
 With --precision blockwise the products of experts and projections are in FP8, with --dtype float16
 losses are scaled: docs/precision.md.
 
-Started again with the same arguments, a run continues from its last whole checkpoint, bit for bit
-as if it had never stopped. `build_job` puts the model onto the ranks, and loop.py has the steps,
-which finetune_hf.py shares. The text is bytes: the Python standard library's own sources unless
---data is given. Its documents (files, and each text of a jsonl file) are packed into rows, without
-attention across them: docs/sequences.md. The loss of a step is the mean over the labels of all
-ranks and micro-batches.
+Started again with the same arguments, a run continues from its last whole checkpoint, on CPU ranks
+with the bits of a run that never stopped. `build_job` puts the model onto the ranks, and loop.py
+has the steps, which finetune_hf.py shares. The text is bytes: the Python standard library's own
+sources unless --data is given. Its documents (files, and each text of a jsonl file) are packed into
+rows, without attention across them: docs/sequences.md. The loss of a step is the mean over the
+labels of all ranks and micro-batches.
 
 Each step's metrics go into metrics.jsonl, into TensorBoard where it is installed, and with
 --wandb PROJECT into Weights & Biases: loss, what `StepResult.to_dict` has (docs/balancing.md),
