@@ -25,7 +25,7 @@ class DivergedError(RuntimeError):
 
 
 RUN_ERRORS = (torch.OutOfMemoryError, ExchangeError, OSError, CorpusError, DivergedError)
-RANK_0_PRINTS_S = 60
+RANK_0_PRINTS_S = 10
 SAVES_MEMORY = "add --recompute, drop --gather-once and --keep-experts, lower --row-factor"
 
 
@@ -36,14 +36,23 @@ def print_error(error: Exception, code: int = 2) -> int:
 
 
 def print_rank_error(error: Exception, rank: int) -> int:
-    """Print once what all ranks found, as they have the same arguments; return the exit code.
+    """Print what all ranks found, as they have the same arguments; return the exit code.
 
-    The first rank to end takes the others with it, so they leave rank 0 the time to print. An
-    OSError may be of one rank alone, such as a file that is missing on its host: it prints at once.
+    An OSError may be of one rank only, such as a file that is missing on its host, and is printed
+    at once.
     """
-    if rank > 0 and not isinstance(error, OSError):
-        time.sleep(RANK_0_PRINTS_S)
+    if not isinstance(error, OSError):
+        leave_to_rank_0(rank)
     return print_error(error)
+
+
+def leave_to_rank_0(rank: int) -> None:
+    """Wait on other ranks than 0 where torchrun or `launch` ends them once rank 0 has printed.
+
+    Ranks that an agent does not end, such as those of srun, print and end by themselves.
+    """
+    if rank > 0 and "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        time.sleep(RANK_0_PRINTS_S)
 
 
 def print_run_error(
@@ -63,8 +72,7 @@ def print_run_error(
     if isinstance(error, ExchangeError):
         return print_error(exchange_advice(error, args, rank), code=1)
     if isinstance(error, OSError | DivergedError):
-        if rank > 0:
-            time.sleep(RANK_0_PRINTS_S)
+        leave_to_rank_0(rank)
         advice = disk_advice(error, args) if isinstance(error, OSError) else error
         return print_error(advice, code=1)
     return print_error(memory_advice(error, rank, saves_memory))

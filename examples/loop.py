@@ -18,7 +18,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ from schedule import is_due, lr_at
 
 from moecore import Meshes, TrainStep
 from moecore.io import Saver
+from moecore.io.checkpoint.ranks import on_first_rank
 
 CPU_RANKS = 2
 MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weights stay
@@ -180,9 +181,7 @@ def train(job: Job) -> None:
     """Train to the last step, with metrics, evaluations and checkpoints on the way."""
     args, running = job.args, deque[Launched]()
     with (
-        Report(args, start=job.start, unit=job.unit)
-        if dist.get_rank() == 0
-        else nullcontext() as report,
+        open_report(job) as report,
         Saver(
             checkpoint_dir(args),
             job.model,
@@ -219,6 +218,13 @@ def train(job: Job) -> None:
             collect(step)
             end_of_step()
         job.owner.check()  # the last step's
+
+
+def open_report(job: Job) -> AbstractContextManager[Report | None]:
+    """Return the report of rank 0, and nothing on others; its error is raised on all ranks."""
+    reports: list[Report] = []
+    on_first_rank(lambda: reports.append(Report(job.args, start=job.start, unit=job.unit)))
+    return reports[0] if reports else nullcontext()
 
 
 def train_step(job: Job, step: int) -> Launched:

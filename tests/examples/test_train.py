@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -365,6 +367,53 @@ def test_wrong_arguments_are_one_line(
 def test_a_wrong_argument_ends_the_process(tmp_path: Path) -> None:
     done = run(tmp_path, "--preset huge", code=2)
     assert "preset ('huge') must be one of" in done.stderr and "Traceback" not in done.stderr
+
+
+def rank_without_agent(
+    rank: int, device: torch.device, words: list[str], folder: Path, no_report: bool
+) -> None:
+    """Be a rank that srun has started; write what it prints, and fail where it waits."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    sys.path.insert(0, str(SCRIPT.parent))
+    script, errors, said = importlib.import_module("train"), sys.modules["errors"], StringIO()
+    waits = patch.object(errors.time, "sleep", side_effect=AssertionError("a rank waits"))
+    report = patch.object(
+        sys.modules["loop"], "Report", side_effect=OSError("no space") if no_report else None
+    )
+    with redirect_stdout(StringIO()), redirect_stderr(said), waits, report:
+        code = script.run_rank(script.parse_arguments(words))
+    (folder / f"{rank}.txt").write_text(f"{code} {said.getvalue()}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("no_report", [False, True])
+def test_ranks_without_an_agent_end_with_the_same_line(tmp_path: Path, no_report: bool) -> None:
+    """Of what rank 0 finds alone: a pointer to a checkpoint, and files of the report."""
+    (tmp_path / "checkpoints").mkdir()
+    if not no_report:
+        (tmp_path / "checkpoints" / "latest").write_text("damaged")
+    words = ["--run-dir", str(tmp_path), *MICRO.split()]
+    run_ranks(2, rank_without_agent, words, tmp_path, no_report)
+    lines = [(tmp_path / f"{rank}.txt").read_text().strip() for rank in range(2)]
+    assert lines[0] == lines[1] and "\n" not in lines[0]
+    assert re.match(r"1 .*no space" if no_report else "2 .*latest", lines[0]), lines[0]
+
+
+@pytest.mark.parametrize("under_agent", [False, True])
+def test_one_rank_prints_where_an_agent_ends_the_others(
+    under_agent: bool, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    errors, waited = importlib.import_module("errors"), list[float]()
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if under_agent:  # torchrun and `launch` set it
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    for rank in range(2):
+        assert errors.print_rank_error(ValueError("all ranks"), rank) == 2
+        assert errors.print_rank_error(OSError("this rank"), rank) == 2
+    assert waited == ([errors.RANK_0_PRINTS_S] if under_agent else [])
+    assert capsys.readouterr().err.count("\n") == 4
 
 
 @pytest.mark.slow
