@@ -31,13 +31,24 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from moecore.base.fields import Bound, CheckedRecord, CountOrZero, Positive, Rules, check_arguments
+from moecore.base.fields import (
+    Bound,
+    CheckedRecord,
+    CountOrZero,
+    Rules,
+    check_arguments,
+    shown,
+)
 from moecore.base.options.names import GpuName
+from moecore.io.checkpoint.files import read_regular
 from moecore.planning.gpus import Gpu, gpu_of
 from moecore.planning.record import ALL_TO_ALL, SLICES, Kind, Work
 
 KINDS = get_args(Kind)
-Share = Annotated[float, Bound(">", 0), Bound("<=", 1)]
+# Numbers outside of these bounds are no measurements, and would make a step's seconds 0 or inf.
+Share = Annotated[float, Bound(">=", 1e-6), Bound("<=", 1)]
+Seconds = Annotated[float, Bound(">", 0), Bound("<=", 1e6)]
+MOST_BYTES = 10**7  # of a table's file
 ShareOrZero = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 Wall = Literal["launch", "compute", "memory", "nvlink", "network", "pcie"]
 SHIPPED = "h200"  # the table in tables/
@@ -49,7 +60,7 @@ class Point(CheckedRecord):
     """An operation that was measured."""
 
     work: Work
-    seconds: Positive
+    seconds: Seconds
     commit: str = ""
     date: str = ""
 
@@ -94,12 +105,12 @@ class CostTable(CheckedRecord):
     gpu: GpuName | Gpu
     measured_on: GpuName
     points_from: str
-    launch_seconds: Positive
-    host_seconds: Positive
+    launch_seconds: Seconds
+    host_seconds: Seconds
     points: tuple[Point, ...]
     stands_for: Mapping[str, str]
     efficiency: Mapping[str, Share]
-    network_seconds: Positive
+    network_seconds: Seconds
     pairs_hide: ShareOrZero = 0.93
     slices: Exposed | None = None
     assumed: tuple[str, ...] = ()
@@ -110,7 +121,10 @@ class CostTable(CheckedRecord):
             yield "efficiency", f"have {', '.join(map(repr, missing))}: add a share for each"
         for point in self.points:
             if point.seconds <= self.launch_seconds or not point.work.num_bytes:
-                yield "points", f"take longer than a launch and move bytes, not {point.work}: drop"
+                yield (
+                    "points",
+                    f"take longer than a launch and move bytes, not {shown(point)}: drop",
+                )
 
     @classmethod
     def of(cls, gpu: GpuName | Gpu) -> CostTable:
@@ -122,11 +136,14 @@ class CostTable(CheckedRecord):
     def read(cls, path: str | os.PathLike[str]) -> CostTable:
         """Return the table of a file that `write` or `moecore measure` has written."""
         check_arguments(CostTable.read, locals())
-        if not Path(path).is_file():  # a pipe may never end
-            raise ValueError(
-                f"table ({os.fspath(path)}) must be a file: `moecore measure` writes one"
-            )
-        return _parsed(Path(path).read_bytes(), os.fspath(path))
+        where = f"table ({shown(os.fspath(path))})"
+        try:
+            text = read_regular(Path(path), follow=True, most=MOST_BYTES + 1)
+        except (OSError, ValueError):
+            raise ValueError(f"{where} must be a file: `moecore measure` writes one") from None
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"{where} must have at most {MOST_BYTES} bytes: measure again")
+        return _parsed(text, os.fspath(path))
 
     def on(self, gpu: GpuName | Gpu) -> CostTable:
         """Return this table for another GPU: the same efficiencies of its maker's rates."""
@@ -336,7 +353,8 @@ def _parsed(text: bytes, path: str) -> CostTable:
         return CostTable(**fields)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"table ({path}) must be one of `moecore measure`, found {error!r}: measure again"
+            f"table ({shown(path)}) must be one of `moecore measure`, found {shown(error)}: "
+            "measure again"
         ) from error
 
 

@@ -13,12 +13,18 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated
 
-from moecore.base.fields import CheckedRecord, Count, NumBytes, Positive
+from moecore.base.fields import Bound, CheckedRecord, NumBytes, shown
 from moecore.base.options.names import GpuName
+from moecore.io.checkpoint.files import read_regular
 
 GIB = 1 << 30
 TERA, GIGA = 10**12, 10**9
+MOST_TEXT = 1 << 20  # bytes of a file of `Gpu`
+# A step's seconds are work over rates. A rate of another size is in another unit.
+Rate = Annotated[float, Bound(">=", 1e6), Bound("<=", 1e24), "pass operations or bytes per second"]
+NumNeighbours = Annotated[int, Bound(">=", 1), Bound("<=", 2**16)]
 NODE = 8  # GPUs of a server, and of a domain of servers without an NVLink switch of their own
 
 
@@ -44,16 +50,16 @@ class Gpu(CheckedRecord):
     """
 
     memory: NumBytes
-    bf16_flops: Positive
-    fp8_flops: Positive | None
-    fp32_flops: Positive
-    memory_bandwidth: Positive
-    nvlink: Positive
-    pcie: Positive
-    network: Positive
+    bf16_flops: Rate
+    fp8_flops: Rate | None
+    fp32_flops: Rate
+    memory_bandwidth: Rate
+    nvlink: Rate
+    pcie: Rate
+    network: Rate
     host_memory: NumBytes = 2048 * GIB
-    server: Count = NODE
-    domain: Count = NODE
+    server: NumNeighbours = NODE
+    domain: NumNeighbours = NODE
     has_blockwise: bool = False
     has_peer_access: bool = True
     measured: bool = False
@@ -170,20 +176,23 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
     Raises:
         ValueError: when there is no such file, or it has another field or value than `Gpu` has.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"gpu-spec ({os.fspath(path)}) must be a file: write fields of Gpu there")
+    where = f"gpu-spec ({shown(os.fspath(path))})"
     try:
-        given = tomllib.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"gpu-spec ({os.fspath(path)}) must be TOML ({error}): correct it"
-        ) from None
+        text = read_regular(Path(path), follow=True, most=MOST_TEXT + 1)
+    except (OSError, ValueError):
+        raise ValueError(f"{where} must be a file: write fields of Gpu there") from None
+    if len(text) > MOST_TEXT:
+        raise ValueError(f"{where} must have at most {MOST_TEXT} bytes: write fields of Gpu there")
+    try:
+        given = tomllib.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} must be TOML ({error!s:.80}): correct it") from None
     like, known = given.pop("like", None), {field.name for field in fields(Gpu)}
-    if like is not None and like not in GPUS:
-        raise ValueError(f"like ({like!r}) must be one of {', '.join(GPUS)}: choose one")
+    if like is not None and (not isinstance(like, str) or like not in GPUS):
+        raise ValueError(f"like ({shown(like)}) must be one of {', '.join(GPUS)}: choose one")
     for name in given.keys() - known:
         raise ValueError(
-            f"{name} ({given[name]!r}) must be a field of Gpu: {', '.join(sorted(known))}"
+            f"{name:.80} ({shown(given[name])}) must be a field of Gpu: {', '.join(sorted(known))}"
         )
     # Nobody has measured what a file has.
     given = {"measured": False} | given
@@ -191,10 +200,7 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
         return replace(GPUS[like], **given)
     missing = [f.name for f in fields(Gpu) if f.default is MISSING and f.name not in given]
     if missing:
-        raise ValueError(
-            f"gpu-spec ({os.fspath(path)}) must have {', '.join(missing)}: add them, or like = "
-            '"h100-80"'
-        )
+        raise ValueError(f'{where} must have {", ".join(missing)}: add them, or like = "h100-80"')
     return Gpu(**given)
 
 
