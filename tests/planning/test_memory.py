@@ -22,7 +22,14 @@ from moecore import (
 )
 from moecore.cli import main
 from moecore.models import Decoder, SparseKeysConfig, preset
-from moecore.planning import OptimizerOptions, TrainingRun, fake_world, plan_memory
+from moecore.planning import (
+    OptimizerOptions,
+    TrainingRun,
+    fake_world,
+    memory,
+    plan_memory,
+    plan_peak,
+)
 from moecore.planning.gpus import GPUS
 from moecore.planning.stored import sizes_of
 from moecore.train import AdamW
@@ -129,6 +136,69 @@ def test_forwards_in_flight_are_those_of_the_schedule() -> None:
     assert in_flight == [(4,), (3,), (2,), (1,)]
     gpipe = plan_memory(replace(of, pipeline=PipelineConfig(schedule="gpipe")))
     assert [rank.in_flight for rank in gpipe.ranks] == 4 * [(8,)]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "schedule", "strategy"),
+    [
+        # Its first layer frees a tensor of the whole step, and stands for three dense layers.
+        ("deepseek-v3", "Et*4|t*2|t|tmL", "interleaved", "optim"),
+        ("tiny-deepseek-v3", "Et*5|t*3mL", "1f1b", "optim_grads_params"),
+        ("tiny-deepseek-v3", "Et*5|t*3mL", "gpipe", "optim"),
+        ("tiny-deepseek-v3", "Et*6|t|t|mL", "overlapped", "optim"),
+    ],
+)
+def test_kinds_are_positive_and_add_up(
+    model: Any, layout: str, schedule: Any, strategy: Any
+) -> None:
+    run = TrainingRun(
+        model=replace(preset(model), num_layers=8),
+        num_gpus=8,
+        seq_len=4096 if model == "deepseek-v3" else 64,
+        parallel=ParallelConfig(pp=2, ep=4),
+        pipeline=PipelineConfig(schedule=schedule, layout=layout),
+        num_micro_batches=8,
+        fsdp=FSDPOptions(param_dtype=torch.bfloat16, dense_strategy=strategy),
+    )
+    ranks = plan_memory(run).ranks
+    assert all(n > 0 for rank in ranks for n in (*rank.device.values(), *rank.host.values()))
+    assert tuple(sum(rank.device.values()) for rank in ranks) == plan_peak(run)
+
+
+def test_bytes_that_a_kind_lacks_are_taken_from_others() -> None:
+    sizes = {"parameters": 50, "other": 3, "backward": 9, "attention": 20, "counts": -25, "none": 0}
+    assert memory._positive(sizes, {"parameters"}) == {"parameters": 50, "other": 3, "backward": 4}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "numbers"),
+    [
+        (None, range(1, 9)),
+        ("1f1b", (9, 10, 11)),
+        ("zero-bubble", (9, 10, 11)),
+        ("interleaved", (10, 12)),
+        ("overlapped", (10, 12)),
+        ("zbv", (9, 10, 11)),
+        ("dualpipe-v", (9, 10, 11)),
+    ],
+)
+def test_many_micro_batches_hold_what_a_few_do(
+    schedule: Any, numbers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The levels of all passes are those of the first rounds."""
+    chunks = None if schedule in (None, "1f1b", "zero-bubble") else 2
+    run = TrainingRun(
+        model=replace(preset("tiny-deepseek-v3"), num_layers=5),
+        num_gpus=2,
+        seq_len=64,
+        parallel=ParallelConfig(pp=1 if schedule is None else 2),
+        pipeline=None if schedule is None else PipelineConfig(schedule=schedule, chunks=chunks),
+    )
+    few = [plan_memory(replace(run, num_micro_batches=n)).ranks for n in numbers]
+    many = plan_memory(replace(run, num_micro_batches=2**31 - 2)).ranks
+    assert many == few[list(numbers).index(10 if schedule else 8)]
+    monkeypatch.setattr(memory, "until_steady", lambda run: run.num_micro_batches)
+    assert few == [plan_memory(replace(run, num_micro_batches=n)).ranks for n in numbers]
 
 
 def test_what_is_offloaded_is_in_host_memory() -> None:

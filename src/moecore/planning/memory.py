@@ -11,7 +11,7 @@ NCCL's buffers. Ranks of a pipeline stage hold as much as its first one, or less
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -177,20 +177,31 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
         device.update(most.piece.most)
         device["optimizer state"] -= most.away
         device["other"] += device.pop(HELD, 0)
-        # A kind that has less than between steps has freed what is none of it, such as counts.
-        device = Counter({kind: n for kind, n in device.items() if n > 0})
         device["other"] += most.num_bytes - sum(device.values())
         host = {"activations": _copied(rank, pieces), "optimizer state": rank.away}
         ranks.append(
             RankMemory(
                 pp_rank=pp_rank,
                 stages=("all",) if run.pipeline is None else tuple(s.letters for s in own),
-                device={kind: n for kind, n in device.items() if n},
+                device=_positive(device, rank.held.keys() - {"other"}),
                 host={kind: n for kind, n in host.items() if n},
                 in_flight=tuple(waiting[s.index] for s in own),
             )
         )
     return MemoryPlan(run=run, ranks=tuple(ranks))
+
+
+def _positive(sizes: Mapping[str, int], stored: Collection[str]) -> dict[str, int]:
+    """Return bytes by kind with the same sum, each of them positive."""
+    # A tensor that is allocated once per step may be freed in a layer that stands for several
+    # layers, so that its kind becomes negative. The level of these pieces counts these bytes as
+    # freed: they are taken from the largest kinds, and from stored ones last.
+    found = {kind: n for kind, n in sizes.items() if n > 0}
+    excess = sum(found.values()) - sum(sizes.values())
+    for kind in sorted(found, key=lambda kind: (kind in stored, -found[kind])):
+        taken = min(excess, found[kind])
+        found[kind], excess = found[kind] - taken, excess - taken
+    return {kind: n for kind, n in found.items() if n}
 
 
 def _copied(rank: _Rank, pieces: Pieces) -> int:
@@ -206,10 +217,13 @@ def _copied(rank: _Rank, pieces: Pieces) -> int:
 
 
 def until_steady(run: TrainingRun) -> int:
-    """Return micro-batches after which no rank holds more: rounds of a pipeline are alike."""
+    """Return a number of micro-batches with which every rank holds as much as with the run's."""
+    # Rounds of a pipeline between the first ones and the last ones are alike. A run without stages
+    # has rounds of one micro-batch. Schedule "gpipe" holds the activations of all micro-batches.
     number, round_ = run.num_micro_batches, run.resolved.pp
-    is_steady = run.pipeline is not None and run.pipeline.schedule != "gpipe"
-    return min(number, 4 * round_) if is_steady and number % round_ == 0 else number
+    if run.pipeline is not None and run.pipeline.schedule == "gpipe":
+        return number
+    return min(number, 4 * round_ + number % round_)
 
 
 def _ranks(run: TrainingRun) -> Iterator[_Rank]:

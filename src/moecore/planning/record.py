@@ -47,7 +47,7 @@ from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
 from moecore.train.memory.on_meta import META, PLAIN_VALUES, tensors_of
 
 Kind = Literal["product", "grouped product", "attention", "rows", "collective", "copy"]
-Many = Annotated[int, Bound(">=", 0), Bound("<", 2**63)]
+Many = Annotated[int, Bound(">=", 0), Bound("<", 2**100)]  # FLOP of long rows exceed 2**63
 DIMS = {
     "product": ("M", "N", "K"),
     "grouped product": ("experts", "rows", "N", "K"),
@@ -319,6 +319,7 @@ class WorkRecorder(DispatchMode):
         """Begin anew: nothing is queued, and the peak is what is allocated now."""
         self.peak, self.queued, self._first = self.level, [], self.queues.length
         self.starts, self._top, self._held = [], self.level, self.level
+        self._within = [KINDS["F"]]  # what a step allocates before its first part
         self._sizes = {key: (size, HELD) for key, (size, _) in self._sizes.items()}
         self.kinds, self._most = (Counter({HELD: self.level}) for _ in range(2))
 
