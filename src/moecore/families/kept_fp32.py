@@ -12,6 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -61,17 +62,27 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
 
 
 def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
-    stored = dict[str, torch.Tensor | None]()
+    # A part of the forward and not hooks: a recomputed region calls only the forward again.
+    forward = module.forward
+    wrapped = partial(_forward_with_cast, module, tuple(names), dtype, forward)
+    module.forward = update_wrapper(wrapped, forward)  # type: ignore[method-assign]
 
-    def cast(module: nn.Module, _: Any) -> None:
-        stored.update({name: module._buffers[name] for name in names})
-        module._buffers.update({name: b.to(dtype) for name, b in stored.items() if b is not None})
 
-    def restore(module: nn.Module, *_: Any) -> None:
+def _forward_with_cast(
+    module: nn.Module,
+    names: Sequence[str],
+    dtype: torch.dtype,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Return a forward's output, whose buffers of these names have another dtype meanwhile."""
+    stored = {name: module._buffers[name] for name in names}
+    module._buffers.update({name: b.to(dtype) for name, b in stored.items() if b is not None})
+    try:
+        return forward(*args, **kwargs)
+    finally:
         module._buffers.update(stored)
-
-    module.register_forward_pre_hook(cast)  # the first to cast is the last to restore
-    module.register_forward_hook(restore, prepend=True, always_call=True)
 
 
 def _kept(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import (
     FSDPOptions,
+    MemoryOptions,
     Meshes,
     ParallelConfig,
     build_meshes,
@@ -163,6 +164,18 @@ def test_buffers_that_are_cast_to_compute_are_saved_as_they_are(meshes: Meshes) 
     loss_of(parallelize_moe(model, meshes, fsdp=BF16), batch(model, 0)).backward()
     after = dict(model.named_buffers())
     assert all(after[n].dtype == b.dtype and torch.equal(after[n], b) for n, b in before.items())
+
+
+def test_a_recomputed_forward_casts_its_buffers(meshes: Meshes) -> None:
+    """Its second run multiplies by the same decay rates, so no bit of a gradient changes."""
+    model, again = tiny_model("minimax"), tiny_model("minimax")
+    loss_of(parallelize_moe(model, meshes, fsdp=BF16), batch(model, 0)).backward()
+    memory = MemoryOptions(recompute=("qkv_proj",))
+    parallelize_moe(again, meshes, fsdp=BF16, memory=memory)
+    loss_of(again, batch(again, 0)).backward()
+    grads = {name: param.grad.full_tensor() for name, param in again.named_parameters()}
+    for name, param in model.named_parameters():
+        assert torch.equal(param.grad.full_tensor(), grads[name]), name
 
 
 def test_gradients_of_what_stays_fp32_are_summed_in_fp32(meshes: Meshes) -> None:
