@@ -24,6 +24,7 @@ from moecore.planning import (
     OptimizerOptions,
     SearchRequest,
     SearchResult,
+    TrainingRun,
     call_of,
     explain_folding,
     fake_world,
@@ -420,6 +421,14 @@ def test_names_that_help_lists_are_those_of_the_records() -> None:
         (["--ep", "2", "--global-batch", "8"], "--global-batch (8)"),
         (["--ep", "2", "--gpus-per-node", "4"], "--gpus-per-node (4)"),
         (["--ep", "2", "--top", "1"], "--top (1)"),
+        # 0 is a number that is given.
+        (["--batch-size", "0"], "--batch-size (0)"),
+        (["--micro-batches", "0"], "--micro-batches (0)"),
+        (["--ep", "2", "--chunks", "0"], "--chunks (0)"),
+        (["--ep", "2", "--global-batch", "0"], "--global-batch (0)"),
+        (["--ep", "2", "--gpus-per-node", "0"], "--gpus-per-node (0)"),
+        (["--ep", "2", "--top", "0"], "--top (0)"),
+        (["--ep", "2", "--layout", "E" * 10**5], f"--layout ({'E' * 80})"),
         (["--ep", "2", "--chunks", "-2"], "--chunks (-2)"),
         (["--ep", "2", "--layout", "EL"], "--layout (EL)"),
         (["--explain", "ep=2", "--ep", "2"], "--ep (2)"),
@@ -432,6 +441,37 @@ def test_an_option_that_is_not_read_is_refused(
     assert main(["plan", "--preset", "tiny", "--gpus", "4", *more]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"moecore: {named} must be left out: ") and error.count("\n") == 1
+
+
+def test_a_dry_run_refuses_what_it_does_not_read(capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["dry-run", "--preset", "tiny", "--gpus", "2"]
+    assert main([*call, "--chunks", "0"]) == 2
+    error = capsys.readouterr().err
+    assert error == "moecore: --chunks (0) must be left out: there are no stages without --pp\n"
+    assert main([*call, "--micro-batches", "257"]) == 1
+    assert "num_micro_batches (257) must be <= 256 for a dry run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (dict(seq_len=2**24 + 1), r"TrainingRun.seq_len \(16777217\) must be a whole number"),
+        (dict(pp=257), r"TrainingRun.parallel.pp \(257\) must be <= 256: plan"),
+        (dict(num_layers=1025), r"TrainingRun.planned.num_layers \(1025\) must be <= 1024: plan"),
+        (dict(schedule="gpipe"), r"num_micro_batches \(1025\) must be <= 1024 with schedule 'gpi"),
+    ],
+)
+def test_a_run_that_no_plan_ends_with_is_refused(changes: dict[str, Any], error: str) -> None:
+    model = replace(preset("tiny"), num_layers=changes.get("num_layers", 4), max_seq_len=2**24)
+    with pytest.raises(ValueError, match=error):
+        TrainingRun(
+            model=model,
+            num_gpus=257,
+            parallel=ParallelConfig(pp=changes.get("pp", 2)),
+            pipeline=PipelineConfig(schedule=changes.get("schedule", "1f1b")),
+            seq_len=changes.get("seq_len", 64),
+            num_micro_batches=1025,
+        )
 
 
 def test_large_numbers_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from moecore.families.transformers.experts import find_experts_adapter, used_ten
 from moecore.families.transformers.rows import why_whole
 from moecore.io import decoder_config_from_hf
 from moecore.models import flops_per_token
+from moecore.parallel.pipeline.stages import loss_of
 from moecore.parallel.shard.units import find_blocks
 from moecore.planning import (
     Folding,
@@ -119,6 +120,47 @@ def test_a_family_that_is_not_trained_says_why(family: str, tmp_path: Path, caps
     assert main(command) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(re.escape(REFUSED[family]), line)
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("granitemoe", {"model_type": []}, r"config.json model_type \(\[\]\) must be a string"),
+    ("granitemoe", {"model_type": {}}, r"config.json model_type \(\{\}\) must be a string"),
+    ("granitemoe", {"model_type": "x" * 10**5}, r"config.json model_type \('xxx.*\) must be of a"),
+    ("granitemoe", {"return_dict": False}, "must have values with which a step runs, not Attri"),
+    ("longcat_flash", {"qk_head_dim": 576}, "must have values with which a step runs, not Runtime"),
+    ("minimax", {"num_hidden_layers": 10**20}, r"num_hidden_layers.* must be at most 100000"),
+    ("granitemoe", {"num_hidden_layers": 10**5}, "it has more than 1000 modules"),
+    ("qwen3_next", {"num_hidden_layers": 10**20}, r"num_hidden_layers.* must be "),
+    ("afmoe", {"moe_intermediate_size": 10**20}, "config.json must be one that transformers reads"),
+    ("afmoe", {"vocab_size": 10**20}, "config.json must be one that transformers reads"),
+    ("afmoe", {"hidden_size": -1}, "config.json must be one that transformers reads"),
+]
+
+
+def test_an_output_without_a_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"output \(tuple\) must be the loss, or have it as .loss"):
+        loss_of((torch.ones(()),))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "error"), WRONG, ids=[f"{f}-{next(iter(c))}" for f, c, _ in WRONG]
+)
+def test_a_wrong_config_is_one_line(
+    family: str,
+    changes: dict[str, Any],
+    error: str,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moecore.io.hf.stock.MOST_MODULES", 1000)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config_values(family) | changes))
+    command = ["plan", "--config", str(file), "--gpus", "2", "--ep", "2", "--seq-len", "64"]
+    assert main(command) == 1
+    # Beside it there are only warnings of transformers.
+    (line,) = (x for x in capsys.readouterr().err.splitlines() if not x.startswith("[trans"))
+    assert re.search(error, line) and len(line) < 600
 
 
 @pytest.mark.parametrize("family", beside(DEEP, ["qwen3_moe", "deepseek_v3", "llama4"]))

@@ -20,6 +20,7 @@ from moecore.planning.flags import (
     folding_of,
     has_degrees,
     kind_of,
+    refuse_stages,
     refuse_unread,
     request_of_options,
     run_of_options,
@@ -276,6 +277,7 @@ def _write_recipe(args: Any, run: TrainingRun) -> None:
 
 def run_dry_run(args: Any) -> int:
     """Print what a rank holds and does; 1 where it does not fit."""
+    refuse_stages(args)
     run, memory = run_of_options(args), gpu_of(kind_of(args)).memory
     found = dry_run(run, args.rank)
     plan = plan_peak(run)[args.rank * run.resolved.pp // run.num_gpus]

@@ -32,6 +32,7 @@ from moecore.parallel.attached import attached
 from moecore.planning.model import ModuleParts
 from moecore.planning.record import END, SLICES, Queued, Start, Work, WorkRecorder
 from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
+from moecore.planning.transformers import refusing
 from moecore.train.memory.kept import NAMES
 from moecore.train.memory.on_meta import OnMeta, tensors_of
 from moecore.train.memory.parts import BlockPart, find_parts
@@ -40,6 +41,7 @@ from moecore.train.optim.adamw import AdamW
 from moecore.train.step import TrainStep
 
 ADAMW = "_adamw_kernel"
+MOST_MICRO_BATCHES = 256  # of a dry run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,12 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
         ValueError, NotImplementedError: as `parallelize_moe` and `fake_world`.
     """
     check_arguments(dry_run, locals())
+    if run.num_micro_batches > MOST_MICRO_BATCHES:
+        raise ValueError(
+            f"TrainingRun.num_micro_batches ({run.num_micro_batches}) must be <= "
+            f"{MOST_MICRO_BATCHES} for a dry run, which runs each of them: pass fewer, or use "
+            "plan_memory and plan_time (moecore plan), which take any number"
+        )
     return of_rows(run, partial(dry_run_of_capacity, rank=rank))
 
 
@@ -105,7 +113,8 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
     """Return `dry_run`, but its work is that of all capacity: half the time, for memory alone."""
     recorder = WorkRecorder(run.ranks_per_domain)
     dry = launches_on_meta(recorder.launched, run.num_peers), dry_streams(recorder.queues)
-    with fake_world(run.num_gpus, rank), quiet(), new_garbage(), dry[0], dry[1]:
+    within = refusing(run.model), fake_world(run.num_gpus, rank), quiet(), new_garbage()
+    with within[0], within[1], within[2], within[3], dry[0], dry[1]:
         model = model_of(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.take(local_of(tensor))

@@ -35,6 +35,7 @@ from moecore.planning.pieces import MIDDLE, passes_of, timed_layers, timed_stage
 from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
 from moecore.planning.stored import state_bytes
+from moecore.planning.transformers import refusing
 from moecore.train.memory.kept import ModelKept, kept_bytes
 
 MESSAGES = 2  # messages of a layer's tokens in each pass, among the ranks of tp and of cp
@@ -301,7 +302,7 @@ def kept_of(run: TrainingRun) -> ModelKept:
     """Return the bytes that a forward of one micro-batch saves, in a tenth of a dry run's time."""
     model = run.planned.build(run.dtype)
     tokens_BT = torch.empty(run.batch_size, run.seq_len, dtype=torch.int64, device="meta")
-    with fake_world(run.num_gpus), quiet(), meta_as("cuda"):
+    with refusing(run.model), fake_world(run.num_gpus), quiet(), meta_as("cuda"):
         meshes = build_meshes(run.parallel, "cpu")
         how = dict(precision=run.precision, fsdp=run.fsdp)
         parallelize_moe(model, meshes, dispatcher="alltoall", **how)  # type: ignore[arg-type]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moecore.base.fields import UsageError
+from moecore.base.fields import UsageError, shown
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions, StashOptions
@@ -62,9 +63,20 @@ def refuse_unread(args: Any) -> None:
         unread, why = (*OF_SEARCHES, "top"), "degrees are given, so nothing is searched"
         if (args.pp or 1) == 1:
             unread, why = (*unread, *OF_STAGES), f"{why}, and there are no stages without --pp"
+    _refuse(args, unread, why)
+
+
+def refuse_stages(args: Any) -> None:
+    """Raise a UsageError for the first option of pipeline stages in a run without stages."""
+    if (args.pp or 1) == 1:
+        _refuse(args, OF_STAGES, "there are no stages without --pp")
+
+
+def _refuse(args: Any, unread: Sequence[str], why: str) -> None:
     for name in unread:
-        if (value := getattr(args, name)) not in (None, False):
-            raise UsageError(f"--{name.replace('_', '-')} ({value}) must be left out: {why}")
+        value = getattr(args, name)
+        if value is not None and value is not False:  # 0 equals False
+            raise UsageError(f"--{name.replace('_', '-')} ({value!s:.80}) must be left out: {why}")
 
 
 def as_folding(run: TrainingRun) -> str:
@@ -81,9 +93,11 @@ def folding_of(text: str) -> Folding:
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
-        if name.strip() not in FOLDING or not value.isdecimal() or int(value) < 1:
+        if name.strip() not in FOLDING or not value.isdecimal() or len(value) > 9 or int(value) < 1:
             names = ", ".join(FOLDING)
-            raise ValueError(f"--explain ({part!r}) must be NAME=NUMBER, of {names}: use pp=8,ep=8")
+            raise ValueError(
+                f"--explain ({shown(part)}) must be NAME=NUMBER, of {names}: use pp=8,ep=8"
+            )
         found[name.strip()] = int(value)
     found.setdefault("chunks", 2 if found.get("pp", 1) > 1 else 1)
     return Folding(**found)

@@ -32,12 +32,17 @@ from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallelize import parallelize_moe
 from moecore.planning.gpus import NODE, are_peers
 from moecore.planning.model import NativeModel, PlannedModel
-from moecore.planning.transformers import StockModel, TransformersModel
+from moecore.planning.transformers import StockModel, TransformersModel, refusing
 from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.state_offload import StateOffload
 
 # A plan builds meshes of all ranks: of more it would take minutes.
 NumGpus = Annotated[int, Bound(">=", 1), Bound("<=", 2**16), "plan a part of so many ranks"]
+# Bounds of what a plan simulates: larger runs would take minutes, or more memory than a host has.
+SeqLen = Annotated[int, Bound(">=", 1), Bound("<=", 2**24), "plan rows of so many tokens"]
+MOST_LAYERS = 1024
+MOST_STAGES = 256  # pipeline ranks
+MOST_IN_FLIGHT = 1024  # micro-batches of schedule "gpipe"
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 AnyModel = DecoderConfig | TransformersModel
@@ -88,7 +93,7 @@ class TrainingRun(CheckedRecord):
     model: AnyModel
     num_gpus: NumGpus
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    seq_len: Count = 4096
+    seq_len: SeqLen = 4096
     batch_size: Count = 1
     num_micro_batches: Count = 1
     pipeline: PipelineConfig | None = None
@@ -118,6 +123,21 @@ class TrainingRun(CheckedRecord):
         if self.batch_size * self.seq_len >= 1 << 31:
             seq_len = f"with seq_len ({self.seq_len})"
             yield "batch_size", f"give fewer than 2**31 tokens {seq_len}: take fewer rows"
+        yield from self._bounds()
+
+    def _bounds(self) -> Rules:
+        """Yield what no plan simulates."""
+        if self.planned.num_layers > MOST_LAYERS:
+            yield "planned.num_layers", f"be <= {MOST_LAYERS}: plan a model of so many layers"
+        if self.parallel.pp > MOST_STAGES:
+            yield "parallel.pp", f"be <= {MOST_STAGES}: plan a pipeline of so many ranks"
+        is_gpipe = self.pipeline is not None and self.pipeline.schedule == "gpipe"
+        if is_gpipe and self.num_micro_batches > MOST_IN_FLIGHT:
+            yield (
+                "num_micro_batches",
+                f"be <= {MOST_IN_FLIGHT} with schedule 'gpipe', which holds the activations of all "
+                "micro-batches: use '1f1b'",
+            )
 
     @property
     def planned(self) -> PlannedModel:
@@ -163,20 +183,21 @@ def planned(model: AnyModel) -> PlannedModel:
 
 def model_of(run: TrainingRun, device_type: str) -> Any:
     """Return the model of a run, parallelized on meta; needs a default process group."""
-    model = run.planned.build(run.dtype)
     name = dispatcher_of(run)
     domain = run.ranks_per_domain if name == "hierarchical" else None
-    parallelize_moe(
-        model,
-        build_meshes(run.parallel, device_type, ranks_per_domain=domain),
-        dispatcher=name,
-        nvlink=run.nvlink,
-        fp8_dispatch=run.fp8_dispatch,
-        memory=run.memory,
-        precision=run.precision,
-        fsdp=run.fsdp,
-        pipeline=run.pipeline,
-    )
+    with refusing(run.model):
+        model = run.planned.build(run.dtype)
+        parallelize_moe(
+            model,
+            build_meshes(run.parallel, device_type, ranks_per_domain=domain),
+            dispatcher=name,
+            nvlink=run.nvlink,
+            fp8_dispatch=run.fp8_dispatch,
+            memory=run.memory,
+            precision=run.precision,
+            fsdp=run.fsdp,
+            pipeline=run.pipeline,
+        )
     return model
 
 

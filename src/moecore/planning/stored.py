@@ -25,6 +25,7 @@ from moecore.parallel.shard.size import RankBytes, rank_bytes
 from moecore.parallelize import plan_sharding
 from moecore.planning.model import LayerKind, kind_of, of_kinds
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
+from moecore.planning.transformers import refusing
 from moecore.train.optim.adamw import AdamW
 
 WHOLE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
@@ -145,9 +146,9 @@ def _extended(short: RankBytes, long: RankBytes, times: int) -> RankBytes:
 @lru_cache(maxsize=1024)
 def _rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
     rank = pp_rank * run.num_gpus // run.resolved.pp
-    model = run.planned.build(run.dtype)
-    idle = _idle(model)
-    with fake_world(run.num_gpus, rank), quiet():
+    with refusing(run.model), fake_world(run.num_gpus, rank), quiet():
+        model = run.planned.build(run.dtype)
+        idle = _idle(model)
         plan = plan_sharding(
             model,
             build_meshes(run.parallel, "cpu"),

@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -23,13 +24,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moecore.base.fields import CheckedRecord, check_arguments
+from moecore.base.fields import CheckedRecord, check_arguments, shown
 from moecore.base.options.context import ContextOptions
 from moecore.families import use_causal_attention
 from moecore.families.family import family_of, swap_blocks
 from moecore.families.transformers.rows import why_whole
 from moecore.families.transformers.tensor_parallel import find_cuts
 from moecore.io.hf.config_fields import HFConfig, read_config
+from moecore.io.hf.files import one_line
 from moecore.io.hf.stock import reader_of
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.shard.units import find_blocks
@@ -66,8 +68,27 @@ class TransformersModel(CheckedRecord):
         values = read_config(config)
         path = "DIR" if isinstance(config, Mapping) else os.fspath(config)
         found = cls(values=json.dumps(values, sort_keys=True), source=path)
-        _structure(found)
+        with refusing(found):
+            _structure(found)
         return found
+
+
+@contextmanager
+def refusing(model: object) -> Iterator[None]:
+    """Return a context in which an error of a class of transformers is a ValueError of one line."""
+    # A config.json may have any values, and the code of the class that reads them is not moecore's.
+    try:
+        yield
+    except (ValueError, NotImplementedError, MemoryError):
+        raise
+    except Exception as error:
+        if not isinstance(model, TransformersModel):
+            raise
+        model_type = json.loads(model.values).get("model_type")
+        raise ValueError(
+            f"config.json of model_type ({shown(model_type)}) must have values with which a step "
+            f"runs, not {type(error).__name__} ({one_line(error):.200}): correct them"
+        ) from error
 
 
 class Structure(NamedTuple):
@@ -87,6 +108,11 @@ class StockModel(PlannedModel):
     @classmethod
     def of(cls, model: TransformersModel) -> StockModel:
         """Return what is read from a model's modules."""
+        with refusing(model):
+            return cls._of(model)
+
+    @classmethod
+    def _of(cls, model: TransformersModel) -> StockModel:
         hf, blocks, experts = _structure(model)
         config = hf.config.get_text_config()
         with_experts = [any(isinstance(m, RoutedLayer) for m in b.modules()) for b in blocks]
@@ -186,15 +212,15 @@ def _built(model: TransformersModel, dtype: torch.dtype) -> Any:
     values = json.loads(model.values)
     if find_spec("transformers") is None:
         raise ValueError(
-            f"config.json model_type ({values.get('model_type')!r}) must have transformers "
+            f"config.json model_type ({shown(values.get('model_type'))}) must have transformers "
             "installed to be planned: pip install 'moecore[hf]'"
         )
     hf: Any = reader_of(values, dtype=dtype)
     if hf is None:
         raise ValueError(
-            f"config.json model_type ({values.get('model_type')!r}) must be of a causal language "
-            "model of transformers: name its class in architectures, or install a transformers "
-            "that has it"
+            f"config.json model_type ({shown(values.get('model_type'))}) must be of a causal "
+            "language model of transformers: name its class in architectures, or install a "
+            "transformers that has it"
         )
     if model.layers is not None:
         whole = _structure(replace(model, layers=None))

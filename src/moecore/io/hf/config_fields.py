@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from moecore.base.fields import shown
 from moecore.io.hf.files import CONFIG, read_json
 
 HFConfig = str | os.PathLike[str] | Mapping[str, Any]
+LAYER_COUNT = re.compile("layer|depth|block|group|stage")
 MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # above, a config is wrong, and lists would not end
 
 
@@ -104,6 +106,20 @@ def check_kind(name: str, value: Any) -> None:
     words, is_one = KIND_OF.get(name, ("", None))
     if is_one is not None and not is_one(value):
         raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
+
+
+def check_layers(values: Mapping[str, Any]) -> None:
+    """Raise a ValueError when a config of any family asks for too many layers."""
+    # Classes of transformers make lists with an entry for each layer before they check anything.
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            check_layers(value)
+        is_count = isinstance(value, int) and LAYER_COUNT.search(str(name))
+        if is_count and value > MAX_LAYERS:
+            raise ValueError(
+                f"config.json {shown(name)} ({shown(value)}) must be at most {MAX_LAYERS}: correct "
+                "it"
+            )
 
 
 class Fields:

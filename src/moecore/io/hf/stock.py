@@ -14,21 +14,25 @@ import itertools
 import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from moecore.base.fields import shown_name
 from moecore.base.torch_names import DispatchMode
 from moecore.families.transformers.experts import find_experts_adapter, used_tensors
+from moecore.io.hf.config_fields import check_layers
 from moecore.io.hf.files import one_line
 from moecore.io.hf.names import FileRecipe, FileView, TensorPiece, ViewDim, routed_pieces
 
 Shapes = Mapping[str, tuple[int, ...]]
 Box = tuple[tuple[int, int], ...]  # (start, length) per dim
 IRREGULAR = "transformers moves its values in no regular way"
+MOST_MODULES = 1 << 17  # of a model that is built: some minutes of a host's time for more
 FIRST = 1 << 40  # addresses below are those of tensors that no rule recorded
 
 
@@ -52,10 +56,11 @@ def reader_of(
 
     own: Any = getattr(model, "config", None)
     model_type, kind = values.get("model_type"), model and transformers_class(type(model))
-    is_known = model_type in transformers.CONFIG_MAPPING
+    is_known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if not is_known and not hasattr(own, "to_dict"):
         return None
     config_class = transformers.CONFIG_MAPPING[model_type] if is_known else type(own)
+    check_layers(values)
     try:
         config = config_class.from_dict(_floats(values))
         if kind is None or model_type != own.model_type:
@@ -63,7 +68,7 @@ def reader_of(
             named = getattr(transformers, str(named[0]), None) if named else None
             causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)
             kind = named if hasattr(named, "base_model_prefix") else causal
-        with torch.device("meta"), warnings.catch_warnings():
+        with torch.device("meta"), warnings.catch_warnings(), _few_modules():
             warnings.simplefilter("ignore")  # of empty tensors: nothing is initialised on meta
             reader = kind and kind._from_config(config, dtype=dtype)
     except Exception as error:  # of many kinds, some of them no ValueError
@@ -75,6 +80,24 @@ def reader_of(
             for name, tensor in used_tensors(experts).items():
                 experts.register_parameter(name, tensor)
     return reader
+
+
+@contextmanager
+def _few_modules() -> Iterator[None]:
+    """Return a context in which a class may register at most `MOST_MODULES` modules."""
+    # A config may ask for any number of layers or experts, under any name, and transformers builds
+    # them one by one.
+    number = itertools.count(1)
+
+    def count(*_: Any) -> None:
+        if next(number) > MOST_MODULES:
+            raise ValueError(f"it has more than {MOST_MODULES} modules")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _floats(value: Any) -> Any:

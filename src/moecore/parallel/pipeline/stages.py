@@ -132,7 +132,13 @@ def num_parts(model: StagedModel) -> tuple[int, int]:
 
 def loss_of(output: Any) -> Tensor:
     """Return the loss in what a model's forward returns: itself, or transformers' `.loss`."""
-    return cast(Tensor, output if isinstance(output, Tensor) else output.loss)
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if loss is None:
+        raise ValueError(
+            f"forward's output ({type(output).__name__}) must be the loss, or have it as .loss: "
+            "pass labels, and set config.return_dict = True for a model of transformers"
+        )
+    return cast(Tensor, loss)
 
 
 def runs_norm(stage: Stage, num_mtp: int) -> bool:
