@@ -70,7 +70,7 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
         },
         "model": others,
         "sharding": {
-            "dispatcher": dispatcher_of(run) if is_sent else None,
+            "dispatcher": _dispatcher(run) if is_sent else None,
             "fp8_dispatch": run.fp8_dispatch or None,
             "stash": None if run.memory.stash is None else True,
         },
@@ -85,6 +85,13 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
         lines = [f"{name} = {_shown(v)}" for name, v in values.items() if v is not None]
         text += [*([f"[{table}]"] if table and lines else []), *lines]
     return "\n".join(text) + "\n"
+
+
+def _dispatcher(run: TrainingRun) -> str:
+    """Return the dispatcher of the file: "auto" where that is "nvlink" on the planned GPUs."""
+    # CPU ranks refuse "nvlink". There "auto" is "alltoall", so the file trains on them too.
+    name = dispatcher_of(run)
+    return "auto" if name == "nvlink" and run.memory.stash is None else name
 
 
 def _changed(record: Any) -> dict[str, Any]:
