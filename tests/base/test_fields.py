@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +26,16 @@ from moecore import (
     ParallelConfig,
     PipelineConfig,
 )
-from moecore.base.fields import Bound, CheckedRecord, Count, OneOf, Rules, check_value, shown
+from moecore.base.fields import (
+    Bound,
+    CheckedRecord,
+    Count,
+    OneOf,
+    Positive,
+    Rules,
+    check_value,
+    shown,
+)
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import CloneOptions, NVLinkOptions
 from moecore.base.options.indexer import IndexerConfig
@@ -131,6 +143,44 @@ def test_what_is_taken() -> None:
     check_value("f", len, Callable[[], int])
     with pytest.raises(ValueError, match=r"^f \(1\) must be a function: pass a function$"):
         check_value("f", 1, Callable[[], int])
+
+
+@pytest.mark.parametrize("value", [2, np.float64(0.5), np.float64(2)])
+def test_a_float_field_stores_a_float(value: Any) -> None:
+    for stored in (
+        MoEConfig(
+            dim=8, hidden_dim=8, num_experts=2, top_k=1, routed_scaling_factor=value
+        ).routed_scaling_factor,
+        PPO(clip_high=value).clip_high,  # or None
+        NVLinkOptions(row_factor=value).row_factor,  # or "exact"
+        Window(size=2, pair=(0.0, value)).pair[1],
+    ):
+        assert type(stored) is float and stored == value
+    assert Window(size=2, open=3).open == 3 and type(Window(size=2, share=0).share) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "relation"),
+    [
+        (10**30, "a finite number, as an int at most 9007199254740992: pass a float"),
+        (2**53 + 1, "a finite number, as an int at most 9007199254740992: pass a float"),
+        (10**400, "a finite number > 0"),
+        *(
+            (value, "a finite number > 0")
+            for value in (0, -1, math.nan, -math.inf, True, Fraction(1, 2), Decimal(1))
+        ),
+        *((np.float32(0.5), "a finite number > 0"), (np.int64(2), "a finite number > 0")),
+        (math.inf, "a finite number > 0"),
+    ],
+)
+def test_a_float_field_refuses_other_numbers(value: Any, relation: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        MoEConfig(dim=8, hidden_dim=8, num_experts=2, top_k=1, routed_scaling_factor=value)
+    message = str(caught.value)
+    assert message.startswith("MoEConfig.routed_scaling_factor (") and "\n" not in message
+    assert relation in message
+    with pytest.raises(ValueError, match=r"^tau "):  # an argument of a function likewise
+        check_value("tau", value, Positive)
 
 
 def test_a_value_is_shown_in_one_short_line() -> None:

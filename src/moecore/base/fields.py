@@ -22,7 +22,10 @@ An annotation is a class (bool, int, float, str, torch.dtype, a record), a Liter
 collection, a mapping or a union of these; of a Callable only that it can be called is known, and
 `Any` is not checked. `Annotated` adds bounds, the values of which it is one (`OneOf`), and a
 string, the fix. Numbers without a bound of their own stay within `MOST`, so that int32 and fp32
-hold them. No value is converted, and a tensor or an array is no number.
+hold them. A tensor or an array is no number.
+
+A float field takes an int that a float holds exactly. A record then stores the float, because torch
+and Triton treat the two differently. No other value is converted.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ import torch
 from torch import nn
 
 MOST: dict[type, float] = {int: 2**31 - 1, float: 1e38}
+EXACT = 2**53  # a float holds every int up to this one
 NAMES: dict[Any, tuple[str, str]] = {
     bool: ("True or False", "pass a bool"),
     str: ("a string", "pass a str"),
@@ -101,6 +105,7 @@ class _Kind(NamedTuple):
     takes: Callable[[Any], bool]
     name: Callable[[Any], str]
     fix: str
+    convert: Callable[[Any], Any] = lambda value: value  # to what a record stores
 
 
 class CheckedRecord:
@@ -116,6 +121,9 @@ class CheckedRecord:
             value = getattr(self, name)
             if not kind.takes(value):
                 _refuse(self, name, f"be {kind.name(value)}: {kind.fix}")
+            converted = kind.convert(value)
+            if converted is not value:
+                object.__setattr__(self, name, converted)  # records are frozen
         for name, relation in self._rules():
             _refuse(self, name, relation)
 
@@ -278,17 +286,29 @@ def _number(base: type, bounds: list[Bound]) -> _Kind:
     def is_number(value: object) -> bool:
         return isinstance(value, classes) and not isinstance(value, bool)
 
+    def is_exact(value: Any) -> bool:
+        return base is int or isinstance(value, float) or abs(value) <= EXACT
+
     def takes(value: Any) -> bool:  # no NaN; Python compares an int of any length with a float
-        return is_number(value) and low <= value <= high
+        return is_number(value) and is_exact(value) and low <= value <= high
 
     def name(value: Any) -> str:
         broken = is_number(value) and abs(value) > MOST[base]
         shown_bounds = [b for b in bounds if b.limit != math.inf]
         shown_bounds += implied if broken else []
+        if is_number(value) and not broken and not is_exact(value):
+            return f"{noun}, as an int at most {EXACT}"
         limits = " and ".join(f"{b.sign} {b.limit!r}" for b in shown_bounds)
         return f"{noun} {limits}".rstrip()
 
-    return _Kind(takes, name, f"pass {'a float' if base is float else 'an int'}")
+    if base is float:
+        return _Kind(
+            takes,
+            name,
+            "pass a float",
+            lambda value: value if type(value) is float else float(value),
+        )
+    return _Kind(takes, name, "pass an int")
 
 
 def _inclusive(bound: Bound, base: type) -> float:
@@ -312,10 +332,14 @@ def _one_of(choices: tuple[Any, ...]) -> _Kind:
 
 
 def _any_of(kinds: list[_Kind]) -> _Kind:
+    def convert(value: Any) -> Any:
+        return next(kind for kind in kinds if kind.takes(value)).convert(value)
+
     return _Kind(
         lambda value: any(kind.takes(value) for kind in kinds),
         lambda value: " or ".join(kind.name(value) for kind in kinds),
         kinds[0].fix,
+        convert,
     )
 
 
@@ -342,7 +366,12 @@ def _tuple_of(args: tuple[Any, ...]) -> _Kind:
         items = kinds[0].name(None)
         return f"a tuple, each {items}" if is_open else f"a tuple of {len(kinds)}, each {items}"
 
-    return _Kind(takes, name, "pass a tuple")
+    def convert(value: Any) -> Any:
+        of_each = kinds * len(value) if is_open else kinds
+        pairs = [(item, kind.convert(item)) for kind, item in zip(of_each, value, strict=True)]
+        return value if all(a is b for a, b in pairs) else tuple(b for _, b in pairs)
+
+    return _Kind(takes, name, "pass a tuple", convert)
 
 
 class UsageError(Exception):
