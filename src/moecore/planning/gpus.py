@@ -188,7 +188,8 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} must be TOML ({error!s:.80}): correct it") from None
     like, known = given.pop("like", None), {field.name for field in fields(Gpu)}
-    if like is not None and (not isinstance(like, str) or like not in GPUS):
+    like_gpu = next((gpu for name, gpu in GPUS.items() if name == like), None)
+    if like is not None and like_gpu is None:
         raise ValueError(f"like ({shown(like)}) must be one of {', '.join(GPUS)}: choose one")
     for name in given.keys() - known:
         raise ValueError(
@@ -196,8 +197,8 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
         )
     # Nobody has measured what a file has.
     given = {"measured": False} | given
-    if like is not None:
-        return replace(GPUS[like], **given)
+    if like_gpu is not None:
+        return replace(like_gpu, **given)
     missing = [f.name for f in fields(Gpu) if f.default is MISSING and f.name not in given]
     if missing:
         raise ValueError(f'{where} must have {", ".join(missing)}: add them, or like = "h100-80"')
