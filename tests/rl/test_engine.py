@@ -378,3 +378,45 @@ def test_what_does_not_fit_is_one_line(meshes: Meshes) -> None:
         PPO(clip=1.5)
     with pytest.raises(ValueError, match=r"model \(Decoder\) must be parallelized"):
         Engine(decoder(), engine.step, max_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda log_p: None, r"OwnObjective returned None, which must be a tensor"),
+        (lambda log_p: 0.5, r"OwnObjective returned 0\.5, which must be a tensor"),
+        (lambda log_p: [log_p], r"OwnObjective returned \[tensor.*, which must be a tensor"),
+        (lambda log_p: -log_p.mean(), r"returned \(\), which must be one loss per token"),
+        (lambda log_p: log_p.long(), r"returned torch\.int64 on cpu, which must be floating"),
+        (lambda log_p: log_p.to("meta"), r"on meta, which must be floating on cpu"),
+        (lambda log_p: log_p.detach(), r"returned losses without a gradient"),
+    ],
+)
+def test_an_own_objective_that_returns_no_losses_is_one_line(
+    returned: Any, message: str, meshes: Meshes
+) -> None:
+    engine = engine_of(copy.deepcopy(plain()), meshes)
+    objective = OwnObjective(lambda log_probs_N, entropy_N, rollouts: returned(log_probs_N))
+    refused(engine, rollouts_of(0), objective, message)
+
+
+@pytest.mark.parametrize("weight", [1e-308, 1e-30, 1e30])
+@pytest.mark.parametrize("mean", ["token", "sequence"])
+def test_the_scale_of_weights_does_not_matter(weight: float, mean: Any, meshes: Meshes) -> None:
+    rollouts = whole_rollouts()
+    found = []
+    for scale in (1.0, weight):
+        engine = engine_of(copy.deepcopy(plain()), meshes)
+        weights_N = torch.full((len(rollouts.tokens_N),), scale, dtype=torch.float64)
+        engine.forward_backward(rollouts.replace(weights_N=weights_N), PPO(mean=mean))
+        found.append(gradients(engine.model))
+    assert worst(*found) < 1e-5
+
+
+def test_weights_beyond_fp32_are_refused(meshes: Meshes) -> None:
+    rollouts = rollouts_of(0)
+    large_N = torch.full((len(rollouts.tokens_N),), 1e308, dtype=torch.float64)
+    engine = engine_of(copy.deepcopy(plain()), meshes)
+    for name in ("advantages_N", "old_log_probs_N", "weights_N"):
+        message = f"Rollouts.{name} must be finite in responses, as fp32"
+        refused(engine, rollouts.replace(**{name: large_N}), PPO(), message)

@@ -190,6 +190,13 @@ def refusals() -> dict[str, str]:
         "temperature": good.replace(temperature=2.0) if meshes.data_rank == 1 else good,
         "tokens": good.replace(tokens_N=good.tokens_N + 128) if meshes.data_rank == 1 else good,
         "no rollouts": None if last else good,
+        **{
+            f"{name} of some": good.replace(**{name: None}) if meshes.data_rank == 1 else good
+            for name in ("old_log_probs_N", "ref_log_probs_N", "weights_N")
+        },
+        "large weights": good.replace(weights_N=good.weights_N.double() * 1e308)  # type: ignore
+        if meshes.data_rank == 1
+        else good,
     }
     found = {}
     for name, rollouts in given.items():
@@ -240,5 +247,8 @@ def test_wrong_rollouts_of_one_rank_are_an_error_of_all(results: Any) -> None:
         assert found[name].startswith("Rollouts.tokens_N (")
     for name in ("no rollouts", "no rollouts of log_probs"):
         assert found[name].startswith("rollouts (None) must be a Rollouts")
+    assert found["large weights"].startswith("Rollouts.weights_N (")
     assert found["tp ranks"].startswith("rollouts of data rank 2 must be the same on the ranks")
+    for name in ("old_log_probs_N", "ref_log_probs_N", "weights_N"):
+        assert f"whether {name} is None" in found[f"{name} of some"]
     assert found["temperature"].startswith("the objective, entropy, PPO.clip")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from moecore.base.agreement import check_same
 from moecore.base.failures import known_to_others, share_errors
-from moecore.base.fields import Count, check_arguments
+from moecore.base.fields import Count, check_arguments, shown
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.attached import attached
 from moecore.parallel.shard.progress import check_grad_mode
@@ -318,7 +318,8 @@ class Engine:
         alike: dict[str, Any] = {"the objective": type(objective).__name__, "entropy": entropy}
         for name in getattr(objective, "__dataclass_fields__", ()):
             alike[f"{type(objective).__name__}.{name}"] = getattr(objective, name)
-        for name in ("routes_NLK", "route_weights_NLK"):
+        compared = () if objective is None else PER_TOKEN  # a forward alone reads routes alone
+        for name in (*compared, "routes_NLK", "route_weights_NLK"):
             alike[f"whether {name} is None"] = getattr(rollouts, name) is None
         alike["routes"] = routes
         alike["temperature"] = rollouts.temperature
@@ -352,11 +353,7 @@ class Engine:
             if objective is None or shares_N is None:
                 return log_probs_N.new_zeros(())
             loss_N = objective(log_probs_N, entropy_N, row.rollouts)
-            if loss_N.shape != log_probs_N.shape:
-                raise ValueError(
-                    f"{type(objective).__name__} returned {tuple(loss_N.shape)}, which must be one "
-                    f"loss per token {tuple(log_probs_N.shape)}: means are taken by the engine"
-                )
+            _check_losses(type(objective).__name__, loss_N, log_probs_N)
             # Tokens outside of responses and tokens of weight 0 have a share of 0.
             return (loss_N.where(shares_N > 0, 0) * shares_N).sum()
 
@@ -397,6 +394,29 @@ def _check_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
         )
 
 
+def _check_losses(name: str, loss_N: object, log_probs_N: Tensor) -> None:
+    """Raise unless an objective returned what backward can start from."""
+    if not isinstance(loss_N, Tensor):
+        raise ValueError(
+            f"{name} returned {shown(loss_N)}, which must be a tensor: return one loss per token"
+        )
+    if loss_N.shape != log_probs_N.shape:
+        raise ValueError(
+            f"{name} returned {tuple(loss_N.shape)}, which must be one loss per token "
+            f"{tuple(log_probs_N.shape)}: means are taken by the engine"
+        )
+    if not loss_N.is_floating_point() or loss_N.device != log_probs_N.device:
+        raise ValueError(
+            f"{name} returned {loss_N.dtype} on {loss_N.device}, which must be floating on "
+            f"{log_probs_N.device}: compute losses from log_probs_N"
+        )
+    if log_probs_N.requires_grad and not loss_N.requires_grad:
+        raise ValueError(
+            f"{name} returned losses without a gradient, which must depend on log_probs_N or "
+            "entropy_N: do not detach them"
+        )
+
+
 def _weights(rollouts: Rollouts) -> Tensor:
     """Return the weight of each token in a mean, fp64 [N], on the CPU."""
     mask_N = rollouts.response_mask_N.cpu()
@@ -418,9 +438,11 @@ def _totals(rollouts: Rollouts, num_micro_batches: int, together: int) -> Totals
         if value_N is None:
             continue
         mask_N = rollouts.response_mask_N.to(value_N.device)
-        if not bool((value_N.isfinite() | ~mask_N).all()):
+        # In fp32, in which objectives read them: 1e308 of fp64 is infinite there.
+        if not bool((value_N.float().isfinite() | ~mask_N).all()):
             raise ValueError(
-                f"Rollouts.{name} must be finite in responses: leave out sequences without numbers"
+                f"Rollouts.{name} must be finite in responses, as fp32: leave out sequences "
+                "without numbers"
             )
     weights_N = _weights(rollouts)
     if bool((weights_N < 0).any()):
@@ -442,7 +464,8 @@ def _shares(rollouts: Rollouts, mean: Mean, totals: Totals, factor: float) -> Te
     """Return what the loss of each token counts in the global mean times a factor, fp32 [N]."""
     weights_N = _weights(rollouts)
     if mean == "token":
-        return (weights_N * (factor / totals.weight)).float()
+        # This order, because a factor over weights of 1e-308 overflows.
+        return (weights_N / totals.weight * factor).float()
     of_sequence_N = _of_sequences(rollouts, weights_N)[rollouts.sequence_N.cpu()]
     shares_N = torch.where(weights_N > 0, weights_N / of_sequence_N, 0)
     return (shares_N * (factor / totals.num_responses)).float()

@@ -129,7 +129,7 @@ class JsonLines:
         )
 
 
-class _Part(NamedTuple):
+class _LineRange(NamedTuple):
     """The lines that begin in a range of bytes; line numbers count from the first of them."""
 
     starts: array[int]  # byte at which each line begins
@@ -144,7 +144,7 @@ def _concatenate(numbers: list[array[int]], firsts: list[int]) -> Integers:
     return np.concatenate([np.frombuffer(of_part, np.int64) + first for of_part, first in pairs])
 
 
-def _parse_file(file: SizedFile, field: str | None) -> list[_Part]:
+def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
     """Return the lines of a file, in parts."""
     tasks = [(file, start, field) for start in range(0, file.size, PART)] or [(file, 0, field)]
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -163,10 +163,10 @@ def _parse_file(file: SizedFile, field: str | None) -> list[_Part]:
         ) from None
 
 
-def _parse_part(task: tuple[SizedFile, int, str | None]) -> _Part:
+def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
     """Parse the lines that begin in the `PART` bytes from a position on."""
     file, first, field = task
-    part = _Part(array("q"), array("q"), array("q"), array("I"))
+    part = _LineRange(array("q"), array("q"), array("q"), array("I"))
     for number, (start, line) in enumerate(_lines(file, first, min(first + PART, file.size))):
         part.starts.append(start)
         try:
