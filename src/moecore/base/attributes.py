@@ -20,7 +20,7 @@ from enum import Enum
 from functools import partial
 from hashlib import sha256
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ def _described(value: Any, depth: int = 0) -> Any:
         return Verbatim(f"{type(value).__qualname__}.{value.name}")
     for atom in ATOMS:  # a subclass, such as a number of numpy, has a `repr` of its own
         if isinstance(value, atom):
-            return atom(value)
+            return cast(type, atom)(value)
     if depth > MAX_DEPTH or isinstance(value, torch.device):
         return _name_of(type(value))
     if isinstance(value, Tensor):

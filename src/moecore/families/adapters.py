@@ -222,7 +222,7 @@ def _more(names: list[str], shown: int = 1) -> str:
 
 
 @dataclass(frozen=True)
-class _Origin:
+class _TensorRange:
     """The block tensors, by name, whose values are in one range of bytes of a storage."""
 
     begin: int
@@ -243,7 +243,7 @@ class OriginRecorder(DispatchMode):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         # A weak reference keeps the key of a freed storage from being used again.
-        self._origins: dict[StorageWeakRef, list[_Origin]] = {}
+        self._origins: dict[StorageWeakRef, list[_TensorRange]] = {}
         self.host_reads: frozenset[str] = frozenset()
         for name, tensor in tensors.items():
             self._add(tensor, frozenset([name]))
@@ -278,7 +278,7 @@ class OriginRecorder(DispatchMode):
     def _add(self, tensor: Tensor, names: frozenset[str]) -> None:
         if not names <= self._names_of(tensor):
             key = StorageWeakRef(tensor.untyped_storage())
-            self._origins.setdefault(key, []).append(_Origin(*_bytes_of(tensor), names))
+            self._origins.setdefault(key, []).append(_TensorRange(*_bytes_of(tensor), names))
 
     def _names_of(self, tensor: Tensor) -> frozenset[str]:
         origins = self._origins.get(StorageWeakRef(tensor.untyped_storage()), ())

@@ -23,7 +23,7 @@ from moecore.base.streams import ToHost, current_stream, is_capturing
 
 
 @dataclass(kw_only=True, slots=True)
-class _Comparison:
+class _ContentsCheck:
     """The contents of one forward."""
 
     names: tuple[str, ...]
@@ -61,8 +61,8 @@ class Contents:
     """The comparisons whose results the host has not read."""
 
     def __init__(self) -> None:
-        self._unread: list[_Comparison] = []
-        self._of_step: list[_Comparison] = []
+        self._unread: list[_ContentsCheck] = []
+        self._of_step: list[_ContentsCheck] = []
 
     def compare(self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
         """Launch a comparison of tensors. Collective; every rank names the same tensors."""
@@ -74,7 +74,7 @@ class Contents:
         for group in groups[:-1]:
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
         work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=groups[-1], async_op=True)
-        comparison = _Comparison(names=tuple(tensors), bounds=bounds, work=work)
+        comparison = _ContentsCheck(names=tuple(tensors), bounds=bounds, work=work)
         self._unread.append(comparison)
         self._of_step.append(comparison)
 

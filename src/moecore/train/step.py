@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore.base.agreement import check_same, optimizer_entries, trained_entries
 from moecore.base.failures import known_to_others, share_errors
 from moecore.base.fields import Count, MaxNorm, check_arguments
 from moecore.base.torch_names import mark
@@ -30,11 +29,11 @@ from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import loss_of
 from moecore.parallel.shard.clip import GradientNorm, step_clipped, unscale_and_clip_
-from moecore.parallel.shard.late_parameters import refuse_earlier, refuse_on_meta
 from moecore.parallel.shard.progress import Progress, check_grad_mode, check_trains
 from moecore.precision.apply import advance_amax, has_history
-from moecore.train.loss_scale import DynamicLossScale, LossScale, check_loss_scale
+from moecore.train.loss_scale import DynamicLossScale, LossScale
 from moecore.train.rerun import Reruns, drop_step
+from moecore.train.step_checks import check_parts, compare_steps
 from moecore.train.step_result import StepResult, joined
 
 T = TypeVar("T")
@@ -90,38 +89,20 @@ class TrainStep:
         arguments = locals()
         with share_errors():
             check_arguments(TrainStep.__init__, arguments)
-            max_norm = math.inf if max_norm is None else max_norm
-            models = [model] if isinstance(model, nn.Module) else list(model)
-            if not models:
-                raise ValueError(
-                    "model ([]) must be at least one model: pass that of parallelize_moe"
-                )
-            self._states = [moe_state(one) for one in models]
-            records = [record for one in models for record in attached_in(one)]
-            self._pipeline = records[0].pipeline if len(models) == 1 else None
-            self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
-            several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-            self.optimizers = list(several or ())
-            if optimizer is not None and not self.optimizers:
-                raise ValueError("optimizer ([]) must be one, several or None: leave it out")
-            if self.optimizers or loss_scale is not None:
-                refuse_on_meta(self.model, "optimizer" if self.optimizers else "loss scale")
-            for one in models:
-                check_loss_scale(one, loss_scale)
-            refuse_earlier(self.model, self.optimizers)
+            models, self.optimizers = check_parts(model, optimizer, loss_scale)
+        max_norm = math.inf if max_norm is None else max_norm
+        self._states = [moe_state(one) for one in models]
+        records = [record for one in models for record in attached_in(one)]
+        self._pipeline = records[0].pipeline if len(models) == 1 else None
+        self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
         request = self._request = records[0].request
-        # Ranks that differ would scale, clip, step or wait differently: all of them raise.
         entries = {
             "TrainStep.max_norm": float(max_norm),
             "TrainStep.num_micro_batches": num_micro_batches,
             "TrainStep.loss_scale": loss_scale,
             "TrainStep.optimizer is None": not self.optimizers,
         }
-        check_same(entries, request.meshes.device_type)
-        trained = trained_entries(self.model, self.optimizers)
-        check_same(trained, request.meshes.device_type, group=request.meshes.stage_group)
-        if request.meshes.parallel.pp > 1:
-            check_same(optimizer_entries(self.optimizers), request.meshes.device_type)
+        compare_steps(entries, self.model, self.optimizers, request)
         self._max_norm = max_norm
         self._norm: GradientNorm | None = None
         self._progress = Progress()

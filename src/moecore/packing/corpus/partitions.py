@@ -54,7 +54,7 @@ class Cursor(NamedTuple):
     tokens: int  # of that document or window; a resumed run compares them
 
 
-class Documents(Protocol):
+class DocumentReader(Protocol):
     """Returns the token ids of a document by ordinal; see `DocumentReader`."""
 
     def __call__(self, ordinal: int) -> Integers:
@@ -68,7 +68,7 @@ class SplitPacker:
     """Rows of documents that are cut at the end of a row."""
 
     def __init__(
-        self, documents: Documents, shape: RowShape, cursor: Cursor, *, partitions: int
+        self, documents: DocumentReader, shape: RowShape, cursor: Cursor, *, partitions: int
     ) -> None:
         self._documents, self._shape, self._partitions = documents, shape, partitions
         self.cursor = cursor
@@ -101,7 +101,7 @@ class WholePacker:
     """Rows of documents that are cut only where they are longer than a row."""
 
     def __init__(
-        self, documents: Documents, shape: RowShape, cursor: Cursor, *, partitions: int
+        self, documents: DocumentReader, shape: RowShape, cursor: Cursor, *, partitions: int
     ) -> None:
         self._documents, self._shape, self._partitions = documents, shape, partitions
         self.cursor = cursor
@@ -157,7 +157,7 @@ class _Window:
         ]
 
 
-def check_unchanged(documents: Documents, cursor: Cursor, tokens: int, end: int) -> None:
+def check_unchanged(documents: DocumentReader, cursor: Cursor, tokens: int, end: int) -> None:
     """Raise when a saved position does not fit the document, or the window, that is read now.
 
     `end` is what `cursor.taken` counts up to: tokens of the document, or rows of the window.
@@ -199,7 +199,7 @@ class Partition:
     def __init__(
         self,
         number: int,
-        documents: Mapping[str, Documents],  # by source, as the weights
+        documents: Mapping[str, DocumentReader],  # by source, as the weights
         weights: Mapping[str, float],
         cursors: Sequence[Cursor] | None,  # None = all begin
         *,

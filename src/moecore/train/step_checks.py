@@ -1,0 +1,60 @@
+"""What a `TrainStep` checks when it is made: on each rank, then between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from moecore.base.agreement import check_same, optimizer_entries, trained_entries
+from moecore.parallel.attached import attached_in, moe_state
+from moecore.parallel.request import Request
+from moecore.parallel.shard.late_parameters import refuse_earlier, refuse_on_meta
+from moecore.train.loss_scale import DynamicLossScale, check_loss_scale
+
+
+def check_parts(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    loss_scale: DynamicLossScale | None,
+) -> tuple[list[nn.Module], list[Optimizer]]:
+    """Return the models and the optimizers of a step; raise ValueError if this rank refuses one."""
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    if not models:
+        raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")
+    for one in models:
+        moe_state(one)
+        attached_in(one)
+    optimizers = list(([optimizer] if isinstance(optimizer, Optimizer) else optimizer) or ())
+    if optimizer is not None and not optimizers:
+        raise ValueError("optimizer ([]) must be one, several or None: leave it out")
+    for one in models:
+        if optimizers or loss_scale is not None:
+            refuse_on_meta(one, "optimizer" if optimizers else "loss scale")
+        check_loss_scale(one, loss_scale)
+    refuse_earlier(models[0] if len(models) == 1 else nn.ModuleList(models), optimizers)
+    return models, optimizers
+
+
+def compare_steps(
+    entries: Mapping[str, Any],
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    request: Request,
+) -> None:
+    """Raise on every rank if ranks differ in what makes them scale, clip, step or wait. Collective.
+
+    Args:
+        entries: the numbers of the step, by name.
+        model: all models of the step.
+        optimizers: of the step.
+        request: of one of the models.
+    """
+    meshes = request.meshes
+    check_same(entries, meshes.device_type)
+    trained = trained_entries(model, optimizers)
+    check_same(trained, meshes.device_type, group=meshes.stage_group)
+    if meshes.parallel.pp > 1:
+        check_same(optimizer_entries(optimizers), meshes.device_type)
