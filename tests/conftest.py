@@ -12,6 +12,7 @@ each file and test with the same generators, and hypothesis tries the same examp
 from __future__ import annotations
 
 import gc
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -25,6 +26,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from moecore.kernels.common import INTERPRET
 from tests.helpers import sparing  # noqa: F401  # tests make little garbage as well
+
+# transformers' bars of loaded weights, which ranks would print into the rows of dots.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 try:
     from hypothesis import settings

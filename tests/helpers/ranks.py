@@ -66,6 +66,7 @@ IMPORTED = (
     "torch._inductor.compile_fx",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",  # if it is there: a second per rank
     "peft",  # if it is there
+    "tests.helpers.quiet",
 )
 FIRST, LAST = "tests.helpers.sparing", "tests.helpers.frozen"
 SERVERS = "MOECORE_RANKS_SERVERS"  # addresses of the two that a parent has started
