@@ -90,20 +90,19 @@ class TrainStep:
         with share_errors():
             check_arguments(TrainStep.__init__, arguments)
             models, self.optimizers = check_parts(model, optimizer, loss_scale)
-        max_norm = math.inf if max_norm is None else max_norm
+        self._max_norm = math.inf if max_norm is None else max_norm
         self._states = [moe_state(one) for one in models]
         records = [record for one in models for record in attached_in(one)]
         self._pipeline = records[0].pipeline if len(models) == 1 else None
         self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
         request = self._request = records[0].request
         entries = {
-            "TrainStep.max_norm": float(max_norm),
+            "TrainStep.max_norm": float(self._max_norm),
             "TrainStep.num_micro_batches": num_micro_batches,
             "TrainStep.loss_scale": loss_scale,
             "TrainStep.optimizer is None": not self.optimizers,
         }
         compare_steps(entries, self.model, self.optimizers, request)
-        self._max_norm = max_norm
         self._norm: GradientNorm | None = None
         self._progress = Progress()
         self._is_delayed = has_history(self.model)
@@ -113,13 +112,11 @@ class TrainStep:
         for engine in self._engines:  # a later TrainStep of the same model takes over
             engine.progress = weakref.ref(self._progress)
         self._reruns = Reruns([capacity_of(one) for one in models], request.meshes.device)
-        asked = request.pipeline
-        self._is_overlapped = asked is not None and asked.schedule == "overlapped"
+        self._is_overlapped = getattr(request.pipeline, "schedule", None) == "overlapped"
         self._pairs = Pairs(self._engines)
         self._is_scaled = True  # the running micro-batch's loss
-        self._scale: LossScale | None = None
-        if loss_scale is not None:
-            self._scale = LossScale(loss_scale, next(self.model.parameters()).device)
+        device = next(self.model.parameters()).device
+        self._scale = None if loss_scale is None else LossScale(loss_scale, device)
         self._scale_value = None if self._scale is None else self._scale.value
         for state in self._states:
             state.set_loss_scale(self._scale_value)
@@ -443,8 +440,7 @@ class TrainStep:
             self._reruns.end_step(skipped)
             metrics = [state.reduce_step(skipped=skipped) for state in self._states]
             loss_scale = None
-            if self._scale is not None:
-                assert norm is not None
+            if self._scale is not None and norm is not None:
                 loss_scale = self._scale.value.clone()
                 self._scale.update(norm.skipped)
         self._progress.restart()
@@ -490,9 +486,9 @@ class TrainStep:
 
     def _is_wrong(self) -> Tensor | None:
         """Return a bool on the device: whether the step must be skipped. None = it cannot be."""
-        flags = (self._reruns.is_short(), rows_differ(self.model))
-        found = [flag for flag in flags if flag is not None]
-        return torch.stack(found).any() if found else None
+        flags = [self._reruns.is_short(), rows_differ(self.model)]
+        flags = [flag for flag in flags if flag is not None]
+        return torch.stack(flags).any() if flags else None
 
     def _check_complete(self, what: str) -> None:
         self._progress.check_between(what)
