@@ -243,8 +243,8 @@ def test_routes_over_stages_of_a_transformers_model(results: Any) -> None:
 def test_wrong_rollouts_of_one_rank_are_an_error_of_all(results: Any) -> None:
     found = results[1]
     assert found["a field"].startswith("Rollouts.advantages_N (None) must be given for PPO")
-    for name in ("ids", "tokens"):
-        assert found[name].startswith("Rollouts.tokens_N (")
+    assert found["ids"].startswith("Rollouts.routes_NLK[:, 0] of layer")
+    assert found["tokens"].startswith("Rollouts.tokens_N (")
     for name in ("no rollouts", "no rollouts of log_probs"):
         assert found[name].startswith("rollouts (None) must be a Rollouts")
     assert found["large weights"].startswith("Rollouts.weights_N (")

@@ -44,7 +44,7 @@ OF_ONE_RANK = re.compile(
 )
 RECORD_MARKS = ("__dataclass_fields__", "__attrs_attrs__", "__pydantic_fields__")
 RECORD_NAMES = ("config", "namespace", "args", "arguments", "options", "hparams")
-ATOMS = (bool, int, float, complex, str, bytes)
+ATOMS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 
 
 def attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:

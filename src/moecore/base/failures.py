@@ -110,9 +110,7 @@ def _is_alone(group: Group) -> bool:
 
 def _errors_of_all(error: Exception | None, group: Group) -> list[Exception | None]:
     """Return the error of each rank of a group, by rank; [] if there is none. Collective."""
-    world = dist.group.WORLD
-    assert world is not None, "callers have asked"
-    device_type = object_device_type(group or world)
+    device_type = object_device_type(group)
     has_failed = torch.tensor(error is not None, dtype=torch.int64, device=device_type)
     dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=group)
     if not has_failed.item():

@@ -349,9 +349,10 @@ def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     return _backends(group)[device_type] == "gloo"
 
 
-def object_device_type(group: dist.ProcessGroup) -> str:
+def object_device_type(group: dist.ProcessGroup | None) -> str:
     """Return the device type of small tensors that a group exchanges: "cpu" where it can."""
-    return "cpu" if "cpu" in (names := _backends(group)) else next(iter(names))
+    names = _backends(group or dist.group.WORLD)  # type: ignore[arg-type]
+    return "cpu" if "cpu" in names else next(iter(names))
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:

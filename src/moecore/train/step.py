@@ -486,8 +486,8 @@ class TrainStep:
 
     def _is_wrong(self) -> Tensor | None:
         """Return a bool on the device: whether the step must be skipped. None = it cannot be."""
-        flags = [self._reruns.is_short(), rows_differ(self.model)]
-        flags = [flag for flag in flags if flag is not None]
+        both = (self._reruns.is_short(), rows_differ(self.model))
+        flags = [flag for flag in both if flag is not None]
         return torch.stack(flags).any() if flags else None
 
     def _check_complete(self, what: str) -> None:
