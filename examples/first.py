@@ -23,7 +23,7 @@ model = Qwen3MoeForCausalLM(config)
 meshes = build_meshes(ParallelConfig(ep=-1, edp_shard=1))  # -1: experts are divided among all ranks
 model = parallelize_moe(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
 step = TrainStep(model, AdamW(model.parameters(), lr=1e-4), max_norm=1.0)
-torch.manual_seed(1 + meshes.data_rank)  # ranks with different data draw different tokens
+torch.manual_seed(1 + meshes.data_rank)  # each data-parallel rank draws its own tokens
 for _ in range(3):
     tokens = torch.randint(0, 999, (2, 64), device=meshes.device_type)  # replace with your data
     step.forward_backward([{"input_ids": tokens, "labels": tokens}])  # a list of micro-batches
