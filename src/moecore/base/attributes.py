@@ -97,8 +97,17 @@ def _fields_of(value: Any) -> dict[str, Any] | None:
         return None
     own = dict(getattr(value, "__dict__", {}))
     if is_dataclass(value):
-        return {f.name: getattr(value, f.name, None) for f in fields(value)} | own
-    return own or {n: getattr(value, n, None) for n in getattr(cls, "__slots__", ())}
+        return {f.name: _field(value, f.name) for f in fields(value) if f.name not in own} | own
+    return own or {name: _field(value, name) for name in getattr(cls, "__slots__", ())}
+
+
+def _field(record: Any, name: str) -> Any:
+    """Return a field of a record, or None if the record refuses to return it."""
+    # A config of transformers whose layers differ raises an error of its own for such a field.
+    try:
+        return getattr(record, name, None)
+    except Exception:
+        return None
 
 
 def _described(value: Any, depth: int = 0) -> Any:
