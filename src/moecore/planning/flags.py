@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -104,16 +106,26 @@ def folding_of(text: str) -> Folding:
 
 
 def _model(args: Any) -> AnyModel:
-    """Return the preset or that of the config, for rows as long as they are asked for."""
-    if args.config is not None and not is_native(args.config):
-        return TransformersModel.of(args.config)
-    model = PRESETS[args.preset] if args.config is None else decoder_config_from_hf(args.config)
+    """Return the model of the preset or the config, for rows of at least `seq_len` tokens."""
+    model = PRESETS[args.preset] if args.config is None else _model_of(args.config)
+    if isinstance(model, TransformersModel):
+        return model
     return replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
 
 
-def is_native(path: Path) -> bool:
-    """Return whether a config.json is of a family that the native decoder knows."""
-    return read_config(path).get("model_type") in FAMILIES
+def _model_of(config: Path) -> AnyModel:
+    """Return the native decoder of a config.json, or the class of transformers."""
+    if read_config(config).get("model_type") not in FAMILIES:
+        return TransformersModel.of(config)
+    try:
+        return decoder_config_from_hf(config)
+    except NotImplementedError as error:
+        # The class may have what the native decoder lacks. If not, that error is the answer.
+        with suppress(ValueError, NotImplementedError):
+            model = TransformersModel.of(config)
+            print(f"moecore: planned as a class of transformers: {error}", file=sys.stderr)
+            return model
+        raise
 
 
 def request_of_options(args: Any) -> SearchRequest:

@@ -6,6 +6,12 @@ process of stock transformers and peft; none where the family is refused.
 
 from __future__ import annotations
 
+import json
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore import Meshes, PipelineConfig, TrainStep, parallelize_moe
-from tests.families.transformers.family_models import batch, loss_of, tiny_model
+from moecore.cli import main
+from tests.families.transformers.family_models import batch, config_values, loss_of, tiny_model
 from tests.helpers.parts import on_parts
 from tests.parallel.pipeline.emulated import staged
 
@@ -81,6 +88,24 @@ def cell_of_stages(model: nn.Module) -> str:
     except NotImplementedError as error:
         return next(cell for part, cell in NO_STAGES.items() if part in str(error))
     return "yes"
+
+
+@cache
+def cell_of_plan(family: str, *degrees: str) -> str:
+    """Return "yes" if `moecore plan` plans a family's config.json, or the line of its refusal.
+
+    An error that the command does not report in one line is raised.
+    """
+    out, err = StringIO(), StringIO()
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(out), redirect_stderr(err):
+        Path(folder, "config.json").write_text(json.dumps(config_values(family)))
+        command = ["plan", "--config", folder, "--gpus", "2", "--seq-len", "64", *degrees]
+        code = main(command)
+    if code == 0:
+        assert "tokens/s" in out.getvalue()
+        return "yes"
+    # Warnings of transformers and the progress of a search may precede the line.
+    return "no, " + err.getvalue().splitlines()[-1].removeprefix("moecore: ")
 
 
 def with_adapters(family: str, meshes: Meshes) -> Case:

@@ -41,13 +41,19 @@ from moecore.families.transformers.cuts import OUTPUTS, find_cuts
 from moecore.families.transformers.rows import why_whole
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.attached import moe_state
-from tests.families.transformers.family_cases import cell_of_stages, over_stages, with_adapters
+from tests.families.transformers.family_cases import (
+    cell_of_plan,
+    cell_of_stages,
+    over_stages,
+    with_adapters,
+)
 from tests.families.transformers.family_models import (
     batch,
     family_names,
     loss_of,
     tiny_model,
 )
+from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
@@ -115,6 +121,17 @@ BY_DAY = (
     "unlimited_ocr",
     "zaya",
 )
+# The degrees of the plan in the table, and families that are planned by day.
+DEGREES = ("--ep", "2")
+PLANNED = {
+    "minimax": "linear attention",
+    "granitemoe": "a router of its own",
+    "longcat_flash": "two attentions in a layer",
+    "deepseek_v32": "a config that the native decoder cannot express",
+    "gemma4": "a config whose layers differ",
+    "dots3_note": "layers of several head sizes",
+}
+SEARCHED = ("granitemoe", "deepseek_v32")
 STEPS, RATE, VOCABULARY = 2, 0.1, 64  # tokens, which tp ranks have parts of
 # The gradient of a factor on outputs that are normed afterwards is a difference of large numbers,
 # of which stock transformers is 5e-5 away from fp64.
@@ -344,9 +361,10 @@ def run(*, nightly: bool) -> dict[tuple[str, int], Any]:
 def table(ran: dict[tuple[str, int], Any]) -> list[str]:
     """Return the lines of the table in docs/huggingface.md."""
     whole = {name: result["row"] for (name, i), result in sorted(ran.items()) if i < TP}
-    rows = [[*row, *(ran[name, i]["cell"] for i in COLUMNS)] for name, row in whole.items()]
+    cells = {name: [ran[name, i]["cell"] for i in COLUMNS] for name in whole}
+    rows = [[*row, *cells[name], cell_of_plan(name, *DEGREES)] for name, row in whole.items()]
     head = ["family", "class", "router", "activation of experts", "cut over tp", "documents, cp"]
-    head += ["bf16", "pp", "LoRA"]
+    head += ["bf16", "pp", "LoRA", "plan"]
     lines = [head, ["---"] * len(head), *rows]
     lines += [[], ["refused", "why"], ["---", "---"], *map(list, REFUSED.items())]
     return ["| " + " | ".join(cells) + " |" if cells else "" for cells in lines]
@@ -413,10 +431,26 @@ def page() -> list[str]:
     return text.partition(BEGIN)[2].partition(END)[0].split("\n")[1:-1]
 
 
+def column(index: int) -> dict[str, str]:
+    """Return a cell of each family's row; -2 is the last one."""
+    rows = [row.split("|") for row in page() if row.count("|") > 8]
+    return {row[1].strip(): row[index].strip() for row in rows}
+
+
+@pytest.mark.parametrize("family", beside(taken(), [f for f in taken() if f not in PLANNED]))
+def test_the_page_has_what_is_planned(family: str) -> None:
+    """A traceback of `moecore plan` is an error of this test too."""
+    assert column(-2)[family] == cell_of_plan(family, *DEGREES)
+
+
+@pytest.mark.parametrize("family", SEARCHED)
+def test_a_search_plans_what_degrees_plan(family: str) -> None:
+    assert cell_of_plan(family) == cell_of_plan(family, *DEGREES)
+
+
 def test_the_page_has_what_is_cut_to_stages() -> None:
     """Of every family; numbers over two stages are of few by day."""
-    rows = [row.split("|") for row in page() if row.count("|") > 8]
-    cells = {row[1].strip(): row[-3].strip() for row in rows}
+    cells = column(-4)
     with torch.device("meta"):
         models = {family: tiny_model(family) for family in taken()}
     found = {family: cell_of_stages(model) for family, model in models.items()}
