@@ -12,12 +12,21 @@ from typing import Any
 import pytest
 
 from moecore import NVLinkOptions
+from moecore.base.options.precision import Precision, Recipe
 from moecore.cli import add_run_options, main
 from moecore.models import preset
-from moecore.planning import SearchRequest
+from moecore.planning import (
+    CostTable,
+    SearchRequest,
+    TrainingRun,
+    dry_run,
+    plan_time,
+    search,
+    time_step,
+)
 from moecore.planning.flags import run_of_options
 from moecore.planning.foldings import Folding, run_of, rungs_of
-from moecore.planning.gpus import GPUS, peers_of, read_gpu
+from moecore.planning.gpus import GPUS, peers_of, read_gpu, time_refusal
 
 
 def test_a_file_has_what_differs(tmp_path: Path) -> None:
@@ -130,3 +139,73 @@ def test_page_has_what_the_plan_has(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert sum(widths) == pytest.approx(1000, abs=0.1)
     # Four micro-batches forward and backward on each of two ranks.
     assert [len(widths) for widths in stages.values()] == [8, 8]
+
+
+# What no GPU of these has run: formats that are emulated on Hopper, and FP8 elsewhere.
+UNTIMED = [
+    ("gb200-186", "mxfp8"),
+    ("b200-180", "nvfp4"),
+    ("h200-141", "mxfp8"),
+    ("rtx5090-32", "tensorwise"),
+    ("a100-80", "auto"),
+]
+UNTIMED_LINE = "time: not modelled for {} on {}: no kernel of it has been measured"
+MODEL = ["--preset", "tiny", "--gpus", "4", "--seq-len", "64"]
+DEGREES = ["--pp", "2", "--ep", "2", "--micro-batches", "4"]
+
+
+@pytest.mark.parametrize(("gpu", "precision"), UNTIMED)
+def test_a_time_that_is_not_modelled_is_no_number(
+    gpu: Any, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scaling = "blockwise" if precision == "auto" else precision
+    line, page = UNTIMED_LINE.format(scaling, gpu), tmp_path / "plan.html"
+    options = [*MODEL, "--gpu", gpu, "--precision", precision]
+    assert main(["plan", *options, *DEGREES, "--html", str(page)]) == 0
+    text, html = capsys.readouterr().out, page.read_text()
+    assert text.splitlines()[-1] == line and "pipeline rank" in text
+    assert line in html and html.count("<svg") == 1  # of memory
+    for number in ("tokens/s", "s a step", " ms"):
+        assert number not in text and number not in html
+    assert main(["plan", *options, *DEGREES, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["time_refusal"] == line and all(rank["peak"] > 0 for rank in found["ranks"])
+    names = ("seconds", "tokens_per_second", "parts", "wall", "next")
+    assert [found[name] for name in names] == [None] * 5
+    timeline = ["--timeline", str(tmp_path / "timeline.png")]
+    for more in ([*DEGREES, *timeline], [], ["--explain", "ep=2"]):  # no folding is ranked
+        assert main(["plan", *options, *more]) == 1
+        out, err = capsys.readouterr()
+        assert line in err and out == ""
+
+
+def test_a_dry_run_has_no_time_that_is_not_modelled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["dry-run", *MODEL, "--precision", "mxfp8", "--ep", "2"]
+    assert main([*command, "--gpu", "gb200-186"]) == 0
+    out = capsys.readouterr().out
+    line = UNTIMED_LINE.format("mxfp8", "gb200-186")
+    assert line in out.splitlines() and "ms a step" not in out
+    file = tmp_path / "gpu.toml"
+    file.write_text('like = "gb200-186"')
+    assert main([*command, "--gpu-spec", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["time_refusal"] == UNTIMED_LINE.format("mxfp8", "this GPU")
+    assert found["seconds"] is None and found["peak"] > 0
+    assert all(row[3] is None for row in found["works"].values())
+
+
+def test_the_time_of_a_part_in_mxfp8_is_refused() -> None:
+    """A recipe of one layer alone counts; bf16 and blockwise FP8 on Hopper have a time."""
+    first = Precision(recipe=Recipe(), overrides=(("model.layers.0.*", Recipe(scaling="mxfp8")),))
+    run = TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, precision=first)
+    table, request = CostTable.of("h100-80"), SearchRequest(model=run.model, num_gpus=2, seq_len=64)
+    with pytest.raises(NotImplementedError, match="not modelled for mxfp8 on h100-80"):
+        plan_time(run, table)
+    with pytest.raises(NotImplementedError, match="not modelled for mxfp8 on h100-80"):
+        time_step(dry_run(run), table)
+    with pytest.raises(NotImplementedError, match="cannot be ranked"):
+        search(replace(request, precision=first))
+    assert time_refusal(Precision.of("blockwise"), "h100-80") is None
+    assert time_refusal(None, "gb200-186") is None

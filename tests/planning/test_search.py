@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from dataclasses import fields, replace
@@ -33,6 +34,7 @@ from moecore.planning import (
     search,
 )
 from moecore.planning.commands import MEASURED, _support
+from moecore.planning.dry_run import MOST_MICRO_BATCHES
 from moecore.planning.estimate import Estimate
 from moecore.planning.flags import run_of_options
 from moecore.planning.foldings import (
@@ -46,7 +48,7 @@ from moecore.planning.foldings import (
     schedules_of,
 )
 from moecore.planning.gpus import GPUS
-from moecore.planning.run import flags_of
+from moecore.planning.run import MOST_IN_FLIGHT, MOST_LAYERS, MOST_STAGES, flags_of
 from moecore.planning.search import Fitting, _changes, explained, fit, planned, planned_with
 from moecore.planning.stored import stages_of
 from moecore.planning.times import layouts_of
@@ -472,6 +474,15 @@ def test_a_run_that_no_plan_ends_with_is_refused(changes: dict[str, Any], error:
             seq_len=changes.get("seq_len", 64),
             num_micro_batches=1025,
         )
+
+
+def test_the_page_has_the_bounds() -> None:
+    """The numbers that the tests here and in test_gpus.py refuse beyond, in the table's order."""
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    section = page.partition("\n## Bounds\n")[2].partition("\n## ")[0]
+    numbers = [int(n.replace(",", "")) for n in re.findall(r"\| ([\d,]+) \|", section)]
+    bounds = [2**16, MOST_LAYERS, MOST_STAGES, 2**24, 2**16, MOST_IN_FLIGHT, MOST_MICRO_BATCHES]
+    assert numbers == bounds
 
 
 def test_large_numbers_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

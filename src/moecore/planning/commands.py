@@ -27,7 +27,7 @@ from moecore.planning.flags import (
     shown_gpu,
 )
 from moecore.planning.foldings import Folding
-from moecore.planning.gpus import gpu_of
+from moecore.planning.gpus import gpu_of, time_refusal
 from moecore.planning.levers import next_change
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.page import page_of
@@ -74,7 +74,8 @@ def run_plan(args: Any) -> int:
     if args.call:
         print(call_of(run))
         return 0
-    plan, time = plan_memory(run), plan_time(run, _table(args))
+    table = _table(args)
+    plan, time = plan_memory(run), time_refusal(run.precision, table.gpu) or plan_time(run, table)
     peaks = [rank.num_bytes for rank in plan.ranks]
     _write(args, plan, time)
     gpu, largest = gpu_of(kind_of(args)), plan.largest
@@ -85,7 +86,7 @@ def run_plan(args: Any) -> int:
             asdict(rank) | {"peak": peak} for rank, peak in zip(plan.ranks, peaks, strict=True)
         ]
         found = {"gpu": shown_gpu(args), "memory": memory, "fits": fits, "ranks": ranks}
-        change = next_change(time, _table(args))
+        change = None if isinstance(time, str) else next_change(time, table)
         found |= _numbers(time) | {"next": None if change is None else asdict(change)}
         print(json.dumps(found))
         return 0 if fits else 1
@@ -207,13 +208,19 @@ def _row(found: Fitting) -> dict[str, Any]:
     }
 
 
-def _numbers(time: TimePlan) -> dict[str, Any]:
+def _numbers(time: TimePlan | str) -> dict[str, Any]:
+    """Return the numbers of a time, or nulls and why it is not modelled."""
     names = ("seconds", "tokens_per_second", "parts", "wall")
-    return {name: getattr(time, name) for name in names}
+    if isinstance(time, str):
+        return dict.fromkeys(names) | {"time_refusal": time}
+    return {name: getattr(time, name) for name in names} | {"time_refusal": None}
 
 
-def _print_time(args: Any, time: TimePlan, limit: int | None = None) -> None:
+def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> None:
     """Print how long a step takes, and what to change."""
+    if isinstance(time, str):
+        print(time)
+        return
     print(time.line)
     table = _table(args)
     if hides := hidden_share(time.run, table):
@@ -253,20 +260,22 @@ def _table(args: Any) -> CostTable:
     return found if hides is None else replace(found, pairs_hide=hides)
 
 
-def _write(args: Any, plan: MemoryPlan, time: TimePlan) -> None:
+def _write(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
     """Write the pictures that are asked for."""
+    timeline = None if isinstance(time, str) else time.timeline
     try:
         if args.png is not None:
             draw_memory(plan, args.png, gpu_of(kind_of(args)).memory)
-        if args.timeline is not None and time.timeline is not None:
-            draw(time.timeline, args.timeline)
+        if args.timeline is not None and timeline is not None:
+            draw(timeline, args.timeline)
     except ImportError as error:
         raise ValueError(f"--png and --timeline must be left out: {error}") from error
     if args.html is not None:
         title = f"{args.preset or args.config}, {args.gpus} {shown_gpu(args)}"
         args.html.write_text(page_of(plan, time, title, gpu_of(kind_of(args)).memory))
-    if args.timeline is not None and time.timeline is None:
-        raise ValueError(f"--timeline ({args.timeline}) must be left out without stages: drop it")
+    if args.timeline is not None and timeline is None:
+        reason = time if isinstance(time, str) else "without stages"
+        raise ValueError(f"--timeline ({args.timeline}) must be left out ({reason}): drop it")
 
 
 def _write_recipe(args: Any, run: TrainingRun) -> None:
@@ -282,12 +291,16 @@ def run_dry_run(args: Any) -> int:
     found = dry_run(run, args.rank)
     plan = plan_peak(run)[args.rank * run.resolved.pp // run.num_gpus]
     table, fits = CostTable.of(kind_of(args)), found.peak + found.buffers <= memory
-    rows, time = _rows(found, table), time_step(found, table)
+    refusal = time_refusal(run.precision, table.gpu)
+    rows = _rows(found, None if refusal else table)
+    time = None if refusal else time_step(found, table)
     if args.json:
         sizes = {"held": found.held, "peak": found.peak, "buffers": found.buffers}
         sizes |= {"plan": plan, "memory": memory}
         whole = {"rank": found.rank, "gpu": shown_gpu(args), **sizes, "fits": fits}
-        whole |= {"seconds": time.seconds, "parts": time.parts, "works": rows}
+        numbers = (None, None) if time is None else (time.seconds, time.parts)
+        whole |= dict(zip(("seconds", "parts"), numbers, strict=True))
+        whole |= {"works": rows, "time_refusal": refusal}
         print(json.dumps(whole))
         return 0 if fits else 1
     print(f"rank {found.rank} of {args.gpus} holds {shown_bytes(found.held)} between steps")
@@ -295,25 +308,34 @@ def run_dry_run(args: Any) -> int:
     at_most = f"{most} at most in a step, of {shown_bytes(memory)} ({shown_gpu(args)})"
     print(f"{at_most}{'' if fits else ': does not fit'}")
     print(f"{shown_bytes(plan)} by the plan, from few layers")
-    parts = [f"{part} {s * 1e3:.1f}" for part, s in time.parts.items() if s > 1e-4]
-    print(f"{time.seconds * 1e3:.1f} ms a step, of which ms by what limits: {', '.join(parts)}")
+    if time is None:
+        print(refusal)
+    else:
+        parts = [f"{part} {s * 1e3:.1f}" for part, s in time.parts.items() if s > 1e-4]
+        line = f"{time.seconds * 1e3:.1f} ms a step, of which ms by what limits"
+        print(f"{line}: {', '.join(parts)}")
     lines: list[tuple[str, ...]] = [("what runs", "times", "TFLOP", "GB moved", "ms alone")]
     for kind, (times, flops, moved, seconds) in rows.items():
-        sums = (f"{flops / 1e12:.1f}", f"{moved / 1e9:.1f}", f"{seconds * 1e3:.1f}")
+        alone = "-" if seconds is None else f"{seconds * 1e3:.1f}"
+        sums = (f"{flops / 1e12:.1f}", f"{moved / 1e9:.1f}", alone)
         lines.append((kind, f"{times:.0f}", *sums))
     print("\n".join(columns(lines)))
     return 0 if fits else 1
 
 
-def _rows(found: DryRun, table: CostTable) -> dict[str, list[float]]:
-    """Return by kind: how many, FLOP, bytes, seconds of each alone."""
-    table = replace(table, slices=None)  # of which a step has what is exposed
-    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+def _rows(found: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
+    """Return by kind: how many, FLOP, bytes, seconds of each alone, None without a table."""
+    if table is not None:
+        table = replace(table, slices=None)  # of which a step has what is exposed
+    sums: defaultdict[str, list[Any]] = defaultdict(lambda: [0.0] * 4)
     for part, works in (("", found.forward_backward), ("optimizer", found.optimizer)):
         for work in works:
-            numbers = (1, work.flops, work.num_bytes, table.seconds(work))
+            seconds = 0.0 if table is None else table.seconds(work)
+            numbers = (1, work.flops, work.num_bytes, seconds)
             row = sums[part or work.kind]
             row[:] = (a + b for a, b in zip(row, numbers, strict=True))
+    if table is None:
+        return {kind: [*row[:3], None] for kind, row in sums.items()}
     return dict(sums)
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import CountOrZero, check_arguments
+from moecore.base.options.precision import Precision
 from moecore.base.streams import dry_streams
 from moecore.base.torch_names import local_of
 from moecore.kernels.common import launches_on_meta
@@ -57,6 +58,7 @@ class DryRun:
         pages: bytes of a stash's pages on the device, which are within what is held.
         queued: what the device does, in the order in which the host queues it.
         starts: where parts of the model begin a pass, in a run without stages, and END begins.
+        precision: of the run.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class DryRun:
     pages: int
     queued: tuple[Queued, ...]
     starts: tuple[Start, ...]
+    precision: Precision | None = None
 
     @property
     def forward_backward(self) -> tuple[Work, ...]:
@@ -147,6 +150,7 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
             pages=stash.pages.num_bytes if isinstance(stash, Stash) else 0,
             queued=tuple(_with_bytes(recorder.queued, moved)),
             starts=tuple(recorder.starts),
+            precision=run.precision,
         )
 
 

@@ -17,6 +17,7 @@ from typing import Annotated
 
 from moecore.base.fields import Bound, CheckedRecord, NumBytes, shown
 from moecore.base.options.names import GpuName
+from moecore.base.options.precision import EMULATED, Precision
 from moecore.io.checkpoint.files import read_regular
 
 GIB = 1 << 30
@@ -203,6 +204,20 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
     if missing:
         raise ValueError(f'{where} must have {", ".join(missing)}: add them, or like = "h100-80"')
     return Gpu(**given)
+
+
+def time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | None:
+    """Return why the time of a run's products is not modelled on a GPU; None = it is."""
+    # A plan of these formats has the launches of their emulation on Hopper, whose time says nothing
+    # of products on tensor cores. GPUs without has_blockwise have no FP8 kernel of moecore at all.
+    for recipe in () if precision is None else precision.recipes:
+        if recipe.scaling in EMULATED or not gpu_of(gpu).has_blockwise:
+            name = gpu if isinstance(gpu, str) else "this GPU"
+            return (
+                f"time: not modelled for {recipe.scaling} on {name}: no kernel of it has been "
+                "measured"
+            )
+    return None
 
 
 def domain_of(gpu: GpuName | Gpu, num_gpus: int) -> int:

@@ -22,12 +22,12 @@ STYLE = "body{font:14px sans-serif;margin:2em}i{display:inline-block;width:1em;h
 Part = tuple[float, float, str, str]  # start, length, colour, what it is
 
 
-def page_of(plan: MemoryPlan, time: TimePlan, title: str, memory: NumBytes) -> str:
+def page_of(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes) -> str:
     """Return the HTML of a plan.
 
     Args:
         plan: of all pipeline ranks.
-        time: of the same run.
+        time: of the same run, or the line that says why it is not modelled.
         title: of the page.
         memory: of a GPU in bytes, drawn as a line.
     """
@@ -38,24 +38,30 @@ def page_of(plan: MemoryPlan, time: TimePlan, title: str, memory: NumBytes) -> s
         (f"pp rank {rank.pp_rank}", _stacked(rank.device, colours, shown_bytes))
         for rank in plan.ranks
     ]
-    parts: dict[str, float] = {part: s for part, s in time.parts.items() if s}
-    of_time = _colours(parts)
-    takes = [("step", _stacked(parts, of_time, lambda s: f"{s * 1e3:.1f} ms"))]
+    line = time if isinstance(time, str) else time.line
     body = [
-        f"<h1>{escape(title)}</h1><p>{escape(time.line)}</p>",
+        f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
         f"<h2>Memory of a GPU, of {shown_bytes(memory)}</h2>",
         _bars(held, max(memory, *(rank.num_bytes for rank in plan.ranks)), line=memory),
         _legend(colours),
-        "<h2>A step of the rank that works longest</h2>",
-        _bars(takes, sum(parts.values())),
-        _legend(of_time),
+        *([] if isinstance(time, str) else _pictures(time, len(plan.ranks))),
     ]
-    if time.timeline is not None:
-        rows = [(f"pp rank {i}", _spans(time.timeline, i)) for i in range(len(plan.ranks))]
-        named = {NAMES[kind]: colour for kind, colour in COLOURS.items()}
-        body += ["<h2>Stages</h2>", _bars(rows, time.timeline.makespan), _legend(named)]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
+
+
+def _pictures(time: TimePlan, num_ranks: int) -> list[str]:
+    """Return the HTML of where the time of a step goes, and of when stages run."""
+    parts: dict[str, float] = {part: s for part, s in time.parts.items() if s}
+    colours = _colours(parts)
+    step = [("step", _stacked(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
+    found = ["<h2>A step of the rank that works longest</h2>"]
+    found += [_bars(step, sum(parts.values())), _legend(colours)]
+    if time.timeline is not None:
+        rows = [(f"pp rank {i}", _spans(time.timeline, i)) for i in range(num_ranks)]
+        named = {NAMES[kind]: colour for kind, colour in COLOURS.items()}
+        found += ["<h2>Stages</h2>", _bars(rows, time.timeline.makespan), _legend(named)]
+    return found
 
 
 def _colours(names: Iterable[str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from heapq import heapify, heappop, heapreplace
 from typing import Any
 
 from moecore.base.fields import Count, check_arguments
+from moecore.base.options.precision import Precision
 from moecore.base.tables import columns, shown_bytes
 from moecore.planning.costs import CostTable
 from moecore.planning.estimate import Estimate
@@ -33,7 +34,7 @@ from moecore.planning.foldings import (
     rungs_of,
     schedules_of,
 )
-from moecore.planning.gpus import GPUS, Gpu, gpu_of
+from moecore.planning.gpus import GPUS, Gpu, gpu_of, time_refusal
 from moecore.planning.levers import LEAST, Levers
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.run import TrainingRun, lever_flags
@@ -151,8 +152,12 @@ def search(
         wanted: how many of the fastest are planned with fewer levers and with balanced stages.
         most_planned: the most foldings that are planned at all; None = four for each wanted one.
         progress: called with a line before each step of the search that takes seconds.
+
+    Raises:
+        NotImplementedError: for a precision whose time on the GPU is not modelled.
     """
     check_arguments(search, locals())
+    _refuse_untimed(request)
     table = request.costs if table is None else table
     refused, open_foldings = Counter[str](), list[Folding]()
     for folding in foldings(request.num_gpus):
@@ -203,6 +208,17 @@ def search(
         not_planned=len(open_foldings) - len(planned) - refused["parallelize_moe"],
         change=None if fitting else smallest_change(request, table),
     )
+
+
+def _refuse_untimed(request: SearchRequest) -> None:
+    """Raise a NotImplementedError for a precision whose time is not modelled."""
+    if isinstance(request.precision, Precision):
+        refusal = time_refusal(request.precision, request.gpu)
+        if refusal is not None:
+            raise NotImplementedError(
+                f"{refusal}, so foldings cannot be ranked: plan the memory of one, with degrees "
+                "such as --ep 8, or search without this precision"
+            )
 
 
 def eased(request: SearchRequest, best: Fitting, table: CostTable, estimate: Estimate) -> Fitting:
@@ -267,6 +283,7 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
 
 def planned(request: SearchRequest, folding: Folding, table: CostTable) -> Refusal | Candidate:
     """Return why a folding is refused, or its plan: fitting with the fastest levers, or not."""
+    _refuse_untimed(request)
     refusal = refuse(request, folding)
     if refusal is not None:
         return refusal

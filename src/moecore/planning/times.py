@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from moecore.base.fields import PositiveOrZero, check_arguments
 from moecore.base.options.names import GpuName
+from moecore.base.options.precision import Precision
 from moecore.parallel.pipeline.layout import LayoutCosts, Stage, balanced_layout
 from moecore.parallel.pipeline.orders import PAIRING, Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
@@ -28,7 +29,7 @@ from moecore.parallel.pipeline.simulate import spans_of
 from moecore.parallel.pipeline.timeline import Timeline
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
-from moecore.planning.gpus import Gpu
+from moecore.planning.gpus import Gpu, time_refusal
 from moecore.planning.pieces import (
     MIDDLE,
     Pieces,
@@ -99,13 +100,23 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
     Args:
         step: the work of the step.
         table: the costs of operations.
+
+    Raises:
+        NotImplementedError: for products whose time on the table's GPU is not modelled.
     """
     check_arguments(time_step, locals())
+    _refuse_untimed(step.precision, table)
     spans = run_queue(placed(step.queued), table, STEPS)
     first, last = (max(spans.ends[: len(step.queued) * n]) for n in (STEPS - 1, STEPS))
     before = (STEPS - 1) * len(step.queued)
     parts = at_least(exposed(spans, first, last), carried(spans, before, len(spans.ends)))
     return StepTime(max(last - first, sum(parts.values())), parts)
+
+
+def _refuse_untimed(precision: Precision | None, table: CostTable) -> None:
+    """Raise a NotImplementedError for products whose time is not modelled."""
+    if (refusal := time_refusal(precision, table.gpu)) is not None:
+        raise NotImplementedError(f"{refusal}; plan its memory with plan_memory")
 
 
 def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Spans:
@@ -250,6 +261,7 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
 
     Raises:
         ValueError, NotImplementedError: as `parallelize_moe`, when options do not fit the model.
+        NotImplementedError: for products whose time on the table's GPU is not modelled.
     """
     check_arguments(plan_time, locals())
     return plan_times([run], table)[0]
@@ -291,6 +303,7 @@ def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
     known: Known = {}
     found = []
     for run in runs:
+        _refuse_untimed(run.precision, table)
         pieces, timeline = pieces_of(run), None
         if run.pipeline is None:
             seconds, parts = _alone(run, pieces, table)
