@@ -383,7 +383,7 @@ def start_process_group(device_type: str, timeout: timedelta | None = None) -> N
     if "RANK" in os.environ:
         world_size = read_launcher_number("WORLD_SIZE", 1)
         read_launcher_number("RANK", 0, least=0, most=world_size - 1)
-        read_launcher_number("MASTER_PORT", 29500, most=65535)
+        read_launcher_number("MASTER_PORT", 29500, least=0, most=65535)
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
