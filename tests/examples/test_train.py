@@ -437,6 +437,7 @@ def test_a_rank_prints_itself_what_rank_0_did_not_find(
 ) -> None:
     from errors import print_rank_error
 
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     waited: list[float] = []
     monkeypatch.setattr(sys, "argv", ["examples/train.py"])
     monkeypatch.setattr("time.sleep", waited.append)

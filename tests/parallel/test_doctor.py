@@ -230,7 +230,7 @@ def test_a_peer_that_ends_is_one_line(
         ({"RANK": "x"}, [], "RANK ('x') must be a whole number from 0 to 1: start ranks"),
         ({"RANK": "2"}, [], "RANK ('2') must be a whole number from 0 to 1: start ranks"),
         ({"WORLD_SIZE": "x"}, [], "WORLD_SIZE ('x') must be a whole number from 1 to 2147483647"),
-        ({"MASTER_PORT": "x"}, [], "MASTER_PORT ('x') must be a whole number from 1 to 65535"),
+        ({"MASTER_PORT": "x"}, [], "MASTER_PORT ('x') must be a whole number from 0 to 65535"),
         ({}, ["--timeout", "99999999999999"], "--timeout (99999999999999) must be a whole number"),
         ({}, ["--timeout", "0"], "--timeout (0) must be a whole number >= 1 and <= 86400"),
         ({}, ["--timeout", "-5"], "--timeout (-5) must be a whole number >= 1 and <= 86400"),

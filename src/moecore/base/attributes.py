@@ -40,8 +40,10 @@ UNCOMPARED = frozenset(
 )
 # Names of values that belong to one rank. A low rank ("lora_rank") decides shapes of parameters.
 OF_ONE_RANK = re.compile(
-    r"cache|name_or_path$|object_hash$|(^|_)(rank|device|(rank|device|process)_?(id|index))$"
+    r"cache|name_or_path$|object_hash$|device_map$|(^|_)(dir|path)$|^is_(main|local|world)_"
+    r"|(^|_)(rank|device|(rank|device|process)_?(id|index))$"
 )
+DEVICE = re.compile(r"(cpu|cuda|xpu|hpu|mps|npu|xla)(:\d+)?")
 RECORD_MARKS = ("__dataclass_fields__", "__attrs_attrs__", "__pydantic_fields__")
 RECORD_NAMES = ("config", "namespace", "args", "arguments", "options", "hparams")
 ATOMS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
@@ -112,6 +114,8 @@ def _field(record: Any, name: str) -> Any:
 
 def _described(value: Any, depth: int = 0) -> Any:
     """Return a value whose `repr` is the same on every rank where the values are equal."""
+    if isinstance(value, str) and DEVICE.fullmatch(value):
+        return Verbatim("a device")
     if value is None or type(value) in ATOMS or isinstance(value, torch.dtype):
         return value
     if isinstance(value, Enum):

@@ -69,7 +69,7 @@ class SharedArguments:
         names = sorted(name for name in arguments if name != OF_OWN_TOKENS)
         found: dict[str, Tensor] = {}
         facts = {name: _facts(arguments[name], name, found) for name in names}
-        on_device = {n: x for n, x in found.items() if x.device.type == self._device_type}
+        on_device = {n: x for n, x in sorted(found.items()) if x.device.type == self._device_type}
         is_first = self._is_first and torch.is_grad_enabled()
         with known_to_others(COMPARED):
             problem = self._difference({"names of arguments": names, "value": facts}, place)
@@ -104,6 +104,10 @@ class SharedArguments:
         None = no contents were compared on the device. No host sync.
         """
         return self._contents.end_step()
+
+    def drop_step(self) -> None:
+        """Forget which forwards belong to the step, which does not take place."""
+        self._contents.drop_step()
 
     def raise_late(self) -> None:
         """Raise the error of earlier forwards whose contents differ. Host sync."""

@@ -4,8 +4,8 @@
     forward n + 1  copy of the result to the host, launched and not waited for
     a later one    the copy has arrived: the host compares, and the ranks raise together
 
-`TrainStep` reads the results on the device when it clips, so a step with a difference is skipped
-on every rank before any rank knows of it.
+`TrainStep` reads the results on the device when it clips, so a clipped step with a difference is
+skipped on every rank before any rank knows of it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _ContentsCheck:
             return None
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return (
-            f"contents of {names[0]}{others} in an earlier forward (whose step TrainStep skips) "
-            "must be the same"
+            f"contents of {names[0]}{others} in an earlier forward (its step is skipped if "
+            "TrainStep clips it) must be the same"
         )
 
 
@@ -76,7 +76,8 @@ class Contents:
         work = dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=groups[-1], async_op=True)
         comparison = _ContentsCheck(names=tuple(tensors), bounds=bounds, work=work)
         self._unread.append(comparison)
-        self._of_step.append(comparison)
+        if torch.is_grad_enabled():  # no step ends a forward without gradients
+            self._of_step.append(comparison)
 
     def has_difference(self) -> bool:
         """Return whether contents of an earlier forward differ, as far as the host can see."""
@@ -101,6 +102,10 @@ class Contents:
         if problem is not None:
             self._of_step = []  # the caller drops this step
         return problem
+
+    def drop_step(self) -> None:
+        """Forget which comparisons belong to the step; their errors are still raised."""
+        self._of_step = []
 
     def end_step(self) -> Tensor | None:
         """Return whether contents of this step differ, a bool on the device; None = unknown."""

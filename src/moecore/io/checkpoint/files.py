@@ -14,10 +14,10 @@ import stat
 import uuid
 from pathlib import Path
 
-# Bounds of what is parsed. Objects of Python may take 25 times the bytes of their JSON ("[],[],"):
-# 6.4 GB for a table of tensors. 256 MiB hold 1.5 million blocks: the model and the
-# moments of 1,200 parameters over 400 ranks each. A config.json of a published model has 0.1 MB.
-MAX_TABLE, MAX_CONFIG = 256 << 20, 10 << 20
+# Bounds of what is parsed. 1 GiB holds a table of 6 million blocks: the model and the moments of
+# 1,200 parameters over 1,600 ranks. A config.json of a published model has 0.1 MB. Objects of
+# Python may take 25 times the bytes of their JSON ("[],[],"), so 10 MiB become 250 MB at most.
+MAX_TABLE, MAX_CONFIG = 1 << 30, 10 << 20
 # Only names that a save makes: other hidden files of a run belong to the user.
 _LEFTOVER = re.compile(r"\.step-[0-9]+\.tmp-\w+|\.step-[0-9a-f]{8}\.old|\.latest-[0-9a-f]{8}")
 

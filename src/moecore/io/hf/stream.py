@@ -273,6 +273,13 @@ class WeightStream:
         return {n: (*digest, sources[n].factors()) for n, digest in found.items()}
 
 
+class _PassLeft(RuntimeError):
+    """Raised on every rank when a rank, its argument, has left a pass before its end."""
+
+    def __str__(self) -> str:
+        return f"rank {self.args[0]} has left a stream of weights before its end"
+
+
 class _StreamPass:
     """One pass over the weights of a model."""
 
@@ -320,14 +327,16 @@ class _StreamPass:
     def leave(self) -> None:
         """End the pass on the other ranks, which are about to agree."""
         rank, _ = rank_and_world()
-        with suppress(RankError), transport_explained(PASS):  # no rank is left to be told
+
+        def fail() -> None:
+            raise _PassLeft(rank)
+
+        # A RankError: no rank is left to be told.
+        with suppress(RankError, _PassLeft), transport_explained(PASS):
             if self._ahead is None:
                 self.start()  # as the others do first
             self._copies.synchronize()
-            gather(
-                RuntimeError(f"rank {rank} has left a stream of weights before its end"),
-                self._group,
-            )
+            on_every_rank(fail, self._group)
 
     def _merge(self, names: Iterable[str]) -> None:
         """Make the weights that adapters are added to; keep those that are there, free others."""

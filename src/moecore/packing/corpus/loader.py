@@ -166,7 +166,8 @@ class CorpusLoader(PositionedLoader[PackedBatch]):
         batch = next(loader)                 # a PackedBatch of 2 rows
         state = loader.state_dict()          # behind that batch, whatever workers have prefetched
 
-    Labels of a batch are shifted: each is the token that follows, also across a cut.
+    Labels of a batch are shifted: each is the token that follows, also across a cut. The first
+    `next` after the start or a load compares data ranks: it is collective over all ranks.
 
     Args:
         sources: their names differ; rows are a mixture by their weights.

@@ -27,7 +27,8 @@ class CorpusSource(CheckedRecord):
             can be iterated again and again, such as a streaming dataset, shuffled in blocks. Two
             attributes are optional. `fingerprint`, a text that changes with the content, is part of
             a position. `location(index)` returns where a document is, for errors.
-        tokenize: a document -> its token ids, with what ends a document; None = documents are ids.
+        tokenize: a document -> its token ids, with what ends a document; the same ids in each call.
+            None = documents are ids.
             Documents without ids are passed over.
         weight: of the rows, over the sum of all weights.
     """

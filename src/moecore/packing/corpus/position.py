@@ -56,7 +56,8 @@ def facts_of(sources: Sequence[CorpusSource], options: CorpusOptions) -> dict[st
 def _facts_of(source: CorpusSource) -> dict[str, Any]:
     """Return a source's number of documents, its fingerprint and a digest of sampled tokens."""
     documents = source.documents
-    fingerprint = getattr(documents, "fingerprint", getattr(documents, "_fingerprint", None))
+    # Not `_fingerprint` of Hugging Face data sets: it is random where a `map` cannot be hashed.
+    fingerprint = getattr(documents, "fingerprint", None)
     return {
         "number of documents": len(documents) if source.is_indexed else None,
         "fingerprint": None if fingerprint is None else cut(fingerprint),
