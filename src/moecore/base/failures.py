@@ -8,9 +8,9 @@ writes its own to the store of the default process group, where they find it:
 
 The store is read and written after an error alone: no thread, no collective, no time of a step.
 
-Outside of a step, where one collective more costs nothing, `share_errors` does better: every rank
-joins one all-reduce after its local checks, so a refusal of one rank is raised by all ranks while
-all of them are alive.
+Outside of a step, where one collective more costs nothing, `share_errors` does better: ranks send
+each other their errors after the local checks, so a refusal of one rank is raised by all ranks
+while all of them are alive.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from moecore.base.agreement import Group, gather
-from moecore.base.torch_names import object_device_type
 
 T = TypeVar("T")
 KEY = "moecore/failures"
@@ -63,10 +61,9 @@ def known_to_others(where: str) -> Iterator[None]:
 def share_errors(group: Group = None) -> Iterator[None]:
     """Return a context after which every rank of a group raises the error of its first rank.
 
-    Collective: one all-reduce of one number, with a host sync, after the body. If a rank has an
-    error, a second collective sends the errors. Every rank then raises the same type and line,
-    which names the rank unless all ranks have the same error. The body must not communicate before
-    it raises, because the other ranks would wait for it.
+    Collective: each rank sends its error, or None, after the body. Every rank then raises the same
+    type and line, which names the rank unless all ranks have the same error. The body must not
+    communicate before it raises, because the other ranks would wait for it.
 
     Raises:
         Exception: the error of the first rank that has one.
@@ -80,8 +77,9 @@ def share_errors(group: Group = None) -> Iterator[None]:
         if error is not None:
             raise error
         return
+    error = None if error is None else sendable(error)  # all ranks raise the same type
     try:
-        errors = _errors_of_all(error, group)
+        errors = gather(error, group)
     except Exception as of_transport:
         raise (of_transport if error is None else error) from None
     ranks = [rank for rank, one in enumerate(errors) if one is not None]
@@ -90,8 +88,9 @@ def share_errors(group: Group = None) -> Iterator[None]:
     is_known = len({str(one) for one in errors}) == 1  # every rank has this error itself
     first = error if error is not None and ranks[0] == dist.get_rank(group) else errors[ranks[0]]
     assert first is not None
-    if not is_known and first.args == (str(first),):
-        rank = dist.get_process_group_ranks(group or dist.group.WORLD)[ranks[0]]
+    rank = dist.get_process_group_ranks(group or dist.group.WORLD)[ranks[0]]
+    is_named = is_known or f"rank {rank}" in str(first)
+    if not is_named and first.args == (str(first),):
         first.args = (f"{first} (on rank {rank})",)
     raise first
 
@@ -108,22 +107,14 @@ def _is_alone(group: Group) -> bool:
     return dist.get_world_size(group) == 1
 
 
-def _errors_of_all(error: Exception | None, group: Group) -> list[Exception | None]:
-    """Return the error of each rank of a group, by rank; [] if there is none. Collective."""
-    device_type = object_device_type(group)
-    has_failed = torch.tensor(error is not None, dtype=torch.int64, device=device_type)
-    dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=group)
-    if not has_failed.item():
-        return []
-    return gather(None if error is None else sendable(error), group)
-
-
 def sendable(error: Exception) -> Exception:
     """Return the error, or a RuntimeError with its text if pickle cannot restore the error."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        found = RuntimeError(f"{type(error).__name__}: {error}")
+        found.__cause__ = error
+        return found
     return error
 
 

@@ -281,7 +281,7 @@ def copy_fails_on_one(
         reserve = saver._copies.reserve
         if rank == 1:
             saver._copies.reserve = _no_memory  # type: ignore[method-assign]
-        assert message_of(saver.prepare) == "LocalError: no pinned memory"
+        assert message_of(saver.prepare) == "LocalError: no pinned memory (on rank 1)"
         message = message_of(lambda: saver.save(1, wait=False))
         saver._copies.reserve = reserve  # type: ignore[method-assign]
         dist.barrier()  # rank 0 removes the draft
@@ -384,7 +384,7 @@ def test_two_ranks_learn_of_one_rank_s_error(tmp_path: Path) -> None:
     assert results["save"] == results["check"] and results["close"] == ""
     assert results["latest"] == str(tmp_path / "step-000003")
     assert torch.equal(results["weight"], torch.arange(15.0).reshape(5, 3))
-    assert results["copy"] == [("LocalError: no pinned memory", [])] * 2
+    assert results["copy"] == [("LocalError: no pinned memory (on rank 1)", [])] * 2
     for name, wanted in (
         ("verify", "rank-00001.safetensors) must be as it was saved, but has 0 bytes"),
         ("paths", "must be the same on every rank, but rank 0 has step-000001"),

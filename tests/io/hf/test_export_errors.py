@@ -103,7 +103,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
 @pytest.mark.parametrize("bad", [0, 1])
 def test_both_ranks_raise_the_error_of_one(results, bad, point, nth):
     for message, left in results[bad, point, nth]:
-        assert message == f"{point}: out of memory"
+        assert message == f"{point}: out of memory (on rank {bad})"
         assert left == []
 
 

@@ -409,8 +409,8 @@ def test_every_rank_raises_and_nothing_changes(results):
     assert "norm_eps (1e-06) must be that of the model (0.001)" in errors["one rank"][0]
     assert len(set(errors["full disk"])) == 1
     assert "No space left on device" in errors["full disk"][0]
-    assert set(errors["odd failure"]) == {"list index out of range"}
-    assert set(errors["shrinking"]) == {"has changed meanwhile"}
+    assert set(errors["odd failure"]) == {"list index out of range (on rank 2)"}
+    assert set(errors["shrinking"]) == {"has changed meanwhile (on rank 2)"}
     assert all("must be visible to every rank" in text for text in errors["hidden"])
     assert errors["unchanged"] == [True] * WORLD
     assert errors["left behind"] == [[]] * WORLD
