@@ -12,7 +12,9 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import partial
+from inspect import signature
+from types import MethodType
 from typing import Any
 
 import torch
@@ -62,27 +64,29 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
 
 
 def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
-    # A part of the forward and not hooks: a recomputed region calls only the forward again.
-    forward = module.forward
-    wrapped = partial(_forward_with_cast, module, tuple(names), dtype, forward)
-    module.forward = update_wrapper(wrapped, forward)  # type: ignore[method-assign]
+    """Replace a module's forward by one that runs with buffers of these names in another dtype."""
+    # A method and not hooks or a wrapper: a recomputed region calls only the forward again, and
+    # copies of a module (`copy_modules`) have its methods without what wraps them.
+    forward: Any = module.forward
+    is_own = isinstance(forward, MethodType) and forward.__self__ is module
 
+    def unbound(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A wrapper is bound to the module; a copy of the module has the forward of its class.
+        return (forward if self is module else partial(type(self).forward, self))(*args, **kwargs)
 
-def _forward_with_cast(
-    module: nn.Module,
-    names: Sequence[str],
-    dtype: torch.dtype,
-    forward: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Return a forward's output, whose buffers of these names have another dtype meanwhile."""
-    stored = {name: module._buffers[name] for name in names}
-    module._buffers.update({name: b.to(dtype) for name, b in stored.items() if b is not None})
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        module._buffers.update(stored)
+    function = forward.__func__ if is_own else unbound
+
+    def forward_with_cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stored = {name: self._buffers[name] for name in names}
+        self._buffers.update({n: b.to(dtype) for n, b in stored.items() if b is not None})
+        try:
+            return function(self, *args, **kwargs)
+        finally:
+            self._buffers.update(stored)
+
+    if is_own:  # transformers reads the names of arguments
+        forward_with_cast.__signature__ = signature(function)  # type: ignore[attr-defined]
+    module.forward = MethodType(forward_with_cast, module)  # type: ignore[method-assign]
 
 
 def _kept(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:

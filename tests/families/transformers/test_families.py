@@ -131,7 +131,7 @@ PLANNED = {
     "gemma4": "a config whose layers differ",
     "dots3_note": "layers of several head sizes",
 }
-SEARCHED = ("granitemoe", "deepseek_v32")
+SEARCHED = ("minimax", "deepseek_v32")
 STEPS, RATE, VOCABULARY = 2, 0.1, 64  # tokens, which tp ranks have parts of
 # The gradient of a factor on outputs that are normed afterwards is a difference of large numbers,
 # of which stock transformers is 5e-5 away from fp64.
