@@ -274,8 +274,8 @@ def _write(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
         title = f"{args.preset or args.config}, {args.gpus} {shown_gpu(args)}"
         args.html.write_text(page_of(plan, time, title, gpu_of(kind_of(args)).memory))
     if args.timeline is not None and timeline is None:
-        reason = time if isinstance(time, str) else "without stages"
-        raise ValueError(f"--timeline ({args.timeline}) must be left out ({reason}): drop it")
+        reason = f"without a time ({time})" if isinstance(time, str) else "without stages"
+        raise ValueError(f"--timeline ({args.timeline}) must be left out {reason}: drop it")
 
 
 def _write_recipe(args: Any, run: TrainingRun) -> None:
