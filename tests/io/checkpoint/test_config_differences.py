@@ -313,7 +313,8 @@ def rank_differs(rank: int, device: torch.device, folder: str) -> list[tuple[str
     """What each rank is told when the model of rank 1 has another config, and if nothing moved."""
     meshes = build_meshes(ParallelConfig(ep=2), "cpu")
     path = save(folder, 1, parallelize_moe(random_model("qwen3-moe"), meshes), None)
-    model = parallelize_moe(random_model("qwen3-moe", rms_norm_eps=0.5 if rank else 1e-6), meshes)
+    model = parallelize_moe(random_model("qwen3-moe"), meshes)
+    model.config.rms_norm_eps = 0.5 if rank else 1e-6  # before, parallelize_moe would refuse it
     for param in model.parameters():
         param.data.zero_()
         param.grad = torch.ones_like(param)
