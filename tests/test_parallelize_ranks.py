@@ -119,6 +119,16 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
         "loss ('sum' on rank 3, 'mean' on rank 0) must be the same on every rank",
     ),
     "dispatcher": (built(dispatcher="allgather"), built(), "dispatcher ('allgather' on"),
+    "domains": (
+        built(dispatcher="hierarchical"),
+        built(),
+        "dispatcher ('hierarchical' on rank 3, 'auto' on rank 0)",
+    ),
+    "NCCL EP": (
+        built(dispatcher="nccl_ep"),
+        built(dispatcher="alltoall"),
+        "dispatcher ('nccl_ep' on rank 3, 'alltoall' on rank 0)",
+    ),
     "experts": (built(expert_backend="sequential"), built(), "expert_backend ('sequential' on"),
     "recompute": (
         built(memory=MemoryOptions(recompute=("expert_fc1",))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.io import Saver, load, read_manifest, save
+from moecore.io import load, read_manifest, save
 from moecore.io.checkpoint import config_differences
 from moecore.io.checkpoint.config_differences import (
     Difference,
@@ -181,44 +181,10 @@ def test_configs_that_tell_less(tmp_path: Path) -> None:
     load(path, other)
     write_signed(path, values | {"config": None})
     load(path, other)
-    path = save(tmp_path, 2, model, None, config={"preset": "mine", "rms_norm_eps": 1.0})
-    with pytest.warns(UserWarning, match=r"config was not compared.* has no model_type: save wit"):
-        load(path, other)
+    load(save(tmp_path, 2, model, None, config={"preset": "mine", "rms_norm_eps": 1.0}), other)
     path = save(tmp_path, 3, other, None, config=other.config.to_dict())  # as it had to be given
     with pytest.raises(ValueError, match=r"rms_norm_eps \(1e-05\) must be 0.5 as in the checkp"):
         load(path, random_model("mixtral"))
-
-
-@dataclass
-class Described:
-    """A record of a caller that contains a config of transformers."""
-
-    model: Any
-    layers: tuple[int, ...] = (1, 2)
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_config_object_of_transformers(tmp_path: Path, name: str) -> None:
-    """`config=model.config` keeps what the model's own config keeps, also inside of a record."""
-    model = model_of(name)
-    model.config.mine = object()
-    own = read_manifest(save(tmp_path, 1, model, None)).facts.config
-    path = save(tmp_path, 2, model, None, config=model.config)
-    assert own is not None and own["model_type"] == model.config.to_dict()["model_type"]
-    assert read_manifest(path).facts.config == own
-    with pytest.raises(ValueError, match=r"config\.rms_norm_eps \(0.5\) must be"):
-        load(path, model_of(name, rms_norm_eps=0.5))
-    with Saver(tmp_path, model, None, config=Described(model.config)) as saver:
-        record = saver.save(3, wait=True)
-    assert read_manifest(record).facts.config == {"model": own, "layers": [1, 2]}
-    path = save(tmp_path, 4, model, None, config={"model": [model.config]})
-    assert read_manifest(path).facts.config == {"model": [own]}
-    cyclic: dict[str, Any] = {}
-    cyclic["again"] = cyclic
-    with pytest.raises(ValueError, match=r"config \(dict\) must not contain itself"):
-        save(tmp_path, 5, model, None, config=cyclic)
-    with pytest.raises(ValueError, match=r"config \(type\) must be a mapping or a dataclass inst"):
-        save(tmp_path, 5, model, None, config=type(model.config))
 
 
 V4 = dict(model_type="x", rope_theta=10.0, max_position_embeddings=64)
@@ -314,7 +280,8 @@ def rank_differs(rank: int, device: torch.device, folder: str) -> list[tuple[str
     meshes = build_meshes(ParallelConfig(ep=2), "cpu")
     path = save(folder, 1, parallelize_moe(random_model("qwen3-moe"), meshes), None)
     model = parallelize_moe(random_model("qwen3-moe"), meshes)
-    model.config.rms_norm_eps = 0.5 if rank else 1e-6  # before, parallelize_moe would refuse it
+    if rank:  # parallelize_moe refuses ranks that differ already
+        model.config.rms_norm_eps = 0.5
     for param in model.parameters():
         param.data.zero_()
         param.grad = torch.ones_like(param)

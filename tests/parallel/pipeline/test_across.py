@@ -223,10 +223,8 @@ def test_nan_of_a_stage_skips_the_step_of_all(results: dict[str, Any]) -> None:
 
 
 def test_stages_that_do_not_fit_are_refused_on_every_rank(results: dict[str, Any]) -> None:
-    elsewhere = "ranks of another group must agree with each other"
     found = results["refusals"]
-    assert sum(f"weights of {TABLE} must be equal on the" in e for e in found["table"]) == 2
-    assert sum(elsewhere in e for e in found["table"]) == 2
+    assert all(f"weights of {TABLE} must be equal on the" in error for error in found["table"])
     for name, message in (
         ("frozen", f"requires_grad of {TABLE} .* must be the same on every rank: "),
         ("shapes", "names of parameters and buffers .* must be the same on every rank: "),
@@ -234,8 +232,7 @@ def test_stages_that_do_not_fit_are_refused_on_every_rank(results: dict[str, Any
         assert all(re.match(message, error) for error in found[name]), found[name]
     weights = found["weights"]
     of_stage = "weights of model.norm.weight .* of a pipeline stage"
-    assert all(re.match(of_stage, error) for error in weights[2:]), weights
-    assert all(elsewhere in error for error in weights[:2]), weights
+    assert all(re.match(of_stage, error) for error in weights), weights
 
 
 def test_a_model_without_stages_has_nothing_to_sum() -> None:
