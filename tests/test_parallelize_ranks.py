@@ -122,12 +122,12 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
     "domains": (
         built(dispatcher="hierarchical"),
         built(),
-        "dispatcher ('hierarchical' on rank 3, 'auto' on rank 0)",
+        "dispatcher ('hierarchical' on rank 3, 'auto' on rank 0) and 1 more must",
     ),
     "NCCL EP": (
         built(dispatcher="nccl_ep"),
         built(dispatcher="alltoall"),
-        "dispatcher ('nccl_ep' on rank 3, 'alltoall' on rank 0)",
+        "dispatcher ('nccl_ep' on rank 3, 'alltoall' on rank 0) and 1 more must",
     ),
     "experts": (built(expert_backend="sequential"), built(), "expert_backend ('sequential' on"),
     "recompute": (

@@ -122,11 +122,9 @@ class Request:
         nvlink = fields_of(self.nvlink or NVLinkOptions())
         # Hosts may have different numbers of ranks with the other dispatchers.
         is_read = self.dispatcher in ("hierarchical", "nccl_ep")
-        names: dict[str, Any] = {
-            "names in moe": list(self.moe),
-            "ranks_per_domain": self.meshes.ranks_per_domain if is_read else None,
-        }
-        return names | plain | fields_of(self.fsdp) | fields_of(self.memory) | nvlink
+        names: dict[str, Any] = {"names in moe": list(self.moe)}
+        domain = {"ranks_per_domain": self.meshes.ranks_per_domain if is_read else None}
+        return names | plain | fields_of(self.fsdp) | fields_of(self.memory) | nvlink | domain
 
 
 def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
