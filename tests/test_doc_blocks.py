@@ -27,7 +27,7 @@ ALONE = {
     "two parts": ("sharding", 0),
     "a corpus": ("pretraining", 0),
     "an adapter": ("adapters", 0),
-    "an adapter of experts": ("adapters", 1),
+    "an adapter of experts": ("adapters", 2),
     "TRL": ("trainer", 1),
 }
 

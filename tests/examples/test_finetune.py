@@ -305,7 +305,10 @@ def test_one_rank_computes_the_same_and_routes_no_padding(
 
 def test_ranks_with_other_data_raise(runs: tuple[Path, list[str]]) -> None:
     other = runs[1][3]
-    assert "--data ('38 examples, digest of rank 0' on rank 0) must be the same on every" in other
+    assert (
+        "--data ('38 examples, digest of rank 0' on rank 0, '38 examples, digest of rank 1" in other
+    )
+    assert "must be the same on every" in other
 
 
 def test_steps_as_graphs_compute_the_same(runs: tuple[Path, list[str]]) -> None:

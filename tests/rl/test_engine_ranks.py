@@ -247,7 +247,7 @@ def test_wrong_rollouts_of_one_rank_are_an_error_of_all(results: Any) -> None:
     assert found["tokens"].startswith("Rollouts.tokens_N (")
     for name in ("no rollouts", "no rollouts of log_probs"):
         assert found[name].startswith("rollouts (None) must be a Rollouts")
-    assert found["large weights"].startswith("Rollouts.weights_N (")
+    assert found["large weights"].startswith("Rollouts.weights_N must be finite")
     assert found["tp ranks"].startswith("rollouts of data rank 2 must be the same on the ranks")
     for name in ("old_log_probs_N", "ref_log_probs_N", "weights_N"):
         assert f"whether {name} is None" in found[f"{name} of some"]

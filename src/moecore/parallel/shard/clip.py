@@ -46,24 +46,24 @@ class GradientNorm:
         self.skipped = ~squares.sum().isfinite()
 
     @cached_property
-    def _values(self) -> list[float]:
+    def _host_squares(self) -> list[float]:
         found: list[float] = self._squares.tolist()
         return found
 
     @property
     def is_read(self) -> bool:
         """Whether the host has the values, so that a look at `total` does not wait."""
-        return "_values" in vars(self)
+        return "_host_squares" in vars(self)
 
     @property
     def total(self) -> float:
         """L2 norm over all parameters; nan or inf when the gradient is not finite."""
-        return math.sqrt(sum(self._values))
+        return math.sqrt(sum(self._host_squares))
 
     @property
     def non_finite(self) -> tuple[str, ...]:
         """Names of the parameters with a nan or inf gradient on any rank."""
-        named = zip(self._names, self._values, strict=True)
+        named = zip(self._names, self._host_squares, strict=True)
         return tuple(name for name, value in named if not math.isfinite(value))
 
     def divisor(self, max_norm: float) -> Tensor:
