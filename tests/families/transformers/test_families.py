@@ -438,13 +438,13 @@ def column(index: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", beside(taken(), [f for f in taken() if f not in PLANNED]))
-def test_the_page_has_what_is_planned(family: str) -> None:
+def test_the_page_has_what_is_planned(family: str, no_group_left: None) -> None:
     """A traceback of `moecore plan` is an error of this test too."""
     assert column(-2)[family] == cell_of_plan(family, *DEGREES)
 
 
 @pytest.mark.parametrize("family", SEARCHED)
-def test_a_search_plans_what_degrees_plan(family: str) -> None:
+def test_a_search_plans_what_degrees_plan(family: str, no_group_left: None) -> None:
     assert cell_of_plan(family) == cell_of_plan(family, *DEGREES)
 
 
