@@ -27,7 +27,6 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore import parallelize as parallelize_file
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe
 from moecore.kernels.experts import fp8_products
@@ -35,6 +34,7 @@ from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe import experts as experts_file
 from moecore.moe.records import ExpertInput
+from moecore.parallel import request as request_file
 from moecore.precision.plain import ProductLinear
 from moecore.train import AdamW
 from tests.moe.fp8_reference import experts_scaled
@@ -450,9 +450,7 @@ def test_a_precision_that_reaches_nothing_warns() -> None:
 def test_ranks_that_decide_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What "auto" decides is compared, not only that it was asked for."""
     compared: dict[str, Any] = {}
-    monkeypatch.setattr(
-        parallelize_file, "check_same", lambda items, *_, **__: compared.update(items)
-    )
+    monkeypatch.setattr(request_file, "check_same", lambda items, *_, **__: compared.update(items))
     model = nn.Sequential(MoELayer(replace(CONFIG, hidden_dim=384, shared_hidden_dim=128)))
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision="auto")
     assert compared["recipes"] == {"experts of 0": Recipe(), "shared_experts of 0": None}
