@@ -235,7 +235,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
         assert CostTable.read(path) == table
     path.write_text("[]")
     with pytest.raises(
-        ValueError, match=r"table \(.*table.json\) must be one of `moecore measure`"
+        ValueError, match=r"table \(.*table.json'\) must be one of `moecore measure`"
     ):
         CostTable.read(path)
     path.write_bytes(gzip.compress(b"{}"))
