@@ -35,7 +35,7 @@ from moecore.parallel.dispatch import (
     apply_layers,
     resolve_dispatcher,
 )
-from moecore.parallel.family import Adapter, Adapters
+from moecore.parallel.family import ADAPTER_FIX, Adapter
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.run import apply_pipeline, cut_stages
@@ -73,7 +73,7 @@ def parallelize_moe(
     fsdp: FSDPOptions | None = None,
     loss: LossConvention = "mean",
     pipeline: PipelineConfig | None = None,
-    adapters: Adapters = None,
+    adapters: Annotated[Mapping[type, Adapter] | None, ADAPTER_FIX] = None,
 ) -> nn.Module:
     """Shard a model over both meshes, in place, and return it: see docs/parallelize.md.
 

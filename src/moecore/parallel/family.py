@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from moecore.parallel.pipeline.stages import StagedModel
 
 Adapter = Callable[[nn.Module, nn.Module], RoutedLayer]
-Adapters = Annotated[
-    Mapping[type, Adapter] | None, "pass adapters={MyBlock: fn}, whose key is the class itself"
-]
+ADAPTER_FIX = "pass adapters={MyBlock: fn}, whose key is the class itself"  # of a wrong type
 
 
 class Family(Protocol):
