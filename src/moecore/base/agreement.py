@@ -53,7 +53,7 @@ def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = N
 def difference(entries: Mapping[str, Any], device_type: str, *, group: Groups = None) -> str | None:
     """Return the beginning of an error that names the first entry that differs, or None.
 
-    The error shows the value of this rank and that of the first rank with another value.
+    The error shows the value of this rank and the value of the first rank that differs.
     Collective over `group`, with a host sync. With several groups, a rank whose own groups agree
     returns the text of another rank.
     """

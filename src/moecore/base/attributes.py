@@ -146,7 +146,7 @@ def _name_of(cls: type) -> Verbatim:
 
 
 def _name_of_function(value: Callable[..., Any], depth: int) -> Verbatim:
-    """Return the qualified name of a function or a class; of another callable that of its class."""
+    """Return the qualified name of a function or a class, or of the class of another callable."""
     name = getattr(value, "__qualname__", None)
     if not isinstance(name, str):
         return _name_of(type(value))

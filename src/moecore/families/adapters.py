@@ -231,7 +231,7 @@ class _TensorRange:
 
 
 class OriginRecorder(DispatchMode):
-    """A mode that records the block tensors behind every tensor which is made while it is active.
+    """A mode that records from which block tensors each new tensor is computed.
 
     An adapter may hand over a block's parameter itself, a view of the parameter, or a new tensor,
     such as a stack of the matrices of all experts.
@@ -249,7 +249,7 @@ class OriginRecorder(DispatchMode):
             self._add(tensor, frozenset([name]))
 
     def names_behind(self, value: Any) -> frozenset[str]:
-        """Return the names of the block tensors behind all tensors of a tree."""
+        """Return the names of the block tensors from which the tensors of a tree were computed."""
         found = [name for tensor in _tensors_in(value) for name in self._names_of(tensor)]
         return frozenset(found)
 

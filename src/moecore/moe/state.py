@@ -87,7 +87,7 @@ class MoEState:
         ]
         number = torch.stack(flags).sum()
         group, of_all = self.groups.global_batch, len(have_tokens)
-        # Ranks that share a micro-batch have its flag alike, so they cancel in the quotient.
+        # Ranks that share a micro-batch have equal flags, which cancel in the quotient.
         if group is not None and self.groups.data_ranks > 1:
             dist.all_reduce(number, group=group)
             of_all *= group.size()
@@ -138,7 +138,7 @@ class MoEState:
                     "forward and backward in each; a layer that runs twice in one forward is an "
                     "MoELayer(runs=2)"
                 )
-        # Numbers of all ranks, so all ranks raise. A layer of one modality alone may be empty.
+        # Numbers of all ranks, so all ranks raise. A layer that serves one modality may be empty.
         counts = [[int(ranks) for ranks in t.ranks_with_tokens] for t in seen.values()]
         if counts and all(0 in of_layer and any(of_layer) for of_layer in counts):
             raise ValueError(

@@ -134,7 +134,7 @@ class SharedArguments:
 
 
 def _facts(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
-    """Return what a `repr` compares of an argument; add tensors of a device to `on_device`."""
+    """Return a description whose `repr` is compared; add device tensors to `on_device`."""
     if isinstance(value, Mapping):
         items = ((comparable(key), each) for key, each in value.items())
         return {key: _facts(each, f"{name}[{key!r}]", on_device) for key, each in items}
@@ -180,6 +180,6 @@ def compare_arguments(model: nn.Module, found: Attached) -> None:
     if not any(groups.values()):
         return
     found.arguments = SharedArguments(groups, meshes.device_type)
-    if not stages:  # else `run_pipeline` calls the model stage by stage
+    if not stages:  # with stages, `run_pipeline` calls the model stage by stage
         hook = found.arguments.before_forward
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)

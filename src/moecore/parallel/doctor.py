@@ -1,4 +1,4 @@
-"""`moecore doctor`: reports what is wrong with the machines of a job, one line per problem.
+"""`moecore doctor`: reports problems of the machines of a job, one line each.
 
 Every rank collects facts about its host, its GPU and its environment, and measures its links. A
 fact that a rank cannot read becomes a line of `RankFacts.failures`, so that the rank still takes

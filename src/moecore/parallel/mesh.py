@@ -371,7 +371,7 @@ def _view(mesh: DeviceMesh) -> str:
 
 
 def start_process_group(device_type: str, timeout: timedelta | None = None) -> None:
-    """Start the process group: of torchrun's ranks, or of this process alone.
+    """Start the process group of torchrun's ranks, or a group of only this process.
 
     Raises:
         ValueError: when a variable of the launcher is not a number in its range.

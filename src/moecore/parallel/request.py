@@ -1,4 +1,4 @@
-"""What a call of `parallelize_moe` asks for, as a record, and what its ranks compare.
+"""The arguments of a call of `parallelize_moe`, as a record, and their comparison between ranks.
 
 Ranks first compare versions, arguments and the full model over the world. After each rank has
 removed the pipeline stages of other ranks, the ranks of one stage compare their plans and weights.
@@ -137,8 +137,8 @@ def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request:
 def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
     """Raise on every rank when ranks of one stage differ in plans or weights."""
     device_type = request.meshes.device_type
-    # What else a plan has follows from the arguments and the model, and from what a rank's GPU can
-    # do ("auto") and how the model cuts itself over tp.
+    # The rest of a plan follows from the arguments and the model. Recipes also depend on the GPU of
+    # a rank ("auto"), and placements on the model's own tensor parallelism.
     decided = ((layer.name, *role) for layer in plan.layers for role in layer.recipes)
     of_stages = {
         "recipes": {f"{role} of {name}": recipe for name, role, recipe in decided},

@@ -218,7 +218,7 @@ def _copied(rank: _Rank, pieces: Pieces) -> int:
 
 def until_steady(run: TrainingRun) -> int:
     """Return a number of micro-batches with which every rank holds as much as with the run's."""
-    # Rounds of a pipeline between the first ones and the last ones are alike. A run without stages
+    # The middle rounds of a pipeline are identical. A run without stages
     # has rounds of one micro-batch. Schedule "gpipe" holds the activations of all micro-batches.
     number, round_ = run.num_micro_batches, run.resolved.pp
     if run.pipeline is not None and run.pipeline.schedule == "gpipe":

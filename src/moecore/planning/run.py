@@ -38,7 +38,7 @@ from moecore.train.optim.state_offload import StateOffload
 
 # A plan builds meshes of all ranks: of more it would take minutes.
 NumGpus = Annotated[int, Bound(">=", 1), Bound("<=", 2**16), "plan a part of so many ranks"]
-# Bounds of what a plan simulates: larger runs would take minutes, or more memory than a host has.
+# Largest runs that a plan simulates: a larger run would take minutes, or exceed host memory.
 SeqLen = Annotated[int, Bound(">=", 1), Bound("<=", 2**24), "plan rows of so many tokens"]
 MOST_LAYERS = 1024
 MOST_STAGES = 256  # pipeline ranks

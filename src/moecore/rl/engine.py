@@ -318,7 +318,9 @@ class Engine:
         alike: dict[str, Any] = {"the objective": type(objective).__name__, "entropy": entropy}
         for name in getattr(objective, "__dataclass_fields__", ()):
             alike[f"{type(objective).__name__}.{name}"] = getattr(objective, name)
-        compared = () if objective is None else PER_TOKEN  # a forward alone reads routes alone
+        compared = (
+            () if objective is None else PER_TOKEN
+        )  # a forward without an objective reads only routes
         for name in (*compared, "routes_NLK", "route_weights_NLK"):
             alike[f"whether {name} is None"] = getattr(rollouts, name) is None
         alike["routes"] = routes

@@ -1,4 +1,4 @@
-"""What a `TrainStep` checks when it is made: on each rank, then between ranks."""
+"""Checks of a new `TrainStep`: first on each rank, then between ranks."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def compare_steps(
     optimizers: Sequence[Optimizer],
     request: Request,
 ) -> None:
-    """Raise on every rank if ranks differ in what makes them scale, clip, step or wait. Collective.
+    """Raise on every rank if ranks differ in numbers, optimizers or parameters. Collective.
 
     Args:
         entries: the numbers of the step, by name.
         model: all models of the step.
-        optimizers: of the step.
-        request: of one of the models.
+        optimizers: the optimizers of the step.
+        request: the request of a model of the step.
     """
     meshes = request.meshes
     check_same(entries, meshes.device_type)

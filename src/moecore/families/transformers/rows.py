@@ -414,7 +414,7 @@ def why_whole(model: nn.Module, *, is_told: bool = True) -> str | None:
 
 
 def why_one_document(model: nn.Module) -> str | None:
-    """Return what of a model needs rows of one document each, which cp may cut; None = nothing."""
+    """Return the part of a model that needs one document per row (cp may cut it), or None."""
     for name, rope_type, _ in longest_position_readers(model):
         return f"rope_type ({rope_type!r}) of {name}, which reads the longest position of all rows"
     loss = loss_of_class(model)

@@ -102,7 +102,7 @@ def has_parts_of_rows(model: nn.Module) -> bool:
 
 
 def check_logits(trainer: Trainer) -> None:
-    """Raise ValueError for what of a trainer reads logits of whole rows, if ranks have parts."""
+    """Raise ValueError if a trainer option reads the logits of full rows, which cp ranks lack."""
     args, cp = trainer.args, moe_state(trainer.model).groups.cp
     function, smoothing = trainer.compute_loss_func, args.label_smoothing_factor
     class_name, own_loss = type(trainer).__name__, type(trainer).compute_loss

@@ -170,7 +170,7 @@ class MoETrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return loss, logits and labels of a batch; over cp ranks the loss alone."""
+        """Return loss, logits and labels of a batch; with cp ranks, only the loss."""
         check_prediction(self.model, prediction_loss_only)
         if self._steps is not None:
             return self._steps.evaluate(inputs, model), None, None

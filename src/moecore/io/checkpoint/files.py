@@ -14,7 +14,7 @@ import stat
 import uuid
 from pathlib import Path
 
-# Bounds of what is parsed. 1 GiB holds a table of 6 million blocks: the model and the moments of
+# Largest files that are parsed. 1 GiB holds 6 million blocks: the model and the moments of
 # 1,200 parameters over 1,600 ranks. A config.json of a published model has 0.1 MB. Objects of
 # Python may take 25 times the bytes of their JSON ("[],[],"), so 10 MiB become 250 MB at most.
 MAX_TABLE, MAX_CONFIG = 1 << 30, 10 << 20
@@ -115,7 +115,7 @@ def _delete(path: Path) -> None:
 
 
 def _entries(path: Path) -> list[str]:
-    """Return what a directory contains; raise OSError where an entry cannot be deleted."""
+    """Return the entries of a directory; raise OSError if one of them cannot be deleted."""
     if path.is_symlink():
         return []
     found = []
@@ -127,7 +127,7 @@ def _entries(path: Path) -> list[str]:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Return what killed saves left behind: drafts, half-deleted checkpoints, pointers."""
+    """Return the remains of killed saves: drafts, half-deleted checkpoints, pointers."""
     return [path for path in sorted(root.glob(".*")) if _LEFTOVER.fullmatch(path.name)]
 
 

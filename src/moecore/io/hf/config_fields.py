@@ -102,7 +102,7 @@ def read_config(config: HFConfig) -> dict[str, Any]:
 
 
 def check_kind(name: str, value: Any) -> None:
-    """Raise ValueError when a value is not what the field of this name holds."""
+    """Raise ValueError when the type of a value does not fit the field of this name."""
     words, is_one = KIND_OF.get(name, ("", None))
     if is_one is not None and not is_one(value):
         raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")

@@ -260,9 +260,9 @@ class WeightStream:
         return run
 
     def _check_end(self, run: _StreamPass) -> None:
-        """Raise RuntimeError if what the pass has read may have changed meanwhile. Host sync."""
+        """Raise RuntimeError if tensors changed while the pass was reading them. Host sync."""
         run.check()
-        # Counters miss writes by `.data`. Every rank hashes what it holds of the tensors given.
+        # Counters miss writes by `.data`. Each rank hashes its parts of the streamed tensors.
         read = {name for item in self._items for name, _ in item.parts}
         now = self._digests_of({n: source for n, source in run.sources.items() if n in read})
         if any(run.digests[name] != digest for name, digest in now.items()):

@@ -56,7 +56,7 @@ class RankBatches(IterableDataset[Any]):
         return self._facts
 
     def facts_of_ranks(self) -> dict[str, Any]:
-        """Return what the data ranks of one run have in common."""
+        """Return the facts that must be equal on all data ranks of a run."""
         return {
             **self.facts(),
             **{f"weight of {s.name}": s.weight for s in self.sources},

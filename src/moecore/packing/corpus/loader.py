@@ -96,7 +96,7 @@ class PositionedLoader(Generic[Batch]):
             return iter(loader)
 
     def _receive(self, coming: Iterator[Any]) -> Any:
-        """Return what the next worker has made; a worker that has ended is a CorpusError."""
+        """Return the batch of the next worker. Raise CorpusError if the worker has ended."""
         try:
             return next(coming)
         except (RuntimeError, OSError, EOFError) as error:

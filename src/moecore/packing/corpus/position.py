@@ -1,4 +1,4 @@
-"""The position of a loader as JSON: what it must agree with, and a check of every value of it.
+"""The position of a loader as JSON: the facts that it is compared with, and its schema.
 
     {"rows": 96, "partitions": 32, "cursors": [[0, [[3, 64, 17, -0.2, 40]]], ...],
      "lengths": {"web": 5000}, "facts": {"number of sources": 1, "name of source 0": "web", ...}}
