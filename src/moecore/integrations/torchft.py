@@ -82,10 +82,9 @@ class Replicas:
     Raises:
         ValueError: when the loss is a sum, whose divisor would be the tokens of all replicas; from
             `begin` while a `QKClip` watches the model.
-        RuntimeError: from `begin` or `finish`, when this replica has
-            the same number of steps as the others,
-            but not the same steps: let its processes end and start again. A replica with fewer
-            steps takes the state of the others instead, and loses the steps that it made alone.
+        RuntimeError: from `begin` or `finish`, when this replica has the same number of
+            steps as the others, but not the same steps: let its processes end and start again. A
+            replica with fewer steps receives the state of the others, and loses its own steps.
 
     Example:
         replicas = Replicas(model, optimizer, step)
