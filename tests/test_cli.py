@@ -8,9 +8,11 @@ import resource
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +418,8 @@ def test_an_interrupt_of_the_command_line_itself_is_no_traceback(command, tmp_pa
     found = subprocess.run(
         [sys.executable, *shlex.split(command)],
         env=os.environ | {"PYTHONPATH": path},
+        # A background job of a shell ignores SIGINT, and its children inherit that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         capture_output=True,
         text=True,
     )

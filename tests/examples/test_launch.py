@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from types import ModuleType
@@ -113,6 +114,8 @@ def test_an_interrupt_of_a_scripts_imports_is_no_traceback(script: str, tmp_path
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parents[2] / "examples" / f"{script}.py"), "--help"],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        # A background job of a shell ignores SIGINT, and its children inherit that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         capture_output=True,
         text=True,
     )

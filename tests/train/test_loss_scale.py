@@ -327,7 +327,7 @@ def test_a_loaded_step_goes_on_with_scale_and_count(found: dict[str, Any]) -> No
         ("not clipped", r"finish\(\) must follow clip\(\) where a loss_scale is given"),
         ("state", r"state \(step\) must have loss_scale: "),
         ("nan", r"loss_scale \(nan\) must be a power of two >= 1.0"),
-        ("other options", r"TrainStep.loss_scale \(DynamicLossScale\(.* on rank 0\) must be the"),
+        ("other options", r"TrainStep.loss_scale \(DynamicLossScale\(.* on rank 1\) must be the"),
         ("GradScaler", r"dtype of the layer \(torch.float16\) must not be fp16 with auxiliary"),
     ],
 )
