@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import run_ranks
-from tests.test_readme import LARGE, SMALL
 
 pytest.importorskip("transformers", minversion="5")
 SCRIPT = Path(__file__).parents[2] / "examples" / "first.py"
@@ -22,7 +21,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "first.py"
 def of_ranks(rank: int, device: torch.device) -> list[Any]:
     """Return the last tokens of each rank, its loads, and what it prints."""
     printed, names = StringIO(), dict[str, Any]()
-    code = SCRIPT.read_text().replace(LARGE, SMALL)
+    code = SCRIPT.read_text()
     with redirect_stdout(printed), patch("torch.distributed.destroy_process_group"):
         exec(compile(code, SCRIPT.name, "exec"), names)
     mine = names["tokens"], names["done"].metrics.tokens_per_expert, printed.getvalue()

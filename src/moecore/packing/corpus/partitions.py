@@ -54,8 +54,8 @@ class Cursor(NamedTuple):
     tokens: int  # of that document or window; a resumed run compares them
 
 
-class DocumentReader(Protocol):
-    """Returns the token ids of a document by ordinal; see `DocumentReader`."""
+class DocumentsByOrdinal(Protocol):
+    """Returns the token ids of a document by ordinal, as `DocumentReader` does."""
 
     def __call__(self, ordinal: int) -> Integers:
         """Return the token ids of the document of an ordinal."""
@@ -68,7 +68,7 @@ class SplitPacker:
     """Rows of documents that are cut at the end of a row."""
 
     def __init__(
-        self, documents: DocumentReader, shape: RowShape, cursor: Cursor, *, partitions: int
+        self, documents: DocumentsByOrdinal, shape: RowShape, cursor: Cursor, *, partitions: int
     ) -> None:
         self._documents, self._shape, self._partitions = documents, shape, partitions
         self.cursor = cursor
@@ -101,7 +101,7 @@ class WholePacker:
     """Rows of documents that are cut only where they are longer than a row."""
 
     def __init__(
-        self, documents: DocumentReader, shape: RowShape, cursor: Cursor, *, partitions: int
+        self, documents: DocumentsByOrdinal, shape: RowShape, cursor: Cursor, *, partitions: int
     ) -> None:
         self._documents, self._shape, self._partitions = documents, shape, partitions
         self.cursor = cursor
@@ -157,7 +157,7 @@ class _Window:
         ]
 
 
-def check_unchanged(documents: DocumentReader, cursor: Cursor, tokens: int, end: int) -> None:
+def check_unchanged(documents: DocumentsByOrdinal, cursor: Cursor, tokens: int, end: int) -> None:
     """Raise when a saved position does not fit the document, or the window, that is read now.
 
     `end` is what `cursor.taken` counts up to: tokens of the document, or rows of the window.
@@ -199,7 +199,7 @@ class Partition:
     def __init__(
         self,
         number: int,
-        documents: Mapping[str, DocumentReader],  # by source, as the weights
+        documents: Mapping[str, DocumentsByOrdinal],  # by source, as the weights
         weights: Mapping[str, float],
         cursors: Sequence[Cursor] | None,  # None = all begin
         *,
