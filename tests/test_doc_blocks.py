@@ -17,7 +17,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-# Page and place of blocks that run alone; of other pages all blocks do, in order, in other tests.
+# Page and places of blocks that run together, with no others; of other pages all blocks do, in order, in other tests.
 ALONE = {
     "a first run": ("guide", 0),
     "a run of Megatron-LM": ("from_megatron", 0),
@@ -27,15 +27,15 @@ ALONE = {
     "two parts": ("sharding", 0),
     "a corpus": ("pretraining", 0),
     "an adapter": ("adapters", 0),
-    "an adapter of experts": ("adapters", 2),
+    "an adapter of experts": ("adapters", 0, 1),
     "TRL": ("trainer", 1),
 }
 
 
-def code_of(page: str, place: int) -> str:
+def code_of(page: str, *places: int) -> str:
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    found: list[str] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    return found[place]
+    blocks: list[str] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return "".join(blocks[place] for place in places)
 
 
 @pytest.fixture(scope="module")
