@@ -63,7 +63,7 @@ golden: $(READY)  ## remake this platform's golden records (ARGS="paths"; see CO
 
 # What most changes break: records, the layer, the experts' operation, units of FSDP.
 QUICK := tests/base/test_fields.py tests/test_api.py tests/base/test_torch_names.py \
-	tests/test_pages.py tests/parallel/shard/test_unit.py tests/kernels/experts \
+	tests/test_pages.py tests/parallel/fsdp/test_unit.py tests/kernels/experts \
 	tests/moe/test_layer.py tests/moe/test_router.py tests/moe/test_experts.py
 # The same on ranks: a step, two golden paths.
 QUICK_RANKS := tests/train/test_step.py tests/golden

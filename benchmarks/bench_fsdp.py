@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.parallel.shard.fsdp2 import parallelize_with_fsdp2
+from tests.parallel.fsdp.fsdp2 import parallelize_with_fsdp2
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 

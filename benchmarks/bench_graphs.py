@@ -38,7 +38,7 @@ from moecore import parallelize_moe as parallelize
 from moecore.models import Decoder, preset
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from moecore.train import GraphedForwardBackward
 from moecore.train.graphs.regions import graph_blocks
 

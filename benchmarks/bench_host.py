@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.parallel.shard.fsdp2 import parallelize_with_fsdp2
+from tests.parallel.fsdp.fsdp2 import parallelize_with_fsdp2
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -45,7 +45,7 @@ from moecore.models import Decoder, preset
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from moecore.planning.report import Kernel, category_of
 
 EXCHANGES = ("nvlink dispatch", "copies to peers")  # categories; and of NCCL:

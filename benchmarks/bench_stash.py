@@ -34,7 +34,7 @@ from moecore import FSDPOptions, ParallelConfig, StashOptions, TrainStep, build_
 from moecore import parallelize_moe as parallelize
 from moecore.models import Decoder, preset
 from moecore.moe.layer import MoELayer
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from moecore.train.memory.stash import Stash
 
 VARIANTS = ("room", "pages", "factor", "exact")

@@ -17,7 +17,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-# Page and places of blocks that run together, with no others; of other pages all blocks do, in order, in other tests.
+# Page and places of blocks that run together, with no others. Other tests run all blocks of a page.
 ALONE = {
     "a first run": ("guide", 0),
     "a run of Megatron-LM": ("from_megatron", 0),

@@ -32,9 +32,9 @@ from moecore import (
 from moecore.base.options.memory import MemoryOptions
 from moecore.models import Decoder, num_params, preset
 from moecore.moe.experts import Experts
-from moecore.parallel.attached import attached, moe_state
-from moecore.parallel.shard.units import find_blocks
-from tests.parallel.shard.units import is_unit
+from moecore.parallel.fsdp.units import find_blocks
+from moecore.parallel.model.parallel_state import attached, moe_state
+from tests.parallel.fsdp.units import is_unit
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 CONFIG = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)

@@ -40,10 +40,10 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from moecore.parallel.pipeline.config import PipelineConfig
 from tests.helpers.ranks import run_ranks
-from tests.parallel.shard.units import units
+from tests.parallel.fsdp.units import units
 
 WORLD = 4
 TIMEOUT = timedelta(seconds=77)
@@ -445,7 +445,7 @@ def refusals() -> dict[str, Any]:
         made = {key: value for key, value in options.items() if key in MAKES}
         asked = {key: value for key, value in options.items() if key not in MAKES}
         found[name] = error_of(partial(parallelize_moe, make(**made), meshes, **asked))
-    with patch("moecore.parallel.request.__version__", "0.2" if is_last else "0.1"):
+    with patch("moecore.parallel.model.request.__version__", "0.2" if is_last else "0.1"):
         found["version"] = error_of(lambda: parallelize_moe(make_model(), meshes))
     degrees = ParallelConfig(ep=4 if is_last else 2)
     found["degrees"] = error_of(lambda: build_meshes(degrees, "cpu"))

@@ -27,24 +27,24 @@ from moecore.families.family import family_of
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.arguments import compare_arguments
-from moecore.parallel.attached import ATTACHED, Attached
-from moecore.parallel.checks import check_layers, check_request
-from moecore.parallel.dispatch import (
+from moecore.parallel.fsdp.plan import ShardPlan
+from moecore.parallel.mesh import Meshes
+from moecore.parallel.model.checks import check_layers, check_request
+from moecore.parallel.model.family import ADAPTER_FIX, Adapter
+from moecore.parallel.model.module_protocols import act_as_modules
+from moecore.parallel.model.parallel_state import ATTACHED, Attached
+from moecore.parallel.model.parameter_guards import mark_replaced
+from moecore.parallel.model.phases import (
     apply_balance,
     apply_context,
     apply_layers,
     resolve_dispatcher,
 )
-from moecore.parallel.family import ADAPTER_FIX, Adapter
-from moecore.parallel.mesh import Meshes
+from moecore.parallel.model.plan import cut_model, make_plan
+from moecore.parallel.model.request import LossConvention, Request, compare_models, compare_stages
+from moecore.parallel.model.shard_model import shard_model
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.run import apply_pipeline, cut_stages
-from moecore.parallel.request import LossConvention, Request, compare_models, compare_stages
-from moecore.parallel.shard.apply import shard_model
-from moecore.parallel.shard.as_module import act_as_modules
-from moecore.parallel.shard.late_parameters import mark_replaced
-from moecore.parallel.shard.make import cut_model, make_plan
-from moecore.parallel.shard.plan import ShardPlan
 from moecore.precision.apply import apply_precision, defer_linears
 from moecore.train.phases import compile_dense, graph_dense, save_less
 

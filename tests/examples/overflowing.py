@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import train
 
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.parallel.attached import capacity_of
+from moecore.parallel.model.parallel_state import capacity_of
 
 
 class Overflowing:

@@ -37,7 +37,7 @@ from moecore.base.options.precision import Precision
 from moecore.families import use_causal_attention
 from moecore.models import flops_per_token
 from moecore.packing import PackedBatchSampler
-from moecore.parallel.attached import attached
+from moecore.parallel.model.parallel_state import attached
 from moecore.planning.recipe import recipe_of
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.transformers import TransformersModel

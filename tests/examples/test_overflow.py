@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.parallel.attached import capacity_of
+from moecore.parallel.model.parallel_state import capacity_of
 from tests.examples.launched import launched
 from tests.examples.overflowing import Overflowing, run_rank, too_many_rows
 

@@ -57,7 +57,7 @@ from tests.helpers.parts import on_parts
 from tests.helpers.sliced import sliced
 from tests.helpers.whole import Held, gather_whole
 from tests.moe.reference import ReferenceOutput, moe_reference
-from tests.parallel.shard.units import unit_of
+from tests.parallel.fsdp.units import unit_of
 
 OF_GPT_OSS: dict[str, Any] = dict(attention_bias="all", windows=(5, 0), attention_sinks=True)
 OPTIMIZERS = ("sgd", "adamw")  # one per step

@@ -28,7 +28,7 @@ from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import init_normal_
 from moecore.moe.state import MoEState
-from moecore.parallel.attached import request_of
+from moecore.parallel.model.parallel_state import request_of
 
 try:
     TITAN = version("torchtitan")

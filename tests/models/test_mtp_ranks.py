@@ -19,13 +19,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import DecoderConfig
 from moecore.models.block import Block
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, make
-from tests.parallel.shard.units import is_unit
+from tests.parallel.fsdp.units import is_unit
 
 pytestmark = pytest.mark.slow
 

@@ -154,9 +154,9 @@ class EmulatedExchange(Exchange):
 def emulated() -> Iterator[None]:
     """Within, `parallelize_moe` takes dispatcher "nvlink" on CPUs."""
     with (
-        patch("moecore.parallel.dispatch.ExchangePool", EmulatedExchangePool),
-        patch("moecore.parallel.dispatch.find_problem", lambda group, device_type: None),
-        patch("moecore.parallel.dispatch.find_known_problem", lambda ranks, device_type: None),
+        patch("moecore.parallel.model.phases.ExchangePool", EmulatedExchangePool),
+        patch("moecore.parallel.model.phases.find_problem", lambda group, device_type: None),
+        patch("moecore.parallel.model.phases.find_known_problem", lambda ranks, device_type: None),
     ):
         yield
 

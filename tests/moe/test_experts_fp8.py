@@ -34,7 +34,7 @@ from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe import experts as experts_file
 from moecore.moe.records import ExpertInput
-from moecore.parallel import request as request_file
+from moecore.parallel.model import request as request_file
 from moecore.precision.plain import ProductLinear
 from moecore.train import AdamW
 from tests.moe.fp8_reference import experts_scaled

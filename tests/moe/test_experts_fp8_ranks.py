@@ -47,7 +47,7 @@ from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchangePool
 from tests.moe.test_experts_fp8 import counted_quantisations
-from tests.parallel.shard.units import is_unit
+from tests.parallel.fsdp.units import is_unit
 
 WORLD = 6
 CONFIG = MoEConfig(dim=128, hidden_dim=256, num_experts=6, top_k=2)

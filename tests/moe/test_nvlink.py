@@ -41,8 +41,8 @@ from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
 from moecore.parallel import ShardPlan, dispatch
-from moecore.parallel.attached import attached, capacity_of
-from moecore.parallel.dispatch import choose_dispatcher
+from moecore.parallel.model.parallel_state import attached, capacity_of
+from moecore.parallel.model.phases import choose_dispatcher
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.train.memory.stash import Stash
 from tests.helpers.ranks import run_ranks

@@ -33,9 +33,9 @@ from moecore import (
 from moecore.base.torch_names import is_recomputing
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.pairs import Pairs
-from moecore.parallel.attached import moe_state
+from moecore.parallel.fsdp.transport import Packed
+from moecore.parallel.model.parallel_state import moe_state
 from moecore.parallel.pipeline.layout import parse_layout
-from moecore.parallel.shard.transport import Packed
 from tests.helpers.grids import asked_for
 from tests.helpers.grids import beside as beside_nightly
 from tests.helpers.ranks import run_ranks

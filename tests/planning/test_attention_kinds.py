@@ -25,7 +25,7 @@ from moecore.models import (
     num_params,
     preset,
 )
-from moecore.parallel.shard.units import find_blocks
+from moecore.parallel.fsdp.units import find_blocks
 from moecore.planning import (
     CostTable,
     Folding,

@@ -23,8 +23,8 @@ from moecore.families.transformers.experts import find_experts_adapter, used_ten
 from moecore.families.transformers.rows import why_whole
 from moecore.io import decoder_config_from_hf
 from moecore.models import flops_per_token
+from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.pipeline.stages import loss_of
-from moecore.parallel.shard.units import find_blocks
 from moecore.planning import (
     Folding,
     SearchRequest,

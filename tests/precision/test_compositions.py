@@ -2,7 +2,7 @@
 
 Over ranks: clones in `test_emulated_ranks.py` and `tests/moe/test_te.py`, tokens as FP8 in
 `tests/moe/test_wire.py`, graphs of parts in `tests/train/graphs/test_graphed_blocks.py`, weights
-gathered quantised in `tests/parallel/shard/test_quantised_gather.py`.
+gathered quantised in `tests/parallel/fsdp/test_quantised_gather.py`.
 """
 
 from __future__ import annotations

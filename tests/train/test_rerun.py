@@ -33,7 +33,7 @@ from moecore import (
 from moecore.base.streams import ToHost
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.shortage import Capacity, Holder, Shortage
-from moecore.parallel.attached import attached, capacity_of
+from moecore.parallel.model.parallel_state import attached, capacity_of
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward, rerun
 from tests.helpers.ranks import run_ranks

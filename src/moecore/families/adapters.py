@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from moecore.base.torch_names import DispatchMode, hooks_around, tree_leaves
 from moecore.moe.layer import RoutedLayer
-from moecore.parallel.family import Adapter
+from moecore.parallel.model.family import Adapter
 
 CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),

@@ -50,7 +50,7 @@ from moecore.families.transformers.tensor_parallel import CutTransformer
 from moecore.models.decoder import Head
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
-from moecore.parallel.family import Adapter, Family
+from moecore.parallel.model.family import Adapter, Family
 from moecore.parallel.pipeline.stages import StagedModel
 
 

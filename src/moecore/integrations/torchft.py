@@ -32,7 +32,7 @@ from moecore.base.torch_names import local_of
 from moecore.io.checkpoint.in_memory import load_rank_state, rank_state
 from moecore.io.checkpoint.snapshot import Schedulers
 from moecore.io.checkpoint.state import Optimizers
-from moecore.parallel.attached import attached_in
+from moecore.parallel.model.parallel_state import attached_in
 from moecore.train.step import TrainStep
 from moecore.train.step_result import StepResult
 

@@ -3,6 +3,17 @@
 layout string -> PipelineLayout     (name, pp, chunks, micro-batches) -> Schedule -> Timeline
 """
 
+from moecore.parallel.fsdp.plan import (
+    AxisPlacement,
+    FlatLayout,
+    FlatSlot,
+    LayerPlan,
+    ParamPlan,
+    ShardPlan,
+    UnitPlan,
+)
+from moecore.parallel.fsdp.size import RankBytes, RoleBytes, rank_bytes
+from moecore.parallel.model.module_protocols import init_modules, register_forward_method
 from moecore.parallel.pipeline.layout import (
     LayoutCosts,
     PipelineLayout,
@@ -16,17 +27,6 @@ from moecore.parallel.pipeline.orders import Action, Overlap
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.simulate import Costs, simulate
 from moecore.parallel.pipeline.timeline import Timeline, draw
-from moecore.parallel.shard.as_module import init_modules, register_forward_method
-from moecore.parallel.shard.plan import (
-    AxisPlacement,
-    FlatLayout,
-    FlatSlot,
-    LayerPlan,
-    ParamPlan,
-    ShardPlan,
-    UnitPlan,
-)
-from moecore.parallel.shard.size import RankBytes, RoleBytes, rank_bytes
 
 __all__ = [
     "Action", "AxisPlacement", "Costs", "FlatLayout", "FlatSlot", "LayerPlan", "LayoutCosts",

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from moecore.base.agreement import comparable, difference, raise_on_others, where_different
 from moecore.base.failures import known_to_others
 from moecore.base.torch_names import is_inside, tree_leaves
-from moecore.parallel.attached import Attached
 from moecore.parallel.contents import Contents
 from moecore.parallel.mesh import host_group
+from moecore.parallel.model.parallel_state import Attached
 
 COMPARED = "the comparison of rows, which ranks take by meshes.data_rank"
 OF_OWN_TOKENS = "hidden"  # argument of a native decoder's stage; it differs between these ranks

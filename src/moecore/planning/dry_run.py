@@ -29,7 +29,7 @@ from moecore.base.streams import dry_streams
 from moecore.base.torch_names import local_of
 from moecore.kernels.common import launches_on_meta
 from moecore.models.tp_products import workspace_bytes
-from moecore.parallel.attached import attached
+from moecore.parallel.model.parallel_state import attached
 from moecore.planning.model import ModuleParts
 from moecore.planning.record import END, SLICES, Queued, Start, Work, WorkRecorder
 from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet

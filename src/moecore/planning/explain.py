@@ -32,13 +32,13 @@ from moecore.models import Decoder
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.params import clean_name
-from moecore.parallel.attached import attached
+from moecore.parallel.fsdp.plan import AxisPlacement, Coordinate, LayerPlan, ParamPlan, ShardPlan
+from moecore.parallel.fsdp.size import rank_bytes
+from moecore.parallel.fsdp.units import find_blocks, kinds
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
-from moecore.parallel.request import Request
-from moecore.parallel.shard.make import dtype_name
-from moecore.parallel.shard.plan import AxisPlacement, Coordinate, LayerPlan, ParamPlan, ShardPlan
-from moecore.parallel.shard.size import rank_bytes
-from moecore.parallel.shard.units import find_blocks, kinds
+from moecore.parallel.model.parallel_state import attached
+from moecore.parallel.model.plan import dtype_name
+from moecore.parallel.model.request import Request
 from moecore.precision.apply import fp8_linears
 from moecore.train.graphs.regions import compiled_modules
 from moecore.train.memory.kept import kept_bytes

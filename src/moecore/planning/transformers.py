@@ -34,7 +34,7 @@ from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.files import one_line
 from moecore.io.hf.stock import reader_of
 from moecore.moe.layer import RoutedLayer
-from moecore.parallel.shard.units import find_blocks
+from moecore.parallel.fsdp.units import find_blocks
 from moecore.planning.model import ModelSizes, ModelSource, ModuleParts, PlannedModel
 from moecore.train.memory.parts import UP
 

@@ -1,7 +1,7 @@
 """Frozen routed experts that are stored in FP8 alone: the base of adapters in a byte per parameter.
 
 A parameter that is stored so has shape and dtype, and one NaN as memory: products read its blocks,
-as those of a parameter that was gathered in FP8 (`parallel/shard/formats.py`).
+as those of a parameter that was gathered in FP8 (`parallel/fsdp/formats.py`).
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from moecore.base.agreement import check_same
 from moecore.base.failures import known_to_others, share_errors
 from moecore.base.fields import Count, check_arguments, shown
 from moecore.models.log_probs import LogProbLoss
-from moecore.parallel.attached import attached
-from moecore.parallel.shard.progress import check_grad_mode
+from moecore.parallel.fsdp.progress import check_grad_mode
+from moecore.parallel.model.parallel_state import attached
 from moecore.rl.agree import Totals, agree, sum_of_data_ranks
 from moecore.rl.invariance import check_invariant, invariant
 from moecore.rl.micro_batches import (

@@ -19,7 +19,7 @@ from moecore.kernels.invariant import batch_invariant
 from moecore.moe.dispatch.by_choice import ByChoice
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.layer import RoutedLayer
-from moecore.parallel.attached import Attached
+from moecore.parallel.model.parallel_state import Attached
 
 SAME_ORDER = 2  # choices: their sum is the same in either order
 

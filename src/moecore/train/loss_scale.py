@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Rules
-from moecore.parallel.attached import request_of
+from moecore.parallel.model.parallel_state import request_of
 from moecore.precision.apply import has_history
 
 SMALLEST = 1.0  # a smaller scale would be for gradients that overflow without one

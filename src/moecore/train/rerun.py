@@ -22,7 +22,7 @@ from moecore.moe.layer import RoutedLayer
 from moecore.moe.pairs import generators, set_generators
 from moecore.moe.records import ChoiceTape
 from moecore.moe.shortage import Capacity, Holder, Watch, larger, this_rank
-from moecore.parallel.attached import attached_in, engines_of
+from moecore.parallel.model.parallel_state import attached_in, engines_of
 from moecore.precision.apply import drop_amax
 
 logger = logging.getLogger("moecore.train.rerun")

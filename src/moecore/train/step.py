@@ -23,13 +23,13 @@ from moecore.base.fields import Count, MaxNorm, check_arguments
 from moecore.base.torch_names import mark
 from moecore.moe.pairs import Pairs
 from moecore.moe.state import NumMicroBatches
-from moecore.parallel.across import sum_copies
-from moecore.parallel.attached import attached_in, capacity_of, moe_state, rows_differ
+from moecore.parallel.fsdp.progress import Progress, check_grad_mode, check_trains
+from moecore.parallel.model.clip import GradientNorm, step_clipped, unscale_and_clip_
+from moecore.parallel.model.parallel_state import attached_in, capacity_of, moe_state, rows_differ
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
+from moecore.parallel.pipeline.stage_replicas import sum_copies
 from moecore.parallel.pipeline.stages import loss_of
-from moecore.parallel.shard.clip import GradientNorm, step_clipped, unscale_and_clip_
-from moecore.parallel.shard.progress import Progress, check_grad_mode, check_trains
 from moecore.precision.apply import advance_amax, has_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale
 from moecore.train.rerun import Reruns, drop_step

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moecore.base.agreement import check_same, optimizer_entries, trained_entries
-from moecore.parallel.attached import attached_in, moe_state
-from moecore.parallel.request import Request
-from moecore.parallel.shard.late_parameters import refuse_earlier, refuse_on_meta
+from moecore.parallel.model.parallel_state import attached_in, moe_state
+from moecore.parallel.model.parameter_guards import refuse_earlier, refuse_on_meta
+from moecore.parallel.model.request import Request
 from moecore.train.loss_scale import DynamicLossScale, check_loss_scale
 
 

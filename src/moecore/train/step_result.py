@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from moecore.moe.metrics import MoEMetrics
-from moecore.parallel.shard.clip import GradientNorm
+from moecore.parallel.model.clip import GradientNorm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

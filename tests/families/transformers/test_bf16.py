@@ -29,7 +29,7 @@ from moecore import (
 from moecore.families.kept_fp32 import is_selection_bias, set_dtypes
 from moecore.io import export_hf, load_hf
 from moecore.moe.router import Router
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from tests.families.transformers.family_models import (
     FROZEN_TOWER,
     batch,

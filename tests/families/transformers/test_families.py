@@ -40,7 +40,7 @@ from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.cuts import OUTPUTS, find_cuts
 from moecore.families.transformers.rows import why_whole
 from moecore.io import Saver, export_hf, load, load_hf
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from tests.families.transformers.family_cases import (
     cell_of_plan,
     cell_of_stages,

@@ -23,7 +23,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from tests.families.transformers.hf_models import (
     ARCHITECTURES,
     MODELS,

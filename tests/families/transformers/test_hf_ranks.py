@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
-from moecore.parallel.attached import capacity_of
+from moecore.parallel.model.parallel_state import capacity_of
 from tests.families.transformers.hf_models import (
     ARCHITECTURES,
     WITH_BALANCE_LOSS,

@@ -21,7 +21,7 @@ from moecore import (
 from moecore.families import adopt
 from moecore.families.family import swap_blocks
 from moecore.families.transformers.blocks import STACKED
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from tests.families.transformers.hf_models import (
     ARCHITECTURES,
     WITH_BALANCE_LOSS,

@@ -16,7 +16,7 @@ from torch import Tensor
 from moecore import BalanceConfig, Meshes, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
 from moecore.packing import PackedCollator
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from tests.families.transformers.family_models import batch, loss_of, tiny_model
 
 transformers = pytest.importorskip("transformers", minversion="5")

@@ -20,7 +20,7 @@ from moecore import (
 from moecore.families import use_causal_attention
 from moecore.kernels.sparse_attention import attention
 from moecore.kernels.sparse_attention.index import select
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import (
     assert_equal_numbers,

@@ -28,7 +28,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.params import global_indices
-from moecore.parallel.attached import moe_state, request_of
+from moecore.parallel.model.parallel_state import moe_state, request_of
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 

@@ -20,7 +20,7 @@ from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parall
 from moecore.io import Saver, export_hf, load, native_to_hf, read_manifest, save, verify
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.models import Decoder, preset
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from tests.helpers.ranks import run_ranks
 from tests.io.checkpoint.fuzz import write_signed
 

@@ -16,8 +16,8 @@ from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.export import export_hf
 from moecore.io.hf.load import load_hf
 from moecore.models import Decoder
-from moecore.parallel.across import make_all_stages
-from moecore.parallel.attached import ATTACHED
+from moecore.parallel.model.parallel_state import ATTACHED
+from moecore.parallel.pipeline.stage_replicas import make_all_stages
 from tests.families.transformers.hf_models import transformers
 from tests.helpers.ranks import run_ranks
 from tests.models.hf_pairs import make_pair

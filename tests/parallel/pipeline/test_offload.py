@@ -29,7 +29,7 @@ from moecore import (
 )
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel import Costs, make_schedule, offload_fractions
-from moecore.parallel.attached import attached
+from moecore.parallel.model.parallel_state import attached
 from moecore.parallel.pipeline.orders import Action
 from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.train.memory.groups import OffloadChunk

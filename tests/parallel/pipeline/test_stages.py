@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from moecore import FSDPOptions
 from moecore.base.copies import copy_modules, on_meta
 from moecore.models import Decoder, DecoderConfig, preset
+from moecore.parallel.fsdp.units import find_blocks, find_units
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import Elsewhere, hidden_shape, take_stages
-from moecore.parallel.shard.units import find_blocks, find_units
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
 
 TABLE = "model.embed_tokens.weight"

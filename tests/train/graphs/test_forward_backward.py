@@ -31,7 +31,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.parallel.attached import attached, capacity_of, moe_state
+from moecore.parallel.model.parallel_state import attached, capacity_of, moe_state
 from moecore.train import GraphedForwardBackward
 from moecore.train.graphs import forward_backward as module
 from moecore.train.graphs.forward_backward import facts_of

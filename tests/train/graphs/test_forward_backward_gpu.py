@@ -35,7 +35,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, preset
-from moecore.parallel.attached import capacity_of, moe_state
+from moecore.parallel.model.parallel_state import capacity_of, moe_state
 from moecore.train import GraphedForwardBackward
 from tests.helpers.ranks import run_ranks
 

@@ -29,7 +29,7 @@ from moecore import (
 )
 from moecore.base.options.precision import Recipe
 from moecore.models import Decoder, preset
-from moecore.parallel.attached import moe_state
+from moecore.parallel.model.parallel_state import moe_state
 from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.parts import on_parts

@@ -26,7 +26,7 @@ from moecore.families.family import swap_blocks
 from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
-from moecore.parallel.shard.units import find_blocks
+from moecore.parallel.fsdp.units import find_blocks
 from moecore.train.memory.apply import apply_memory
 from moecore.train.memory.kept import kept_bytes
 from moecore.train.memory.offload import Offload

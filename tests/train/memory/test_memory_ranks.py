@@ -24,8 +24,8 @@ from moecore import (
 )
 from moecore.kernels.rows.free_list import WANTED_WORD
 from moecore.models import Decoder, preset
-from moecore.parallel import dispatch
-from moecore.parallel.attached import attached
+from moecore.parallel.model import phases
+from moecore.parallel.model.parallel_state import attached
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.stash import Stash
 from tests.helpers.grids import asked_for, beside
@@ -103,9 +103,9 @@ def in_pages(layout: str) -> list[str]:
     """Return the gradients of a model over emulated exchanges that differ with a stash."""
     found: list[dict[str, Tensor]] = []
     with (
-        patch.object(dispatch, "find_problem", lambda *_: None),
-        patch.object(dispatch, "find_known_problem", lambda *_: None),
-        patch.object(dispatch, "ExchangePool", EmulatedExchangePool),
+        patch.object(phases, "find_problem", lambda *_: None),
+        patch.object(phases, "find_known_problem", lambda *_: None),
+        patch.object(phases, "ExchangePool", EmulatedExchangePool),
     ):
         for memory in (MemoryOptions(), STASH):
             nvlink = NVLinkOptions(max_tokens=48, row_factor=None)

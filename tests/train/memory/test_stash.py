@@ -36,8 +36,8 @@ from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe.experts import _counting
 from moecore.moe.records import BalancedRows, ExpertInput
-from moecore.parallel import dispatch
-from moecore.parallel.attached import capacity_of
+from moecore.parallel.model import phases
+from moecore.parallel.model.parallel_state import capacity_of
 from moecore.train.memory import stash as stash_module
 from moecore.train.memory import storages
 from moecore.train.memory.apply import apply_memory, apply_stash
@@ -469,9 +469,9 @@ def test_a_dropped_graph_is_gone_at_once(group: None) -> None:
 def nvlink(no_group_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Meshes of one rank, on which nvlink may be asked for."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    monkeypatch.setattr(dispatch, "find_problem", lambda group, device_type: None)
-    monkeypatch.setattr(dispatch, "find_known_problem", lambda num_ranks, device_type: None)
-    monkeypatch.setattr(dispatch, "ExchangePool", EmulatedExchangePool)
+    monkeypatch.setattr(phases, "find_problem", lambda group, device_type: None)
+    monkeypatch.setattr(phases, "find_known_problem", lambda num_ranks, device_type: None)
+    monkeypatch.setattr(phases, "ExchangePool", EmulatedExchangePool)
     yield build_meshes(ParallelConfig(ep=2), "cpu")
 
 

@@ -202,7 +202,7 @@ def test_memory_of_others_is_refused() -> None:
 
 def test_a_captured_graph_is_refused(no_group_left: None) -> None:
     from moecore.moe.shortage import SkippedSteps
-    from moecore.parallel.attached import capacity_of
+    from moecore.parallel.model.parallel_state import capacity_of
 
     run = Run()
     capacity_of(run.model).graph_steps = SkippedSteps()  # as a capture does

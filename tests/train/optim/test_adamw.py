@@ -21,7 +21,7 @@ from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.io import load, save
 from moecore.kernels.adamw_formats import join_master_ref
 from moecore.models import Decoder, preset
-from moecore.parallel.shard.clip import step_clipped
+from moecore.parallel.model.clip import step_clipped
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
 

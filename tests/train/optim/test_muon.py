@@ -13,7 +13,7 @@ from moecore import ExpertLayout, MoEConfig
 from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
-from moecore.parallel.shard.clip import step_clipped
+from moecore.parallel.model.clip import step_clipped
 from moecore.train import AdamW, Cut, MatrixAssignment, Muon, assign_matrices
 from moecore.train.optim.muon import orthogonalize, orthogonalize_all
 

@@ -21,7 +21,7 @@ from moecore.families.transformers.linear_cuts import cut_linear_attention
 from moecore.families.transformers.module_cut import ModuleCut, adapters, named_linears
 from moecore.families.transformers.stock import is_hf, names_in_forward, own_methods
 from moecore.moe.layer import MoELayer
-from moecore.parallel.shard.units import find_blocks
+from moecore.parallel.fsdp.units import find_blocks
 
 BY_HEAD = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "g_proj")  # columns of query heads
 BY_KV_HEAD = ("k_proj", "v_proj")

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from moecore.base.copies import copy_modules, on_meta
 from moecore.base.torch_names import version
 from moecore.families.transformers.rows import READER, RowReader
+from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import (
     Elsewhere,
@@ -36,7 +37,6 @@ from moecore.parallel.pipeline.stages import (
     check_hidden,
     need,
 )
-from moecore.parallel.shard.units import find_blocks
 
 PARTS = "_moecore_stage_parts"  # attribute of a model
 SIZES = "_moecore_stage_sizes"  # attribute of a model: of what layers get, behind [B, T]

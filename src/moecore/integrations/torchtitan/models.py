@@ -37,7 +37,7 @@ from moecore.integrations.torchtitan.parallelize import Version, parallelize_own
 from moecore.kernels.zigzag import positions_of
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params
 from moecore.moe.forced import force_even_load
-from moecore.parallel.attached import request_of
+from moecore.parallel.model.parallel_state import request_of
 
 LABELS = "labels"  # the keyword under which a model gets them
 Source = Any  # a transformers PreTrainedConfig, or the path of a directory with a config.json

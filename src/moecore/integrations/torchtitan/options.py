@@ -33,8 +33,8 @@ from moecore.integrations.torchtitan.sections import (
     section,
     set_fields,
 )
-from moecore.parallel.checks import MOE_FIELDS
 from moecore.parallel.mesh import ParallelConfig
+from moecore.parallel.model.checks import MOE_FIELDS
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallelize import parallelize_moe
 from moecore.train import AdamW, Muon

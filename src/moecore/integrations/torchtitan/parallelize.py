@@ -29,8 +29,8 @@ from moecore.integrations.torchtitan.options import moecore_options, request_of
 from moecore.integrations.torchtitan.sections import changed, named, set_fields
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shortage import Holder
-from moecore.parallel.attached import capacity_of, moe_state
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
+from moecore.parallel.model.parallel_state import capacity_of, moe_state
 from moecore.parallelize import parallelize_moe
 from moecore.train import compile_blocks
 

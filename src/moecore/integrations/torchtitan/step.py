@@ -13,7 +13,7 @@ from torchtitan.tools.logging import logger
 from moecore.integrations.torchtitan.layer import TitanLayer
 from moecore.moe.amax_history import GRADIENTS
 from moecore.moe.metrics import MoEMetrics
-from moecore.parallel.attached import capacity_of, moe_state, request_of
+from moecore.parallel.model.parallel_state import capacity_of, moe_state, request_of
 from moecore.precision.apply import advance_amax, amax_histories, has_history
 from moecore.train.step import TrainStep
 

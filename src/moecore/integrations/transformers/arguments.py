@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments
 
 from moecore.base.fields import shown
 from moecore.integrations.transformers.scheduled import is_dynamic
-from moecore.parallel.attached import moe_state, request_of
+from moecore.parallel.model.parallel_state import moe_state, request_of
 
 _PRECISION = "give parallelize_moe fsdp=FSDPOptions(param_dtype=torch.bfloat16)"
 _SHARDING = "leave it out, parallelize_moe has sharded the model"

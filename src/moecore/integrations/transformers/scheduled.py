@@ -21,7 +21,7 @@ from transformers import Trainer
 from moecore.base.agreement import difference
 from moecore.families.family import Transformers
 from moecore.packing import ScheduledBatch, ScheduledCollator
-from moecore.parallel.attached import request_of
+from moecore.parallel.model.parallel_state import request_of
 from moecore.parallel.pipeline.stages import loss_of
 from moecore.train.step import TrainStep
 

@@ -64,8 +64,8 @@ from moecore.io.checkpoint.directory import directory_of
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.io.hf.lora import unmerged
 from moecore.packing import ScheduledBatch
-from moecore.parallel.attached import moe_state
-from moecore.parallel.shard.late_parameters import refuse_earlier
+from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parameter_guards import refuse_earlier
 from moecore.train.loss_scale import DynamicLossScale, is_fp16
 from moecore.train.step import StepResult, TrainStep
 

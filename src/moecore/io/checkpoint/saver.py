@@ -39,7 +39,7 @@ from moecore.io.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
 from moecore.io.checkpoint.stages import join_stages
 from moecore.io.checkpoint.state import Optimizers
 from moecore.io.checkpoint.store import begin, locals_of, write
-from moecore.parallel.shard.late_parameters import refuse_earlier
+from moecore.parallel.model.parameter_guards import refuse_earlier
 from moecore.train.memory.host import HostCopies
 
 logger = logging.getLogger("moecore.io")

@@ -33,7 +33,7 @@ from moecore.io.checkpoint.state import (
     rng_tensors,
 )
 from moecore.moe.state import MoEState
-from moecore.parallel.across import AllStages, find_stages
+from moecore.parallel.pipeline.stage_replicas import AllStages, find_stages
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from moecore.io.checkpoint.ranks import Group, gather
 from moecore.io.checkpoint.snapshot import Snapshot
 from moecore.io.checkpoint.state import OF_STAGES
-from moecore.parallel.across import AllStages
+from moecore.parallel.pipeline.stage_replicas import AllStages
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.moe.amax_history import GRADIENTS, AmaxHistory
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name
-from moecore.parallel.attached import attached_in
+from moecore.parallel.model.parallel_state import attached_in
 from moecore.precision.apply import amax_histories
 from moecore.precision.stored import refuse_stored
 

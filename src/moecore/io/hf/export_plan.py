@@ -26,7 +26,7 @@ from moecore.io.hf.stock import Shapes, written_plan
 from moecore.io.hf.target import model_copies, model_tensors
 from moecore.io.hf.upcycled import shared_of_no_size
 from moecore.models.decoder import Decoder
-from moecore.parallel.attached import attached_in
+from moecore.parallel.model.parallel_state import attached_in
 
 ExportLayout = Literal["per_expert", "fused"]
 IN_LIST = re.compile(r".*?\.\d+\.")  # a name up to the entry of a list, such as a layer

@@ -23,20 +23,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moecore.base.torch_names import mark
-from moecore.parallel.across import make_all_stages
 from moecore.parallel.arguments import SharedArguments
-from moecore.parallel.attached import Attached, engines_of
-from moecore.parallel.checks import check_stages
+from moecore.parallel.fsdp.deferred import WeightGradients
+from moecore.parallel.model.checks import check_stages
+from moecore.parallel.model.parallel_state import Attached, engines_of
+from moecore.parallel.model.request import Request
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.offload import backwards_ahead, leaves_whole
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
+from moecore.parallel.pipeline.stage_replicas import make_all_stages
 from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, num_parts, take_stages
 from moecore.parallel.pipeline.timeline import mark_name
 from moecore.parallel.pipeline.transport import Groups, StageTransport, connect
-from moecore.parallel.request import Request
-from moecore.parallel.shard.weight_gradients import WeightGradients
 
 Inputs = Mapping[str, Any]  # keyword arguments of the model
 SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor | None]

@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 
 from moecore.base.fields import Bound, check_arguments
 from moecore.base.torch_names import is_recomputing, local_of, tree_leaves
-from moecore.parallel.attached import engines_of
-from moecore.parallel.shard.units import find_blocks
+from moecore.parallel.fsdp.units import find_blocks
+from moecore.parallel.model.parallel_state import engines_of
 from moecore.train.memory.host import HostCopies, of_host_memory
 from moecore.train.memory.streams import CopyStream
 

@@ -1,0 +1,122 @@
+"""Memory that units of one kind use in turn: planned from a ShardPlan, and allocated once.
+
+Units that are freed behind each use take turns: in as many buffers of whole parameters as units of
+one role are gathered at once, and in two of gradients, one of which is filled while the other one
+is reduced. Units that stay have a buffer each, and gradients of theirs new memory.
+
+A unit has its place in a buffer for good: its whole parameters keep their addresses, so that what
+autograd saves of them in forward is there again in backward, and CUDA graphs replay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from moecore.parallel.fsdp.plan import ShardPlan, UnitPlan
+from moecore.parallel.fsdp.transport import StreamMark
+
+Holder = TypeVar("Holder")  # a unit, or its gradients
+SUMS = 2
+Place = tuple[str, int]  # a unit's name, and the number of its layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferPlan:
+    """Memory that layouts of units use in turn."""
+
+    holds: Literal["weights", "sums"]  # whole parameters, or sums of gradients
+    dtype: str
+    numel: int  # of the largest of the layouts
+    places: tuple[Place, ...]  # the layouts, in the order of forward
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of it."""
+        return self.numel * int(getattr(torch, self.dtype).itemsize)
+
+
+def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
+    """Yield the buffers of a rank, which are equal on all ranks."""
+    freed = [unit for unit in plan.units if unit.role in ("block", "experts") and not unit.stays]
+    for role in ("block", "experts"):
+        units = [unit for unit in freed if unit.role == role]
+        for dtype, of_units in _by_dtype(units).items():
+            at_once = max(_num_at_once(unit, of_units) for unit in plan.units)
+            yield from _turns("weights", dtype, of_units, at_once)
+        cut = [(u, i) for u in units for i, layout in enumerate(u.layouts) if layout.ranks > 1]
+        for dtype in dict.fromkeys(unit.layouts[i].reduces for unit, i in cut):
+            reduced = [(unit, i) for unit, i in cut if unit.layouts[i].reduces == dtype]
+            yield from _turns("sums", dtype, reduced, SUMS)
+    for unit in plan.units:
+        if unit not in freed:
+            for dtype, own in _by_dtype([unit]).items():
+                yield from _turns("weights", dtype, own, len(own))
+
+
+def _by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
+    """Return layouts that need memory beside their shards, by the dtype of what is gathered."""
+    found = defaultdict(list)
+    for unit in units:
+        for i, layout in enumerate(unit.layouts):
+            if layout.has_buffer:
+                found[layout.gathers].append((unit, i))
+    return found
+
+
+def _num_at_once(unit: UnitPlan, among: Sequence[tuple[UnitPlan, int]]) -> int:
+    """Return how many layouts are gathered while a unit is used, and those ahead of it."""
+    both = [{unit.name, *ahead} for ahead in (unit.forward_prefetch, unit.backward_prefetch)]
+    return max(sum(other.name in names for other, _ in among) for names in both)
+
+
+def _turns(
+    holds: Literal["weights", "sums"],
+    dtype: str,
+    layouts: Sequence[tuple[UnitPlan, int]],
+    number: int,
+) -> Iterator[BufferPlan]:
+    """Yield so many buffers of one size, in which layouts take turns."""
+    for first in range(min(number, len(layouts))):
+        users = layouts[first::number]
+        sizes = [
+            unit.layouts[i].buffer_numel // (unit.layouts[i].packed if holds == "weights" else 1)
+            for unit, i in users
+        ]
+        yield BufferPlan(
+            holds=holds,
+            dtype=dtype,
+            numel=max(sizes),
+            places=tuple((unit.name, i) for unit, i in users),
+        )
+
+
+class Buffer(Generic[Holder]):
+    """One flat tensor, and whose values are in it; behind `mark` it may be overwritten."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, mark: StreamMark) -> None:
+        self.numel, self.dtype, self.mark = numel, dtype, mark
+        self.holder: Holder | None = None
+        self._flat: Tensor | None = None
+
+    def flat(self, device: torch.device) -> Tensor:
+        """Return the memory."""
+        if self._flat is None or self._flat.device != device:
+            with torch.inference_mode(False):
+                self._flat = torch.empty(self.numel, dtype=self.dtype, device=device)
+        return self._flat
+
+    def free(self) -> None:
+        """Free the memory of a buffer that nobody holds; its views stay valid for `restore`."""
+        if self._flat is not None:
+            self._flat.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the memory that `free` has freed, with any values."""
+        if self._flat is not None:
+            self._flat.untyped_storage().resize_(self._flat.nbytes)

@@ -1,0 +1,252 @@
+"""What a unit gathers: its shards cast, or quantised as the products of a recipe read them.
+
+    CastFormat     shard -> compute dtype                              -> gathered
+    others         shard -> amax of its part of each block -> largest of all ranks -> scales, on
+                   each; shard and scales -> values                    -> gathered
+
+    BlockFormat    "blockwise"   FP8, a scale per 128 x 128            a byte each
+    MatrixFormat   "tensorwise"  FP8, a scale per matrix               a byte each
+    PackedFormat   "nvfp4"       E2M1, a scale per 16 x 16 and matrix  half a byte each
+
+Blocks are those of the whole matrix, wherever shards cut it, and values are cast from the shards as
+they are trained. So what is gathered is what one rank would quantise of the whole, bit for bit.
+Scales are not gathered: every rank makes all of them. Other recipes quantise a weight once per
+operand: that is two bytes each, as many as a cast gathers.
+
+A quantised parameter has shape and dtype, and takes a gradient, but its memory is one NaN.
+Products read its `Blocks` (`moe.params.gathered_blocks`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from moecore.base.options.precision import Recipe, Scaling
+from moecore.kernels.rows.e4m3 import FP8
+from moecore.kernels.rows.scaling import Blocks
+from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_
+from moecore.kernels.rows.shard_matrices import amax_of_matrices_, cast_part_, num_matrices
+from moecore.kernels.rows.shard_squares import SQUARE, amax_of_squares_, finite_amax_, pack_part_
+from moecore.moe.params import GATHERED
+from moecore.parallel.fsdp.params import UnitParam, copy_all
+from moecore.precision.linear import history_of
+
+
+class Format(Protocol):
+    """How the shards of a unit become what is gathered, and that its whole parameters."""
+
+    dtype: torch.dtype  # of the unit's buffer
+
+    def make_whole(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
+        """Make whole parameters of their memory, once; return tensors that count changes of it."""
+
+    def fill(self, params: Sequence[UnitParam], own: Sequence[Tensor]) -> None:
+        """Write this rank's shards, as they are gathered, to flat `own`. Maybe collective."""
+
+
+class CastFormat:
+    """Values in the dtype of compute."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def make_whole(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
+        """As of `Format`."""
+        made = [param.make_whole(memory) for param, memory in zip(params, data, strict=True)]
+        return [tensor for tensors in made for tensor in tensors]
+
+    def fill(self, params: Sequence[UnitParam], own: Sequence[Tensor]) -> None:
+        """As of `Format`."""
+        copy_all(own, [param.shard.reshape(-1) for param in params])
+
+
+class QuantisedFormat(ABC):
+    """What a recipe's products read, in place of values."""
+
+    dtype = torch.uint8
+    _scales = torch.float32  # their dtype
+
+    def __init__(
+        self,
+        dtype: torch.dtype,  # of compute, which parameters without values have
+        recipe: Recipe,
+        group: dist.ProcessGroup | None,  # ranks with the other shards; None = this rank has all
+        cuts: dist.ProcessGroup | None = None,  # that have parts of matrices which share a scale
+    ) -> None:
+        self._dtype, self._recipe, self._group, self._cuts = dtype, recipe, group, cuts
+        self._amax = torch.empty(0)  # fp32, of blocks of all parameters, then of matrices
+        self._of_matrices = torch.empty(0)  # a view of the latter
+        self._parts: list[_ShardPart] = []
+
+    def make_whole(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
+        """As of `Format`."""
+        self._parts = self._make_parts(params)
+        counting = list[Tensor]()
+        for param, memory, part in zip(params, data, self._parts, strict=True):
+            nothing = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
+            counting += param.make_whole(nothing.expand(param.shape))
+            found = self._gathered(memory.data, part)
+            setattr(param.whole, GATHERED, found)
+            counting += found.tensors()
+        return counting
+
+    def fill(self, params: Sequence[UnitParam], own: Sequence[Tensor]) -> None:
+        """As of `Format`: one all-reduce of 4 bytes per block and matrix; of matrices, two."""
+        shards = [param.shard.contiguous() for param in params]
+        for shard, part in zip(shards, self._parts, strict=True):
+            self._measure(shard, part)
+        for amax, group in ((self._amax, self._group), (self._of_matrices, self._cuts)):
+            if group is not None and amax.numel():
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+        for shard, part, values in zip(shards, self._parts, own, strict=True):
+            self._quantise(shard, part, values)
+
+    def _make_parts(self, params: Sequence[UnitParam]) -> list[_ShardPart]:
+        places = [_place(param) for param in params]
+        shapes = [self._blocks_shape(place) for place in places]
+        numbers = [self._num_matrices(param.shape) for param in params]
+        sizes = [*map(math.prod, shapes), *numbers]
+        self._amax = torch.zeros(sum(sizes), device=params[0].shard.device)
+        self._of_matrices = self._amax[sum(sizes[: len(params)]) :]
+        views, parts = self._amax.split(sizes), list[_ShardPart]()
+        for i, (param, place, shape) in enumerate(zip(params, places, shapes, strict=True)):
+            blocks, matrices = views[i].view(shape), views[len(params) + i]
+            scales = torch.zeros_like(blocks if blocks.numel() else matrices)
+            parts.append(_ShardPart(param, place, blocks, matrices, scales.to(self._scales)))
+        return parts
+
+    def _num_matrices(self, shape: torch.Size) -> int:
+        """Return how many matrices have scales of their own."""
+        return num_matrices(shape)
+
+    @abstractmethod
+    def _blocks_shape(self, place: PartOfMatrix) -> tuple[int, int]:
+        """Return the shape of the blocks' largest magnitudes."""
+
+    @abstractmethod
+    def _gathered(self, memory: Tensor, part: _ShardPart) -> Blocks:
+        """Return what products read; tensors that `fill` writes have counts of their own."""
+
+    @abstractmethod
+    def _measure(self, shard: Tensor, part: _ShardPart) -> None:
+        """Write largest magnitudes of a shard."""
+
+    @abstractmethod
+    def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
+        """Write a shard's values, and all scales, by largest magnitudes of all ranks."""
+
+
+class BlockFormat(QuantisedFormat):
+    """FP8 in blocks of 128 x 128 of each parameter, whose last dim are the columns."""
+
+    @override
+    def _num_matrices(self, shape: torch.Size) -> int:
+        return 0
+
+    @override
+    def _blocks_shape(self, place: PartOfMatrix) -> tuple[int, int]:
+        return place.scales_shape
+
+    @override
+    def _gathered(self, memory: Tensor, part: _ShardPart) -> Blocks:
+        return Blocks(memory.view(FP8), part.scales.data, "block")
+
+    @override
+    def _measure(self, shard: Tensor, part: _ShardPart) -> None:
+        block_amax_(shard, part.place, part.of_blocks)
+
+    @override
+    def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
+        how = (part.place, part.of_blocks, part.scales, values)
+        quantise_blocks_(shard, *how, power_of_two=self._recipe.power_of_two)
+
+
+class MatrixFormat(QuantisedFormat):
+    """FP8 with a scale per matrix: of its own largest value, or of its history."""
+
+    @override
+    def _blocks_shape(self, place: PartOfMatrix) -> tuple[int, int]:
+        return (0, 0)
+
+    @override
+    def _gathered(self, memory: Tensor, part: _ShardPart) -> Blocks:
+        seen = None if part.history is None else part.of_matrices.data
+        return Blocks(memory.view(FP8), part.scales.data, "tensor", seen)
+
+    @override
+    def _measure(self, shard: Tensor, part: _ShardPart) -> None:
+        amax_of_matrices_(shard, part.first, part.of_matrices)
+
+    @override
+    def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
+        past = None if part.history is None else part.history.amax("weight")
+        amax = part.of_matrices
+        if past is not None:  # no rank may choose alone, not one that has skipped the linear either
+            amax = torch.where(past > 0, past, amax)
+        how = (part.first, amax, part.scales, values)
+        cast_part_(shard, *how, power_of_two=self._recipe.power_of_two)
+
+
+class PackedFormat(QuantisedFormat):
+    """E2M1, two values in a byte, in blocks of 16 x 16 of each parameter."""
+
+    _scales = FP8
+
+    @override
+    def _blocks_shape(self, place: PartOfMatrix) -> tuple[int, int]:
+        return place.rows // SQUARE, place.columns // SQUARE
+
+    @override
+    def _gathered(self, memory: Tensor, part: _ShardPart) -> Blocks:
+        return Blocks(memory, part.scales.data, "packed", part.of_matrices.data)
+
+    @override
+    def _measure(self, shard: Tensor, part: _ShardPart) -> None:
+        amax_of_squares_(shard, part.place, part.of_blocks)
+        finite_amax_(shard, part.first, part.of_matrices)
+
+    @override
+    def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
+        how = (part.place, part.of_blocks, part.of_matrices, part.scales, values)
+        pack_part_(shard, *how, self._recipe)
+
+
+FORMATS: dict[Scaling, type[QuantisedFormat]] = {
+    "blockwise": BlockFormat,
+    "tensorwise": MatrixFormat,
+    "nvfp4": PackedFormat,
+}
+
+
+class _ShardPart:
+    """This rank's shard in a parameter, and its largest magnitudes and scales of the whole."""
+
+    def __init__(
+        self,
+        param: UnitParam,
+        place: PartOfMatrix,
+        blocks: Tensor,
+        matrices: Tensor,
+        scales: Tensor,
+    ) -> None:
+        self.place, self.of_blocks, self.of_matrices, self.scales = place, blocks, matrices, scales
+        self.first = _start(param) if param.slot.dim == 0 and len(param.shape) > 2 else 0  # matrix
+        self.history = history_of(param.owners[0][0])
+
+
+def _start(param: UnitParam) -> int:
+    return min(param.rank * param.slot.rows, param.shape[param.slot.dim])
+
+
+def _place(param: UnitParam) -> PartOfMatrix:
+    """Return where a rank's shard lies in the whole parameter."""
+    dim = param.slot.dim
+    return PartOfMatrix.of(param.shape, dim, _start(param), param.shard.shape[dim])

@@ -1,0 +1,414 @@
+"""Gradients of a unit: from whole parameters, of which backward computes them, to the shards.
+
+    kernels ---> sums, a layout as that of the whole unit ---> .grad of the shards
+    autograd --copy--^                  reduce-scatter over shards, all-reduce over replicas
+
+A kernel that computes a gradient writes it into the sums itself, in their dtype and not rounded to
+the weights' (`GradSink`). What comes by autograd is copied there. Where no other rank has a part in
+a unit, and no micro-batch is waited for, kernels write or add to `.grad` of the shards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from moecore.base.torch_names import (
+    call_accumulate_hooks,
+    foreach_div_,
+    has_gradient_hooks,
+    has_value_hooks,
+    is_gloo,
+    local_of,
+    will_run,
+)
+from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
+from moecore.parallel.fsdp.buffers import Buffer
+from moecore.parallel.fsdp.deferred import WeightGradients, WeightProduct
+from moecore.parallel.fsdp.params import UnitParam, UnitViews, copy_all, cut_views
+from moecore.parallel.fsdp.plan import FlatLayout
+from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport
+
+EXACT = 256  # ranks, up to which bf16 adds ones
+
+
+class Gradients:
+    """The gradients of one unit; arguments as of `Unit`, transport None = this rank alone."""
+
+    def __init__(
+        self,
+        params: Sequence[UnitParam],
+        layout: FlatLayout,
+        *,
+        transport: UnitTransport | None,
+        replicas: Sequence[dist.ProcessGroup],
+        dtype: torch.dtype,
+        divisor: float,
+        accumulates: bool,
+        streams: UnitStreams,
+    ) -> None:
+        # Whether the next `reduce` moves sums to the shards; else they wait for more.
+        self.reduces = True
+        self._accumulates = accumulates
+        # Memory of the sums, in which units take turns; None = new memory each time, which becomes
+        # the gradients where nothing is scattered.
+        self.buffer: Buffer[Gradients] | None = None
+        # Takes products of weight gradients; None = each is computed as it comes.
+        self.later: WeightGradients | None = None
+        self._params, self._layout, self._streams = list(params), layout, streams
+        self._transport, self._replicas = transport, list(replicas)
+        device_type = streams.device_type
+        self._host_reads = transport.host_reads if transport is not None else device_type == "cpu"
+        self._host_reads &= all(is_gloo(group, device_type) for group in replicas)
+        self.dtype, self.divisor = dtype, divisor
+        self._taken: set[int] = set()  # parameters whose gradients kernels have put
+        self._left: set[int] = set()  # those whose gradients another part of this backward reduces
+        self._filled: set[int] = set()  # those whose sums hold something
+        self._divided: set[int] = set()  # of which a kernel has divided it
+        # Whether a backward of the unit's modules has ended. All ranks have it (`SkippedModules`),
+        # so others may have gradients where this rank has none.
+        self.is_expected = False
+        self._sums: UnitViews | None = None  # while any do
+        self._turns: UnitViews | None = None  # of the buffer
+        self._num_flags = 3 * len(self._params)
+        self._trained_before: set[int] | None = None  # at the last reduction
+        self._sizes = [*_sizes(layout), self._num_flags]
+        self._flags: dict[Any, Tensor] = {}  # those of the last reduction
+        # What other ranks alone had a gradient of then -> whether kernels had divided it.
+        self._elsewhere: dict[int, bool] = {}
+
+    @property
+    def has_others(self) -> bool:
+        """Whether gradients are summed over other ranks."""
+        return self._transport is not None or bool(self._replicas)
+
+    @property
+    def _is_direct(self) -> bool:
+        """Whether shards take gradients as they come."""
+        return not (self.has_others or self._accumulates)
+
+    def sink(self, index: int, shape: torch.Size) -> GradSink | None:
+        """Return what takes a whole parameter's gradient from a kernel; None where it has none."""
+        whole = self._params[index].whole
+        if whole is None or not (whole.requires_grad and torch.is_grad_enabled()):
+            return None
+        return _Sink(self, index, whole, shape)
+
+    def put(
+        self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
+    ) -> Tensor | None:
+        """Let a kernel put the gradient of a parameter where it is summed; else return it."""
+        if self.defer(index, shape, compute, *operands):
+            return None
+        target = self._target(index, shape)
+        if target is None:
+            return compute(*operands, GradTarget())
+        if target.out is not None:
+            torch.autograd.graph.increment_version(target.out)
+        self._take(index, compute(*operands, target))
+        return None
+
+    def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
+        """Leave a gradient for later, as of `put`; return whether this backward does."""
+        if self.later is None:
+            return False
+        self.later.keep(self, WeightProduct.of(index, shape, compute, operands))
+        self._left.add(index)
+        return True
+
+    @torch.no_grad()
+    def compute(self, products: deque[WeightProduct]) -> None:
+        """Compute what a backward has left, in order; each frees what it held. May communicate."""
+        if not self._accumulates:
+            self._left = self._trained().difference(product.number for product in products)
+        while products:
+            index, shape, compute, operands, _ = product = products.popleft()
+            product.join()
+            del product
+            param = self._params[index]
+            grad: Tensor | None
+            if param.is_partial:  # `reduce` sums it over tensor parallel ranks
+                grad = compute(*operands, GradTarget())
+            else:
+                grad = self.put(index, shape, compute, *operands)
+            if grad is not None:
+                param.add_grad(grad)
+
+    def _target(self, index: int, shape: torch.Size) -> GradTarget | None:
+        """Return where a kernel puts the gradient of a parameter; None = to autograd."""
+        if self._is_direct:
+            return self._shard_target(self._params[index], shape)
+        sums = self._take_sums()
+        if sums is None:
+            return None
+        adds = index in self._filled
+        scale = 1.0 if adds and index not in self._divided else 1.0 / self.divisor
+        return GradTarget(sums.parameters[index].view(shape), adds=adds, scale=scale)
+
+    def _take(self, index: int, grad: Tensor) -> None:
+        """Take the gradient that a kernel has put there."""
+        self._taken.add(index)
+        param = self._params[index]
+        if not self._is_direct:
+            if index not in self._filled:
+                self._divided.add(index)
+            self._filled.add(index)
+        elif param.sharded.grad is None or has_value_hooks(param.sharded):
+            param.accumulate(grad.view(param.shard.shape))
+
+    def are_complete(self) -> bool:
+        """Whether this backward has reached every trained parameter that it will reach."""
+        return all(
+            i in self._taken
+            or i in self._left
+            or param.whole is None
+            or not param.whole.requires_grad
+            or param.whole.grad is not None
+            or not will_run(get_gradient_edge(param.whole).node)
+            for i, param in enumerate(self._params)
+        )
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Move what backward has computed to the shards, or wait for more. Collective."""
+        found = {i: grad for i, p in enumerate(self._params) if (grad := p.take_grad()) is not None}
+        taken, self._taken = self._taken, set()
+        left, self._left = self._left, set()
+        if self._is_direct:
+            self.is_expected = False
+            self._put(found, taken)
+            return
+        trained = self._trained()
+        is_changed = self._trained_before not in (None, trained)  # on other ranks not, perhaps
+        self.is_expected &= self.has_others and bool(trained - left)
+        if not (found or self._filled or is_changed or self.is_expected):
+            return
+        if not (found or self.reduces):
+            return
+        sums = self._take_sums() or self._new_sums()
+        self._add(sums, found)
+        if self.reduces:
+            self._trained_before = trained
+            self._reduce(sums, trained.difference(left, self._filled))
+            self._release()
+
+    def _trained(self) -> set[int]:
+        return {i for i, param in enumerate(self._params) if param.sharded.requires_grad}
+
+    def drop(self) -> None:
+        """Drop all that is not in the shards yet."""
+        self._left.clear()
+        for param in self._params:
+            if param.whole is not None:
+                param.whole.grad = None
+        self._release()
+
+    def drop_marks(self) -> None:
+        """Let nothing wait for what is done, which may be no part of a CUDA graph."""
+        if self.buffer is not None:
+            self.buffer.mark.clear()
+
+    def _shard_target(self, param: UnitParam, shape: torch.Size) -> GradTarget | None:
+        scale, grad = 1.0 / self.divisor, param.sharded.grad
+        if grad is None or has_value_hooks(param.sharded):
+            return GradTarget(dtype=param.dtype, scale=scale)
+        local = local_of(grad)
+        fits = local.dtype == param.dtype and local.is_contiguous() and not grad.requires_grad
+        if not fits or local.shape != param.shard.shape:
+            return None
+        return GradTarget(local.view(shape), adds=True, scale=scale)
+
+    def _take_sums(self) -> UnitViews | None:
+        """Return memory for the sums; None while another unit has it."""
+        if self._sums is None:
+            if self.buffer is None:
+                self._sums = self._new_sums()
+            elif self.buffer.holder is None:
+                self.buffer.holder = self
+                self.buffer.mark.wait()
+                if self._turns is None:
+                    self._turns = self._cut(self.buffer.flat(self._device))
+                self._sums = self._turns
+        return self._sums
+
+    def _new_sums(self) -> UnitViews:
+        numel = self._layout.buffer_numel + self._num_flags
+        return self._cut(torch.empty(numel, dtype=self.dtype, device=self._device))
+
+    def _cut(self, flat: Tensor) -> UnitViews:
+        return cut_views(self._params, flat, self._layout.whole_numel)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._params[0].shard.device
+
+    def _add(self, sums: UnitViews, found: dict[int, Tensor]) -> None:
+        """Put gradients of autograd into the sums, or add them to what is there."""
+        new = [i for i in found if i not in self._filled]
+        copy_all([sums.parameters[i] for i in new], [found[i] for i in new])
+        for i in self._filled.intersection(found):
+            alpha = 1.0 / self.divisor if i in self._divided else 1.0
+            sums.parameters[i].add_(found[i], alpha=alpha)
+        self._filled.update(found)
+        found.clear()
+
+    def _reduce(self, sums: UnitViews, missing: set[int]) -> None:
+        """Sum over ranks, and add to the shards. Of `missing` this rank has no gradient.
+
+        Another rank may have one, so zeros are sent, and three flags per parameter: whether this
+        rank has a gradient, whether kernels have divided it, and whether it is trained. Where some
+        are missing the host waits for the flags: what no rank has a gradient of gets none.
+        """
+        streams, indices = self._streams, sorted(self._filled | missing)
+        regions = [sums.regions[i] for i in indices]
+        for i, region in zip(indices, regions, strict=True):
+            param = self._params[i]
+            if i in missing:
+                region.zero_()
+            elif param.is_strided:
+                parts = sums.parameters[i].chunk(param.num_ranks, dim=param.slot.dim)
+                torch.stack(parts, out=region.view(param.num_ranks, *param.shard_shape))
+        flags = self._own_flags()
+        if self._transport is None:
+            summed, shards = sums.flat, regions
+            summed[-self._num_flags :].copy_(flags)
+        else:  # new memory is of the stream that frees it
+            summed = flags.new_empty(sum(self._sizes))
+            shards = self._shards(summed, indices)
+        all_flags = summed[-self._num_flags :]
+        with streams.reducing():
+            if self._transport is not None:
+                self._transport.reduce([*shards, all_flags], [*regions, flags])
+                if sums is self._turns and self.buffer is not None:
+                    self.buffer.mark.set()
+                else:
+                    streams.keep(sums.flat)
+            for group in self._replicas:
+                dist.all_reduce(summed, group=group)
+            if not missing:
+                self._elsewhere = {}
+            if (missing or self._host_reads) and _has_values(all_flags):
+                used, divided, trained = all_flags.view(3, -1).tolist()
+                self._elsewhere = {i: divided[i] > 0 for i in missing if used[i]}
+                self._check_trained(trained)
+            found = [(i, x) for i, x in zip(indices, shards, strict=True) if self._is_found(i)]
+            done = self._divided.union(i for i, divided in self._elsewhere.items() if divided)
+            rest = [shard for i, shard in found if i not in done]
+            if rest and self.divisor != 1.0:
+                foreach_div_(rest, self.divisor)
+            streams.keep(summed)
+            if summed.dtype != self._params[0].dtype:
+                indices = [i for i, _ in found]
+                cast = self._shards(summed.to(self._params[0].dtype), indices)
+                found = list(zip(indices, cast, strict=True))
+            for i, shard in found:
+                param = self._params[i]
+                n = param.shard.numel()
+                own = shard if shard.numel() == n else shard[:n]
+                param.put_grad(own.view(param.shard.shape))
+
+    def _check_trained(self, ranks_by_param: Sequence[float]) -> None:
+        """Raise on all ranks when some train a parameter, and others do not."""
+        every = self._layout.ranks if self._transport is not None else 1
+        for group in self._replicas:
+            every *= group.size()
+        odd = [i for i, ranks in enumerate(ranks_by_param) if 0 < ranks < every]
+        if odd and every <= EXACT:
+            param = self._params[odd[0]]
+            raise ValueError(
+                f"requires_grad of {param.slot.param} ({param.sharded.requires_grad} on rank "
+                f"{dist.get_rank()}, True on {ranks_by_param[odd[0]]:.0f} of {every} ranks) must "
+                "be the same on all ranks that share it: call requires_grad_ on every rank"
+            )
+
+    def _is_found(self, index: int) -> bool:
+        """Whether a rank has a gradient of a parameter."""
+        return index in self._filled or index in self._elsewhere
+
+    def _own_flags(self) -> Tensor:
+        """Return this rank's flags, once for each rank that gets them."""
+        key = frozenset(self._filled), frozenset(self._divided), frozenset(self._trained())
+        if key not in self._flags:
+            ranks = 1 if self._transport is None else self._layout.ranks
+            flags = [float(i in has) for has in key for i in range(len(self._params))]
+            made = torch.tensor(flags * ranks, dtype=self.dtype, device=self._device)
+            self._flags = {key: made}
+        return self._flags[key]
+
+    def _shards(self, summed: Tensor, indices: Sequence[int]) -> list[Tensor]:
+        """Return padded shards of parameters."""
+        cut = summed.split(self._sizes)
+        return [cut[2 * i + 1] for i in indices]
+
+    def _release(self) -> None:
+        self.is_expected = False
+        self._filled.clear()
+        self._divided.clear()
+        self._sums = None
+        if self.buffer is not None and self.buffer.holder is self:
+            self.buffer.holder = None
+
+    def _put(self, found: dict[int, Tensor], taken: set[int]) -> None:
+        """Add gradients of autograd to those of the shards; a kernel has put `taken` there."""
+        for i in taken.difference(found):
+            call_accumulate_hooks(self._params[i].sharded)
+        params, shards = [self._params[i] for i in found], list(found.values())
+        if any(grad.dtype != param.dtype for grad, param in zip(shards, params, strict=True)):
+            sizes = [grad.numel() for grad in shards]
+            own = torch.empty(sum(sizes), dtype=params[0].dtype, device=self._device)
+            cast = [x.view(g.shape) for x, g in zip(own.split(sizes), shards, strict=True)]
+            copy_all(cast, shards)
+            shards = cast
+        if shards and self.divisor != 1.0:
+            foreach_div_(shards, self.divisor)
+        for param, shard in zip(params, shards, strict=True):
+            param.put_grad(shard)
+
+
+class _Sink:
+    """Puts a gradient where it is summed, while it is computed, and not rounded."""
+
+    def __init__(
+        self, gradients: Gradients, index: int, param: nn.Parameter, shape: torch.Size
+    ) -> None:
+        self._gradients, self._index, self._param, self._shape = gradients, index, param, shape
+        self._node = get_gradient_edge(param).node
+
+    def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
+        """As of `GradSink`."""
+        if not self._may_take():
+            return compute(*operands, GradTarget())
+        return self._gradients.put(self._index, self._shape, compute, *operands)
+
+    def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
+        """As of `GradSink`."""
+        if not self._may_take():
+            return False
+        return self._gradients.defer(self._index, self._shape, compute, *operands)
+
+    def _may_take(self) -> bool:
+        """Whether nobody else wants to see the gradient of the running backward."""
+        return (
+            self._param.requires_grad  # else autograd drops it: frozen after its forward
+            and not (torch.is_grad_enabled() or has_gradient_hooks(self._param))
+            and will_run(self._node)
+        )
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether the host can read a tensor: not on meta, nor in a CUDA graph that is captured."""
+    return not (x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def _sizes(layout: FlatLayout) -> list[int]:
+    """Return the sizes of padded shards in a flat one, each behind what is before it."""
+    sizes = list[int]()
+    for slot in layout.slots:
+        sizes += [slot.shard_offset - sum(sizes), slot.shard_numel]
+    return [*sizes, layout.shard_numel - sum(sizes)]

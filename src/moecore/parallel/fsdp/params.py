@@ -1,0 +1,244 @@
+"""UnitParam: a parameter as its owner trains it, and as its module computes with it.
+
+    sharded   a DTensor of the model's name and shape; optimizers and checkpoints see it
+    whole     a view of its unit's buffer, registered on the module in forward and backward
+
+dim 0 is cut into even chunks, as DTensor's Shard(0) does, so the chunks of all ranks one after the
+other are the whole parameter: it is gathered where it is used, and nothing is copied. Chunks of
+another dim are gathered beside it and copied. `UnitViews` cuts a unit's flat memory into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from moecore.base.copies import as_part
+from moecore.base.torch_names import (
+    StridedShard,
+    call_accumulate_hooks,
+    foreach_copy_,
+    has_value_hooks,
+    local_of,
+    parameter_like,
+    through_hooks,
+    version,
+    wrapped_like,
+)
+from moecore.moe.params import GATHERED, READS_PLAIN, gathered_blocks, grad_placements
+from moecore.parallel.fsdp.plan import FlatSlot
+
+LARGE = 1 << 22  # elements, from which a copy of its own is faster than a part of one for many
+Owners = list[tuple[nn.Module, str]]  # modules, and their attributes that are one parameter
+
+
+class UnitParam:
+    """One parameter of a unit. Replaces it by its sharded form, without communication."""
+
+    def __init__(
+        self,
+        slot: FlatSlot,
+        owners: Owners,
+        mesh: DeviceMesh | None,
+        *,
+        device_type: str,
+        is_cut: bool,
+        join: Callable[..., DeviceMesh],
+    ) -> None:
+        self.slot, self.owners = slot, owners
+        dim, chunk = slot.dim, slot.rows
+        module, attribute = owners[0]
+        param = module._parameters[attribute]
+        assert param is not None, "units are made of parameters"
+        self.num_ranks, self.rank = 1, 0
+        if mesh is not None and is_cut:
+            self.num_ranks = mesh.size(mesh.ndim - 1)
+            self.rank = mesh.get_local_rank(mesh.ndim - 1)
+        self._inner = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+        self._is_plain = self._inner is None or hasattr(param, READS_PLAIN)
+        data = local_of(param).detach()
+        self.shape = data.shape  # of the whole, which tensor and expert parallelism have cut
+        self.shard_shape = (*self.shape[:dim], chunk, *self.shape[dim + 1 :])
+        start = min(self.rank * chunk, self.shape[dim])
+        own = data.narrow(dim, start, min(chunk, self.shape[dim] - start))
+        own = own.to(device_type) if not own.is_meta else own
+        shard = own.clone(memory_format=torch.contiguous_format)
+        place = _placements(param, dim if is_cut else None, mesh, join)
+        self.sharded = parameter_like(as_part(shard, *place, of=param), param)
+        self.shard = local_of(self.sharded)  # this rank's part
+        self.whole: nn.Parameter | None = None  # before the first gather
+        self.register(self.sharded)
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether the shards of all ranks, one after the other, are not the parameter."""
+        return self.slot.dim > 0 and self.num_ranks > 1
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether tensor parallel ranks have it alike, so that gradients are summed over them."""
+        return self._inner is not None and any(p.is_replicate() for p in self._inner[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sharded parameter."""
+        return self.shard.dtype
+
+    @property
+    def version(self) -> int:
+        """Count of changes in place: a DTensor's own operations do not count in its part."""
+        return version(self.sharded) + version(self.shard)
+
+    def register(self, param: nn.Parameter) -> None:
+        """Let the modules have the sharded or the whole parameter."""
+        for module, attribute in self.owners:
+            module._parameters[attribute] = param
+
+    def refresh(self) -> bool:
+        """Take the parameter that stands in the module now; return whether its memory changed."""
+        module, attribute = self.owners[0]
+        found = module._parameters[attribute]
+        if found is self.sharded and _same_memory(local_of(found), self.shard):
+            return False
+        if not isinstance(found, DTensor) or found.shape != self.sharded.shape:
+            raise ValueError(
+                f"{self.slot.param} ({type(found).__name__}) must stay the DTensor that "
+                "parallelize_moe has made: copy values into it"
+            )
+        self.sharded, self.shard = found, local_of(found)  # type: ignore[assignment]
+        self.register(self.sharded)  # at its other owners too
+        return True
+
+    def follow(self) -> None:
+        """Let the whole parameter be trained if the sharded one is."""
+        if self.whole is not None and self.whole.requires_grad != self.sharded.requires_grad:
+            self.whole.requires_grad = self.sharded.requires_grad
+
+    def make_whole(self, data: Tensor) -> list[Tensor]:
+        """Make the whole parameter of its memory; return the tensors that count its changes."""
+        local = data.data
+        if self._inner is not None and not self._is_plain:
+            local = as_part(local, *self._inner, of=self.sharded)
+        self.whole = parameter_like(local, self.sharded)
+        stored = gathered_blocks(self.sharded)
+        if stored is not None:  # `precision/stored.py`: the shard has no values
+            setattr(self.whole, GATHERED, stored)
+        return [self.whole] if self._is_plain else [self.whole, local_of(self.whole)]
+
+    def take_grad(self) -> Tensor | None:
+        """Return the gradient of the whole parameter, and drop it there. May communicate."""
+        whole = self.whole
+        grad = None if whole is None else whole.grad
+        if grad is None:
+            return None
+        whole.grad = None  # type: ignore[union-attr]
+        if self._inner is None:
+            return grad
+        if self._is_plain:
+            grad = self._placed(grad)
+        # Over tensor parallel ranks it is summed where the parameter is replicated.
+        if grad.placements != self._inner[1]:  # type: ignore[attr-defined]
+            grad = grad.redistribute(placements=self._inner[1])  # type: ignore[attr-defined]
+        return local_of(grad)
+
+    def add_grad(self, grad: Tensor) -> None:
+        """Make, or add to, the gradient of the whole parameter, as autograd does; keep `grad`."""
+        whole = self.whole
+        assert whole is not None, "a forward has made it"
+        grad = grad.view(self.shape)
+        if not self._is_plain:
+            grad = self._placed(grad)
+        whole.grad = grad if whole.grad is None else whole.grad + grad
+
+    def _placed(self, grad: Tensor) -> DTensor:
+        """Return this rank's gradient of the whole parameter as a DTensor over its inner mesh."""
+        assert self._inner is not None, "plain ones are placed nowhere"
+        mesh, placements = self._inner
+        return as_part(grad, mesh, grad_placements(placements), of=self.sharded)
+
+    def put_grad(self, grad: Tensor) -> None:
+        """Make, or add to, the gradient of the sharded parameter, with its hooks; keep `grad`."""
+        self.accumulate(grad)
+        call_accumulate_hooks(self.sharded)
+
+    def accumulate(self, grad: Tensor) -> None:
+        """Make, or add to, the gradient of the sharded parameter, behind `register_hook`'s."""
+        if has_value_hooks(self.sharded):
+            grad = local_of(through_hooks(self.sharded, wrapped_like(grad, self.sharded)))
+        if self.sharded.grad is None:
+            self.sharded.grad = wrapped_like(grad, self.sharded)
+        else:
+            local_of(self.sharded.grad).add_(grad)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two parts are one, which torch may return as another object each time."""
+    return a is b or (a.data_ptr() == b.data_ptr() and a.device == b.device)
+
+
+def _placements(
+    param: Tensor, dim: int | None, mesh: DeviceMesh | None, join: Callable[..., DeviceMesh]
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return where the sharded parameter lies: over data ranks, then as it was before."""
+    inner = param.device_mesh if isinstance(param, DTensor) else None
+    before = param.placements if isinstance(param, DTensor) else ()
+    if mesh is None:
+        assert inner is not None, "only experts have no mesh of data ranks, and these are DTensors"
+        return inner, before
+    own: list[Placement] = [Replicate()] * mesh.ndim
+    if dim is not None:
+        cuts = 1
+        for mesh_dim, placement in enumerate(before):
+            if inner is not None and not placement.is_replicate() and placement.dim == dim:  # type: ignore[attr-defined]
+                cuts *= inner.size(mesh_dim)
+        # Tensor and expert parallelism have cut the dim first.
+        own[-1] = Shard(dim) if cuts == 1 else StridedShard(dim, split_factor=cuts)
+    return (mesh if inner is None else join(mesh, inner)), (*own, *before)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitViews:
+    """Pieces of a unit's memory, one of each kind per parameter."""
+
+    flat: Tensor
+    regions: list[Tensor]  # the shards of all ranks
+    padded: list[Tensor]  # this rank's part of each region
+    own: list[Tensor]  # the same without padding
+    parameters: list[Tensor]  # where dim 0 is cut, the regions without padding
+
+
+def cut_views(params: Sequence[UnitParam], flat: Tensor, beside: int, packed: int = 1) -> UnitViews:
+    """Cut a unit's memory; strided parameters lie from `beside` on, behind all regions."""
+    # An element of the memory is `packed` values of a last dim.
+    views, beside = UnitViews(flat, [], [], [], []), beside // packed
+    for param in params:
+        slot, size = param.slot, param.shape.numel() // packed
+        n, at = slot.shard_numel // packed, slot.whole_offset // packed
+        region = flat[at : at + param.num_ranks * n]
+        padded = region[param.rank * n : (param.rank + 1) * n]
+        if param.is_strided:
+            at, beside = beside, beside + size
+        views.regions.append(region)
+        views.padded.append(padded)
+        views.own.append(padded[: param.shard.numel() // packed])
+        shape = (*param.shape[:-1], param.shape[-1] // packed)
+        views.parameters.append(flat[at : at + size].view(shape))
+    return views
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors, small ones in one launch, and cast them."""
+    small: tuple[list[Tensor], list[Tensor]] = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if target.numel() >= LARGE:
+            target.copy_(source)
+        else:
+            small[0].append(target)
+            small[1].append(source)
+    if small[0]:
+        foreach_copy_(*small)

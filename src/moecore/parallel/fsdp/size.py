@@ -1,0 +1,98 @@
+"""ShardPlan -> bytes on one rank: what it stores, and its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from moecore.base.fields import CountOrZero, check_arguments
+from moecore.parallel.fsdp.buffers import plan_buffers
+from moecore.parallel.fsdp.plan import ParamPlan, ShardPlan, UnitPlan, UnitRole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleBytes:
+    """Bytes of the units of one role on one rank."""
+
+    role: UnitRole
+    parameters: int  # this rank's parts, as they are stored
+    gradients: int  # this rank's parts of the gradients, in the parameters' dtype
+    gathered: int  # all of them all-gathered, or cast, at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBytes:
+    """Bytes on one rank. Activations, optimizers and copies inside of collectives do not count."""
+
+    roles: tuple[RoleBytes, ...]  # by role, in the order of the units
+    weights: int  # buffers of whole parameters, kept from the first step on
+    sums: int  # buffers of gradients, in which units that are freed take turns; kept likewise
+    # Sums of the other units, while micro-batches of a step add up; without those that become the
+    # gradients themselves, of units that one rank holds.
+    accumulated: int
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of all stored parameters."""
+        return sum(role.parameters for role in self.roles)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of all reduced gradients."""
+        return sum(role.gradients for role in self.roles)
+
+
+def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
+    """Return the bytes on one rank; the first rank's parts are the largest.
+
+    Raises:
+        ValueError: for a rank that the world does not have.
+    """
+    check_arguments(rank_bytes, locals())
+    coordinate, params = plan.coordinate(rank), {param.name: param for param in plan.params}
+    own = {unit.name: [params[name] for name in unit.params] for unit in plan.units}
+    roles = []
+    for role in dict.fromkeys(unit.role for unit in plan.units):
+        units = [unit for unit in plan.units if unit.role == role]
+        held = [param for unit in units for param in own[unit.name]]
+        roles.append(
+            RoleBytes(
+                role=role,
+                parameters=sum(p.num_bytes(coordinate) for p in held),
+                gradients=sum(p.num_bytes(coordinate) for p in held if p.trainable),
+                gathered=sum(_gathered(unit) for unit in units),
+            )
+        )
+    buffers = list(plan_buffers(plan))
+    weights = sum(buffer.num_bytes for buffer in buffers if buffer.holds == "weights")
+    return RankBytes(
+        roles=tuple(roles),
+        weights=weights,
+        sums=sum(buffer.num_bytes for buffer in buffers) - weights,
+        accumulated=sum(_sums(unit, own[unit.name]) for unit in plan.units if unit.accumulates),
+    )
+
+
+def _gathered(unit: UnitPlan) -> int:
+    """Return the bytes of a unit's unsharded parameters, padding included."""
+    layouts = (layout for layout in unit.layouts if layout.has_buffer)
+    return sum(
+        layout.whole_numel // layout.packed * _itemsize(layout.gathers) for layout in layouts
+    )
+
+
+def _sums(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
+    """Return the bytes of a unit's sums that are not its gradients."""
+    trained = {param.name for param in params if param.trainable}
+    return sum(
+        layout.buffer_numel * _itemsize(layout.reduces)
+        for layout in unit.layouts
+        if any(slot.param in trained for slot in layout.slots)
+        and (layout.ranks > 1 or layout.dtype != layout.reduces)
+    )
+
+
+def _itemsize(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)

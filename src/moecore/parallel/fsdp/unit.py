@@ -1,0 +1,282 @@
+"""Unit: parameters that are all-gathered, resharded and reduced together, and their state.
+
+    SHARDED --gather()--> GATHERING --wait()--> WHOLE --free()--> SHARDED
+    GATHERING --free()--> SHARDED      a prefetch without a use
+
+A unit is made of modules and shards of their parameters. `wait` gives the modules whole parameters
+in a buffer, which units use in turn.
+
+A unit is in use during a forward of its modules, and in backward from the gradient of such a
+forward's outputs to the gradient of its inputs. A prefetch does not take the buffer of a unit in
+use. A unit whose module runs may take the buffer of a unit whose backward has not ended: where no
+input needs a gradient, no gradient ends the backward. While a unit is SHARDED, a backward that
+reads its saved parameters raises, because their versions count as changed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecore.base.failures import known_to_others
+from moecore.base.torch_names import no_dispatch_modes, set_versions, version
+from moecore.kernels.experts.contract import SINK
+from moecore.parallel.fsdp.buffers import Buffer
+from moecore.parallel.fsdp.collective_header import Notes
+from moecore.parallel.fsdp.formats import Format
+from moecore.parallel.fsdp.gradients import Gradients
+from moecore.parallel.fsdp.params import UnitParam, UnitViews, cut_views
+from moecore.parallel.fsdp.plan import FlatLayout
+from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport, transport_of
+
+
+class State(enum.Enum):
+    """Whether a unit's values are in shards, on their way to its buffer, or in it."""
+
+    SHARDED = enum.auto()
+    GATHERING = enum.auto()
+    WHOLE = enum.auto()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitOptions:
+    """How a unit computes and communicates."""
+
+    name: str
+    reduce_dtype: torch.dtype  # in which gradients are summed
+    divisor: float
+    cast_inputs: torch.dtype | None  # of floating inputs of the modules; None = no cast
+    stays: bool  # whether the unit is resident
+    accumulates: bool  # whether micro-batches of a step add gradients before one reduction
+
+
+class Unit:
+    """Modules whose parameters, of one dtype and mesh, are one unit."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[UnitParam],
+        *,
+        layout: FlatLayout,
+        format: Format,
+        shard_group: dist.ProcessGroup | None,
+        replicas: Sequence[dist.ProcessGroup],
+        options: UnitOptions,
+        streams: UnitStreams,
+        device_type: str,
+    ) -> None:
+        self.modules, self.params, self.options = list(modules), list(params), options
+        self.ahead_in_forward: list[Unit] = []
+        self.ahead_in_backward: list[Unit] = []
+        self.notes: Notes | None = None  # that an engine sends with all-gathers
+        self._layout, self._format = layout, format
+        self.state = State.SHARDED
+        # Forwards of its modules that run, innermost last: [0] first ones, [1] recomputed ones. A
+        # forward without gradients, and one that a rank joins which skips it, is None.
+        self.runs: tuple[list[Any], list[Any]] = ([], [])
+        self.backwards = 0  # backwards of its modules that run
+        self.waiting: set[Any] = set()  # runs and visits whose backward has not ended
+        self._streams = streams
+        self._group = shard_group
+        self._transport: UnitTransport | None = None
+        if shard_group is not None and params:
+            self._transport = transport_of(shard_group, device_type)
+        self.gradients = Gradients(
+            params,
+            layout,
+            transport=self._transport,
+            replicas=replicas,
+            dtype=options.reduce_dtype,
+            divisor=options.divisor,
+            accumulates=options.accumulates,
+            streams=streams,
+        )
+        self._gathered = streams.mark()
+        self._views: UnitViews | None = None
+        self._counting: list[Tensor] = []  # tensors whose versions autograd checks
+        self._current: list[int] = []  # their versions while the unit's values are in the buffer
+        self._overwritten: list[int] = []  # their versions while the unit is SHARDED
+        self._versions: list[int] = []  # of the shards at the last all-gather
+        self.buffer: Buffer[Unit] | None = None  # None = the shards are the whole parameters
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the all-gathered values."""
+        return self._format.dtype
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks own shards of its parameters."""
+        return self._transport is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of its shards."""
+        return self.params[0].shard.device
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a forward or a backward of its modules runs."""
+        return bool(any(self.runs) or self.backwards)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return any(param.sharded.requires_grad for param in self.params)
+
+    def trained_wholes(self) -> list[Tensor]:
+        """Return the whole parameters that are trained."""
+        wholes = (param.whole for param in self.params)
+        return [x for x in wholes if x is not None and x.requires_grad]
+
+    def waits_for(self, forward: int) -> bool:
+        """Whether an outermost forward has used it, and one of these backwards has not ended."""
+        # A run may wait in units of modules in it as well, which are without gradients.
+        return any(
+            waits.forward == forward and getattr(waits, "unit", self) is self
+            for waits in self.waiting
+        )
+
+    def versions(self) -> list[int]:
+        """Return the counts of changes of the shards whose values modules get."""
+        if self.state is State.SHARDED or self.buffer is None:
+            return [param.version for param in self.params]
+        return self._versions
+
+    def refresh(self) -> None:
+        """Read from the modules their present sharded parameters, and which ones are trained."""
+        if self.state is State.SHARDED:
+            changed = [param.refresh() for param in self.params]
+            if any(changed) and self.buffer is None:
+                self._counting.clear()
+        self.follow()
+
+    def follow(self) -> None:
+        """Let whole parameters be trained if the sharded ones are."""
+        for param in self.params:
+            param.follow()
+
+    def gather(self) -> None:
+        """Start the all-gather of a SHARDED unit. Collective."""
+        if self.state is not State.SHARDED:
+            return
+        self._take_buffer()
+        self._versions = self.versions()
+        # Selective checkpointing must see equal operations in forward and in recomputation, but
+        # only one of the two may need this all-gather.
+        with (
+            torch.no_grad(),
+            no_dispatch_modes(),
+            known_to_others(f"the all-gather of {self.options.name}"),
+        ):
+            self._gather()
+        self.state = State.GATHERING
+
+    def _gather(self) -> None:
+        if not self._counting:
+            self._make_wholes()
+            self._streams.start()  # new memory: the current stream may still use it
+        if self.buffer is not None and self._views is not None:
+            with self._streams.gathering() if self.is_sharded else nullcontext():
+                self.buffer.mark.wait()
+                self._fill(self._views)
+                self._gathered.set()
+        set_versions(self._counting, self._current)
+
+    def can_gather(self) -> bool:
+        """Whether the buffer is in no other unit that is in use or GATHERING."""
+        holder = None if self.buffer is None else self.buffer.holder
+        if holder is None or holder is self:
+            return True
+        return not holder.in_use and holder.state is not State.GATHERING
+
+    def wait(self) -> None:
+        """Make the unit WHOLE; the current stream waits for its all-gather."""
+        if self.state is State.SHARDED:
+            self.gather()
+        if self.state is State.GATHERING:
+            self._gathered.wait()
+            self.state = State.WHOLE
+
+    def register(self, *, whole: bool) -> None:
+        """Give the modules of a WHOLE unit its whole, or its sharded, parameters."""
+        if self.state is State.WHOLE:
+            for param in self.params:
+                param.register(param.whole if whole else param.sharded)  # type: ignore[arg-type]
+
+    def free(self) -> None:
+        """Reshard: free the buffer for other units. No communication."""
+        if self.state is State.SHARDED:
+            return
+        self.register(whole=False)
+        if self.state is State.GATHERING:
+            self._gathered.wait()
+        if self.buffer is not None:
+            set_versions(self._counting, self._overwritten)
+            self.buffer.mark.set()
+            self.buffer.holder = None
+        self.state = State.SHARDED
+
+    def drop_marks(self) -> None:
+        """Clear marks of finished work, for which a CUDA graph must not wait."""
+        if self.buffer is not None:
+            self.buffer.mark.clear()
+        self.gradients.drop_marks()
+
+    def buffers(self) -> list[Buffer[Any]]:
+        """Return the buffers that the unit uses in turn with others."""
+        return [b for b in (self.buffer, self.gradients.buffer) if b is not None]
+
+    def _take_buffer(self) -> None:
+        if self.buffer is None:
+            return
+        holder = self.buffer.holder
+        if holder is not None and holder is not self:
+            # In a pair the other side may have it: `UnitEngine.resume` repeats its all-gather.
+            if any(map(all, zip(self.runs, holder.runs, strict=True))):
+                raise RuntimeError(
+                    f"{self.options.name} and {holder.options.name} must not run at one time, "
+                    "because they share memory: set a strategy of FSDPOptions to 'optim_grads'"
+                )
+            holder.free()
+        self.buffer.holder = self
+
+    def _make_wholes(self) -> None:
+        """Make the whole parameters: views of the buffer, or without a buffer of the shards."""
+        with torch.inference_mode(False):
+            data = [param.shard for param in self.params]
+            if self.buffer is not None:
+                flat = self.buffer.flat(self.device)
+                how = (self._layout.whole_numel, self._layout.packed)
+                self._views = cut_views(self.params, flat, *how)
+                data = self._views.parameters
+            self._counting = self._format.make_whole(self.params, data)
+        for index, param in enumerate(self.params):
+            setattr(param.whole, SINK, partial(self.gradients.sink, index))
+        self._current = [version(tensor) for tensor in self._counting]
+        self._overwritten = [n + 1 for n in self._current]
+
+    def _fill(self, views: UnitViews) -> None:
+        """All-gather into the buffer; called on the stream of all-gathers."""
+        params = self.params
+        self._format.fill(params, views.own)
+        if self._transport is None:
+            return
+        note = [] if self.notes is None else self.notes.of(self)
+        found = self._transport.gather(views.regions, views.padded, note)
+        if found and self.notes is not None and self._group is not None:
+            self.notes.check(self, found, self._group)
+        for param, region, data in zip(params, views.regions, views.parameters, strict=True):
+            if param.is_strided:
+                *outer, last = param.shard_shape
+                parts = region.view(param.num_ranks, *outer, last // self._layout.packed)
+                torch.cat(list(parts.unbind()), dim=param.slot.dim, out=data)

@@ -1,0 +1,1 @@
+"""The record of a parallelized model, its request, checks, plan and phases."""

@@ -1,0 +1,407 @@
+"""Every rule of a call of `parallelize_moe` that one rank can check by itself.
+
+Nothing here changes a model or communicates.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from moecore.base import te_names
+from moecore.base.fields import shown
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.precision import Recipe
+from moecore.base.torch_names import HAS_SEPARATE_PIECES, has_gradient_hooks
+from moecore.moe.backends import check_backend
+from moecore.moe.dispatch.wire import Wire
+from moecore.moe.expert_layout import expert_shapes
+from moecore.moe.experts import Experts
+from moecore.moe.layer import RoutedLayer
+from moecore.moe.shared import SharedExpert
+from moecore.parallel.fsdp.units import find_ties, keeps_precision
+from moecore.parallel.mesh import Meshes
+from moecore.parallel.model.family import (
+    ContextParallelModel,
+    DynamicContextModel,
+    TensorParallelModel,
+)
+from moecore.parallel.model.parallel_state import attached
+from moecore.parallel.model.request import Request, is_cut
+from moecore.parallel.pipeline.layout import PipelineLayout
+from moecore.precision.head import why_not_in_fp8
+from moecore.precision.linear import why_not
+
+MOE_FIELDS = ("capacity", "router_dtype", "router_jitter")  # of MoEConfig: they decide no parameter
+WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
+
+
+def check_request(model: nn.Module, request: Request) -> None:
+    """Raise for arguments that do not fit each other, the meshes or the model as it came."""
+    _check_arguments(request)
+    _check_fresh(model)
+    _check_degrees(model, request)
+    _check_context(model, request)
+    _check_indexers(model, request)
+    _check_head(model, request)
+
+
+def check_stages(
+    layout: PipelineLayout, rank_of: Sequence[int], bound: Collection[int], request: Request
+) -> None:
+    """Raise ValueError for a stage that begins with a bound layer, an idle rank, other options.
+
+    `bound` is `StageParts.bound`; an idle rank has nothing to train.
+    """
+    wrong = [
+        stage.layers[0] for stage in layout.stages if stage.layers[:1] and stage.layers[0] in bound
+    ]
+    if wrong:
+        raise ValueError(
+            f"layout ({shown(layout.text)}) must begin no stage with layer {wrong[0]}, which reads "
+            f"what the layer before has chosen, nor with any of {sorted(bound)}: move the border"
+        )
+    idle = sorted(set(rank_of) - {rank_of[stage.index] for stage in layout.stages if stage.letters})
+    if idle:
+        raise ValueError(
+            f"layout ({shown(layout.text)}) must give each pp rank a part of the model, but rank "
+            f"{idle[0]} has only empty stages, and no optimizer takes no parameters: move a layer "
+            "there, or lower pp"
+        )
+    num_stages, fraction = len(layout.stages), request.memory.offload_fraction
+    if isinstance(fraction, tuple) and len(fraction) != num_stages:
+        raise ValueError(
+            f"MemoryOptions.offload_fraction ({shown(fraction)}) must have a number per stage of "
+            f"the layout ({num_stages}): pass as many, or one for all"
+        )
+
+
+def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
+    """Raise for a whole model, its blocks swapped, that cannot be sharded as requested."""
+    if request.meshes.parallel.tp > 1 and not is_cut(model):
+        request.family.check_tensor_parallel(model, request.meshes.parallel.tp)
+    if not layers:
+        _check_dense(request)
+    owners: dict[nn.Module, str] = {}
+    for name, layer in layers.items():
+        first = owners.setdefault(layer.part("experts"), name)
+        if first != name:
+            raise ValueError(
+                f"{name} and {first} must not share one experts module, which is sharded and "
+                "counted with its layer: share the whole MoELayer, or untie them"
+            )
+    is_tied = find_ties(model)
+    for name, layer in layers.items():
+        _check_experts(name, layer, request.meshes)
+        if request.meshes.parallel.ep * request.meshes.parallel.etp > 1:
+            Wire(request.fp8_dispatch).check(layer.config.expert_dim)
+        if is_tied(layer.part("experts")):  # they are cut, each module its own
+            raise ValueError(
+                f"{name}: parameters of experts must not be shared with another module, because "
+                "experts live on a mesh of their own: untie them"
+            )
+        _check_compute(name, layer, request)
+    _check_routers(layers, is_tied, request.fsdp)
+
+
+def _check_arguments(request: Request) -> None:
+    p, dispatcher, nvlink = request.meshes.parallel, request.dispatcher, request.nvlink
+    for name in request.moe:
+        if name not in MOE_FIELDS:
+            raise ValueError(
+                f"moe ({name!r}) must name one of {', '.join(map(repr, MOE_FIELDS))}: balance is "
+                "an argument of its own, and the model decides what else its layers compute"
+            )
+    recipes = [] if request.precision is None else request.precision.recipes
+    for recipe in (recipe for recipe in recipes if recipe.backend == "te"):
+        problem = te_names.why_not(recipe, request.meshes.device)
+        if problem is not None:
+            raise ValueError(problem)
+        if request.compile_dense and recipe.amax_history:
+            raise ValueError(
+                f"compile_dense (True) must go with Recipe.amax_history ({recipe.amax_history}) = "
+                "0 by backend 'te': use backend='moecore', or drop one of them"
+            )
+    if nvlink is not None and dispatcher not in ("auto", "nvlink", "hierarchical"):
+        raise ValueError(
+            f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink', "
+            "'hierarchical' or 'auto': drop it"
+        )
+    if request.fp8_dispatch and dispatcher in ("allgather", "nccl_ep"):
+        raise ValueError(
+            f"fp8_dispatch (True) must go with dispatcher ({dispatcher!r}) = 'alltoall', 'nvlink', "
+            "'hierarchical' or 'auto': drop it"
+        )
+    if dispatcher == "nccl_ep" and p.etp > 1:
+        raise ValueError(
+            f"dispatcher ('nccl_ep') must go with etp ({p.etp}) = 1: NCCL EP knows one owner of an "
+            "expert, so raise ep, or use 'alltoall'"
+        )
+    if request.fp8_dispatch and p.ep * p.etp == 1:
+        warnings.warn("fp8_dispatch (True) is not used: ep * etp is 1", stacklevel=4)
+    if dispatcher not in ("auto", "local") and p.ep * p.etp == 1:
+        warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=4)
+    if dispatcher == "local" and p.ep * p.etp > 1:
+        raise ValueError(
+            f"dispatcher ('local') must go with ep * etp ({p.ep * p.etp}) = 1: use 'alltoall'"
+        )
+    if request.clones is not None and p.ep == 1:
+        warnings.warn(f"clones ({request.clones}) are not used: ep is 1", stacklevel=4)
+    device_type = request.meshes.device_type
+    if request.overlap_shared and device_type != "cuda":
+        raise ValueError(
+            f"overlap_shared (True) must go with device_type ({device_type!r}) = 'cuda', "
+            "the only one with streams: drop it"
+        )
+
+
+def _check_fresh(model: nn.Module) -> None:
+    """Raise for a model that is sharded already, or that has what sharding would lose."""
+    for name, module in model.named_modules():
+        where = f"{name or 'model'} ({type(module).__name__})"
+        if isinstance(module, WRAPPERS):
+            raise ValueError(
+                f"{where} must not be wrapped for data parallelism, which parallelize_moe brings: "
+                "pass the module in it"
+            )
+        if attached(module) is not None:
+            raise ValueError(
+                f"{where} must not be parallelized already: call parallelize_moe once, on the whole"
+            )
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{where} must not be sharded already: leave out fully_shard, FSDPOptions has its "
+                "choices, and call parallelize_moe once, on the whole"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"{where} must not have sparse gradients, which units cannot reduce: make it with "
+                "sparse=False"
+            )
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor) and "tp" not in (param.device_mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"{name} (a DTensor over {param.device_mesh.mesh_dim_names}) must be whole, or cut "
+                'over meshes.dense["tp"]: leave the sharding over data ranks to parallelize_moe'
+            )
+        if has_gradient_hooks(param):
+            raise ValueError(
+                f"{name} must have no hooks, which its sharded parameter would not have: after "
+                "parallelize_moe use register_post_accumulate_grad_hook"
+            )
+
+
+def _check_degrees(model: nn.Module, request: Request) -> None:
+    p = request.meshes.parallel
+    if p.pp > 1 and request.pipeline is None:
+        raise ValueError(
+            f"ParallelConfig.pp ({p.pp}) must go with stages: pass pipeline=PipelineConfig(...)"
+        )
+    if p.pp == 1 and isinstance(request.memory.offload_fraction, tuple):
+        raise ValueError(
+            f"MemoryOptions.offload_fraction ({shown(request.memory.offload_fraction)}) must be "
+            "one number where ParallelConfig.pp is 1, which has no stages: pass a float"
+        )
+    if p.pp == 1 and request.pipeline is not None and request.pipeline.schedule != "overlapped":
+        warnings.warn("pipeline is not used: pp is 1", stacklevel=4)
+    elif p.pp == 1 and request.pipeline is not None and request.dispatcher == "nvlink":
+        warnings.warn(
+            "pipeline is not used: 'nvlink' has no exchange to compute beside", stacklevel=4
+        )
+    pipeline = request.pipeline
+    for name in ("compile_dense", "graph_dense"):
+        if p.pp > 1 and pipeline is not None and pipeline.defers and getattr(request, name):
+            raise ValueError(
+                f"PipelineConfig.schedule ({pipeline.schedule!r}) must go with {name} (True) = "
+                "False, which computes weight gradients at once: use '1f1b' or 'interleaved'"
+            )
+    if request.graph_dense:
+        _check_graphs(model, request)
+    owner = request.family.tensor_parallel(model)
+    if p.tp > 1 and not is_cut(model) and not isinstance(owner, TensorParallelModel):
+        raise NotImplementedError(
+            f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
+            "needs a model with apply_tensor_parallel(tp_mesh), such as moecore.models.Decoder"
+        )
+
+
+def _check_graphs(model: nn.Module, request: Request) -> None:
+    """Raise where parts of blocks can be no CUDA graphs."""
+    repeated = next((n for n, m in model.named_modules() if getattr(m, "runs", 1) != 1), None)
+    if repeated is not None:  # the memory of graphs is that of one run of each block
+        raise ValueError(
+            f"graph_dense (True) must go with modules that run once in a forward, and {repeated} "
+            "runs several times (DecoderConfig.mtp_repeats): leave it out"
+        )
+    p, precision = request.meshes.parallel, request.precision
+    for name, size in (("tp", p.tp), ("cp", p.cp)):
+        if size > 1:
+            raise ValueError(
+                f"graph_dense (True) must go with ParallelConfig.{name} ({size}) = 1, because "
+                "attention of several ranks communicates: leave it out"
+            )
+    if request.is_dynamic:
+        raise ValueError(
+            "graph_dense (True) must go with ContextOptions.dynamic (True) = False, because a "
+            "graph has one cp: leave one of them out"
+        )
+    away = [part for part in request.memory.offload if part != "experts"]
+    if away:
+        raise ValueError(
+            f"graph_dense (True) must go with MemoryOptions.offload ({away[0]!r}) of 'experts' "
+            "alone, because what graphs keep has an address: leave one of them out"
+        )
+    if precision is not None and any(recipe.amax_history for recipe in precision.recipes):
+        raise ValueError(
+            "graph_dense (True) must go with Recipe.amax_history 0, because the first step has no "
+            "history: use another scaling, or leave it out"
+        )
+
+
+def _check_context(model: nn.Module, request: Request) -> None:
+    cp, dynamic = request.meshes.parallel.cp, "ContextOptions.dynamic (True)"
+    if cp == 1 and not request.is_dynamic:
+        if request.context is not None:
+            warnings.warn("context is not used: cp is 1", stacklevel=4)
+        return
+    wanted: type = ContextParallelModel
+    field, needs = f"ParallelConfig.cp ({cp}) must be 1", "parallel(cp)"
+    if request.is_dynamic:
+        wanted = DynamicContextModel
+        field, needs = f"{dynamic} must be False", "groups(groups)"
+        if cp > 1:
+            raise ValueError(
+                f"{dynamic} must go with ParallelConfig.cp ({cp}) = 1: each forward gives its cp"
+            )
+        if request.loss != "sum":
+            raise ValueError(
+                f"{dynamic} must go with loss ({request.loss!r}) = 'sum', because micro-batches "
+                "belong to different numbers of ranks: divide by the labels of the global batch"
+            )
+    if not isinstance(request.family.context(model), wanted):
+        raise NotImplementedError(
+            f"{field} for {type(model).__name__}: context parallelism needs a model with "
+            f"apply_context_{needs}, such as moecore.models.Decoder"
+        )
+    request.context_options(model)
+
+
+def _check_indexers(model: nn.Module, request: Request) -> None:
+    if request.indexer is None:
+        return
+    if not request.family.indexers(model):
+        raise ValueError(
+            f"indexer ({request.indexer}) must be None for {type(model).__name__}, which has no "
+            "indexer of sparse attention that is known: leave it out"
+        )
+    if request.meshes.parallel.tp > 1:
+        raise NotImplementedError(
+            f"indexer ({request.indexer}) must be None with ParallelConfig.tp "
+            f"({request.meshes.parallel.tp}) > 1, whose ranks have some heads each: use cp"
+        )
+
+
+def _check_head(model: nn.Module, request: Request) -> None:
+    precision, p = request.precision, request.meshes.parallel
+    if precision is None or not precision.fp8_head:
+        return
+    shapes, name = request.family.head_shapes(model), type(model).__name__
+    if not shapes or not request.memory.fused_loss:
+        raise ValueError(
+            f"Precision.fp8_head (True) must be False for {name}, whose loss is not made in chunks "
+            "of tokens (MemoryOptions.fused_loss, or a Decoder): drop it"
+        )
+    dtype = request.fsdp.param_dtype or next(model.parameters()).dtype
+    for V, D in shapes:
+        own = (V, D) if V % p.tp else (V // p.tp, D)
+        reason = why_not_in_fp8(own, precision.recipe, dtype, request.meshes.device)
+        if reason is not None:
+            raise ValueError(
+                f"Precision.fp8_head (True) must be False for {name}, because {reason}: drop it"
+            )
+
+
+def _check_dense(request: Request) -> None:
+    """Refuse experts' ranks for a model without MoE layers, which may be one that was missed."""
+    p = request.meshes.parallel
+    if p.ep * p.etp > 1:
+        raise ValueError(
+            f"ParallelConfig.ep ({p.ep}) and etp ({p.etp}) must be 1 for a model without MoE "
+            "layers: drop them, or register an adapter for its MoE blocks, see docs/adapters.md"
+        )
+    unused = [n for n in ("nvlink", "balance", "moe") if getattr(request, n)]
+    if unused:
+        warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=5)
+
+
+def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
+    p, config = meshes.parallel, layer.config
+    experts = layer.part("experts")
+    expected = set(expert_shapes(config, experts.layout)) if isinstance(experts, Experts) else set()
+    found = {n for n, _ in experts.named_parameters() if not n.startswith("lora.")}
+    if not isinstance(experts, Experts) or found != expected:
+        raise ValueError(
+            f"{name}: experts ({type(experts).__name__} with {sorted(found)}) must be Experts with "
+            f"{sorted(expected)}: leave out wrappers and parametrizations"
+        )
+    rules = [("num_experts", config.num_experts, "ep", p.ep)]
+    rules += [("hidden_dim", config.hidden_dim, "etp", p.etp)]
+    if config.fc2_bias:
+        rules += [("dim", config.expert_dim, "etp", p.etp)]
+    if experts.is_strided and p.etp > 1:
+        rules += [("dim", config.expert_dim, "edp_shard", p.edp_shard)]
+        if not HAS_SEPARATE_PIECES:
+            raise NotImplementedError(
+                f"{name}: ParallelConfig.etp ({p.etp}) must be 1 for concatenated gate and up "
+                f"weights with torch {torch.__version__}: use torch >= 2.13, or ep instead of etp"
+            )
+    for field, value, degree, size in rules:
+        if value % size:
+            raise ValueError(
+                f"{name}: MoEConfig.{field} ({value}) must be divisible by ParallelConfig.{degree} "
+                f"({size}): choose another {degree}"
+            )
+
+
+def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
+    experts, backend = layer.part("experts"), request.expert_backend
+    recipe = request.recipe_of(name, layer, "experts")
+    recompute_fc1 = "expert_fc1" in request.memory.parts
+    experts.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
+    check_backend(backend, request.spec_of(layer, recipe))
+    shared = request.recipe_of(name, layer, "shared_experts")
+    if isinstance(layer.part("shared"), SharedExpert) and shared is not None:
+        _check_shared(name, layer.part("shared"), shared)
+    layer.check_config(name, request.config_of(layer))
+
+
+def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
+    problem = why_not(shared.w1, recipe) or why_not(shared.w2, recipe)
+    if recipe.amax_history:
+        problem = "the layer keeps no history of amax"
+    if problem is not None:
+        raise ValueError(
+            f"{name}: shared experts cannot be in FP8 ({recipe.scaling}), because {problem}: leave "
+            "them out of Precision.roles"
+        )
+
+
+def _check_routers(
+    layers: Mapping[str, RoutedLayer], is_tied: Callable[[nn.Module], bool], options: FSDPOptions
+) -> None:
+    """A router that keeps its precision is a unit: two of them would train two copies."""
+    owned = {name: layer.part("router") for name, layer in layers.items()}
+    routers = {name: router for name, router in owned.items() if router is not None}
+    for name, router in routers.items():
+        is_shared = list(routers.values()).count(router) > 1 or is_tied(router)
+        if is_shared and keeps_precision(router, options):
+            raise ValueError(
+                f"router of {name} must not be shared with param_dtype ({options.param_dtype}), "
+                "which would round it with the root's parameters: untie it"
+            )

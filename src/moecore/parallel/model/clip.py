@@ -1,0 +1,300 @@
+"""Gradient norm and clipping over parameters that live on different meshes.
+
+Every element of every gradient is counted once, on whichever mesh it is sharded or replicated, so
+the norm equals that of one process. One all-reduce of one number per parameter of all pipeline
+stages; one host sync, or none with optimizers that can skip a step by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+from typing import SupportsFloat
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore.base.fields import MaxNorm, check_arguments
+from moecore.base.streams import to_device
+from moecore.base.torch_names import foreach_mul_, foreach_norm, local_of, mark
+from moecore.parallel.model.parallel_state import rows_differ
+from moecore.parallel.model.parameter_guards import refuse_added
+from moecore.parallel.pipeline.stage_replicas import AllStages, find_stages, lay_out_as_parameter
+
+
+class GradientNorm:
+    """The gradient before clipping: prints, formats and compares as the number `total`.
+
+    The first look at `total` or `non_finite` is a host sync.
+
+    Args:
+        names: of the parameters, of all pipeline stages.
+        squares: fp64 [parameters] on the device, the squared norm of each over all ranks, without
+            the loss scale.
+
+    Attributes:
+        skipped: bool scalar on the device: the gradient is not finite, so the step is dropped.
+    """
+
+    def __init__(self, names: tuple[str, ...], squares: Tensor) -> None:
+        self._names = names
+        self._squares = squares
+        self.skipped = ~squares.sum().isfinite()
+
+    @cached_property
+    def _host_squares(self) -> list[float]:
+        found: list[float] = self._squares.tolist()
+        return found
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the host has the values, so that a look at `total` does not wait."""
+        return "_host_squares" in vars(self)
+
+    @property
+    def total(self) -> float:
+        """L2 norm over all parameters; nan or inf when the gradient is not finite."""
+        return math.sqrt(sum(self._host_squares))
+
+    @property
+    def non_finite(self) -> tuple[str, ...]:
+        """Names of the parameters with a nan or inf gradient on any rank."""
+        named = zip(self._names, self._host_squares, strict=True)
+        return tuple(name for name, value in named if not math.isfinite(value))
+
+    def divisor(self, max_norm: float) -> Tensor:
+        """Return an fp32 scalar on the device: by what clipping divides the gradient."""
+        return ((self._squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0).float()
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step's gradient can be used."""
+        return not self.non_finite
+
+    def __float__(self) -> float:
+        return self.total
+
+    def __format__(self, spec: str) -> str:
+        return format(self.total, spec)
+
+    def __str__(self) -> str:
+        return str(self.total)
+
+    def __repr__(self) -> str:
+        named = f", non_finite={self.non_finite}" if self.non_finite else ""
+        return f"GradientNorm({self.total}{named})"
+
+    # Ordered but not equal to a number: equality would take the hash.
+    def __lt__(self, other: SupportsFloat) -> bool:
+        return self.total < float(other)
+
+    def __le__(self, other: SupportsFloat) -> bool:
+        return self.total <= float(other)
+
+    def __gt__(self, other: SupportsFloat) -> bool:
+        return self.total > float(other)
+
+    def __ge__(self, other: SupportsFloat) -> bool:
+        return self.total >= float(other)
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
+    """Scale gradients to a global L2 norm of `max_norm` at most; return it before. A host sync.
+
+    A nan or inf anywhere sets all gradients to None on every rank, so that an optimizer changes
+    nothing, and a warning names the parameters. So do contents of device tensors that differ
+    between ranks that share rows: the next forward raises the error.
+
+    Args:
+        model: parallelized or plain; the same on every rank.
+        max_norm: > 0; None or `math.inf` only measures.
+
+    Raises:
+        ValueError: when `max_norm` is not positive, or a parameter was added after
+            `parallelize_moe`, so that its gradient is not reduced.
+    """
+    check_arguments(clip_grad_norm_, locals())
+    max_norm, is_wrong = math.inf if max_norm is None else max_norm, rows_differ(model)
+    return unscale_and_clip_(model, max_norm, None, is_wrong=is_wrong)
+
+
+@torch.no_grad()
+def unscale_and_clip_(
+    model: nn.Module, max_norm: float, loss_scale: Tensor | None, *, is_wrong: Tensor | None = None
+) -> GradientNorm:
+    """Do what `clip_grad_norm_` does, with gradients that are first divided by the loss scale."""
+    # The scale is an fp32 scalar on the device; None = 1. With one an overflow is part of training,
+    # so no warning names the parameters: `GradientNorm.non_finite` does. `is_wrong`, a bool on the
+    # device, is whether this rank's gradients are none: where any are none the norm is nan on every
+    # rank.
+    refuse_added(model)
+    owner, stages = find_stages(model)
+    params = _trained(owner)
+    norm = _measure(params, stages, loss_scale, is_wrong)
+    _scale(params, norm, max_norm, loss_scale)
+    return norm
+
+
+@torch.no_grad()
+def step_clipped(
+    model: nn.Module,
+    max_norm: float,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    loss_scale: Tensor | None = None,
+    is_wrong: Tensor | None = None,
+) -> GradientNorm:
+    """Clip, and step the optimizers. No host sync where all of them are fused."""
+    signals: dict[str, Tensor] = {}
+    with mark("moecore::clip"):
+        owner, stages = find_stages(model)
+        params = _trained(owner)
+        _check_holds(optimizers, params)
+        norm = _measure(params, stages, loss_scale, is_wrong)
+        if all(map(_can_skip, optimizers)):
+            signals["found_inf"] = norm.skipped.float()  # a nan divides nothing: all is skipped
+            divisors = [] if loss_scale is None else [loss_scale]
+            if max_norm < math.inf:
+                divisors.append(norm.divisor(max_norm))
+            if divisors:
+                signals["grad_scale"] = torch.stack(divisors).prod()
+        else:
+            _scale(params, norm, max_norm, loss_scale)
+    with mark("moecore::optimizer"):
+        for optimizer in optimizers:
+            vars(optimizer).update(signals)  # as GradScaler does
+            try:
+                optimizer.step()
+            finally:
+                for name in signals:
+                    delattr(optimizer, name)
+    return norm
+
+
+def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every step of an optimizer reads `found_inf` and `grad_scale`."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+        group.get("fused") for group in optimizer.param_groups
+    )
+
+
+def _check_holds(
+    optimizers: Sequence[torch.optim.Optimizer], params: list[tuple[str, nn.Parameter]]
+) -> None:
+    """Raise for a gradient that no optimizer uses."""
+    held = {p for one in optimizers for group in one.param_groups for p in group["params"]}
+    missing = [n for n, p in params if p.grad is not None and p not in held]
+    if missing:
+        raise ValueError(
+            f"optimizer ({type(optimizers[0]).__name__}) must hold {missing[0]} and all other "
+            f"parameters with gradients ({len(missing)} are missing): make it of "
+            "model.parameters() after parallelize_moe, or give all optimizers"
+        )
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return what may have a gradient, the same on every rank of a pipeline stage."""
+    # One without a gradient counts 0. One that was frozen after backward has a gradient, and
+    # optimizers step it.
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
+
+
+def _measure(
+    params: list[tuple[str, nn.Parameter]],
+    stages: AllStages | None,
+    loss_scale: Tensor | None,
+    is_wrong: Tensor | None,
+) -> GradientNorm:
+    for _, param in params:
+        lay_out_as_parameter(param)
+    names = [n for n, _ in params]
+    squares = _squares(names, [p for _, p in params], stages, is_wrong)
+    if loss_scale is not None:
+        squares = squares / loss_scale.double().square()
+    return GradientNorm(tuple(names if stages is None else stages.num_holders), squares)
+
+
+def _squares(
+    names: list[str], params: list[nn.Parameter], stages: AllStages | None, is_wrong: Tensor | None
+) -> Tensor:
+    """Return fp64 [parameters of all stages]: the squared norm of each gradient over all ranks."""
+    if stages is None and not params:
+        return torch.zeros(0, dtype=torch.float64)
+    if params:
+        squares = torch.stack(_norms(params)).double().square_()
+    else:  # a stage that only hands on
+        assert stages is not None
+        squares = torch.zeros(0, dtype=torch.float64, device=stages.device)
+    if stages is None and not any(isinstance(p, DTensor) for p in params):
+        return squares
+    world = dist.get_world_size()
+    ranks = [world if stages is None else stages.num_copies(name) for name in names]
+    # A nan must survive the division and the sum, and does.
+    copies = torch.tensor(
+        [n // _num_shards(p) for n, p in zip(ranks, params, strict=True)], dtype=torch.float64
+    )
+    squares /= to_device(copies, squares.device)
+    if stages is not None:
+        squares = stages.place(names, squares)
+    if is_wrong is not None:
+        squares[:1] += torch.where(is_wrong, torch.nan, 0.0)
+    dist.all_reduce(squares)
+    return squares
+
+
+def _norms(params: list[nn.Parameter]) -> list[Tensor]:
+    """Return the L2 norm of this rank's part of each gradient, in at least fp32; 0 = none."""
+    zero = torch.zeros((), dtype=torch.float32, device=local_of(params[0]).device)
+    norms = [zero] * len(params)
+    of_dtype: dict[torch.dtype, list[int]] = {}
+    for i, param in enumerate(params):
+        if param.grad is not None and local_of(param.grad).numel():
+            of_dtype.setdefault(param.grad.dtype, []).append(i)
+    for dtype, places in of_dtype.items():
+        grads = [local_of(params[i].grad) for i in places]  # type: ignore[arg-type]
+        found = foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
+        for i, value in zip(places, found, strict=True):
+            norms[i] = value
+    # fp64 gradients keep their precision; all others are fp32 here.
+    return [n.double() for n in norms] if torch.float64 in of_dtype else norms
+
+
+def _num_shards(param: Tensor) -> int:
+    """Return how many parts a tensor is cut into."""
+    shards = 1
+    if isinstance(param, DTensor):
+        for mesh_dim, placement in enumerate(param.placements):
+            if not placement.is_replicate():
+                shards *= param.device_mesh.size(mesh_dim)
+    return shards
+
+
+def _scale(
+    params: list[tuple[str, nn.Parameter]],
+    norm: GradientNorm,
+    max_norm: float,
+    loss_scale: Tensor | None,
+) -> None:
+    """Scale all gradients, or set them to None where one is not finite. Waits for the device."""
+    if norm.non_finite:
+        if loss_scale is None:
+            _warn_of(norm.non_finite)
+        for _, param in params:
+            param.grad = None
+        return
+    factor = max_norm / (norm.total + 1e-6) if norm.total > max_norm else 1.0
+    if loss_scale is not None:
+        factor /= loss_scale.item()
+    if factor != 1.0:
+        grads = [local_of(p.grad) for _, p in params if p.grad is not None]
+        foreach_mul_([g for g in grads if g.numel()], factor)
+
+
+def _warn_of(non_finite: tuple[str, ...]) -> None:
+    shown = ", ".join(non_finite[:5]) + (" and more" if len(non_finite) > 5 else "")
+    warnings.warn(f"step skipped: non-finite gradient in {shown}", stacklevel=4)

@@ -1,0 +1,205 @@
+"""A parallelized model as an `nn.Module`: copies, whole values of it, methods beside forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore.base.copies import as_part, copy_modules
+from moecore.base.fields import PositiveOrZero, Seed, check_arguments
+from moecore.base.torch_names import local_of
+from moecore.moe.experts import Experts
+from moecore.moe.params import clean_name, global_indices, seed_of
+from moecore.moe.router import Router
+from moecore.moe.shared import Latent, SharedExpert
+from moecore.parallel.model.parallel_state import ATTACHED
+
+OWN = (Router, Experts, SharedExpert, Latent)  # modules of moecore that fill themselves
+
+
+def act_as_modules(model: nn.Module) -> None:
+    """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and its parts."""
+    # A copy has this rank's shards as parameters of its own, and no units: it can be averaged,
+    # saved, exported and loaded from, and its forward raises. `AveragedModel` needs no more. A
+    # state dict may hold whole tensors, of which each rank takes its part. `pickle` and
+    # `torch.save` raise.
+    for module in model.modules():  # of each one: wrappers have attributes of what they wrap
+        vars(module)["__deepcopy__"] = partial(_copy, module)
+        vars(module)["__reduce_ex__"] = partial(_reduced, module)
+        module.register_load_state_dict_pre_hook(_take_parts)
+
+
+@torch.no_grad()
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace whole tensors of a state dict by this rank's parts of them; no communication."""
+    for name, param in module._parameters.items():
+        value: Any = state.get(prefix + name)
+        is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if param is not None and is_whole and value.shape == param.shape:
+            state[prefix + name] = _part(value, param)
+
+
+def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    copies = copy_modules(model, _copied, unwrapped=True)
+    memo.update({id(module): twin for module, twin in copies.items()})
+    for module, twin in copies.items():
+        for name, buffer in module._buffers.items():
+            twin._buffers[name] = None if buffer is None else buffer.detach().clone()
+        twin.register_forward_pre_hook(_refuse_forward)
+        if ATTACHED in vars(module):
+            found = vars(module)[ATTACHED]
+            layers = {name: copies[layer] for name, layer in found.layers.items()}
+            setattr(twin, ATTACHED, replace(found, engine=None, layers=layers))
+            found.request.family.attached(twin, wrapper=copies[model], drops_cache=False)
+    act_as_modules(copies[model])
+    return copies[model]
+
+
+def _copied(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+
+
+class _New:
+    """Makes the object of a shallow copy; `pickle` meets it before anything else of the model."""
+
+    def __call__(self, kind: type, *args: Any) -> Any:
+        return kind.__new__(kind, *args)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise ValueError(
+            "a parallelized model must not be pickled, because it holds this rank's shards and "
+            "process groups: save it by moecore.io.save or export_hf, or save its state_dict()"
+        )
+
+
+def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """What `copy.copy` makes a module of."""
+    made: Any = type(module).__reduce_ex__(module, max(protocol, 2))
+    own = {name: value for name, value in made[2].items() if name != "__reduce_ex__"}
+    return _New(), made[1], own
+
+
+def _refuse_forward(module: nn.Module, _args: Any) -> None:
+    raise ValueError(
+        f"forward of {type(module).__name__} (a copy of a parallelized model) must run in the "
+        "model itself, which gathers shards: call model.load_state_dict(copy.state_dict())"
+    )
+
+
+def register_forward_method(model: nn.Module, name: str) -> None:
+    """Make a method of a parallelized model run as its forward does, with gathered parameters.
+
+    As `torch.distributed.fsdp.register_fsdp_forward_method`. Every rank calls the method, because
+    it communicates. Hooks of the model's forward run around it, with its arguments.
+
+    Args:
+        model: parallelized, or a module in such a model whose parameters are a unit.
+        name: of its method, or of a function that is its attribute.
+
+    Raises:
+        ValueError: when the model has no such method.
+    """
+    check_arguments(register_forward_method, locals())
+    method = getattr(model, name, None)
+    if not callable(method):
+        raise ValueError(
+            f"name ({name!r}) must be a method of model ({type(model).__name__}): define it first"
+        )
+    setattr(model, name, partial(_run_as_forward, model, method))
+
+
+def _run_as_forward(
+    module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    own = vars(module)  # where forwards that are wrapped stand, before those of the class
+    before = {"forward": own["forward"]} if "forward" in own else {}
+
+    def restore() -> None:
+        own.pop("forward", None)
+        own.update(before)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        restore()  # the method may call forward
+        return method(*args, **kwargs)
+
+    own["forward"] = run
+    try:
+        return module(*args, **kwargs)
+    finally:
+        restore()
+
+
+@torch.no_grad()
+def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02) -> None:
+    """Fill all parameters as their modules' `reset_parameters` does: the same on every layout.
+
+    `nn.init` draws the same values for the shards of all CPU ranks, because torch's DTensors share
+    random numbers on GPUs alone. Here each module is filled whole, from a seed of its name, and
+    each rank takes its parts. No communication. Modules in a module with `reset_parameters` are
+    filled before it; the largest such module must fit beside the shards.
+
+    Args:
+        model: plain or parallelized, with storage (after `to_empty`).
+        seed: different seeds give independent models.
+        std: standard deviation of moecore's own matrices, as of `MoELayer.init_weights`.
+
+    Raises:
+        ValueError: for parameters of a module without `reset_parameters`, before any is filled.
+    """
+    check_arguments(init_modules, locals())
+    modules = dict[str, nn.Module]()
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}." if outer else "") for outer in modules):
+            continue
+        if isinstance(module, OWN) or _reset_of(module) is not None:
+            modules[name] = module
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{name or 'model'} ({type(module).__name__}) must have reset_parameters() to be "
+                "filled: give its class one, or call the model's own init_weights"
+            )
+    for name, module in modules.items():
+        if isinstance(module, OWN):
+            module.init_weights(std=std, key=clean_name(name), seed=seed)
+        else:
+            _reset(module, name, seed, std)
+
+
+def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
+    """Fill a module and those in it, inner ones first, as their constructors do."""
+    copies: Any = copy_modules(module, _whole, unwrapped=True)
+    for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
+        twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))
+        reset = _reset_of(twin)
+        if isinstance(twin, OWN):
+            twin.init_weights(std=std, key=key, seed=seed)
+        elif reset is not None:
+            with torch.random.fork_rng({p.device for p in twin.parameters() if p.is_cuda}):
+                torch.manual_seed(seed_of(seed, key))
+                reset()
+    for param, values in zip(module.parameters(), copies[module].parameters(), strict=True):
+        local_of(param).copy_(local_of(_part(values, param)))
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    found: Any = getattr(module, "reset_parameters", None)
+    return found or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
+
+
+def _whole(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
+
+
+def _part(values: Tensor, of: Tensor) -> Tensor:
+    """Return this rank's part of whole values, laid out as a parameter."""
+    if not isinstance(of, DTensor):
+        return values
+    for dim, index in enumerate(global_indices(of)):
+        values = values.index_select(dim, index.to(values.device))
+    return as_part(values.to(of.device), of.device_mesh, of.placements, of=of)

@@ -1,0 +1,119 @@
+"""Attached: the record that `parallelize_moe` stores on a model, and functions that find it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecore.moe.dispatch.exchange_pool import ExchangePool
+from moecore.moe.dispatch.nccl_ep import EPGroups
+from moecore.moe.layer import RoutedLayer
+from moecore.moe.shortage import Capacity, Holder
+from moecore.moe.state import MoEState
+from moecore.parallel.mesh import DomainGroups
+from moecore.parallel.model.request import Request
+
+if TYPE_CHECKING:
+    from moecore.parallel.arguments import SharedArguments
+    from moecore.parallel.fsdp.engine import UnitEngine
+    from moecore.parallel.fsdp.plan import ShardPlan
+    from moecore.parallel.pipeline.layout import PipelineLayout, Stage
+    from moecore.parallel.pipeline.run import Pipeline, StageOffload
+    from moecore.parallel.pipeline.stage_replicas import AllStages
+
+ATTACHED = "_moecore_attached"  # attribute of a parallelized model
+
+
+@dataclass(kw_only=True, slots=True)
+class Attached:
+    """The record of a parallelized model; each phase of `parallelize_moe` adds its results."""
+
+    request: Request
+    plan: ShardPlan
+    layers: Mapping[str, RoutedLayer]  # the model's MoE layers by name
+    dtype: torch.dtype  # of the model's first parameter, before it was sharded
+    layout: PipelineLayout | None  # None = no stages
+    stages: Sequence[Stage]
+    exchanges: ExchangePool | None = None  # None where no tokens travel by "nvlink"
+    ep_groups: EPGroups | None = None  # None with any dispatcher but "nccl_ep"
+    stores_in: dist.ProcessGroup | None = None  # whose ranks store tokens into peers' memory
+    domains: DomainGroups | None = None  # None with any dispatcher but "hierarchical"
+    # The ranks that share a micro-batch, by cp of dynamic context parallelism.
+    shared_by: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    arguments: SharedArguments | None = None  # None = no ranks share rows
+    engine: UnitEngine | None = None  # None = the model is sharded without an engine
+    compiled: set[nn.Module] = field(default_factory=set)  # modules inside of compiled modules
+    offload: StageOffload | None = None
+    stash: Holder | None = None
+    state: MoEState | None = None  # the balance record; None until its phase
+    capacity: Capacity | None = None  # of exchanges and stash; None until its phase
+    pipeline: Pipeline | None = None  # the rank's place among the stages; None = no stages
+    all_stages: AllStages | None = None  # the stages that have each parameter; None = no stages
+
+    @property
+    def pools(self) -> list[ExchangePool | EPGroups]:
+        """What has buffers of exchanges, which `close` frees."""
+        return [pool for pool in (self.exchanges, self.ep_groups) if pool is not None]
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules of the plan's blocks."""
+        return [model.get_submodule(name) for name in self.plan.blocks]
+
+
+def attached(model: nn.Module) -> Attached | None:
+    """Return the record of a model, or of the model in peft's wrapper; None without a record."""
+    found: Attached | None = getattr(model, ATTACHED, None)
+    return found
+
+
+def attached_in(model: nn.Module) -> list[Attached]:
+    """Return the record of a model, or the records of the parallelized models in it."""
+    own = attached(model)
+    if own is not None:  # then no module in it has a record
+        return [own]
+    found = (attached(module) for module in model.modules())
+    return [record for record in found if record is not None]
+
+
+def request_of(model: nn.Module) -> Request | None:
+    """Return the request of `parallelize_moe`; None = the model has not been parallelized."""
+    found = attached(model)
+    return None if found is None else found.request
+
+
+def engines_of(model: nn.Module) -> list[UnitEngine]:
+    """Return the engine of a model, or the engines of the parallelized models in it."""
+    return [found.engine for found in attached_in(model) if found.engine is not None]
+
+
+def rows_differ(model: nn.Module) -> Tensor | None:
+    """Return whether rows of this step differ between ranks that share them, a bool on the device.
+
+    None = no forward of the step has compared rows on the device. No host sync.
+    """
+    flags = (r.arguments.end_step() for r in attached_in(model) if r.arguments is not None)
+    found = [flag for flag in flags if flag is not None]
+    return torch.stack(found).any() if found else None
+
+
+def moe_state(model: nn.Module) -> MoEState:
+    """Return the balance record of a parallelized model; raises ValueError for any other model."""
+    found = attached(model)
+    if found is None or found.state is None:
+        raise ValueError(
+            f"model ({type(model).__name__}) must be parallelized to have a balance record: "
+            "call parallelize_moe(model, meshes) first"
+        )
+    return found.state
+
+
+def capacity_of(model: nn.Module) -> Capacity:
+    """Return the capacity record of a parallelized model."""
+    found = attached(model)
+    assert found is not None and found.capacity is not None, "its balance record was found"
+    return found.capacity

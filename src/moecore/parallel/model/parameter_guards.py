@@ -1,0 +1,112 @@
+"""Parameters that came to a model after `parallelize_moe`, and optimizers that came before it.
+
+No unit reduces the gradients of a new head, or of an adapter beside a layer: every rank would train
+its own copy, and one is saved. An optimizer of the model's earlier parameters would train nothing.
+Steps of optimizers count as changes of the parameters, which a backward compares with its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from moecore.base.torch_names import has_accumulate_hooks, is_inside
+from moecore.parallel.model.parallel_state import engines_of
+
+REPLACED = "_moecore_replaced"  # attribute of a parameter that has left a model
+
+
+def refuse_added(model: nn.Module) -> None:
+    """Raise for trainable parameters whose gradients stay those of one rank."""
+    # Not where something else reduces them: FSDP2, DistributedDataParallel, or a hook of their own
+    # (`register_post_accumulate_grad_hook`). A model without parallelized parts is not searched.
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    plain = [
+        param
+        for module in model.modules()
+        for param in module._parameters.values()
+        if param is not None and param.requires_grad and not isinstance(param, DTensor)
+    ]
+    if not plain or not engines_of(model):
+        return
+    wrapped = (m for m in model.modules() if isinstance(m, DistributedDataParallel | FSDPModule))
+    reduced = {param for module in wrapped for param in module.parameters()}
+    added = {p for p in plain if p not in reduced and not has_accumulate_hooks(p)}
+    if added:
+        names = [name for name, param in model.named_parameters() if param in added]
+        raise ValueError(
+            f"{names[0]} (and {len(names) - 1} more) must be in the model before parallelize_moe, "
+            "or its gradient is not reduced and every rank trains its own: add it before, freeze "
+            "it, or reduce it in a hook (register_post_accumulate_grad_hook)"
+        )
+
+
+def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
+    """Raise for an optimizer that was made before the model's parameters: it would train others."""
+    given = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer else []
+    held = [{p for group in one.param_groups for p in group["params"]} for one in given]
+    own = set(model.parameters())
+    left_out = {p for p in own if p.requires_grad}.difference(*held)
+    for one, params in zip(given, held, strict=True):
+        if left_out and params and own.isdisjoint(params):
+            raise _is_earlier(one)
+
+
+def mark_replaced(params: Iterable[nn.Parameter]) -> None:
+    """Mark parameters that have left a model: an optimizer's step that meets one raises."""
+    _watch_optimizers()
+    for param in params:
+        setattr(param, REPLACED, True)
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_replaced)
+    register_optimizer_step_post_hook(_count_changes)
+
+
+def _refuse_replaced(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    # One with a gradient is trained by another module that has it.
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is None and param.requires_grad and hasattr(param, REPLACED):
+                raise _is_earlier(optimizer)
+
+
+def _count_changes(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    # Fused and foreach steps, and kernels, write without counting.
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    changed = [p for p in params if p.grad is not None and isinstance(p, DTensor)]
+    if changed:
+        increment_version(changed)
+
+
+def _is_earlier(optimizer: Optimizer) -> ValueError:
+    return ValueError(
+        f"optimizer ({type(optimizer).__name__}) must hold parameters of the model, which "
+        "parallelize_moe and to_empty have replaced: make it of model.parameters() afterwards"
+    )
+
+
+def refuse_on_meta(model: nn.Module, what: str) -> None:
+    """Raise for an optimizer or a loss scale of parameters that `to_empty` will replace."""
+    on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if on_meta is not None and not is_inside():
+        raise ValueError(
+            f"{on_meta} (on meta) must have storage before the {what} is made: call "
+            "model.to_empty(device=...) and fill it (init_weights, load_hf, load)"
+        )

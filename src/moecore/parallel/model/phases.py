@@ -1,0 +1,248 @@
+"""How tokens and keys travel, and who counts tokens: MoE layers by the plan, places of cp ranks."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moecore.attention.context_parallel.held import ContextParallel
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.dispatch import NVLinkOptions
+from moecore.base.options.precision import Recipe
+from moecore.moe.aux_loss import aux_losses
+from moecore.moe.balance import BalanceGroups
+from moecore.moe.clones import Cloner
+from moecore.moe.dispatch import nccl_ep
+from moecore.moe.dispatch.allgather import AllGatherDispatcher
+from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.dispatch.exchange_pool import ExchangePool
+from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
+from moecore.moe.dispatch.local import LocalDispatcher
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from moecore.moe.dispatch.peer_memory import find_known_problem, find_problem
+from moecore.moe.layer import MoELayer, RoutedLayer
+from moecore.moe.placement import ExpertPlacement, domain_of
+from moecore.moe.records import Dispatcher
+from moecore.moe.shortage import Capacity
+from moecore.moe.state import MoEState
+from moecore.parallel.mesh import (
+    DomainGroups,
+    Meshes,
+    check_domains,
+    context_groups,
+    domain_groups,
+    split_context,
+)
+from moecore.parallel.model.parallel_state import Attached
+from moecore.parallel.model.parameter_guards import refuse_added
+from moecore.parallel.model.request import Request
+from moecore.parallel.pipeline.orders import PAIRING
+from moecore.precision.apply import linear_products
+
+logger = logging.getLogger("moecore.parallelize")
+
+
+def choose_dispatcher(request: Request) -> tuple[str, str]:
+    """Return the dispatcher and why; "auto" where only the GPUs of the group can tell."""
+    meshes, name = request.meshes, request.dispatcher
+    num_ranks = meshes.parallel.ep * meshes.parallel.etp
+    problem = find_known_problem(num_ranks, meshes.device_type)
+    if name == "nvlink" and problem is not None:
+        raise ValueError(f"dispatcher ('nvlink') {problem}")
+    if num_ranks == 1:
+        return "local", "ep * etp is 1"
+    if name != "auto":
+        return name, "asked for"
+    if problem is not None:
+        return "alltoall", f"'nvlink' {_relation(problem)}"
+    return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
+
+
+def resolve_dispatcher(model: nn.Module, found: Attached) -> None:
+    """Put the dispatcher that this machine allows into the plan. Collective where it is asked."""
+    request, plan = found.request, found.plan
+    meshes, group = request.meshes, request.meshes.dispatch_group
+    if group is None:
+        return
+    if plan.dispatcher == "hierarchical":
+        check_domains(meshes)  # ranks have compared what it reads
+        found.domains = domain_groups(meshes)
+        problem = find_problem(found.domains.inside, meshes.device_type)
+        found.stores_in = found.domains.inside if problem is None else None
+        inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _relation(problem)
+        plan = replace(plan, dispatcher_reason=f"asked for; inside of a domain {inside}")
+    if plan.dispatcher == "nccl_ep":
+        problem = nccl_ep.find_problem(group, meshes.device_type)
+        if problem is not None:
+            raise ValueError(f"dispatcher ('nccl_ep') {problem}")
+        found.ep_groups = nccl_ep.EPGroups(group, meshes.ranks_per_domain)
+    if plan.dispatcher in ("auto", "nvlink"):
+        problem = find_problem(group, meshes.device_type)
+        if problem is None:
+            found.stores_in = group
+            why = "peer access among all GPUs of the group"
+            if not _is_required(request):
+                why += "; alltoall outside of forward_backward() and CUDA graphs"
+            if request.pipeline is not None and request.pipeline.schedule in PAIRING:
+                why += f"; pairs of schedule {request.pipeline.schedule!r} take no turns over it"
+            plan = replace(plan, dispatcher="nvlink", dispatcher_reason=why)
+        elif request.dispatcher == "nvlink":
+            raise ValueError(f"dispatcher ('nvlink') {problem}")
+        else:
+            why = f"'nvlink' {_relation(problem)}"
+            plan = replace(plan, dispatcher="alltoall", dispatcher_reason=why)
+    if request.dispatcher == "auto" and dist.get_rank() == 0:
+        logger.info("dispatcher 'auto' is %r: %s", plan.dispatcher, plan.dispatcher_reason)
+    found.plan = plan
+
+
+def _relation(problem: str) -> str:
+    """Return what does not hold, without the fix."""
+    return problem.partition(": ")[0]
+
+
+def _is_required(request: Request) -> bool:
+    """Whether nvlink was asked for. A call that asks for nothing must not meet its errors."""
+    asked = request.nvlink is not None or request.memory.stash is not None
+    return request.dispatcher == "nvlink" or asked
+
+
+def apply_layers(model: nn.Module, found: Attached) -> None:
+    """Give each MoE layer its configuration, products, dispatcher and clones. No communication."""
+    request, meshes = found.request, found.request.meshes
+    if found.stores_in is not None:
+        found.exchanges = ExchangePool(
+            found.stores_in,
+            ep=meshes.parallel.ep,
+            options=_stores(request.nvlink, found.domains),
+            fp8=request.fp8_dispatch,
+            is_required=_is_required(request),
+        )
+    stream = torch.cuda.Stream() if request.overlap_shared else None
+    layers = zip(found.layers.items(), found.plan.layers, strict=True)
+    for number, ((name, layer), planned) in enumerate(layers):
+        recipes = dict(planned.recipes)
+        layer.tracker.reset()  # what ran before is no part of a step
+        layer.set_config(request.config_of(layer))
+        _set_experts(name, layer, request, recipes["experts"])
+        placement = _placement(layer.config.num_experts, request, (number, name))
+        layer.dispatcher = _dispatcher(layer.config.num_experts, placement, found)
+        peers = found.exchanges if found.domains is None else None  # of all ranks, or none
+        if placement is not None and request.clones is not None and placement.num_clones:
+            group = meshes.expert.get_group("ep")
+            layer.cloner = Cloner(placement, group, request.clones, peers)
+        if isinstance(layer, MoELayer) and layer.part("shared") is not None:
+            layer.shared_stream = stream
+            recipe = recipes.get("shared_experts")
+            if recipe is not None:
+                layer.part("shared").products = (linear_products(recipe), linear_products(recipe))
+
+
+def _stores(options: NVLinkOptions | None, domains: DomainGroups | None) -> NVLinkOptions | None:
+    """Return the options of stores; what comes from all domains is their tokens inside of one."""
+    if domains is None:
+        return options
+    options, num_domains = options or NVLinkOptions(), domains.across.size()
+    most = None if options.max_tokens is None else options.max_tokens * num_domains
+    # Copy engines would carry holes for all tokens of all domains: at 8 of them 7 rows of 8.
+    return replace(options, max_tokens=most, overlap_weight_grads=False)
+
+
+def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:
+    recompute_fc1 = "expert_fc1" in request.memory.parts
+    layer.part("experts").set_backend(
+        request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe
+    )
+    why_wide = request.why_wide(name, layer)
+    if why_wide is not None:
+        logger.info("precision leaves the experts of %r as they are: %s", name, why_wide)
+
+
+def _placement(
+    num_experts: int, request: Request, layer: tuple[int, str]
+) -> ExpertPlacement | None:
+    """Return which ranks own the experts of a layer; None = this rank owns all."""
+    group, p, clones = request.meshes.dispatch_group, request.meshes.parallel, request.clones
+    if group is None:
+        return None
+    num_clones = 0 if clones is None or p.ep == 1 else clones.per_rank
+    how: dict[str, Any] = dict(num_clones=num_clones, layer=layer)
+    return ExpertPlacement(group=group, num_experts=num_experts, ep=p.ep, etp=p.etp, **how)
+
+
+def _dispatcher(num_experts: int, placement: ExpertPlacement | None, found: Attached) -> Dispatcher:
+    """Return what brings the tokens of a layer to its experts."""
+    if placement is None:
+        return LocalDispatcher(num_experts)
+    if found.domains is None:
+        return _among(placement, found)
+    inside, across = found.domains
+    domain = domain_of(placement, inside, across.size())
+    parts = (domain, _among(domain, found), across)
+    return HierarchicalDispatcher(placement, *parts, fp8=found.request.fp8_dispatch)
+
+
+def _among(placement: ExpertPlacement, found: Attached) -> Dispatcher:
+    """Return what brings tokens to the ranks of a placement in one level."""
+    if found.exchanges is not None:
+        return NVLinkDispatcher(placement, found.exchanges)
+    if found.ep_groups is not None:
+        return nccl_ep.NCCLEPDispatcher(placement, found.ep_groups)
+    if found.plan.dispatcher == "allgather":
+        return AllGatherDispatcher(placement)
+    return AllToAllDispatcher(placement, fp8=found.request.fp8_dispatch)
+
+
+def apply_context(model: nn.Module, found: Attached) -> None:
+    """Give a model its cp ranks. Collective where it makes groups."""
+    request, meshes = found.request, found.request.meshes
+    if not request.is_dynamic and meshes.parallel.cp == 1:
+        return
+    places: dict[int, ContextParallel] = {}
+    for cp, options in request.context_options(model).items():
+        if request.is_dynamic:
+            group, found.shared_by[cp] = context_groups(meshes, cp)
+        else:
+            group = meshes.dense.get_group("cp")
+        places[cp] = _place(meshes, options, group)
+    owner = request.family.context(model)
+    if request.is_dynamic:
+        owner.apply_context_groups(places)
+    else:
+        owner.apply_context_parallel(places[meshes.parallel.cp])
+
+
+def _place(meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup) -> ContextParallel:
+    """Return this rank's place among the cp ranks. Collective where it makes groups."""
+    if options.way == "a2a+p2p":
+        assert options.a2a_ranks is not None, "resolved options have the number"
+        return ContextParallel(group, *split_context(meshes, group.size(), options.a2a_ranks))
+    a2a, ring = (group if options.way == way else None for way in ("a2a", "p2p"))
+    return ContextParallel(group, a2a, ring)
+
+
+def apply_balance(model: nn.Module, found: Attached) -> None:
+    """Give the MoE layers their balance record, and its step what buffers may lack."""
+    meshes = found.request.meshes
+    groups = BalanceGroups(
+        micro_batch=meshes.micro_batch_group,
+        global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,
+        data_ranks=meshes.data_ranks,
+        cp=meshes.parallel.cp,
+        by_cp=found.shared_by,
+    )
+    found.state = MoEState(
+        found.layers,
+        groups,
+        loss=found.request.loss,
+        others=None if found.request.indexer is None else aux_losses(model),
+        check_parameters=partial(refuse_added, model),
+    )
+    tokens = None if found.exchanges is None else found.exchanges.tokens
+    found.capacity = Capacity(found.exchanges, tokens, found.stash, device=meshes.device)

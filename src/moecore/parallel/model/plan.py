@@ -1,0 +1,417 @@
+"""Makes a ShardPlan of a model: decides units, placements and divisors, and refuses bad requests.
+
+A model, its MoE layers and a `Request` come in; a `ShardPlan` goes out. A copy of the model on meta
+is cut over tp, ep and etp by the code that cuts the model, and the plan is read from the copy. So
+no rule about placements is written twice. Nothing communicates, and the model does not change.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from moecore.base.copies import copy_modules, on_meta
+from moecore.base.options.fsdp import FSDPOptions, Strategy
+from moecore.base.options.precision import Recipe
+from moecore.moe.experts import Experts
+from moecore.moe.layer import RoutedLayer
+from moecore.moe.params import clean_name
+from moecore.moe.shared import SharedExpert
+from moecore.parallel.fsdp.plan import (
+    AxisPlacement,
+    LayerPlan,
+    ParamPlan,
+    ShardPlan,
+    UnitPlan,
+    UnitRole,
+    View,
+    flat_layouts,
+)
+from moecore.parallel.fsdp.units import (
+    Prefetch,
+    Units,
+    backward_prefetch,
+    find_units,
+    forward_prefetch,
+    kinds,
+)
+from moecore.parallel.mesh import Meshes
+from moecore.parallel.model.phases import choose_dispatcher
+from moecore.parallel.model.request import Request, is_cut, roles_of
+from moecore.precision.apply import check_precision
+
+Layers = Mapping[str, RoutedLayer]
+
+
+def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]) -> ShardPlan:
+    """Return the plan of a model, which does not change. No communication."""
+    copies = copy_modules(model, on_meta)
+    twin = copies[model]
+    twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
+    cut_model(twin, twins, request)
+    found = {} if request.precision is None else check_precision(twin, request.precision)
+    linears = {name: linear.recipe for name, linear in found.items() if linear.recipe}
+    maker = _Maker(twin, twins, request, gathered_recipes(twin, twins, linears, request), fp32)
+    dispatcher, reason = choose_dispatcher(request)
+    return ShardPlan(
+        model=type(model).__name__,
+        device_type=request.meshes.device_type,
+        parallel=request.meshes.parallel,
+        layers=tuple(_layer(name, layer, request) for name, layer in layers.items()),
+        linears=tuple(linears.items()),
+        params=tuple(maker.params.values()),
+        units=tuple(maker.units()),
+        blocks=tuple(maker.names[block] for block in maker.found.blocks),
+        dispatcher=dispatcher,
+        dispatcher_reason=reason,
+    )
+
+
+def cut_model(model: nn.Module, layers: Layers, request: Request) -> None:
+    """Reduce a model to this rank's part over tp, ep and etp, in place. No communication."""
+    meshes, p = request.meshes, request.meshes.parallel
+    if p.tp > 1 and not is_cut(model):
+        request.family.tensor_parallel(model).apply_tensor_parallel(meshes.dense["tp"])
+    if p.ep * p.etp > 1 or is_whole(meshes):
+        mesh = meshes.expert["ep", "etp"]
+        for layer in layers.values():
+            layer.part("experts").shard(mesh)
+
+
+def is_whole(meshes: Meshes) -> bool:
+    """Whether no two ranks share the parameters of an expert, or of its etp part."""
+    return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
+
+
+def _layer(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
+    config = layer.config
+    return LayerPlan(
+        name=name,
+        experts=f"{name}.{layer.name_of('experts')}".strip("."),
+        num_experts=config.num_experts,
+        zero_experts=config.zero_experts,
+        top_k=config.top_k,
+        num_local=config.num_experts // request.meshes.parallel.ep,
+        hidden_dim=config.hidden_dim,
+        recipes=tuple((role, request.recipe_of(name, layer, role)) for role in roles_of(layer)),
+    )
+
+
+class _Maker:
+    """Makes the plans of units and parameters."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Layers,
+        request: Request,
+        recipes: Mapping[str, Recipe],
+        fp32: Set[str],
+    ) -> None:
+        self.model, self.options, self.meshes = model, request.fsdp, request.meshes
+        self.recipes, self.fp32 = recipes, fp32
+        # In the "mean" convention a gradient is (1 / data_ranks) * sum_r dL_r/dw, with the loss L_r
+        # of data rank r. Dense gradients are summed over the dense FSDP ranks. For an expert the
+        # dispatcher's backward has summed the contributions of the ep x etp group on the owner, so
+        # the sum over the expert FSDP ranks, a smaller group, completes the same sum over data
+        # ranks. The size of that group would be a wrong divisor. cp ranks, over which both meshes
+        # shard too, add parts of one L_r. So data_ranks is the divisor of dense and expert units.
+        # In the "sum" convention the loss is already divided by the global token count.
+        self.divisor = float(self.meshes.data_ranks) if request.loss == "mean" else 1.0
+        self.names = {module: name for name, module in model.named_modules()}
+        self.places = {module: i for i, module in enumerate(self.names)}
+        self.name_of = {param: name for name, param in model.named_parameters()}
+        self.found = find_units(model, self.options)
+        self.in_fp8 = {  # quantised as they are stored, unless they are gathered
+            layer.part("experts")
+            for name, layer in layers.items()
+            if request.recipe_of(name, layer, "experts") is not None
+        }
+        self.owned = self._owned()
+        self.role_of = {p: role for role, _, params in self.owned.values() for p in params}
+        check_parameters(self.name_of)
+        self.params = self._params()
+
+    def _owned(self) -> dict[nn.Module, tuple[UnitRole, Sequence[nn.Module], list[nn.Parameter]]]:
+        """Return role, modules and own parameters of each unit by its first module."""
+        found, model = self.found, self.model
+        blocks = [group for group in found.groups if group != [model]]
+        inner_first: list[tuple[UnitRole, Sequence[nn.Module]]] = [
+            *(("routers", unit) for unit in found.routers),
+            *(("experts", [experts]) for experts in found.experts),
+            *(("block", group) for group in blocks),
+            *(("head", [head]) for head in found.heads),
+            ("root", [model]),
+        ]
+        owned, seen = {}, set[nn.Parameter]()
+        for role, modules in inner_first:
+            params = dict.fromkeys(p for module in modules for p in module.parameters())
+            owned[modules[0]] = role, modules, [p for p in params if p not in seen]
+            seen.update(params)
+        return owned
+
+    def _params(self) -> dict[str, ParamPlan]:
+        layers = {n: m for n, m in self.model.named_modules() if isinstance(m, RoutedLayer)}
+        kind_of = kinds(self.model, {clean_name(name): layer for name, layer in layers.items()})
+        experts = {param: module for module in self.found.experts for param in module.parameters()}
+        return {
+            name: ParamPlan(
+                name=name,
+                kind=kind_of(clean_name(name)),
+                shape=tuple(param.shape),
+                dtype=dtype_name(param.dtype),
+                itemsize=param.element_size(),
+                trainable=param.requires_grad,
+                mesh="expert" if param in experts else "dense",
+                placements=self._placements(param, experts.get(param)),
+            )
+            for param, name in self.name_of.items()
+        }
+
+    def _placements(
+        self, param: nn.Parameter, experts: Experts | None
+    ) -> tuple[AxisPlacement, ...]:
+        """Return how data ranks cut, and then how other ranks have cut already."""
+        inner: list[AxisPlacement] = []
+        if isinstance(param, DTensor):
+            for (axis, size), placement in zip(
+                _axes(param.device_mesh), param.placements, strict=True
+            ):
+                dim, pieces = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
+                inner.append(AxisPlacement(axis=axis, size=size, dim=dim, pieces=pieces))
+        if experts is not None and is_whole(self.meshes):
+            return tuple(inner)
+        mesh: Any = self.meshes.dense_fsdp
+        # DTensor cannot gather a dim that is cut in pieces and then again.
+        has_pieces = any(p.dim == 0 and p.pieces > 1 for p in inner)
+        dim = int(has_pieces)
+        if experts is not None:
+            mesh, dim = self.meshes.expert_fsdp, expert_dim(experts, param, self.meshes)
+        *replicates, (axis, size) = _axes(mesh)
+        if has_pieces and experts is None:
+            self._check_inputs(param, size)
+        if self.strategy_of(self.role_of[param]) == "no_shard":
+            dim = None
+        outer = [AxisPlacement(axis=name, size=n, dim=None) for name, n in replicates]
+        return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
+
+    def _check_inputs(self, param: nn.Parameter, ranks: int) -> None:
+        """Raise ValueError where dim 1 has no equal parts of whole bytes."""
+        name = self.name_of[param]
+        recipe = self.recipes.get(name)
+        packed = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
+        if param.shape[1] % (ranks * packed):
+            raise ValueError(
+                f"{name} {tuple(param.shape)} has gate above up, so its dim 1 must be a multiple "
+                f"of {packed} times the ranks that shard it ({ranks}): choose another dp_shard, cp"
+            )
+
+    def units(self) -> list[UnitPlan]:
+        """Return the units, in the order of their first use in forward."""
+        found = self.found
+        whole = set(found.experts) if is_whole(self.meshes) else set()
+        forward, backward = _prefetch(self.model, found, self.options, whole)
+        return [
+            self._unit(first, forward.get(first, ()), backward.get(first, ()))
+            for first in sorted(self.owned, key=self._first_use)
+        ]
+
+    def _first_use(self, unit: nn.Module) -> tuple[int, int]:
+        """Return what sorts units by their first use."""
+        places = self.places
+        for group in self.found.first_use:
+            if unit in group and unit is not self.model:
+                return places[group[0]], group.index(unit)
+        return places[unit], 0
+
+    def _unit(
+        self, first: nn.Module, forward: Iterable[nn.Module], backward: Iterable[nn.Module]
+    ) -> UnitPlan:
+        options = self.options
+        role, modules, owned = self.owned[first]
+        mesh: View = "expert" if role == "experts" else "dense"
+        keeps = role == "routers" or (is_whole(self.meshes) and first in self.in_fp8)
+        gathered = None if keeps else options.param_dtype
+        reduced = torch.float32 if role == "routers" else options.reduce_dtype
+        strategy = self.strategy_of(role)
+        params = [self.params[self.name_of[param]] for param in owned]
+        gather_dtype = None if gathered is None else dtype_name(gathered)
+        fsdp_mesh = self.meshes.expert_fsdp if mesh == "expert" else self.meshes.dense_fsdp
+        return UnitPlan(
+            name=self.names[first],
+            role=role,
+            mesh=mesh,
+            modules=tuple(self.names[module] for module in modules),
+            params=tuple(param.name for param in params),
+            gather_dtype=gather_dtype,
+            divisor=self.divisor,
+            # The experts' inputs hold fp32 routing weights that a cast would round; a head's are
+            # as the blocks left them.
+            casts_inputs=role in ("block", "root"),
+            strategy=strategy,
+            forward_prefetch=tuple(self.names[unit] for unit in forward),
+            backward_prefetch=tuple(self.names[unit] for unit in backward),
+            layouts=flat_layouts(
+                params,
+                ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
+                gather_dtype=gather_dtype,
+                reduce_dtype=dtype_name(reduced),
+                recipes=self.recipes,
+                fp32=self.fp32,
+            ),
+        )
+
+    def strategy_of(self, role: UnitRole) -> Strategy:
+        """Return what is sharded of the units of a role."""
+        options = self.options
+        if role == "experts":
+            return options.experts_strategy or options.dense_strategy
+        return options.dense_strategy if role == "block" else options.embedding_strategy
+
+
+def check_parameters(name_of: Mapping[nn.Parameter, str]) -> None:
+    """Raise for parameters without dims, and trainable ones that are empty."""
+    for param, name in name_of.items():
+        if not param.ndim:
+            raise ValueError(
+                f"{name} () must have a dim over which it is sharded: give it the shape [1]"
+            )
+        if param.requires_grad and not param.numel():
+            raise ValueError(
+                f"{name} {tuple(param.shape)} must hold values to be trained: "
+                "freeze it, or take out what is empty (a block's shared "
+                "expert: set it to None)"
+            )
+
+
+def expert_dim(experts: Experts, param: nn.Parameter, meshes: Meshes) -> int:
+    """Return the dim over which data ranks cut an expert parameter."""
+    # Whole experts (dim 0) where the local count divides evenly. Otherwise the model dim: with
+    # fewer experts than shards, sharding dim 0 would leave ranks empty. A strided w1 takes the
+    # model dim too, because DTensor cannot gather two strided dims. Biases are small and shard dim
+    # 0.
+    p, dim = meshes.parallel, experts.model_dim_of(param)
+    strided = experts.is_strided and p.etp > 1
+    whole_experts = (experts.config.num_experts // p.ep) % p.edp_shard == 0 and not strided
+    divides = experts.config.expert_dim % p.edp_shard == 0
+    return 0 if dim is None or whole_experts or not divides else dim
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" and so on: `getattr(torch, name)` is the dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _prefetch(
+    model: nn.Module, found: Units, options: FSDPOptions, whole: Set[nn.Module]
+) -> tuple[Prefetch, Prefetch]:
+    """Return what each unit gathers early in forward and in backward, without whole experts."""
+    if not options.prefetch_blocks:
+        return {}, {}
+    gathered = [[unit for unit in group if unit not in whole] for group in found.first_use]
+    units = replace(found, first_use=gathered)
+    ahead = -(-options.prefetch_blocks // options.blocks_per_unit)
+    return forward_prefetch(model, units, ahead), backward_prefetch(units, ahead)
+
+
+def _axes(mesh: Any) -> list[tuple[str, int]]:
+    """Return names and sizes of a mesh's dims."""
+    return [(name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names)]
+
+
+GATHER = "FSDPOptions.fp8_param_gather (True)"
+STORED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def gathered_recipes(
+    model: nn.Module,
+    layers: Mapping[str, RoutedLayer],
+    linears: Mapping[str, Recipe],
+    request: Request,
+) -> dict[str, Recipe]:
+    """Return the recipes of the parameters that are gathered quantised, by name; {} without it."""
+    if not request.fsdp.fp8_param_gather:
+        return {}
+    read = dict(_read_quantised(model, layers, linears, request))
+    if not read and request.meshes.parallel.pp == 1:  # a stage may have none
+        raise ValueError(
+            f"{GATHER} must go with weights that several ranks share and that are quantised once, "
+            "as by 'blockwise', 'tensorwise' and 'nvfp4' (others quantise rows and columns apart, "
+            "as many bytes as bf16), and there are none: set precision='blockwise', or drop it"
+        )
+    if request.compile_dense and any(map(_gathers, linears.values())):
+        raise ValueError(
+            f"{GATHER} must go with compile_dense (True) = False where linears are in FP8, which "
+            "torch.compile would read: use roles=('experts', 'shared_experts'), or drop one of them"
+        )
+    names = {param: name for name, param in model.named_parameters()}
+    places = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
+    for param in read:
+        _check_gathered(names[param], param, places[param])
+    return {names[param]: recipe for param, recipe in read.items()}
+
+
+def _read_quantised(
+    model: nn.Module,
+    layers: Mapping[str, RoutedLayer],
+    linears: Mapping[str, Recipe],
+    request: Request,
+) -> Iterator[tuple[nn.Parameter, Recipe]]:
+    """Yield parameters that products read as they are gathered, with their recipes."""
+    p = request.meshes.parallel
+    for name, layer in layers.items():
+        recipe = _gathers(request.recipe_of(name, layer, "experts"))
+        if recipe is not None and p.edp_replicate * p.edp_shard > 1:
+            experts = layer.part("experts")
+            if experts.is_separate:
+                raise ValueError(
+                    f"{name}: {GATHER} must go with ExpertLayout.gate_up ('separate') = 'split' or "
+                    "'concatenated', because gate and up are one matrix: drop it"
+                )
+            for attribute in (experts.layout.w1, experts.layout.w2):  # no adapters
+                param = getattr(experts, attribute)
+                _check_pairs(name, experts, param, recipe, request.meshes)
+                yield param, recipe
+        shared = layer.part("shared")
+        recipe = _gathers(request.recipe_of(name, layer, "shared_experts"))
+        if isinstance(shared, SharedExpert) and recipe is not None:
+            yield from ((param, recipe) for param in (shared.w1, shared.w2))
+    for name, module in model.named_modules():
+        recipe = _gathers(linears.get(clean_name(name)))
+        if isinstance(module, nn.Linear) and recipe is not None:
+            yield cast(nn.Parameter, module.weight), recipe
+
+
+def _check_pairs(
+    name: str, experts: Experts, param: nn.Parameter, recipe: Recipe, meshes: Meshes
+) -> None:
+    """Raise ValueError for parts of rows that two values per byte do not fill."""
+    size, parts = experts.config.expert_dim, meshes.parallel.edp_shard
+    is_cut = expert_dim(experts, param, meshes) == param.ndim - 1
+    if recipe.scaling == "nvfp4" and is_cut and size // parts % 2:
+        raise ValueError(
+            f"{name}: MoEConfig.dim ({size}) / ParallelConfig.edp_shard ({parts}) must be even "
+            f"with {GATHER} of 'nvfp4', two values of which are a byte: use more ep, or drop it"
+        )
+
+
+def _gathers(recipe: Recipe | None) -> Recipe | None:
+    return recipe if recipe is not None and recipe.gathers else None
+
+
+def _check_gathered(name: str, param: nn.Parameter, num_places: int) -> None:
+    if param.dtype not in STORED_DTYPES:
+        raise ValueError(
+            f"{name} ({param.dtype}) must be kept in fp32 or bf16 with {GATHER}: call model.float()"
+        )
+    if num_places > 1:
+        raise ValueError(
+            f"{name} must not be tied to another parameter with {GATHER}, which leaves its values "
+            "to FP8 products alone: untie it, or leave it out by Precision.overrides"
+        )

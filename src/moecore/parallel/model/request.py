@@ -1,0 +1,178 @@
+"""The arguments of a call of `parallelize_moe`, as a record, and their comparison between ranks.
+
+Ranks first compare versions, arguments and the full model over the world. After each rank has
+removed the pipeline stages of other ranks, the ranks of one stage compare their plans and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from moecore.base import __version__
+from moecore.base.agreement import check_equal_weights, check_same, fields_of
+from moecore.base.attributes import attribute_entries
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.indexer import IndexerConfig
+from moecore.base.options.layer import BalanceConfig, MoEConfig
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.precision import Precision, Recipe, Role
+from moecore.kernels.experts.contract import ExpertSpec
+from moecore.kernels.experts.fp8_products import why_not_faster
+from moecore.moe.backends import ExpertBackend
+from moecore.moe.experts import Experts
+from moecore.moe.layer import RoutedLayer
+from moecore.moe.params import clean_name
+from moecore.moe.shared import SharedExpert
+from moecore.parallel.fsdp.plan import ShardPlan
+from moecore.parallel.mesh import Meshes
+from moecore.parallel.model.family import Family
+from moecore.parallel.pipeline.config import PipelineConfig
+
+LossConvention = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The arguments of `parallelize_moe`, which documents them; `fsdp` is never None."""
+
+    family: Family
+    meshes: Meshes
+    dispatcher: DispatcherName
+    nvlink: NVLinkOptions | None
+    fp8_dispatch: bool
+    expert_backend: ExpertBackend
+    memory: MemoryOptions
+    clones: CloneOptions | None
+    overlap_shared: bool
+    compile_dense: bool
+    graph_dense: bool
+    balance: BalanceConfig | None
+    moe: Mapping[str, Any]
+    context: ContextOptions | None
+    indexer: IndexerConfig | None
+    precision: Precision | None
+    fsdp: FSDPOptions
+    loss: LossConvention
+    pipeline: PipelineConfig | None
+
+    def recipe_of(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
+        """Return the recipe of a layer's "experts" or "shared_experts"; None = as they are."""
+        if role == "experts" and self.why_wide(layer_name, layer) is not None:
+            return None
+        return self._asked(layer_name, layer, role)
+
+    def why_wide(self, layer_name: str, layer: RoutedLayer) -> str | None:
+        """Return why experts keep their precision although a recipe is meant for them."""
+        recipe = self._asked(layer_name, layer, "experts")
+        if recipe is None or self.precision is None or not self.precision.only_faster:
+            return None
+        return why_not_faster(self.spec_of(layer, recipe))
+
+    def _asked(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
+        if self.precision is None:
+            return None
+        part = layer.name_of("experts" if role == "experts" else "shared")
+        return self.precision.recipe_of(clean_name(f"{layer_name}.{part}".strip(".")), role)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether each forward has its own cp."""
+        return self.context is not None and self.context.dynamic
+
+    def context_options(self, model: Any) -> dict[int, ContextOptions]:
+        """Return how a `ContextParallelModel`'s attention communicates, for each cp > 1."""
+        p, options, sizes = self.meshes.parallel, self.context or ContextOptions(), []
+        if self.is_dynamic:
+            ranks = self.meshes.data_ranks
+            sizes = [2**n for n in range(1, ranks.bit_length()) if ranks % 2**n == 0]
+        elif p.cp > 1:
+            sizes = [p.cp]
+        owner = self.family.context(model)
+        return {cp: owner.context_options(options, cp, p.tp) for cp in sizes}
+
+    def config_of(self, layer: RoutedLayer) -> MoEConfig:
+        """Return what a layer trains with; raises for what its own config does not allow."""
+        own = layer.config  # a layer that chooses by token id has nothing to balance
+        balance = own.balance if own.assignment == "hash" else self.balance or own.balance
+        return replace(own, **self.moe, balance=balance)
+
+    def spec_of(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
+        """Return what decides which products can compute a layer's experts on this rank."""
+        experts: Experts = layer.part("experts")
+        return experts.spec(
+            dim=layer.config.expert_dim,
+            hidden_dim=layer.config.hidden_dim // self.meshes.parallel.etp,
+            dtypes=frozenset([self.fsdp.param_dtype or next(experts.parameters()).dtype]),
+            device=self.meshes.device,
+            recipe=recipe,
+        )
+
+    def entries(self) -> dict[str, Any]:
+        """Return what must be the same on every rank; `build_meshes` has compared the degrees."""
+        records = ("family", "meshes", "nvlink", "fsdp", "memory")
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in records}
+        nvlink = fields_of(self.nvlink or NVLinkOptions())
+        # Hosts may have different numbers of ranks with the other dispatchers.
+        is_read = self.dispatcher in ("hierarchical", "nccl_ep")
+        names: dict[str, Any] = {"names in moe": list(self.moe)}
+        domain = {"ranks_per_domain": self.meshes.ranks_per_domain if is_read else None}
+        return names | plain | fields_of(self.fsdp) | fields_of(self.memory) | nvlink | domain
+
+
+def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
+    """Raise on every rank when ranks differ in versions, arguments or the full model."""
+    versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
+    entries = {**versions, **request.entries(), **_model_entries(model, layers)}
+    check_same(entries, request.meshes.device_type)
+
+
+def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
+    """Raise on every rank when ranks of one stage differ in plans or weights."""
+    device_type = request.meshes.device_type
+    # The rest of a plan follows from the arguments and the model. Recipes also depend on the GPU of
+    # a rank ("auto"), and placements on the model's own tensor parallelism.
+    decided = ((layer.name, *role) for layer in plan.layers for role in layer.recipes)
+    of_stages = {
+        "recipes": {f"{role} of {name}": recipe for name, role, recipe in decided},
+        "placement": {param.name: param.placements for param in plan.params},
+    }
+    group = request.meshes.stage_group
+    check_same(of_stages, device_type, group=group)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    check_equal_weights(tensors, device_type, group=group)
+
+
+def _model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:
+    """Return what else must be the same on every rank: tensors, MoE layers, attributes."""
+    params = dict(model.named_parameters())
+    tensors = params | dict(model.named_buffers())
+    return {
+        "names of parameters and buffers": list(tensors),
+        "names of MoE layers": list(layers),
+        "shape": {n: tuple(t.shape) for n, t in tensors.items()},
+        "dtype": {n: t.dtype for n, t in tensors.items()},
+        "is_meta": {n: t.is_meta for n, t in tensors.items()},
+        "is a DTensor": {n: isinstance(t, DTensor) for n, t in tensors.items()},
+        "requires_grad": {n: p.requires_grad for n, p in params.items()},
+        "value": attribute_entries(model.named_modules()),
+    }
+
+
+def roles_of(layer: RoutedLayer) -> tuple[Role, ...]:
+    """Return the roles of a layer's own products, which are no linears."""
+    is_own = isinstance(layer.part("shared"), SharedExpert)
+    return ("experts", "shared_experts") if is_own else ("experts",)
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether the model's owner has applied tensor parallelism."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)

@@ -1,0 +1,156 @@
+"""Applies a ShardPlan to a model: parameters become shards, and an engine runs the units.
+
+A model and its plan come in; the sharded model and its `UnitEngine` go out. Modules, placements,
+divisors and prefetch are the plan's; this file decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moecore.moe.params import ParamReader
+from moecore.parallel.fsdp.buffers import Buffer, plan_buffers
+from moecore.parallel.fsdp.engine import UnitEngine
+from moecore.parallel.fsdp.formats import FORMATS, CastFormat, Format
+from moecore.parallel.fsdp.gradients import Gradients
+from moecore.parallel.fsdp.params import Owners, UnitParam
+from moecore.parallel.fsdp.plan import FlatLayout, ShardPlan, UnitPlan, flat_layout
+from moecore.parallel.fsdp.transport import UnitStreams
+from moecore.parallel.fsdp.unit import Unit, UnitOptions
+from moecore.parallel.mesh import Meshes, concatenate
+from moecore.parallel.model.plan import is_whole
+
+# Layout of a root without parameters, which only casts inputs.
+NOTHING = flat_layout("float32", "float32", "float32", None, (), 1)
+
+
+def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine:
+    """Shard a model, cut over tp, ep and etp, in place; return its engine. No communication."""
+    streams, owners = UnitStreams(meshes.device_type), _owners(model)
+    join = cache(concatenate)  # a mesh takes milliseconds, and parameters share few
+    made: dict[str, list[Unit]] = {}
+    for planned in plan.units:
+        modules: list[Any] = [model.get_submodule(name) for name in planned.modules]
+        made[planned.name] = [
+            _unit(planned, layout, modules, owners, meshes, streams, join)
+            for layout in planned.layouts or (NOTHING,)
+        ]
+        if planned.role == "experts":
+            modules[0].reader = ParamReader(keep=planned.stays)
+    for planned in plan.units:
+        for unit in made[planned.name]:
+            unit.ahead_in_forward = [u for n in planned.forward_prefetch for u in made[n]]
+            unit.ahead_in_backward = [u for n in planned.backward_prefetch for u in made[n]]
+    _share_buffers(plan, made, streams)
+    root, *others = [unit for planned in plan.units for unit in made[planned.name]]
+    joins = meshes.parallel.pp == 1  # a stage's forward runs a part of the modules
+    engine = UnitEngine(model, [*others, root], streams, joins=joins)
+    _move_buffers(model, meshes.device_type)
+    return engine
+
+
+def _owners(model: nn.Module) -> dict[str, Owners]:
+    """Return the modules and attributes that have each parameter, by the parameter's first name."""
+    found: dict[nn.Parameter, Owners] = defaultdict(list)
+    names: dict[nn.Parameter, str] = {}
+    for prefix, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                found[param].append((module, attribute))
+                names.setdefault(param, f"{prefix}.{attribute}".removeprefix("."))
+    return {name: found[param] for param, name in names.items()}
+
+
+def _unit(
+    planned: UnitPlan,
+    layout: FlatLayout,
+    modules: Sequence[nn.Module],
+    owners: dict[str, Owners],
+    meshes: Meshes,
+    streams: UnitStreams,
+    join: Callable[..., DeviceMesh],
+) -> Unit:
+    mesh = mesh_of(planned, meshes)
+    gathered = _dtype(planned.gather_dtype)
+    is_cut = planned.strategy != "no_shard"
+    groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    group = groups.pop() if groups and is_cut else None
+    group = group if group is not None and group.size() > 1 else None
+    how: dict[str, Any] = dict(device_type=meshes.device_type, is_cut=is_cut, join=join)
+    return Unit(
+        modules,
+        [UnitParam(slot, owners[slot.param], mesh, **how) for slot in layout.slots],
+        layout=layout,
+        format=_format(layout, planned, group, meshes),
+        shard_group=group,
+        replicas=[group for group in groups if group.size() > 1],
+        options=UnitOptions(
+            name=planned.name or "the model",
+            reduce_dtype=getattr(torch, layout.reduces),
+            divisor=planned.divisor,
+            cast_inputs=gathered if planned.casts_inputs else None,
+            stays=planned.stays,
+            accumulates=planned.accumulates,
+        ),
+        streams=streams,
+        device_type=meshes.device_type,
+    )
+
+
+def mesh_of(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
+    """Return the mesh of data ranks that share a unit; None = experts that this rank alone owns."""
+    if unit.mesh == "dense":
+        return meshes.dense_fsdp
+    return None if is_whole(meshes) else meshes.expert_fsdp
+
+
+def _format(
+    layout: FlatLayout, planned: UnitPlan, group: dist.ProcessGroup | None, meshes: Meshes
+) -> Format:
+    """Return the format that a unit's shards get for the all-gather."""
+    if layout.recipe is None:
+        return CastFormat(getattr(torch, layout.gathers))
+    dtype = _dtype(planned.gather_dtype or layout.dtype)
+    assert dtype is not None
+    recipe, cuts = layout.recipe, None
+    # Parts of a linear share its scale. In "nvfp4" powers of two shift exponents alone.
+    shares = recipe.scaling == "tensorwise" or not recipe.power_of_two
+    if shares and planned.mesh == "dense" and meshes.parallel.tp > 1:
+        cuts = meshes.dense["tp"].get_group()
+    return FORMATS[recipe.scaling](dtype, recipe, group, cuts)
+
+
+def _share_buffers(plan: ShardPlan, made: dict[str, list[Unit]], streams: UnitStreams) -> None:
+    """Give units their buffers, which units may use in turn."""
+    for planned in plan_buffers(plan):
+        units = [made[name][i] for name, i in planned.places]
+        if planned.holds == "weights":
+            weights = Buffer[Unit](planned.numel, units[0].dtype, streams.mark())
+            for unit in units:
+                unit.buffer = weights
+        else:
+            sums = Buffer[Gradients](planned.numel, getattr(torch, planned.dtype), streams.mark())
+            for unit in units:
+                unit.gradients.buffer = sums
+
+
+def _move_buffers(model: nn.Module, device_type: str) -> None:
+    """Move buffers of modules to the device of the meshes and the parameters."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device_type)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype with a plan's name; None for None."""
+    found: torch.dtype | None = None if name is None else getattr(torch, name)
+    return found

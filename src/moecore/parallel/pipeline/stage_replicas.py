@@ -1,0 +1,170 @@
+"""What the ranks of different pipeline stages know of one model, and what they sum.
+
+    parallelize_moe -> make_all_stages(model, meshes) -> AllStages, which the model carries
+    last micro-batch -> sum_copies(model) -> clip, with one place per parameter of all stages
+
+A stage is what one pp rank has of the model. Names of its parameters are those of the whole model,
+so a name that several stages have is one parameter with copies: an embedding table that the first
+stage, multi-token prediction and a tied head read. Copies have the same values, so their gradients
+are summed over the stages that hold them, each rank with those in the same place of their stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore.base.agreement import differing_tensors, gather, raise_on_all
+from moecore.base.streams import to_device
+from moecore.base.torch_names import default_timeout, local_of
+from moecore.moe.params import clean_name
+from moecore.parallel.mesh import Meshes
+from moecore.parallel.model.parallel_state import ATTACHED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllStages:
+    """Which parameters the stages of a model have."""
+
+    pp: int
+    pp_rank: int
+    # Name of each parameter of the whole model -> how many stages hold it. The order is the same on
+    # every rank: by stage, then that of the stage's model.
+    num_holders: Mapping[str, int]
+    # Name of each parameter that this rank and other stages hold -> ranks that hold the same part.
+    holders: Mapping[str, dist.ProcessGroup]
+    device: torch.device  # of the parameters, once they are real
+
+    def num_copies(self, name: str) -> int:
+        """Return how many ranks hold a parameter that is not sharded within its stages."""
+        return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
+
+    def place(self, names: list[str], values: Tensor) -> Tensor:
+        """Return one value per parameter of the whole model, 0 for those of other stages."""
+        order = {name: i for i, name in enumerate(self.num_holders)}
+        index = torch.tensor([order[clean_name(name)] for name in names], dtype=torch.int64)
+        found = values.new_zeros(len(order))
+        return found.index_copy_(0, to_device(index, values.device), values)
+
+
+def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
+    """Return what the stages of a sharded model hold. Collective over the world; a host sync."""
+    peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
+    named = {clean_name(name): param for name, param in model.named_parameters()}
+    forms = gather({name: _form(p) for name, p in named.items()}, peers)
+    raise_on_all(_odd_copy(forms), device_type, group=peers)
+    stages_of: dict[str, list[int]] = {}
+    for pp_rank, theirs in enumerate(forms):
+        for name in theirs:
+            stages_of.setdefault(name, []).append(pp_rank)
+    groups = {}
+    for stages in sorted({tuple(s) for s in stages_of.values() if len(s) > 1}):
+        group = _peers_of(stages, meshes)
+        if meshes.pp_rank in stages:
+            groups[stages] = group
+    shared = {n: groups[tuple(s)] for n, s in stages_of.items() if tuple(s) in groups}
+    different = [
+        name
+        for stages, group in groups.items()
+        for name in differing_tensors(
+            {n: local_of(named[n].detach()) for n in shared if tuple(stages_of[n]) == stages},
+            device_type,
+            group=group,
+        )
+    ]
+    problem = None
+    if different:
+        problem = (
+            f"weights of {different[0]} must be equal on the stages that hold it: seed every rank "
+            "alike or load one checkpoint"
+        )
+    raise_on_all(problem, device_type, group=peers)
+    return AllStages(
+        pp=meshes.parallel.pp,
+        pp_rank=meshes.pp_rank,
+        num_holders={name: len(stages) for name, stages in stages_of.items()},
+        holders=shared,
+        device=meshes.device,
+    )
+
+
+def _peers_of(stages: tuple[int, ...], meshes: Meshes) -> Any:
+    """Return the ranks of some stages in this rank's place, if it is in one. Collective."""
+    size = meshes.stage_group.size()
+    for place in range(size):
+        ranks = [stage * size + place for stage in stages]
+        group = dist.new_group(ranks, timeout=default_timeout())
+        if dist.get_rank() in ranks:
+            own = group
+    return own if meshes.pp_rank in stages else None
+
+
+def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
+    """Return the part of a model that has stages, and their record; without any itself and None."""
+    owners = (m for m in model.modules() if ATTACHED in vars(m))
+    found = [(owner, vars(owner)[ATTACHED].all_stages) for owner in owners]
+    found = [(owner, stages) for owner, stages in found if stages is not None]
+    if len(found) > 1:
+        raise ValueError(
+            f"model ({len(found)} parallelized ones with pp > 1) must be one: parallelize it whole"
+        )
+    return found[0] if found else (model, None)
+
+
+@torch.no_grad()
+def sum_copies(model: nn.Module) -> None:
+    """Sum the gradients of parameters that several stages hold, in place; no host sync."""
+    owner, stages = find_stages(model)
+    if stages is None:
+        return
+    named = {clean_name(name): param for name, param in owner.named_parameters()}
+    for name, group in stages.holders.items():
+        param = named[name]
+        if not param.requires_grad:
+            continue
+        lay_out_as_parameter(param)
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        part = local_of(param.grad)
+        summed = part.contiguous()
+        if summed.numel():
+            dist.all_reduce(summed, group=group)
+        if summed is not part:
+            part.copy_(summed)
+
+
+def lay_out_as_parameter(param: nn.Parameter) -> None:
+    """Give a gradient the placements of its parameter: autograd may leave partial sums."""
+    grad = param.grad
+    if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+        return
+    if grad.placements != param.placements:
+        param.grad = grad.redistribute(placements=param.placements)
+
+
+def _form(param: nn.Parameter) -> str:
+    """Return what copies of a parameter must have in common."""
+    kind = "trained" if param.requires_grad else "frozen"
+    where = "on meta" if param.is_meta else "real"
+    cut = f"sharded as {param.placements}" if isinstance(param, DTensor) else "not sharded"
+    return f"{param.dtype} {tuple(param.shape)} {kind} {where} {cut}"
+
+
+def _odd_copy(forms: list[dict[str, str]]) -> str | None:
+    """Return in words how a copy differs from the first one."""
+    first: dict[str, tuple[int, str]] = {}
+    for pp_rank, theirs in enumerate(forms):
+        for name, form in theirs.items():
+            before, wanted = first.setdefault(name, (pp_rank, form))
+            if form != wanted:
+                return (
+                    f"{name} of pp rank {pp_rank} ({form}) must be as that of pp rank {before} "
+                    f"({wanted}): build the model alike everywhere"
+                )
+    return None

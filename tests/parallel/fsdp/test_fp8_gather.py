@@ -1,0 +1,464 @@
+"""Weights that are gathered in FP8: the bytes of one rank's quantisation, and the same training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from moecore import (
+    FSDPOptions,
+    MemoryOptions,
+    Meshes,
+    MoEConfig,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    explain,
+    parallelize_moe,
+)
+from moecore.base.options.precision import Precision, Recipe
+from moecore.base.torch_names import local_of
+from moecore.kernels.rows.cast import cast
+from moecore.kernels.rows.quantised import quantise_weights
+from moecore.kernels.rows.shard_blocks import as_matrices, as_operand
+from moecore.models import Decoder, DecoderConfig
+from moecore.moe.params import gathered_blocks, global_indices
+from moecore.parallel import rank_bytes
+from moecore.parallel.fsdp.formats import BlockFormat
+from moecore.parallel.fsdp.transport import Packed
+from moecore.parallel.fsdp.unit import Unit
+from moecore.precision.linear import Fp8Products
+from moecore.train import AdamW
+from tests.helpers.grids import asked_for, beside
+from tests.helpers.ranks import run_ranks
+from tests.parallel.fsdp.units import units
+from tests.parallel.model.test_plan import planned
+
+pytestmark = pytest.mark.slow
+
+WORLD, BOUND = 4, 3e-3
+DEVICE_TYPE: list[Any] = ["cpu"]  # of this process
+# Matrices of 384 rows or columns are cut into 96, within blocks; others are less than a block.
+CONFIG = DecoderConfig(
+    vocab_size=60,
+    dim=384,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    dense_layers=(0,),
+    mlp_hidden_dim=96,
+    max_seq_len=32,
+    moe=MoEConfig(dim=384, hidden_dim=128, num_experts=2, top_k=2, shared_hidden_dim=48),
+)
+ROUNDED = Recipe(power_of_two=False)
+BF16 = FSDPOptions(param_dtype=torch.bfloat16)
+FP8 = replace(BF16, fp8_param_gather=True)
+LAYOUTS = {
+    "model dim": ParallelConfig(),
+    "tp, ep": ParallelConfig(tp=2, ep=2),
+    "hybrid": ParallelConfig(dp_replicate=2, edp_replicate=2),
+}
+STEPS = {"model dim": 5, "tp, ep": 5}
+# What must not change a bit of a training.
+SAME: dict[str, dict[str, Any]] = {
+    "kept": dict(dense_strategy="optim"),
+    "far ahead": dict(prefetch_blocks=2),
+    "together": dict(blocks_per_unit=2),
+    "checkpoints": {},
+    "regions": {},
+}
+NIGHTLY = ["far ahead"]  # gathers ahead change the bits of no other format either
+# Scales that round with each way of cutting a matrix, powers of two with one.
+RECIPES = {"model dim": (Recipe(), ROUNDED), "tp, ep": (ROUNDED,), "hybrid": (ROUNDED,)}
+REGIONS = MemoryOptions(recompute=("norm", "activation", "qkv_proj", "mlp", "expert_fc1"))
+
+
+def make(
+    parallel: ParallelConfig, fsdp: FSDPOptions, precision: Any = "blockwise", memory: Any = None
+) -> Decoder:
+    model, meshes = Decoder(CONFIG, device="meta"), meshes_of(parallel)
+    parallelize_moe(model, meshes, fsdp=fsdp, precision=precision, memory=memory)
+    model.to_empty(device=meshes.device_type)
+    model.init_weights(0)
+    return model
+
+
+@cache
+def meshes_of(parallel: ParallelConfig) -> Meshes:
+    return build_meshes(parallel, DEVICE_TYPE[0])
+
+
+def fp8_units(model: Decoder) -> list[Unit]:
+    return [unit for unit in units(model) if isinstance(unit._format, BlockFormat)]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What is freed is NaN in FP8."""
+    free = Unit.free
+
+    def free_and_poison(unit: Unit) -> None:
+        free(unit)
+        if isinstance(unit._format, BlockFormat) and unit.buffer.holder is None:  # type: ignore[union-attr]
+            unit.buffer.flat(unit.device).fill_(0x7F)  # type: ignore[union-attr]
+            unit.buffer.mark.set()  # type: ignore[union-attr]
+
+    with patch.object(Unit, "free", free_and_poison):
+        yield
+
+
+def whole_of(param: Any) -> Tensor:
+    """What a rank computes with, in the dtype in which it is trained."""
+    whole = param.sharded.detach().full_tensor()
+    inner = local_param_mesh(param)
+    return whole if inner is None else distribute_tensor(whole, *inner).to_local()
+
+
+def local_param_mesh(param: Any) -> Any:
+    whole = param.whole
+    return (whole.device_mesh, whole.placements) if isinstance(whole, DTensor) else None
+
+
+def differs(model: Decoder, power_of_two: bool) -> list[str]:
+    """Names of weights whose bytes or scales are not those of one rank."""
+    wrong = []
+    for unit in fp8_units(model):
+        unit.wait()
+        for param in unit.params:
+            weight, found = whole_of(param), gathered_blocks(param.whole)
+            assert found is not None and weight.dtype == torch.float32
+            assert local_of(param.whole).untyped_storage().nbytes() == 2
+            rows, columns = weight.shape[:-1].numel(), weight.shape[-1]
+            if weight.ndim > 2:
+                how = dict(power_of_two=power_of_two)
+                blocks = quantise_weights(weight.reshape(-1, *as_matrix(weight)), **how)
+                assert blocks.rows is not None
+                want, got = blocks.rows, as_matrices(found, blocks.rows.values.shape).rows
+            else:
+                want = cast(weight, "block", power_of_two=power_of_two, columns=False).rows
+                got = as_operand(found)
+            assert want is not None and got is not None
+            same = torch.equal(got.scales, want.scales)
+            same &= torch.equal(*(side.values.view(torch.uint8) for side in (got, want)))
+            if not same:
+                wrong.append(f"{param.slot.param} [{rows}, {columns}]")
+        unit.free()
+    return wrong
+
+
+def as_matrix(weight: Tensor) -> tuple[int, int]:
+    return weight.shape[1:-1].numel(), weight.shape[-1]
+
+
+def bits(parallel: ParallelConfig, recipe: Recipe) -> dict[str, Any]:
+    model = make(parallel, FP8, recipe)
+    with torch.no_grad():  # neighbours of one block are of many sizes
+        for param in model.parameters():
+            rows = global_indices(param)[0].to(param.device)
+            local_of(param).mul_(2.0 ** (rows % 7).view(-1, *[1] * (param.ndim - 1)))
+    for unit in fp8_units(model):
+        unit.refresh()
+    wrong = differs(model, recipe.power_of_two)
+    names = sorted(param.slot.param for unit in fp8_units(model) for param in unit.params)
+    return {"wrong": wrong, "names": names}
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(0, 60, (1, 17), generator=generator)
+    tokens = torch.where(torch.arange(17) % 2 == 0, tokens, tokens.roll(1))  # something to learn
+    tokens = tokens.to(DEVICE_TYPE[0])
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def losses(
+    rank: int,
+    parallel: ParallelConfig,
+    fsdp: FSDPOptions,
+    steps: int,
+    micro: int = 1,
+    memory: MemoryOptions | None = None,
+) -> list[float]:
+    """The mean of all ranks' losses in each step; four batches come again and again."""
+    torch.manual_seed(0)
+    model = make(parallel, fsdp, memory=memory)
+    owner = TrainStep(model, AdamW(model.parameters(), lr=5e-5), max_norm=1.0)
+    owner.num_micro_batches = micro
+    found = []
+    data = rank // parallel.tp
+    for step in range(steps):
+        for i in range(micro):
+            with owner.micro_batch():
+                loss = model(*batch((step * micro + i) % 4, data))
+                loss.backward()
+        owner.finish()
+        found.append(loss.detach())
+    sums = torch.stack(found).double()
+    dist.all_reduce(sums)
+    return (sums / dist.get_world_size()).tolist()
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Blocks are recomputed by torch's checkpoints."""
+    from moecore.models.block import Block
+
+    call = Block.__call__
+    with patch.object(
+        Block,
+        "__call__",
+        lambda block, *args, **kwargs: checkpoint(
+            partial(call, block), *args, use_reentrant=False, **kwargs
+        ),
+    ):
+        yield
+
+
+def representable(rank: int) -> dict[str, Any]:
+    """Weights that are FP8 values: gathers in bf16 quantise them to the same products.
+
+    Also what a forward and a backward send, in each of both.
+    """
+    found, sent = [], []
+    for fsdp in (FP8, BF16):
+        model = make(LAYOUTS["model dim"], fsdp)
+        with torch.no_grad():
+            for param in model.parameters():
+                local_of(param).mul_(8).round_().div_(8)
+        with counted(model) as num_bytes:
+            model(*batch(0, rank)).backward()
+        grads = {name: local_of(p.grad).clone() for name, p in model.named_parameters()}  # type: ignore[arg-type]
+        found.append(grads)
+        sent.append(num_bytes)
+    ours, theirs = found
+    same = {name: torch.equal(grad, theirs[name]) for name, grad in ours.items()}
+    return {"representable": same, "sent": sent}
+
+
+@contextmanager
+def counted(model: Decoder) -> Iterator[dict[str, int]]:
+    """Count the bytes that are sent: of experts in gathers, and in reductions."""
+    experts = {u._transport for u in units(model) if u.options.name.endswith("experts")}
+    sent = {"gathered": 0, "amax": 0}
+    gather, reduce = Packed.gather, dist.all_reduce
+
+    def gathered(transport: Packed, regions: list[Tensor], *args: Any) -> Any:
+        if transport in experts:
+            sent["gathered"] += sum(region.nbytes for region in regions)
+        return gather(transport, regions, *args)
+
+    def reduced(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **how: Any) -> Any:
+        sent["amax"] += tensor.nbytes if op == dist.ReduceOp.MAX else 0
+        return reduce(tensor, op, group, **how)
+
+    with patch.object(Packed, "gather", gathered), patch.object(dist, "all_reduce", reduced):
+        yield sent
+
+
+def refused_reads(rank: int) -> dict[str, str]:
+    """What reads values that are not there."""
+    errors = {}
+    model = make(LAYOUTS["model dim"], FP8)
+    block = model.model.layers[1]
+    mixed = partial(create_selective_checkpoint_contexts, [])
+    forward = block.mlp.forward
+
+    def selective(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=mixed, **kwargs)
+
+    def plain(self: Any, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, read(self.weight))
+
+    from moecore.moe.params import local_param as read
+
+    attention = block.self_attn.q_proj
+    for name, target, forward_of in (
+        ("selective", block.mlp, selective),
+        ("plain", attention, partial(plain, attention)),
+    ):
+        with patch.object(target, "forward", forward_of):
+            try:
+                model(*batch(0, rank))
+            except NotImplementedError as error:
+                errors[name] = str(error)
+    model(*batch(0, rank)).backward()
+    return errors
+
+
+def late_backwards(parallel: ParallelConfig) -> list[str | None]:
+    """Errors of backwards whose weight is freed, and of those whose weight is gathered again."""
+    model = make(parallel, FP8)
+    errors: list[str | None] = []
+    for unit in fp8_units(model):
+        unit.refresh()
+        (param, *_), x = unit.params, torch.randn(4, unit.params[0].shape[-1])
+        for is_late in (True, False) if len(param.shape) == 2 else ():
+            unit.wait()
+            y = Fp8Products(Recipe())(x.bfloat16().requires_grad_(), param.whole)
+            unit.free()
+            if not is_late:
+                unit.wait()
+            try:
+                y.sum().backward()
+                errors.append(None)
+            except RuntimeError as error:
+                errors.append(str(error))
+            unit.free()
+    return errors
+
+
+def worker(rank: int, device: torch.device, same: list[str]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, parallel in LAYOUTS.items():
+        results[f"bits {name}"] = [bits(parallel, recipe) for recipe in RECIPES[name]]
+    with poisoned():
+        for name, steps in STEPS.items():
+            how = partial(losses, rank, LAYOUTS[name], steps=steps)
+            results[f"losses {name}"] = [how(fsdp=fsdp) for fsdp in (FP8, BF16)]
+        short = partial(losses, rank, LAYOUTS["model dim"], steps=2, micro=2)
+        results["base"] = short(fsdp=FP8)
+        for name in same:
+            with recomputing() if name == "checkpoints" else nullcontext():
+                memory = REGIONS if name == "regions" else None
+                results[name] = short(fsdp=replace(FP8, **SAME[name]), memory=memory)
+        results |= representable(rank)
+        results["refused"] = refused_reads(rank)
+        for name in ("model dim", "tp, ep"):
+            results[f"late {name}"] = late_backwards(LAYOUTS[name])
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, {n: r for n, r in results.items() if n.startswith("bits")})
+    results["everyone"] = everyone
+    return results
+
+
+def gpu_worker(rank: int, device: torch.device) -> dict[str, Any]:
+    DEVICE_TYPE[0] = "cuda"
+    results: dict[str, Any] = {"wrong": bits(LAYOUTS["model dim"], Recipe())["wrong"]}
+    options = {"fp8": FP8, "bf16": BF16, "kept": replace(FP8, dense_strategy="optim")}
+    with poisoned():
+        for name, fsdp in options.items():
+            results[name] = losses(rank, LAYOUTS["model dim"], fsdp, 10)
+    return results
+
+
+@pytest.mark.gpu
+def test_on_gpus() -> None:
+    """Bytes are gathered beside compute. One step's loss is noisy: bf16's mean is compared."""
+    results = run_ranks(2, gpu_worker, device_type="cuda")
+    assert results["wrong"] == []
+    assert results["kept"] == results["fp8"]
+    assert abs(sum(results["fp8"]) / sum(results["bf16"]) - 1) < BOUND
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run_ranks(WORLD, worker, asked_for(request, "name"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_are_those_of_one_rank(layout: str, results: dict[str, Any]) -> None:
+    for rank in results["everyone"]:
+        for found in rank[f"bits {layout}"]:
+            assert found["wrong"] == []
+            assert len(found["names"]) == 4 + 3 + 4 + 2 + 2, found["names"]
+
+
+@pytest.mark.parametrize("layout", STEPS)
+def test_losses_are_those_of_bf16_gathers(layout: str, results: dict[str, Any]) -> None:
+    ours, theirs = results[f"losses {layout}"]
+    assert len(ours) == STEPS[layout] and theirs[-1] < theirs[0]
+    assert max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)) < BOUND
+
+
+@pytest.mark.parametrize("name", beside(SAME, NIGHTLY))
+def test_when_units_are_gathered_changes_no_bit(name: str, results: dict[str, Any]) -> None:
+    assert results[name] == results["base"]
+
+
+def test_gradients_of_fp8_values_are_those_of_bf16_gathers(results: dict[str, Any]) -> None:
+    same = results["representable"]
+    assert [name for name, is_same in same.items() if not is_same] == []
+
+
+def test_half_the_bytes_and_the_amax(results: dict[str, Any]) -> None:
+    fp8, bf16 = results["sent"]
+    assert bf16["amax"] == 0 and 2 * fp8["gathered"] == bf16["gathered"] > 0
+    assert fp8["amax"] < fp8["gathered"] / 100
+
+
+@pytest.mark.parametrize("layout", ["model dim", "tp, ep"])
+def test_a_late_backward_raises(layout: str, results: dict[str, Any]) -> None:
+    late, again = results[f"late {layout}"][::2], results[f"late {layout}"][1::2]
+    assert len(late) == 2 and again == [None, None]
+    assert all(error is not None and "modified" in error for error in late), late
+
+
+def test_a_plan_counts_the_bytes() -> None:
+    """Of a block's linears, of its experts and of shared ones; what stays in bf16 is beside it."""
+    both = [
+        planned(4, LAYOUTS["tp, ep"], Decoder(CONFIG, device="meta"), fsdp=f, precision="blockwise")
+        for f in (FP8, BF16)
+    ]
+    fp8, bf16 = map(rank_bytes, both)
+    assert fp8.parameters == bf16.parameters and fp8.accumulated == bf16.accumulated
+    (experts, wide), (block, other) = (
+        [next(r.gathered for r in size.roles if r.role == role) for size in (fp8, bf16)]
+        for role in ("experts", "block")
+    )
+    assert 2 * experts == wide and other / 2 < block < 0.6 * other
+    assert "in bfloat16, 15 of them in FP8" in explain(both[0])
+    assert "in bfloat16, gradients" in explain(both[1])
+
+
+def tied() -> Decoder:
+    model = Decoder(CONFIG, device="meta")
+    attention = model.model.layers[0].self_attn
+    attention.v_proj.weight = attention.k_proj.weight
+    return model
+
+
+MXFP8, NVFP4 = (
+    Precision(recipe=Recipe(scaling=scaling), roles=("experts",)) for scaling in ("mxfp8", "nvfp4")
+)
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no FP8": (None, {"precision": None}, "there are none: set precision='blockwise'"),
+    "by row": (None, {"precision": "rowwise"}, "there are none: set precision='blockwise'"),
+    "mxfp8": (None, {"precision": MXFP8}, "quantise rows and columns apart"),
+    "odd": (None, {"precision": NVFP4, "parallel": 1, "world": 128}, r"dim \(384\) / .* \(128\)"),
+    "whole experts": (
+        None,
+        {"precision": Precision(recipe=Recipe(), roles=("experts",)), "parallel": 2},
+        "weights that several ranks share",
+    ),
+    "compiled": (None, {"compile_dense": True}, r"compile_dense \(True\) = False"),
+    "fp64": (torch.float64, {}, r"\(torch.float64\) must be kept in fp32 or bf16"),
+    "tied": (tied, {}, "v_proj.weight must not be tied|k_proj.weight must not be tied"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    make, how, message = REFUSED[case]
+    how = {"precision": "blockwise", "fsdp": FP8, **how}
+    parallel, world = ParallelConfig(ep=how.pop("parallel", 1)), how.pop("world", 2)
+    model = make() if callable(make) else Decoder(CONFIG, device="meta", dtype=make)
+    with pytest.raises(ValueError, match=message):
+        planned(world, parallel, model, **how)
+
+
+def test_what_reads_values_is_refused(results: dict[str, Any]) -> None:
+    assert set(results["refused"]) == {"selective", "plain"}
+    for message in results["refused"].values():
+        assert "was gathered or is stored in FP8" in message and "fp8_param_gather" in message

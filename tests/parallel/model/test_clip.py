@@ -1,0 +1,267 @@
+"""clip_grad_norm_ over two meshes: a bad gradient on one rank stops every rank, by name.
+
+That the norm equals one process's on every folding is part of tests/test_parity.py.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecore import (
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    clip_grad_norm_,
+)
+from moecore import parallelize_moe as parallelize
+from moecore.parallel.model.clip import GradientNorm, step_clipped
+from moecore.parallel.model.parallel_state import moe_state
+from tests.helpers.grids import asked_for, grid
+from tests.helpers.ranks import run_ranks
+
+CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
+FOLDINGS: list[dict[str, int]] = [
+    *({}, {"ep": 2}, {"ep": 4}, {"ep": 2, "etp": 2}, {"ep": 2, "edp_replicate": 2, "edp_shard": 1}),
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+]
+BAD = {"1.experts.w2": 3, "1.router.weight": 0, "0.bias": 2}  # parameter -> the rank that breaks
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), MoELayer(CONFIG))
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    """Large enough that its gradient, of norm 2.6, is clipped."""
+    return 1e6 * model(torch.linspace(-1, 1, 96).view(6, 16)).square().sum()
+
+
+def step_with_bad_gradient(
+    name: str, bad_rank: int, value: float, *, fused: bool
+) -> dict[str, Any]:
+    model = parallelize(make_model(), build_meshes(ParallelConfig(ep=2), "cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
+    step = TrainStep(model, optimizer, max_norm=1.0)
+
+    def backward() -> None:
+        with step.micro_batch():
+            model(torch.randn(6, 16)).square().mean().backward()
+
+    backward()
+    step.finish()  # so that AdamW has state that a bad step could damage
+    before = [p.to_local().clone() for p in model.parameters()]
+    moments = [s["exp_avg"].to_local().clone() for s in optimizer.state.values()]
+    backward()
+    if dist.get_rank() == bad_rank:
+        model.get_parameter(name).grad.to_local().view(-1)[0] = value
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        norm = step.finish().norm
+    after = [p.to_local().clone() for p in model.parameters()]
+    kept = [s["exp_avg"].to_local().clone() for s in optimizer.state.values()]
+    backward()
+    step.finish()
+    return {
+        "names": norm.non_finite,
+        "warned": any(name in str(w.message) for w in caught),
+        "unchanged": all(map(torch.equal, before, after)) and all(map(torch.equal, moments, kept)),
+        "total": norm.total,
+        "skipped": norm.skipped.item(),
+        "goes on": not any(map(torch.equal, after, [p.to_local() for p in model.parameters()])),
+    }
+
+
+def refusal(model: nn.Module) -> str:
+    try:
+        parallelize(model, build_meshes(ParallelConfig(ep=2), "cpu"))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def refusals() -> dict[str, str]:
+    """Models that are not the same on rank 1."""
+    weights, buffers, meta = make_model(), make_model(), make_model()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            weights[1].experts.w1[0, 0, 0, 0] += 1e-7
+        meta = meta.to("meta")
+    buffers.register_buffer("table", torch.full((2,), float(dist.get_rank() == 1)))
+    return {"weights": refusal(weights), "buffers": refusal(buffers), "meta": refusal(meta)}
+
+
+def collectives_of_a_step() -> list[str]:
+    """What clipping and the balance record send in one step of two MoE layers."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(MoELayer(CONFIG), MoELayer(CONFIG))
+    model = parallelize(layers, build_meshes(ParallelConfig(ep=2), "cpu"))
+    model(torch.randn(6, 16)).square().mean().backward()
+    calls, original = [], dist.all_reduce
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append("all_reduce")
+        return original(*args, **options)
+
+    dist.all_reduce = counted
+    try:
+        clip_grad_norm_(model, 1.0)
+        calls.append("clipped")
+        moe_state(model).finish_step()
+    finally:
+        dist.all_reduce = original
+    return calls
+
+
+def norm_when_one_rank_lacks_gradients() -> float:
+    model = parallelize(make_model(), build_meshes(ParallelConfig(ep=2), "cpu"))
+    model(torch.randn(6, 16)).square().mean().backward()
+    if dist.get_rank() == 2:
+        model.zero_grad()
+        model[0].bias.grad = None
+    return clip_grad_norm_(model, 1.0).total
+
+
+def torch_norms() -> dict[str, tuple[float | str, float, float]]:
+    """Return what torch's function measures, what ours does, and the norm that torch's leaves."""
+    found: dict[str, tuple[float | str, float, float]] = {}
+    for degrees in FOLDINGS:
+        model = parallelize(make_model(), build_meshes(ParallelConfig(**degrees), "cpu"))
+        loss_of(model).backward()
+        for parts in ((0,), (1,), (0, 1)):
+            chosen = nn.ModuleList([model[0], model[1].experts][i] for i in parts)
+            ours = clip_grad_norm_(chosen, math.inf).total
+            try:
+                theirs: float | str = float(nn.utils.clip_grad_norm_(chosen.parameters(), 1e-4))
+            except RuntimeError as error:
+                theirs = str(error)
+            left = clip_grad_norm_(chosen, math.inf).total
+            found[f"{degrees} {parts}"] = theirs, ours, left
+    return found
+
+
+def worker(rank: int, device: torch.device, cases: list[tuple[str, float, bool]]) -> list[Any]:
+    mine: dict[str, Any] = refusals() | {"lacking": norm_when_one_rank_lacks_gradients()}
+    mine["torch"] = torch_norms()
+    mine["collectives"] = collectives_of_a_step()
+    for name, value, fused in cases:
+        found = step_with_bad_gradient(name, BAD[name], value, fused=fused)
+        mine[f"{name}/{value}/{fused}"] = found
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> list[Any]:
+    return run_ranks(4, worker, asked_for(request, "name", "value", "fused"))
+
+
+@grid(name=BAD, value=[math.nan, math.inf], fused=[False, True])
+def test_every_rank_skips_and_names_the_parameter(
+    name: str, value: float, fused: bool, ranks: list[Any]
+) -> None:
+    for found in (r[f"{name}/{value}/{fused}"] for r in ranks):
+        assert found["names"] == (name,)
+        assert found["unchanged"] and found["skipped"] and found["goes on"]
+        assert found["warned"] is not fused, "on the device nobody knows in time to warn"
+        assert not math.isfinite(found["total"])
+
+
+def test_weights_that_differ_between_ranks_are_refused_everywhere(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert "weights of 1.experts.w1" in rank["weights"]
+        assert "weights of table" in rank["buffers"]
+        assert "is_meta of" in rank["meta"]
+
+
+def test_a_rank_without_gradients_takes_part(ranks: list[Any]) -> None:
+    assert len({rank["lacking"] for rank in ranks}) == 1
+    assert math.isfinite(ranks[0]["lacking"])
+
+
+def test_one_reduction_for_all_gradients_and_one_for_all_layers(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert rank["collectives"] == ["all_reduce", "clipped", "all_reduce"]
+
+
+def test_the_function_of_torch_is_right_on_one_mesh_and_raises_on_two(ranks: list[Any]) -> None:
+    """It never clips by a wrong norm in silence, so nothing of torch needs a patch."""
+    for where, (theirs, ours, left) in ranks[0]["torch"].items():
+        if where.endswith("(0, 1)"):
+            assert "must have the same mesh" in theirs and left == ours
+        else:
+            assert theirs == pytest.approx(ours, rel=1e-5), where
+            assert left == pytest.approx(1e-4, rel=1e-2)
+    assert len({rank["torch"]["{'ep': 2} (1,)"] for rank in ranks}) == 1
+
+
+def test_one_process_agrees_with_torch() -> None:
+    plain, ours = make_model(), make_model()
+    for model in (plain, ours):
+        loss_of(model).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm = clip_grad_norm_(ours, 0.1)
+    assert norm.finite and float(norm) == pytest.approx(float(expected), rel=1e-6)
+    assert float(norm) > 1
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="max_norm"):
+        clip_grad_norm_(ours, 0.0)
+
+
+@pytest.mark.parametrize("split", [0, 3])
+@pytest.mark.parametrize("max_norm", [0.01, 1e6, math.inf])
+def test_fused_optimizers_clip_in_their_steps(max_norm: float, split: int) -> None:
+    host, device = make_model(), make_model()
+    params = list(device.parameters())
+    parts = [params[:split], params[split:]] if split else [params]
+    fused = [torch.optim.SGD(part, lr=0.01, fused=True) for part in parts]
+    optimizers = [torch.optim.SGD(host.parameters(), lr=0.01), *fused]
+    for step in range(3):
+        for model in (host, device):
+            loss_of(model).backward()
+        limit = max_norm * 2**step
+        if step < 2:
+            total = clip_grad_norm_(host, limit).total
+            norm = step_clipped(device, limit, fused)
+            assert norm.total == pytest.approx(total, rel=1e-5)
+        for optimizer in optimizers[: None if step == 2 else 1]:  # without clipping at last
+            optimizer.step()
+        host.zero_grad()
+        device.zero_grad()
+    for a, b in zip(host.parameters(), device.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_an_optimizer_of_a_part_is_refused() -> None:
+    """The others would step unclipped, and with a nan."""
+    model = make_model()
+    name = next(n for n, _ in model.named_parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    part = torch.optim.AdamW([p for n, p in model.named_parameters() if n != name], fused=True)
+    with pytest.raises(ValueError, match=rf"must hold {name} and all other .* \(1 are missing\)"):
+        step_clipped(model, 0.1, [part])
+    model.get_parameter(name).grad = None
+    step_clipped(model, 0.1, [part])
+
+
+def test_a_norm_is_a_number() -> None:
+    norm = GradientNorm(("a", "b"), torch.tensor([9.0, 16.0], dtype=torch.float64))
+    assert f"{norm:.3f} {norm}" == "5.000 5.0" and str(norm) == "5.0" and float(norm) == 5
+    assert repr(norm) == "GradientNorm(5.0)"
+    assert 4 < norm < 6 and 5 <= norm <= 5 and not norm > norm and norm >= 5
+    assert max(norm, 1.0) is norm
+    bad = GradientNorm(("a", "b"), torch.tensor([9.0, math.nan], dtype=torch.float64))
+    assert f"{bad:.1f}" == "nan" and not bad < 1 and not bad >= 1
+    assert repr(bad) == "GradientNorm(nan, non_finite=('b',))"
