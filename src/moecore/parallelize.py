@@ -26,7 +26,6 @@ from moecore.base.options.precision import Precision, PrecisionName, Recipe
 from moecore.families.family import family_of
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.layer import RoutedLayer
-from moecore.parallel.arguments import compare_arguments
 from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.checks import check_layers, check_request
@@ -38,13 +37,15 @@ from moecore.parallel.model.phases import (
     apply_balance,
     apply_context,
     apply_layers,
+    apply_pipeline,
+    compare_arguments,
+    cut_stages,
     resolve_dispatcher,
 )
 from moecore.parallel.model.plan import cut_model, make_plan
 from moecore.parallel.model.request import LossConvention, Request, compare_models, compare_stages
 from moecore.parallel.model.shard_model import shard_model
 from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.parallel.pipeline.run import apply_pipeline, cut_stages
 from moecore.precision.apply import apply_precision, defer_linears
 from moecore.train.phases import compile_dense, graph_dense, save_less
 

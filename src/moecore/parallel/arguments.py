@@ -28,7 +28,6 @@ from moecore.base.failures import known_to_others
 from moecore.base.torch_names import is_inside, tree_leaves
 from moecore.parallel.contents import Contents
 from moecore.parallel.mesh import host_group
-from moecore.parallel.model.parallel_state import Attached
 
 COMPARED = "the comparison of rows, which ranks take by meshes.data_rank"
 OF_OWN_TOKENS = "hidden"  # argument of a native decoder's stage; it differs between these ranks
@@ -169,17 +168,3 @@ def _tensor_facts(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
 def is_on_host(x: Tensor) -> bool:
     """Return whether the host reads a tensor without a wait."""
     return x.device.type == "cpu"
-
-
-def compare_arguments(model: nn.Module, found: Attached) -> None:
-    """Let forwards of a model, or runs of its stages, compare what ranks receive. Collective."""
-    meshes = found.request.meshes
-    stages = () if meshes.pipeline_groups is None else meshes.pipeline_groups[:1]
-    of_rows = {0: meshes.micro_batch_group, **found.shared_by}
-    groups = {cp: stages if group is None else (*stages, group) for cp, group in of_rows.items()}
-    if not any(groups.values()):
-        return
-    found.arguments = SharedArguments(groups, meshes.device_type)
-    if not stages:  # with stages, `run_pipeline` calls the model stage by stage
-        hook = found.arguments.before_forward
-        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)

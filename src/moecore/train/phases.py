@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from moecore.parallel.model.parallel_state import Attached
-from moecore.parallel.pipeline.run import chunks_of
+from moecore.parallel.model.phases import chunks_of
 from moecore.train.graphs.regions import compile_blocks, compiled_modules, graph_blocks
 from moecore.train.memory.apply import apply_memory, apply_stash
 from moecore.train.memory.compiled import inductor_options

@@ -25,10 +25,15 @@ from moecore.moe.pairs import Pairs
 from moecore.moe.state import NumMicroBatches
 from moecore.parallel.fsdp.progress import Progress, check_grad_mode, check_trains
 from moecore.parallel.model.clip import GradientNorm, step_clipped, unscale_and_clip_
-from moecore.parallel.model.parallel_state import attached_in, capacity_of, moe_state, rows_differ
+from moecore.parallel.model.parallel_state import (
+    attached_in,
+    capacity_of,
+    moe_state,
+    rows_differ,
+    sum_copies,
+)
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
-from moecore.parallel.pipeline.stage_replicas import sum_copies
 from moecore.parallel.pipeline.stages import loss_of
 from moecore.precision.apply import advance_amax, has_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale
@@ -302,9 +307,7 @@ class TrainStep:
             return torch.stack([self._run_alone(inputs) for inputs in micro_batches])
         forwards = pipeline.num_chunks * self.num_micro_batches
         with self.micro_batches(forwards=forwards, pairs=pipeline.config.schedule in PAIRING):
-            losses = run_pipeline(
-                self.model, pipeline, micro_batches, self._divided, self.side_by_side
-            )
+            losses = run_pipeline(pipeline, micro_batches, self._divided, self.side_by_side)
         sum_copies(self.model)
         return losses
 
@@ -317,7 +320,7 @@ class TrainStep:
         """
         self._progress.check_closed("losses()")
         if self._pipeline is not None:
-            return forward_pipeline(self.model, self._pipeline, micro_batches)
+            return forward_pipeline(self._pipeline, micro_batches)
         return torch.stack([loss_of(self.model(**inputs)).float() for inputs in micro_batches])
 
     def _run_in_pairs(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moecore import ParallelConfig, TrainStep, build_meshes, clip_grad_norm_, parallelize_moe
 from moecore.models import Decoder
-from moecore.parallel.pipeline.stage_replicas import find_stages, sum_copies
+from moecore.parallel.model.parallel_state import find_stages, sum_copies
 from tests.helpers.ranks import run_ranks
 from tests.parallel.pipeline.stages import (
     CONFIG,

@@ -206,9 +206,9 @@ WRONG_INPUTS = [
 def test_micro_batches_are_checked_before_ranks_communicate(run, changed, message):
     model = make("qwen3")
     pipeline: Any = SimpleNamespace(model=staged(model))  # and nothing to communicate with
-    more = [None] * (len(signature(run).parameters) - 3)
+    more = [None] * (len(signature(run).parameters) - 2)
     with pytest.raises(ValueError) as error:
-        run(model, pipeline, [batch(), batch() | changed], *more)
+        run(pipeline, [batch(), batch() | changed], *more)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 

@@ -33,7 +33,8 @@ from moecore.io.checkpoint.state import (
     rng_tensors,
 )
 from moecore.moe.state import MoEState
-from moecore.parallel.pipeline.stage_replicas import AllStages, find_stages
+from moecore.parallel.model.parallel_state import find_stages
+from moecore.parallel.pipeline.stage_replicas import AllStages
 
 
 @runtime_checkable

@@ -73,7 +73,7 @@ from moecore.io.checkpoint.storage import (
     checked_io,
 )
 from moecore.moe.layer import RoutedLayer
-from moecore.parallel.pipeline.stage_replicas import find_stages
+from moecore.parallel.model.parallel_state import find_stages
 from moecore.train.rerun import drop_step
 
 Verify = Literal["full", "sizes"]

@@ -47,7 +47,7 @@ from moecore.io.hf.verify import LAYER, copy_problems
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name, global_indices, init_normal_
 from moecore.moe.routed import RoutedExperts
-from moecore.parallel.pipeline.stage_replicas import find_stages
+from moecore.parallel.model.parallel_state import find_stages
 from moecore.train.rerun import drop_step
 
 CHUNK_BYTES = 64 << 20

@@ -35,7 +35,7 @@ from moecore.io.hf.target import local_part
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
 from moecore.moe.params import clean_name, global_indices, init_normal_, init_uniform_
-from moecore.parallel.pipeline.stage_replicas import find_stages
+from moecore.parallel.model.parallel_state import find_stages
 from moecore.precision.stored import refuse_stored
 from moecore.train.rerun import drop_step
 

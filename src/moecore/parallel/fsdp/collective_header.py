@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,7 @@ from torch import nn
 
 from moecore.base.agreement import DTYPES, check_notes
 from moecore.parallel.fsdp.progress import Progress
-
-if TYPE_CHECKING:
-    from moecore.parallel.fsdp.unit import Unit
+from moecore.parallel.fsdp.unit import Unit
 
 
 class Notes:

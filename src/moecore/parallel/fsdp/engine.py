@@ -58,7 +58,6 @@ from moecore.parallel.fsdp.runs import Border, ForwardRun
 from moecore.parallel.fsdp.transport import UnitStreams
 from moecore.parallel.fsdp.uneven_ranks import SkippedModules
 from moecore.parallel.fsdp.unit import State, Unit
-from moecore.parallel.model.parallel_state import engines_of
 
 BORDER = "_moecore_border"
 
@@ -477,15 +476,3 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 def _differs(leaf: Any, dtype: torch.dtype) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
-
-
-def free_units(model: nn.Module) -> None:
-    """Reshard all units of a model; a plain model has none."""
-    for engine in engines_of(model):
-        engine.free()
-
-
-def progress_of(model: nn.Module) -> Progress | None:
-    """Return the progress of a model's step; None for a model without a `TrainStep`."""
-    found = (engine.progress() for engine in engines_of(model))
-    return next((progress for progress in found if progress is not None), None)

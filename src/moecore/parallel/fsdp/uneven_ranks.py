@@ -28,135 +28,19 @@ nothing in forward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from moecore.base.torch_names import is_recomputing, tree_map_only
+from moecore.base.torch_names import is_recomputing
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.layer import RoutedLayer
+from moecore.parallel.fsdp.runs import EmptyRun, ForwardRun, Output, Place, Visit
 from moecore.parallel.fsdp.unit import Unit
-
-if TYPE_CHECKING:
-    from moecore.parallel.fsdp.runs import ForwardRun
-
-
-class Place:
-    """A hooked module among those of the module around it."""
-
-    __slots__ = ("around", "children", "is_cut", "layer", "module", "number", "units")
-
-    def __init__(self, module: nn.Module, units: list[Unit], around: Place | None) -> None:
-        self.module, self.units, self.around = module, units, around
-        self.layer: RoutedLayer | None = None  # whose experts these are, if its tokens travel
-        self.is_cut = False  # whether its backward can be run apart from that of what is around it
-        self.number = 0  # among the places of the module around it
-        self.children: list[Place] = []
-        if around is not None:
-            self.number = len(around.children)
-            around.children.append(self)
-
-    def walk(self) -> Iterator[Place]:
-        """Yield this place and the places inside of it."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
-
-
-class EmptyRun(NamedTuple):
-    """A forward of a layer without tokens, which waits for its backward."""
-
-    x_0D: Tensor
-    y_0D: Tensor
-    is_skipped: bool  # by all ranks
-
-
-class Output(NamedTuple):
-    """The end of the graph of an output, without its values."""
-
-    edge: GradientEdge
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-class Visit:
-    """One forward through a place, or past it."""
-
-    __slots__ = (
-        "children",
-        "empty",
-        "forward",
-        "has_begun",
-        "has_inputs",
-        "inputs",
-        "is_skipped",
-        "joins",
-        "needs_grad",
-        "next",
-        "outer",
-        "outputs",
-        "place",
-        "runs",
-    )
-
-    def __init__(
-        self, place: Place, outer: Visit | None, forward: int, *, is_skipped: bool
-    ) -> None:
-        self.place, self.outer, self.forward = place, outer, forward
-        self.is_skipped = is_skipped
-        # Whether the outermost forward has gradients. This one may be without: `no_grad` around a
-        # part of a model, or a reentrant checkpoint, which runs it again.
-        self.joins: bool = torch.is_grad_enabled() or (outer is not None and outer.joins)
-        self.next = 0  # number of the first child that was not reached
-        self.children: list[Visit] = []  # in the order of forward, until a backward is behind them
-        self.runs: list[ForwardRun] = []  # one per unit, while their backward has not ended
-        self.has_begun = False  # whether its backward has begun, or was joined
-        self.needs_grad = False  # whether an output does
-        # Whether an input does of a forward that is without gradients itself: a reentrant
-        # checkpoint begins with it. Those that follow are in the same one.
-        self.has_inputs = False
-        self.empty: EmptyRun | None = None
-        self.inputs: list[GradientEdge] = []  # of a cut place
-        self.outputs: list[Output] = []
-
-    def wait_in(self, unit: Unit) -> None:
-        """Add this visit to a unit's `waiting`, in place of the run that it lacks."""
-        unit.waiting.add(self)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether its inputs are to be cut, and its outputs to be kept."""
-        return self.place.is_cut and self.outer is not None and not self.inputs
-
-    def cut_inputs(self, value: Any) -> Any:
-        """Return inputs as nodes of their own, at which a backward of this forward alone ends."""
-
-        def cut(x: Tensor) -> Tensor:
-            if not x.requires_grad or isinstance(x, nn.Parameter):
-                return x
-            view = x.view_as(x)
-            self.inputs.append(get_gradient_edge(view))
-            return view
-
-        return tree_map_only(Tensor, cut, value)
-
-    def keep_output(self, x: Tensor) -> None:
-        """Keep the end of the graph of an output, without its values."""
-        self.needs_grad = True
-        if self.place.is_cut and self.outer is not None:
-            self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))
-
-    def drop_graph(self) -> None:
-        """Drop what is kept of the graph, whose hooks refer to this visit."""
-        self.inputs.clear()
-        self.outputs.clear()
-        for child in self.children:
-            child.drop_graph()
 
 
 class SkippedModules:

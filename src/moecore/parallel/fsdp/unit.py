@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from moecore.base.failures import known_to_others
 from moecore.base.torch_names import no_dispatch_modes, set_versions, version
 from moecore.kernels.experts.contract import SINK
 from moecore.parallel.fsdp.buffers import Buffer
-from moecore.parallel.fsdp.collective_header import Notes
 from moecore.parallel.fsdp.formats import Format
 from moecore.parallel.fsdp.gradients import Gradients
 from moecore.parallel.fsdp.params import UnitParam, UnitViews, cut_views
@@ -58,6 +57,16 @@ class UnitOptions:
     accumulates: bool  # whether micro-batches of a step add gradients before one reduction
 
 
+class UnitHeader(Protocol):
+    """Numbers that the ranks of a unit send with its shards, and must have in common."""
+
+    def of(self, unit: Unit) -> list[int]:
+        """Return this rank's numbers."""
+
+    def check(self, unit: Unit, notes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
+        """Raise a ValueError on all ranks of the group when their numbers differ."""
+
+
 class Unit:
     """Modules whose parameters, of one dtype and mesh, are one unit."""
 
@@ -77,7 +86,7 @@ class Unit:
         self.modules, self.params, self.options = list(modules), list(params), options
         self.ahead_in_forward: list[Unit] = []
         self.ahead_in_backward: list[Unit] = []
-        self.notes: Notes | None = None  # that an engine sends with all-gathers
+        self.notes: UnitHeader | None = None  # that an engine sends with all-gathers
         self._layout, self._format = layout, format
         self.state = State.SHARDED
         # Forwards of its modules that run, innermost last: [0] first ones, [1] recomputed ones. A

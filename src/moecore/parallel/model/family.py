@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,7 @@ from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.precision import Recipe
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
-
-if TYPE_CHECKING:
-    from moecore.parallel.pipeline.stages import StagedModel
+from moecore.parallel.pipeline.stages import StagedModel
 
 Adapter = Callable[[nn.Module, nn.Module], RoutedLayer]
 ADAPTER_FIX = "pass adapters={MyBlock: fn}, whose key is the class itself"  # of a wrong type

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.torch_names import local_of
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nccl_ep import EPGroups
 from moecore.moe.layer import RoutedLayer
+from moecore.moe.params import clean_name
 from moecore.moe.shortage import Capacity, Holder
 from moecore.moe.state import MoEState
+from moecore.parallel.arguments import SharedArguments
+from moecore.parallel.fsdp.engine import UnitEngine
+from moecore.parallel.fsdp.plan import ShardPlan
+from moecore.parallel.fsdp.progress import Progress
 from moecore.parallel.mesh import DomainGroups
 from moecore.parallel.model.request import Request
-
-if TYPE_CHECKING:
-    from moecore.parallel.arguments import SharedArguments
-    from moecore.parallel.fsdp.engine import UnitEngine
-    from moecore.parallel.fsdp.plan import ShardPlan
-    from moecore.parallel.pipeline.layout import PipelineLayout, Stage
-    from moecore.parallel.pipeline.run import Pipeline, StageOffload
-    from moecore.parallel.pipeline.stage_replicas import AllStages
+from moecore.parallel.pipeline.layout import PipelineLayout, Stage
+from moecore.parallel.pipeline.run import Pipeline, StageOffload
+from moecore.parallel.pipeline.stage_replicas import AllStages, lay_out_as_parameter
 
 ATTACHED = "_moecore_attached"  # attribute of a parallelized model
 
@@ -117,3 +117,49 @@ def capacity_of(model: nn.Module) -> Capacity:
     found = attached(model)
     assert found is not None and found.capacity is not None, "its balance record was found"
     return found.capacity
+
+
+def free_units(model: nn.Module) -> None:
+    """Reshard all units of a model; a plain model has none."""
+    for engine in engines_of(model):
+        engine.free()
+
+
+def progress_of(model: nn.Module) -> Progress | None:
+    """Return the progress of a model's step; None for a model without a `TrainStep`."""
+    found = (engine.progress() for engine in engines_of(model))
+    return next((progress for progress in found if progress is not None), None)
+
+
+def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
+    """Return the part of a model that has stages, and their record; without any itself and None."""
+    owners = (m for m in model.modules() if ATTACHED in vars(m))
+    found = [(owner, vars(owner)[ATTACHED].all_stages) for owner in owners]
+    found = [(owner, stages) for owner, stages in found if stages is not None]
+    if len(found) > 1:
+        raise ValueError(
+            f"model ({len(found)} parallelized ones with pp > 1) must be one: parallelize it whole"
+        )
+    return found[0] if found else (model, None)
+
+
+@torch.no_grad()
+def sum_copies(model: nn.Module) -> None:
+    """Sum the gradients of parameters that several stages hold, in place; no host sync."""
+    owner, stages = find_stages(model)
+    if stages is None:
+        return
+    named = {clean_name(name): param for name, param in owner.named_parameters()}
+    for name, group in stages.holders.items():
+        param = named[name]
+        if not param.requires_grad:
+            continue
+        lay_out_as_parameter(param)
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        part = local_of(param.grad)
+        summed = part.contiguous()
+        if summed.numel():
+            dist.all_reduce(summed, group=group)
+        if summed is not part:
+            part.copy_(summed)

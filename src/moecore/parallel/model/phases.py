@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from moecore.moe.placement import ExpertPlacement, domain_of
 from moecore.moe.records import Dispatcher
 from moecore.moe.shortage import Capacity
 from moecore.moe.state import MoEState
+from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.mesh import (
     DomainGroups,
     Meshes,
@@ -39,10 +41,17 @@ from moecore.parallel.mesh import (
     domain_groups,
     split_context,
 )
+from moecore.parallel.model.checks import check_stages
 from moecore.parallel.model.parallel_state import Attached
 from moecore.parallel.model.parameter_guards import refuse_added
 from moecore.parallel.model.request import Request
+from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.orders import PAIRING
+from moecore.parallel.pipeline.run import Pipeline
+from moecore.parallel.pipeline.schedule import make_schedule
+from moecore.parallel.pipeline.stage_replicas import make_all_stages
+from moecore.parallel.pipeline.stages import num_parts, take_stages
+from moecore.parallel.pipeline.transport import connect
 from moecore.precision.apply import linear_products
 
 logger = logging.getLogger("moecore.parallelize")
@@ -246,3 +255,72 @@ def apply_balance(model: nn.Module, found: Attached) -> None:
     )
     tokens = None if found.exchanges is None else found.exchanges.tokens
     found.capacity = Capacity(found.exchanges, tokens, found.stash, device=meshes.device)
+
+
+def compare_arguments(model: nn.Module, found: Attached) -> None:
+    """Let forwards of a model, or runs of its stages, compare what ranks receive. Collective."""
+    meshes = found.request.meshes
+    stages = () if meshes.pipeline_groups is None else meshes.pipeline_groups[:1]
+    of_rows = {0: meshes.micro_batch_group, **found.shared_by}
+    groups = {cp: stages if group is None else (*stages, group) for cp, group in of_rows.items()}
+    if not any(groups.values()):
+        return
+    found.arguments = SharedArguments(groups, meshes.device_type)
+    if not stages:  # with stages, `run_pipeline` calls the model stage by stage
+        hook = found.arguments.before_forward
+        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+
+def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | None, Sequence[Stage]]:
+    """Leave this rank's stages of a model; return those of all ranks, None without stages."""
+    pp = request.meshes.parallel.pp
+    if pp == 1 or request.pipeline is None:
+        return None, ()
+    staged = request.family.staged(model)
+    bound = staged.stage_parts().bound
+    layout = request.pipeline.stages(pp, *num_parts(staged), bound)
+    how = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
+    rank_of = make_schedule(request.pipeline.schedule, **how).rank_of
+    check_stages(layout, rank_of, bound, request)
+    own = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
+    take_stages(staged, own)
+    return layout, own
+
+
+def apply_pipeline(model: nn.Module, found: Attached) -> None:
+    """Give a model its place among the stages, and what it shares with them. Collective."""
+    request, meshes = found.request, found.request.meshes
+    if found.layout is None:
+        return
+    assert request.pipeline is not None and meshes.pipeline_groups is not None
+    assert found.arguments is not None and found.engine is not None
+    pipeline = found.pipeline = Pipeline(
+        model=request.family.staged(model),
+        engine=found.engine,
+        config=request.pipeline,
+        layout=found.layout,
+        rank=meshes.pp_rank,
+        groups=meshes.pipeline_groups,
+        arguments=found.arguments,
+        dtype=request.fsdp.param_dtype or found.dtype,
+        device=meshes.device,
+        offload=found.offload,
+    )
+    connect(pipeline.groups, pipeline.schedule(1).rank_of, pipeline.rank, pipeline.device)
+    found.all_stages = make_all_stages(model, meshes)
+
+
+def chunks_of(
+    model: nn.Module, blocks: Sequence[nn.Module], found: Attached
+) -> dict[int, list[nn.Module]] | None:
+    """Return the blocks that one forward runs, in order, by stage; None = all."""
+    if found.layout is None:
+        return None
+    staged = found.request.family.staged(model)
+    parts, chunks = staged.stage_parts(), {}
+    for stage in found.stages:
+        names = [f"{parts.layers}.{index}" for index in stage.layers]
+        names += [f"{parts.mtp}.{index}" for index in stage.mtp]
+        inside = {module for name in names for module in staged.get_submodule(name).modules()}
+        chunks[stage.index] = [block for block in blocks if block in inside]
+    return chunks

@@ -19,24 +19,21 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moecore.base.torch_names import mark
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.fsdp.deferred import WeightGradients
-from moecore.parallel.model.checks import check_stages
-from moecore.parallel.model.parallel_state import Attached, engines_of
-from moecore.parallel.model.request import Request
+from moecore.parallel.fsdp.engine import UnitEngine
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.offload import backwards_ahead, leaves_whole
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
-from moecore.parallel.pipeline.stage_replicas import make_all_stages
-from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, num_parts, take_stages
+from moecore.parallel.pipeline.stages import StagedModel, hidden_shape
 from moecore.parallel.pipeline.timeline import mark_name
-from moecore.parallel.pipeline.transport import Groups, StageTransport, connect
+from moecore.parallel.pipeline.transport import Groups, StageTransport
 
 Inputs = Mapping[str, Any]  # keyword arguments of the model
 SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor | None]
@@ -60,6 +57,7 @@ class Pipeline:
     """The place of a model among the stages of a pipeline."""
 
     model: StagedModel  # runs this rank's stages
+    engine: UnitEngine  # of its units
     config: PipelineConfig
     layout: PipelineLayout
     rank: int  # among the pipeline ranks
@@ -90,7 +88,6 @@ class Pipeline:
 
 
 def run_pipeline(
-    model: nn.Module,
     pipeline: Pipeline,
     micro_batches: Sequence[Inputs],
     scale: Callable[[Tensor], Tensor],
@@ -101,15 +98,13 @@ def run_pipeline(
         pipeline.model.check_inputs(inputs)
     pipeline.arguments.before_schedule(micro_batches)
     schedule = pipeline.schedule(len(micro_batches))
-    run = _ScheduleRun(model, pipeline, schedule, micro_batches, scale, side_by_side)
+    run = _ScheduleRun(pipeline, schedule, micro_batches, scale, side_by_side)
     run.all(schedule.orders[pipeline.rank])
     return run.losses()
 
 
 @torch.no_grad()
-def forward_pipeline(
-    model: nn.Module, pipeline: Pipeline, micro_batches: Sequence[Inputs]
-) -> Tensor:
+def forward_pipeline(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Tensor:
     """Return the losses of micro-batches without gradients, fp32 [n], on every rank."""
     for inputs in micro_batches:
         pipeline.model.check_inputs(inputs)
@@ -117,7 +112,7 @@ def forward_pipeline(
     schedule = pipeline.schedule(len(micro_batches))
     actions = ([a for item in order for a in actions_of(item)] for order in schedule.orders)
     forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)
-    run = _ScheduleRun(model, pipeline, replace(schedule, orders=forwards), micro_batches)
+    run = _ScheduleRun(pipeline, replace(schedule, orders=forwards), micro_batches)
     run.all(forwards[pipeline.rank])
     return run.losses()
 
@@ -136,7 +131,6 @@ class _ScheduleRun:
 
     def __init__(
         self,
-        model: nn.Module,
         pipeline: Pipeline,
         schedule: Schedule,
         micro_batches: Sequence[Inputs],
@@ -155,7 +149,7 @@ class _ScheduleRun:
             device=pipeline.device,
         )
         self._waiting: dict[tuple[int, int], _StageForward] = {}
-        (self._engine,) = engines_of(model)
+        self._engine = pipeline.engine
         self._later: dict[tuple[int, int], WeightGradients] = {}
         self._offload = pipeline.offload
         self._left: Any = None  # the chunk of this item's forward
@@ -258,57 +252,3 @@ class _ScheduleRun:
         """Return the shape of a stage's input; an empty stage has the input of the next stage."""
         found = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
         return hidden_shape(self._pipeline.model, found, self._micro_batches[micro_batch])
-
-
-def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | None, Sequence[Stage]]:
-    """Leave this rank's stages of a model; return those of all ranks, None without stages."""
-    pp = request.meshes.parallel.pp
-    if pp == 1 or request.pipeline is None:
-        return None, ()
-    staged = request.family.staged(model)
-    bound = staged.stage_parts().bound
-    layout = request.pipeline.stages(pp, *num_parts(staged), bound)
-    how = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
-    rank_of = make_schedule(request.pipeline.schedule, **how).rank_of
-    check_stages(layout, rank_of, bound, request)
-    own = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
-    take_stages(staged, own)
-    return layout, own
-
-
-def apply_pipeline(model: nn.Module, found: Attached) -> None:
-    """Give a model its place among the stages, and what it shares with them. Collective."""
-    request, meshes = found.request, found.request.meshes
-    if found.layout is None:
-        return
-    assert request.pipeline is not None and meshes.pipeline_groups is not None
-    assert found.arguments is not None
-    pipeline = found.pipeline = Pipeline(
-        model=request.family.staged(model),
-        config=request.pipeline,
-        layout=found.layout,
-        rank=meshes.pp_rank,
-        groups=meshes.pipeline_groups,
-        arguments=found.arguments,
-        dtype=request.fsdp.param_dtype or found.dtype,
-        device=meshes.device,
-        offload=found.offload,
-    )
-    connect(pipeline.groups, pipeline.schedule(1).rank_of, pipeline.rank, pipeline.device)
-    found.all_stages = make_all_stages(model, meshes)
-
-
-def chunks_of(
-    model: nn.Module, blocks: Sequence[nn.Module], found: Attached
-) -> dict[int, list[nn.Module]] | None:
-    """Return the blocks that one forward runs, in order, by stage; None = all."""
-    if found.layout is None:
-        return None
-    staged = found.request.family.staged(model)
-    parts, chunks = staged.stage_parts(), {}
-    for stage in found.stages:
-        names = [f"{parts.layers}.{index}" for index in stage.layers]
-        names += [f"{parts.mtp}.{index}" for index in stage.mtp]
-        inside = {module for name in names for module in staged.get_submodule(name).modules()}
-        chunks[stage.index] = [block for block in blocks if block in inside]
-    return chunks

@@ -25,7 +25,6 @@ from moecore.base.streams import to_device
 from moecore.base.torch_names import default_timeout, local_of
 from moecore.moe.params import clean_name
 from moecore.parallel.mesh import Meshes
-from moecore.parallel.model.parallel_state import ATTACHED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,40 +102,6 @@ def _peers_of(stages: tuple[int, ...], meshes: Meshes) -> Any:
         if dist.get_rank() in ranks:
             own = group
     return own if meshes.pp_rank in stages else None
-
-
-def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
-    """Return the part of a model that has stages, and their record; without any itself and None."""
-    owners = (m for m in model.modules() if ATTACHED in vars(m))
-    found = [(owner, vars(owner)[ATTACHED].all_stages) for owner in owners]
-    found = [(owner, stages) for owner, stages in found if stages is not None]
-    if len(found) > 1:
-        raise ValueError(
-            f"model ({len(found)} parallelized ones with pp > 1) must be one: parallelize it whole"
-        )
-    return found[0] if found else (model, None)
-
-
-@torch.no_grad()
-def sum_copies(model: nn.Module) -> None:
-    """Sum the gradients of parameters that several stages hold, in place; no host sync."""
-    owner, stages = find_stages(model)
-    if stages is None:
-        return
-    named = {clean_name(name): param for name, param in owner.named_parameters()}
-    for name, group in stages.holders.items():
-        param = named[name]
-        if not param.requires_grad:
-            continue
-        lay_out_as_parameter(param)
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        part = local_of(param.grad)
-        summed = part.contiguous()
-        if summed.numel():
-            dist.all_reduce(summed, group=group)
-        if summed is not part:
-            part.copy_(summed)
 
 
 def lay_out_as_parameter(param: nn.Parameter) -> None:

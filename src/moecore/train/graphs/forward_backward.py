@@ -27,8 +27,13 @@ from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.shortage import SkippedSteps
 from moecore.moe.state import MoEState
-from moecore.parallel.fsdp.engine import free_units, progress_of
-from moecore.parallel.model.parallel_state import attached, capacity_of, moe_state
+from moecore.parallel.model.parallel_state import (
+    attached,
+    capacity_of,
+    free_units,
+    moe_state,
+    progress_of,
+)
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
 WATCH_WARNING = "Synchronization debug mode is a prototype"

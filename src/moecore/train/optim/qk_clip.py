@@ -35,8 +35,7 @@ from moecore.kernels.zigzag import documents_of
 from moecore.models.layers import Attention
 from moecore.models.mla import LatentAttention
 from moecore.moe.params import clean_name, global_indices
-from moecore.parallel.model.parallel_state import request_of
-from moecore.parallel.pipeline.stage_replicas import find_stages
+from moecore.parallel.model.parallel_state import find_stages, request_of
 
 BLOCK_NUMEL = 1 << 26  # logits that exist at once
 
