@@ -27,7 +27,7 @@ from moecore.base.options.names import ScheduleName
 from moecore.base.options.precision import PrecisionName
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
-from moecore.packing.scheduled import TILE
+from moecore.packing.corpus.scheduled_batch import TILE
 from moecore.packing.split import multiple_of
 from moecore.parallelize import DispatcherName
 

@@ -36,7 +36,7 @@ from moecore.packing import (
     ScheduledCollator,
     ScheduledLoader,
 )
-from moecore.packing.scheduled import DECODER, TRANSFORMERS
+from moecore.packing.corpus.scheduled_batch import DECODER, TRANSFORMERS
 from moecore.parallel.pipeline.stages import loss_of
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.ranks import run_ranks

@@ -10,11 +10,11 @@ from moecore.packing.corpus.loader import CorpusLoader
 from moecore.packing.corpus.megatron import MegatronDocuments
 from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.corpus.scheduled import ScheduledLoader
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch, ScheduledCollator
 from moecore.packing.cost import DocumentCost, MeasuredCost
 from moecore.packing.documents import CutDocuments
 from moecore.packing.sampler import PackedBatchSampler
 from moecore.packing.schedule import DocumentGroup, DocumentSchedule, schedule_documents, serpentine
-from moecore.packing.scheduled import ScheduledBatch, ScheduledCollator
 from moecore.packing.split import indices_of, inverse_of, padded_lengths, part_of
 
 __all__ = [

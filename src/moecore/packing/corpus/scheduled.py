@@ -19,9 +19,9 @@ from moecore.base.fields import Count, CountOrZero, check_arguments
 from moecore.packing.corpus.batches import RankBatches, Rows
 from moecore.packing.corpus.loader import PositionedLoader, check_sources
 from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch, ScheduledCollator
 from moecore.packing.cost import DocumentCost, MeasuredCost
 from moecore.packing.schedule import DEFAULT_COST
-from moecore.packing.scheduled import ScheduledBatch, ScheduledCollator
 from moecore.packing.split import multiple_of
 
 
