@@ -23,10 +23,10 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from moecore import BalanceConfig, MoEConfig
+from moecore.base.params import init_normal_
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
-from moecore.moe.params import init_normal_
 from moecore.moe.state import MoEState
 from moecore.parallel.model.parallel_state import request_of
 

@@ -23,9 +23,9 @@ from moecore.base.options.precision import Recipe
 from moecore.base.regions import running_again
 from moecore.base.torch_names import storage_key
 from moecore.kernels.experts.contract import SINK, GradTarget
+from moecore.kernels.linear import PlainProducts
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.models.tp_products import column_products, find_exchange, row_product, why_not
-from moecore.moe.linear import PlainProducts
 from moecore.precision.apply import linear_products
 from moecore.precision.plain import Linear, set_products
 from moecore.train.memory.recompute import recompute, sharing_outputs

@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import MoEConfig
+from moecore.base.params import global_indices
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.kernels.experts import torch_products as expert_products
 from moecore.kernels.rows.index import build_index
@@ -23,7 +24,6 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe import backends
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
 from moecore.moe.experts import Experts
-from moecore.moe.params import global_indices
 from moecore.moe.records import ExpertInput
 from tests.moe.moe_cases import (
     BASE,

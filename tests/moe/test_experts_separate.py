@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
+from moecore.base.params import init_normal_
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
 from moecore.moe.layer import LayerLayout
-from moecore.moe.params import init_normal_
 from tests.helpers.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=4, top_k=2)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from torch.distributed import _symmetric_memory
 
+from moecore.base.fabric import fabric_of
 from moecore.kernels.common import launches_on_meta
-from moecore.moe.dispatch.peer_memory import fabric_of, find_known_problem
+from moecore.moe.dispatch.peer_memory import find_known_problem
 
 NAMES = [
     "_SymmetricMemory.empty_strided_p2p",

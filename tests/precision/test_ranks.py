@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
 from moecore.base.options.precision import Precision, Recipe
+from moecore.base.params import shard_parameter
 from moecore.moe.amax_history import advance_together
-from moecore.moe.params import shard_parameter
 from moecore.precision.apply import advance_amax, apply_precision, linear_products
 from moecore.precision.linear import Fp8Products, why_not
 from tests.helpers.ranks import run_ranks

@@ -19,11 +19,11 @@ from moecore.attention.context_parallel.held import (
     ranks_of,
 )
 from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.base.params import local_param
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
 from moecore.models.layers import RMSNorm, rotary_table
 from moecore.models.tensor_parallel import TensorParallel
-from moecore.moe.params import local_param
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import runs_norm
 

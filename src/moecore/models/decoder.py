@@ -38,6 +38,11 @@ from moecore.base.fields import (
 )
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.precision import Recipe
+from moecore.base.params import (
+    clean_name,
+    init_normal_,
+    local_param,
+)
 from moecore.base.torch_names import local_of
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
@@ -49,7 +54,6 @@ from moecore.models.log_probs import LogProbLoss
 from moecore.models.loss import IGNORE_INDEX, count_labels, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel, sum_value
 from moecore.moe.layer import MoELayer
-from moecore.moe.params import clean_name, init_normal_, local_param
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import StageParts, check_held, check_hidden, need, runs_norm
 from moecore.precision.plain import Linear

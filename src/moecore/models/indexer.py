@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from moecore.attention.sequence import RotaryTable, Sequence
 from moecore.attention.sparse import KeyChoice
 from moecore.base.options.indexer import IndexerConfig
+from moecore.base.params import local_param
 from moecore.kernels.sparse_attention import IndexerHeads
 from moecore.models.config import DecoderConfig
 from moecore.models.tensor_parallel import TensorParallel, sum_value
-from moecore.moe.params import local_param
 from moecore.precision.plain import Linear
 
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from moecore.attention.function import attend
 from moecore.attention.sequence import RotaryTable, Sequence
+from moecore.base.params import local_param
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.models.config import DecoderConfig, YarnConfig
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.models.tp_products import column_products, row_product
-from moecore.moe.params import local_param
 from moecore.precision.plain import Linear
 
 # [B, T, H, d], [B, T, h, d], where the tokens stand, scale

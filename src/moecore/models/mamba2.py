@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from moecore.attention.linear import scan_states
 from moecore.attention.sequence import Sequence
+from moecore.base.params import init_uniform_, local_param
 from moecore.base.torch_names import local_of
 from moecore.models.config import DecoderConfig, Mamba2Config
 from moecore.models.layers import RMSNorm
 from moecore.models.linear_attention import LinearAttention, wide
 from moecore.models.tp_products import column_products, row_product
-from moecore.moe.params import init_uniform_, local_param
 from moecore.precision.plain import Linear
 
 LEAST_STEP, MOST_STEP = 1e-3, 0.1  # of a new layer

@@ -11,7 +11,7 @@ every rank the sum of the partial results for its own tokens:
 Latent attention gathers its latents instead, which each rank makes of its own tokens (see mla.py).
 
 So norms, router and shared experts need no communication; their weights are whole on each tp rank,
-and their gradients are partial sums over tp (`moecore.moe.params.local_param`). Embedding and head
+and their gradients are partial sums over tp (`moecore.base.params.local_param`). Embedding and head
 are cut over the vocabulary: a rank looks up or multiplies its rows for all tokens,
 
     tokens_BT -> own rows, else 0 -> scatter_sum -> x_BtD ... x_BtD -> gather -> own logits_BTv
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from moecore.base.params import shard_parameter
 from moecore.base.peft_layers import is_tuner_layer, lora_base, lora_pairs
 from moecore.base.regions import once
 from moecore.base.torch_names import is_gloo, is_silent
@@ -43,7 +44,6 @@ from moecore.models.config import DecoderConfig
 from moecore.moe.dispatch.collectives import exchanged, gather_ranks, sum_ranks
 from moecore.moe.dispatch.peer_memory import find_peer_problem
 from moecore.moe.layer import MoELayer
-from moecore.moe.params import shard_parameter
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moecore.base.params import local_param
 from moecore.base.regions import is_running_again, once
 from moecore.base.torch_names import (
     all_gather_single,
@@ -43,10 +44,9 @@ from moecore.base.torch_names import (
 )
 from moecore.kernels.common import is_gpu, record_launch
 from moecore.kernels.experts.contract import GradSink, GradTarget, sink_of
+from moecore.kernels.linear import PlainProducts
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.peer_memory import are_peers_on_meta
-from moecore.moe.linear import PlainProducts
-from moecore.moe.params import local_param
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear
 
 # The least bytes of a sequence's slice [t, D] that a sliced exchange moves: below, its barriers and

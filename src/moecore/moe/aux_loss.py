@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore.base.params import clean_name
 from moecore.base.torch_names import autocast_dtype
-from moecore.moe.params import clean_name
 
 
 class LossFactors:

@@ -22,6 +22,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 from moecore.base.options.layer import MoEConfig
 from moecore.base.options.precision import Recipe
+from moecore.base.params import (
+    check_values,
+    init_normal_,
+    shard_parameter,
+)
 from moecore.base.saved import UsedRows, counting_rows
 from moecore.base.torch_names import NOTHING, StridedShard, is_plain_eager, storage_key
 from moecore.kernels.experts.contract import (
@@ -45,7 +50,7 @@ from moecore.moe.backends import ExpertBackend, check_backend, separate_computat
 from moecore.moe.clone_weights import with_clones
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
 from moecore.moe.low_rank import LowRank, OwnPart
-from moecore.moe.params import ParamReader, check_values, init_normal_, shard_parameter
+from moecore.moe.param_reader import ParamReader
 from moecore.moe.records import ExpertInput, UnsummedRows
 
 OwnActivation = Callable[[Tensor], Tensor]

@@ -22,6 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
+from moecore.base.params import (
+    init_normal_,
+    local_param,
+    seed_of,
+)
 from moecore.kernels.common import no_autocast
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.routing.route import RouteOptions, route, route_weights
@@ -30,7 +35,6 @@ from moecore.kernels.routing.router_logits import router_logits, router_logits_r
 from moecore.kernels.routing.scores import scores_ref
 from moecore.moe.assignment import expert_choice_ids, sinkhorn_ids, within_capacity
 from moecore.moe.micro_batch import MicroBatch, capacity_of, position_order
-from moecore.moe.params import init_normal_, local_param, seed_of
 from moecore.moe.records import ChoiceTape, Routing
 
 TABLE_ROWS = 8192  # of token ids that are given experts at once

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
+from moecore.base.params import init_normal_, local_param
+from moecore.kernels.linear import LinearProducts, PlainProducts
 from moecore.kernels.rows.activation import weighted_activation
 from moecore.moe.experts import activation_options
-from moecore.moe.linear import LinearProducts, PlainProducts
-from moecore.moe.params import init_normal_, local_param
 
 
 class _Matrices(nn.Module):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.fields import Count, check_value, shown
+from moecore.base.params import clean_name
 from moecore.base.streams import to_device
 from moecore.base.torch_names import foreach_add_, is_gloo
 from moecore.kernels.routing.entropy import UNIT
@@ -24,7 +25,6 @@ from moecore.kernels.routing.margins import even_bias
 from moecore.moe.aux_loss import AuxLoss
 from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.metrics import MoEMetrics
-from moecore.moe.params import clean_name
 from moecore.moe.records import ChoiceTape
 
 NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer step"]

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moecore.base.agreement import check_same, fields_of, gather
+from moecore.base.fabric import own_fabric
 from moecore.base.failures import share_errors
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, shown
 from moecore.base.torch_names import (
@@ -35,7 +36,6 @@ from moecore.base.torch_names import (
     is_inside,
     object_device_type,
 )
-from moecore.moe.dispatch.peer_memory import own_fabric
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "edp_replicate", "edp_shard", "ep", "etp")

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import Count, check_arguments
 from moecore.base.options.memory import OFFLOADED, MemoryOptions
+from moecore.base.params import clean_name
 from moecore.base.tables import (
     HEADER,
     TableRow,
@@ -31,7 +32,6 @@ from moecore.kernels.experts.products import choose_products
 from moecore.models import Decoder
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.layer import MoELayer, RoutedLayer
-from moecore.moe.params import clean_name
 from moecore.parallel.fsdp.plan import AxisPlacement, Coordinate, LayerPlan, ParamPlan, ShardPlan
 from moecore.parallel.fsdp.size import rank_bytes
 from moecore.parallel.fsdp.units import find_blocks, kinds

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.options.precision import Precision, Recipe, Role, never_quantised
+from moecore.base.params import clean_name
+from moecore.kernels.linear import PlainProducts
 from moecore.moe.amax_history import AmaxHistory, advance_together
 from moecore.moe.experts import Experts
-from moecore.moe.linear import PlainProducts
-from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
 from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import Fp8Products, InputCast, history_of, why_not

@@ -23,10 +23,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
+from moecore.base.params import has_values, local_param
 from moecore.kernels.common import has_block_scaled_kernels, no_autocast
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.linear import Gradients, linear_op
 from moecore.kernels.rows.microscaled import emulated, emulated_matrices
 from moecore.kernels.rows.microscaling import (
     PACKED,
@@ -35,8 +37,6 @@ from moecore.kernels.rows.microscaling import (
     unpacked_matrices,
 )
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
-from moecore.moe.linear import Gradients, linear_op
-from moecore.moe.params import has_values, local_param
 from moecore.precision.linear import (
     Fp8Products,
     check_operands,

@@ -23,18 +23,23 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
+from moecore.base.params import (
+    check_values,
+    has_values,
+    local_param,
+)
 from moecore.base.regions import as_product
 from moecore.base.torch_names import autocast_dtype, is_plain_eager, scaled_mm, unsafe_view, version
 from moecore.kernels.common import has_hopper_kernels, no_autocast
 from moecore.kernels.experts.contract import GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.linear import Gradients, LinearProducts, linear, linear_op
 from moecore.kernels.ops import Op, is_plain
 from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, parts_of, product_ref
 from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
 from moecore.moe.amax_history import AmaxHistory, OperandName
-from moecore.moe.linear import Gradients, LinearProducts, linear, linear_op
-from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
+from moecore.moe.param_reader import gathered_blocks
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.moe.linear import LinearProducts
-from moecore.moe.params import local_param
+from moecore.base.params import local_param
+from moecore.kernels.linear import LinearProducts
 
 
 class Linear(nn.Linear):

@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.copies import as_part
 from moecore.base.fields import check_arguments
+from moecore.base.params import GATHERED, clean_name
 from moecore.base.torch_names import local_of, parameter_like
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_
 from moecore.moe.experts import Experts
-from moecore.moe.params import GATHERED, clean_name, gathered_blocks
+from moecore.moe.param_reader import gathered_blocks
 
 OF_EXPERTS = {"ep", "etp"}  # mesh dims whose ranks have different experts, or parts of them
 

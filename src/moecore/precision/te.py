@@ -23,14 +23,14 @@ from typing_extensions import override
 
 from moecore.base import te_names
 from moecore.base.options.precision import Recipe
+from moecore.base.params import check_values, local_param
 from moecore.base.torch_names import is_plain_eager
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.linear import Gradients, linear_op
 from moecore.kernels.rows.cast import amax
 from moecore.kernels.rows.e4m3 import block_scale_ref
 from moecore.kernels.rows.scaling import LARGEST
-from moecore.moe.linear import Gradients, linear_op
-from moecore.moe.params import check_values, local_param
 from moecore.precision.linear import (
     Fp8Products,
     check_operands,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from moecore.base.failures import share_errors
 from moecore.base.fields import Count, CountOrZero, check_arguments
+from moecore.base.params import clean_name
 from moecore.moe.layer import MoELayer
-from moecore.moe.params import clean_name
 from moecore.moe.routed import RoutedExperts
 from moecore.moe.router import Router
 from moecore.rl.choices import (

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from moecore.base.agreement import gather
 from moecore.base.options.layer import MoEConfig
+from moecore.base.params import clean_name
 from moecore.models.block import MTPLayer
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
-from moecore.moe.params import clean_name
 from moecore.parallel.mesh import Meshes
 from moecore.rl.choices import check_entry_weights, check_ids
 from moecore.rl.micro_batches import RolloutRow

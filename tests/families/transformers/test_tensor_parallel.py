@@ -21,13 +21,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from moecore import Meshes, ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.params import shard_parameter
 from moecore.base.torch_names import StridedShard, local_of
 from moecore.families import use_causal_attention
 from moecore.families.transformers.cuts import find_cuts
 from moecore.families.transformers.linear_cuts import cut_linear_attention
 from moecore.families.transformers.module_cut import cut_placements
 from moecore.io import Saver, load, stream_weights
-from moecore.moe.params import shard_parameter
 from moecore.planning import fake_world
 from moecore.precision.linear import why_not
 from tests.families.transformers.family_models import batch as family_batch

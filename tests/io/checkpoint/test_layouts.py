@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import BalanceConfig, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
+from moecore.base.params import global_indices
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.io import load, read_manifest, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
-from moecore.moe.params import global_indices
 from moecore.parallel.model.parallel_state import moe_state, request_of
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
+from moecore.base.params import global_indices
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.io import save as save_native
 from moecore.io.hf import export as hf_export
@@ -25,7 +26,6 @@ from moecore.io.hf.convert import native_to_hf
 from moecore.io.hf.export import export_hf
 from moecore.io.hf.load import load_hf
 from moecore.models import Decoder, preset
-from moecore.moe.params import global_indices
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks

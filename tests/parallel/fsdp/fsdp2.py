@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from moecore import parallelize
 from moecore.base.torch_names import is_gloo
-from moecore.moe.params import ParamReader
+from moecore.moe.param_reader import ParamReader
 from moecore.parallel.fsdp.plan import ShardPlan, UnitPlan
 from moecore.parallel.mesh import Meshes
 

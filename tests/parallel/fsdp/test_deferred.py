@@ -32,9 +32,9 @@ from moecore import (
 )
 from moecore.kernels.experts.fp8_products import BlockwiseProducts
 from moecore.kernels.experts.torch_products import TorchProducts
+from moecore.kernels.linear import PlainProducts
 from moecore.kernels.rows.record import Rows
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.linear import PlainProducts
 from moecore.parallel.fsdp.deferred import WeightGradients, WeightProduct
 from moecore.parallel.fsdp.engine import UnitEngine
 from moecore.parallel.model.parallel_state import engines_of

@@ -28,12 +28,13 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision, Recipe
+from moecore.base.params import global_indices
 from moecore.base.torch_names import local_of
 from moecore.kernels.rows.cast import cast
 from moecore.kernels.rows.quantised import quantise_weights
 from moecore.kernels.rows.shard_blocks import as_matrices, as_operand
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.params import gathered_blocks, global_indices
+from moecore.moe.param_reader import gathered_blocks
 from moecore.parallel import rank_bytes
 from moecore.parallel.fsdp.formats import BlockFormat
 from moecore.parallel.fsdp.transport import Packed
@@ -281,7 +282,7 @@ def refused_reads(rank: int) -> dict[str, str]:
     def plain(self: Any, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, read(self.weight))
 
-    from moecore.moe.params import local_param as read
+    from moecore.base.params import local_param as read
 
     attention = block.self_attn.q_proj
     for name, target, forward_of in (

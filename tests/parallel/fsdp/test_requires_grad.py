@@ -21,8 +21,8 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.params import clean_name
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.params import clean_name
 from moecore.parallel.fsdp.formats import BlockFormat
 from tests.families.transformers.hf_models import random_model
 from tests.families.transformers.lora_cases import adapted_model

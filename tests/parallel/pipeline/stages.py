@@ -18,8 +18,8 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.params import global_indices
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.params import global_indices
 
 TABLE = "model.embed_tokens.weight"
 CONFIG = DecoderConfig(

@@ -26,7 +26,7 @@ from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
-from moecore.moe.params import ParamReader
+from moecore.moe.param_reader import ParamReader
 from moecore.moe.records import ExpertInput
 from moecore.train.memory import storages
 from moecore.train.memory.apply import apply_memory

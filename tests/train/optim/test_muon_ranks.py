@@ -23,10 +23,10 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.params import global_indices
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.io import latest, load, save
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.params import global_indices
 from moecore.train import AdamW, Cut, Muon, QKClip, assign_matrices
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks

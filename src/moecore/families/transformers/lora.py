@@ -22,12 +22,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moecore.base.params import clean_name
 from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.stock import is_pretrained
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.low_rank import LowRank
-from moecore.moe.params import clean_name
 
 # Of a PeftModel and its tuner -> what takes the place of what reads or changes whole parameters.
 REPLACED = {

@@ -10,7 +10,7 @@ Every tp rank has the same tokens, and runs transformers' own code with its part
 So ranks have equal activations, each with its own gradient, and one rule holds for all gradients: a
 rank's is that of the sum of all ranks' losses, each divided by the number of ranks, with respect to
 what the rank holds. Those of weights that ranks have alike are partial sums over tp, as those of
-the native decoder are (`moecore.moe.params.grad_placements`), whichever way they came.
+the native decoder are (`moecore.base.params.grad_placements`), whichever way they came.
 
 `cuts.py` reads which modules run on a part of their weights, `linear_cuts.py` which layers of
 linear attention.
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from moecore.base.params import shard_parameter
 from moecore.base.regions import once
 from moecore.base.torch_names import is_silent, tree_map_only
 from moecore.families.transformers.cuts import find_cuts
@@ -52,7 +53,6 @@ from moecore.families.transformers.vocabulary import cut_vocabulary
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchanged
 from moecore.moe.layer import MoELayer, RoutedLayer
-from moecore.moe.params import shard_parameter
 from moecore.parallel.pipeline.stages import Elsewhere
 
 logger = logging.getLogger("moecore.parallelize")

@@ -29,10 +29,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from moecore.base.options.layer import BalanceConfig, MoEConfig
+from moecore.base.params import shard_parameter
 from moecore.families.adopt import adopt
 from moecore.moe.forced import force_even_load
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
-from moecore.moe.params import shard_parameter
 from moecore.moe.router import Router
 
 Fills = Mapping[str, Mapping[str, Callable[[Tensor], Any]]]  # role, parameter -> what fills it

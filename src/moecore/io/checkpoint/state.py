@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
 from moecore.base.fields import shown_name
+from moecore.base.params import clean_name
 from moecore.base.torch_names import StridedShard
 from moecore.io.checkpoint.config_differences import own_config
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.moe.amax_history import GRADIENTS, AmaxHistory
 from moecore.moe.experts import Experts
-from moecore.moe.params import clean_name
 from moecore.parallel.model.parallel_state import attached_in
 from moecore.precision.apply import amax_histories
 from moecore.precision.stored import refuse_stored

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from moecore.base.params import global_indices, runs_of
 from moecore.base.torch_names import local_of
 from moecore.io.checkpoint.directory import publish
 from moecore.io.checkpoint.manifest import (
@@ -52,7 +53,6 @@ from moecore.io.checkpoint.manifest import (
 )
 from moecore.io.checkpoint.meter import Meter
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, ShardWriter, layout_of
-from moecore.moe.params import global_indices, runs_of
 
 Plan = TypeVar("Plan")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moecore.base.torch_names import local_of, version
-from moecore.moe.params import gathered_blocks
+from moecore.moe.param_reader import gathered_blocks
 
 # Words whose products are there at once, 16 bytes each: what a CPU's cache holds, and enough for a
 # GPU to work longer than its launches take.

@@ -24,6 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.failures import share_errors
 from moecore.base.fields import Seed, check_arguments
+from moecore.base.params import (
+    clean_name,
+    global_indices,
+    init_normal_,
+)
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.config_differences import own_config
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
@@ -45,7 +50,6 @@ from moecore.io.hf.target import (
 from moecore.io.hf.upcycled import upcycled_config
 from moecore.io.hf.verify import LAYER, copy_problems
 from moecore.models.decoder import Decoder
-from moecore.moe.params import clean_name, global_indices, init_normal_
 from moecore.moe.routed import RoutedExperts
 from moecore.parallel.model.parallel_state import find_stages
 from moecore.train.rerun import drop_step

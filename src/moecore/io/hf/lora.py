@@ -25,6 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import check_arguments, shown
+from moecore.base.params import (
+    clean_name,
+    global_indices,
+    init_normal_,
+    init_uniform_,
+)
 from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.transformers.lora import adapted, refuse_unmerging
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
@@ -34,7 +40,6 @@ from moecore.io.hf.names import FileView, TensorPiece
 from moecore.io.hf.target import local_part
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
-from moecore.moe.params import clean_name, global_indices, init_normal_, init_uniform_
 from moecore.parallel.model.parallel_state import find_stages
 from moecore.precision.stored import refuse_stored
 from moecore.train.rerun import drop_step

@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Rules, check_arguments
 from moecore.base.options.layer import MoEConfig
-from moecore.moe.params import init_normal_
+from moecore.base.params import init_normal_
 
 ROUTER_STD = 0.02
 UNIFORM_LOGIT_STD = 5e-7  # std of a logit, for tokens of mean square 1: see Note [scale]

@@ -5,7 +5,6 @@ It is torch's symmetric memory: CUDA backend, no multicast.
 
 from __future__ import annotations
 
-import ctypes
 import socket
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,6 @@ from moecore.base.torch_names import symmetric_memory
 from moecore.kernels.common import HAS_TRITON, INTERPRET, meta_is_gpu, num_peers_on_meta
 from moecore.kernels.exchange.buffer import MAX_RANKS, NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout
-
-FABRIC_COMPLETED = 3  # NVML_GPU_FABRIC_STATE_COMPLETED
-
-
-class _FabricInfo(ctypes.Structure):
-    """NVML's nvmlGpuFabricInfo_t."""
-
-    _fields_ = (
-        ("cluster", ctypes.c_ubyte * 16),
-        ("status", ctypes.c_int),
-        ("clique", ctypes.c_uint),
-        ("state", ctypes.c_ubyte),
-    )
 
 
 def make_buffer(
@@ -150,28 +136,3 @@ def host_id() -> str:
     """One name per running kernel: hosts may share a name, containers of one host need not."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
-
-
-def own_fabric() -> str | None:
-    """Return the name of the NVLink domain between hosts of this rank's GPU; None = none."""
-    return fabric_of(str(_properties(torch.cuda.current_device()).uuid))
-
-
-def fabric_of(uuid: str) -> str | None:
-    """Return the name of the NVLink domain between hosts of a GPU; None where there is none."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        read = nvml.nvmlDeviceGetGpuFabricInfo
-    except (OSError, AttributeError):  # no driver, or one that knows no fabric
-        return None
-    if nvml.nvmlInit_v2():
-        return None
-    gpu, info = ctypes.c_void_p(), _FabricInfo()
-    failed = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(gpu))
-    failed = failed or read(gpu, ctypes.byref(info))
-    nvml.nvmlShutdown()
-    cluster = bytes(info.cluster)
-    # Switches inside of a host are a fabric too, whose cluster has no number.
-    if failed or info.state != FABRIC_COMPLETED or info.status or not any(cluster):
-        return None
-    return f"{cluster.hex()}.{info.clique}"

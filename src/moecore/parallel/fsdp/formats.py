@@ -14,7 +14,7 @@ Scales are not gathered: every rank makes all of them. Other recipes quantise a 
 operand: that is two bytes each, as many as a cast gathers.
 
 A quantised parameter has shape and dtype, and takes a gradient, but its memory is one NaN.
-Products read its `Blocks` (`moe.params.gathered_blocks`).
+Products read its `Blocks` (`moe.param_reader.gathered_blocks`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe, Scaling
+from moecore.base.params import GATHERED
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_
 from moecore.kernels.rows.shard_matrices import amax_of_matrices_, cast_part_, num_matrices
 from moecore.kernels.rows.shard_squares import SQUARE, amax_of_squares_, finite_amax_, pack_part_
-from moecore.moe.params import GATHERED
 from moecore.parallel.fsdp.params import UnitParam, copy_all
 from moecore.precision.linear import history_of
 

@@ -19,6 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moecore.base.copies import as_part
+from moecore.base.params import (
+    GATHERED,
+    READS_PLAIN,
+    grad_placements,
+)
 from moecore.base.torch_names import (
     StridedShard,
     call_accumulate_hooks,
@@ -30,7 +35,7 @@ from moecore.base.torch_names import (
     version,
     wrapped_like,
 )
-from moecore.moe.params import GATHERED, READS_PLAIN, gathered_blocks, grad_placements
+from moecore.moe.param_reader import gathered_blocks
 from moecore.parallel.fsdp.plan import FlatSlot
 
 LARGE = 1 << 22  # elements, from which a copy of its own is faster than a part of one for many

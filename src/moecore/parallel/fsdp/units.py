@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.params import clean_name
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer, RoutedLayer
-from moecore.moe.params import clean_name
 from moecore.moe.router import Router
 
 WORDS = {"norm": "norms", "embedding": "embeddings", "attention": "attention", "mlp": "MLP"}

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.params import clean_name
 from moecore.base.torch_names import local_of
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nccl_ep import EPGroups
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.params import clean_name
 from moecore.moe.shortage import Capacity, Holder
 from moecore.moe.state import MoEState
 from moecore.parallel.arguments import SharedArguments

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from moecore.base.copies import copy_modules, on_meta
 from moecore.base.options.fsdp import FSDPOptions, Strategy
 from moecore.base.options.precision import Recipe
+from moecore.base.params import clean_name
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
 from moecore.parallel.fsdp.plan import (
     AxisPlacement,

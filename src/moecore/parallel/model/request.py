@@ -24,12 +24,12 @@ from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe, Role
+from moecore.base.params import clean_name
 from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.fp8_products import why_not_faster
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
 from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.parallel.mesh import Meshes

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moecore.moe.params import ParamReader
+from moecore.moe.param_reader import ParamReader
 from moecore.parallel.fsdp.buffers import Buffer, plan_buffers
 from moecore.parallel.fsdp.engine import UnitEngine
 from moecore.parallel.fsdp.formats import FORMATS, CastFormat, Format

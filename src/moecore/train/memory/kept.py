@@ -25,7 +25,7 @@ from moecore.kernels.common import cdiv, meta_as
 from moecore.moe.balance import BalanceGroups, LoadTracker
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.params import ParamReader
+from moecore.moe.param_reader import ParamReader
 from moecore.train.memory.apply import apply_memory
 from moecore.train.memory.on_meta import META, OnMeta
 from moecore.train.memory.parts import find_parts

@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from moecore.base.options.memory import Recomputed
+from moecore.base.params import clean_name
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
-from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
 from moecore.precision.apply import ATTENTION, MLP, ROUTED, SHARED
 

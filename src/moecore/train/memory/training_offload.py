@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from moecore.base.fields import check_arguments
 from moecore.base.torch_names import own_local, storage_key, tree_leaves
-from moecore.moe.params import gathered_blocks
+from moecore.moe.param_reader import gathered_blocks
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.model.parallel_state import attached_in, engines_of, free_units, progress_of
 from moecore.train.graphs.regions import drop_graphs

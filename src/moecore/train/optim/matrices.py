@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments
+from moecore.base.params import clean_name, global_indices
 from moecore.models.backbone import Embedding
 from moecore.moe.experts import Experts
-from moecore.moe.params import clean_name, global_indices
 from moecore.moe.router import Router
 from moecore.moe.shared import Latent, SharedExpert
 

@@ -28,13 +28,13 @@ from torch.distributed.tensor import DTensor
 
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import Positive, check_arguments
+from moecore.base.params import clean_name, global_indices
 from moecore.base.regions import once
 from moecore.base.torch_names import local_of
 from moecore.kernels.ops import Op
 from moecore.kernels.zigzag import documents_of
 from moecore.models.layers import Attention
 from moecore.models.mla import LatentAttention
-from moecore.moe.params import clean_name, global_indices
 from moecore.parallel.model.parallel_state import find_stages, request_of
 
 BLOCK_NUMEL = 1 << 26  # logits that exist at once

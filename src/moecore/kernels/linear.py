@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from moecore.base.params import local_param
 from moecore.base.regions import as_product
 from moecore.base.torch_names import autocast_dtype, is_plain_eager
 from moecore.kernels.experts.contract import GradSink, GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
-from moecore.moe.params import local_param
 
 Gradients = tuple[Tensor | None, tuple[Any, ...] | None, Tensor | None]
 

@@ -1,0 +1,45 @@
+"""NVLink domains between hosts (fabrics), by NVML."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+FABRIC_COMPLETED = 3  # NVML_GPU_FABRIC_STATE_COMPLETED
+
+
+class _FabricInfo(ctypes.Structure):
+    """NVML's nvmlGpuFabricInfo_t."""
+
+    _fields_ = (
+        ("cluster", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_int),
+        ("clique", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+    )
+
+
+def own_fabric() -> str | None:
+    """Return the name of the NVLink domain between hosts of this rank's GPU; None = none."""
+    return fabric_of(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+
+
+def fabric_of(uuid: str) -> str | None:
+    """Return the name of the NVLink domain between hosts of a GPU; None where there is none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        read = nvml.nvmlDeviceGetGpuFabricInfo
+    except (OSError, AttributeError):  # no driver, or one that knows no fabric
+        return None
+    if nvml.nvmlInit_v2():
+        return None
+    gpu, info = ctypes.c_void_p(), _FabricInfo()
+    failed = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(gpu))
+    failed = failed or read(gpu, ctypes.byref(info))
+    nvml.nvmlShutdown()
+    cluster = bytes(info.cluster)
+    # Switches inside of a host are a fabric too, whose cluster has no number.
+    if failed or info.state != FABRIC_COMPLETED or info.status or not any(cluster):
+        return None
+    return f"{cluster.hex()}.{info.clique}"
