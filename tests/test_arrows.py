@@ -1,12 +1,14 @@
-"""Imports point down: which rooms of src may import which, and that no two import each other."""
+"""Imports point down: between packages of src, inside of packages, and between files."""
 
 from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
+import pytest
 from torch import nn
 
 import moecore
@@ -21,6 +23,8 @@ ROOMS = (
     *("parallel", "models", "train", "families", "parallelize", "io", "rl"),
     *("planning", "integrations", "cli", "__main__"),
 )
+# The packages and files of `parallel`, likewise.
+PARALLEL = ("mesh contents", "arguments doctor", "fsdp", "pipeline", "model")
 FILES = {
     ".".join(("moecore", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(
         ".__init__"
@@ -28,9 +32,15 @@ FILES = {
     for path in sorted(SRC.rglob("*.py"))
 }
 
+PACKAGES = [name for name, path in FILES.items() if path.name == "__init__.py"]
 
+
+@cache
 def arrows() -> set[tuple[str, str]]:
-    """Return importer and imported of all of src, by module; imports inside of functions count."""
+    """Return importer and imported of all of src, by module.
+
+    Imports inside of functions and for types alone count.
+    """
     found = set()
     for importer, path in FILES.items():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -46,11 +56,30 @@ def arrows() -> set[tuple[str, str]]:
     return found
 
 
-def place(module: str, level: int) -> str:
-    """Return the package of a module: a room, or at level 2 the package inside of it."""
-    parts = module.split(".")[1:]
-    inside = len(parts) - (FILES[module].name != "__init__.py")
-    return ".".join(parts[: max(1, min(level, inside))])
+def entry(module: str, package: str) -> str:
+    """Return the file or package directly in `package` that a module belongs to."""
+    return module.removeprefix(f"{package}.").partition(".")[0]
+
+
+def cycles(edges: set[tuple[str, str]]) -> list[str]:
+    """Return the nodes that reach themselves: those left when nodes without imports are removed."""
+    while True:
+        importers = {a for a, _ in edges}
+        kept = {(a, b) for a, b in edges if b in importers}
+        if len(kept) == len(edges):
+            return sorted(importers & {b for _, b in edges})
+        edges = kept
+
+
+def closure(module: str) -> set[str]:
+    """Return all modules that an import of `module` brings in, itself included."""
+    edges, reached, pending = arrows(), set[str](), [module]
+    while pending:
+        node = pending.pop()
+        if node not in reached:
+            reached.add(node)
+            pending += [b for a, b in edges if a == node]
+    return reached
 
 
 def test_rooms_are_those_of_the_table() -> None:
@@ -64,20 +93,42 @@ def test_imports_point_down() -> None:
         (importer, imported)
         for importer, imported in arrows()
         if importer != "moecore"
-        and (imported == "moecore" or floors[place(imported, 1)] > floors[place(importer, 1)])
+        and (
+            imported == "moecore"
+            or floors[entry(imported, "moecore")] > floors[entry(importer, "moecore")]
+        )
     ]
     assert upward == []
 
 
-def test_no_packages_import_each_other() -> None:
-    for level in (1, 2):
-        pairs = {(place(a, level), place(b, level)) for a, b in arrows() if a != "moecore"}
-        apart = {
-            (a, b)
-            for a, b in pairs
-            if a != b and not f"{a}.".startswith(f"{b}.") and not f"{b}.".startswith(f"{a}.")
-        }
-        assert [(a, b) for a, b in apart if a < b and (b, a) in apart] == []
+def test_no_file_imports_itself_over_others() -> None:
+    assert cycles({("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")}) == ["b", "c"]
+    assert cycles(arrows()) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_entries_of_a_package_have_an_order(package: str) -> None:
+    """Its files and packages can be stacked so that each one imports those below it alone."""
+    inside = {
+        (entry(a, package), entry(b, package))
+        for a, b in arrows()
+        if a.startswith(f"{package}.") and b.startswith(f"{package}.")
+    }
+    assert cycles({(a, b) for a, b in inside if a != b}) == []
+
+
+def test_floors_of_parallel() -> None:
+    floors = {name: floor for floor, names in enumerate(PARALLEL) for name in names.split()}
+    inside = [
+        (entry(a, "moecore.parallel"), entry(b, "moecore.parallel"))
+        for a, b in arrows()
+        if a.startswith("moecore.parallel.") and b.startswith("moecore.parallel.")
+    ]
+    assert [(a, b) for a, b in inside if floors[b] > floors[a]] == []
+
+
+def test_the_sharding_engine_needs_few_files() -> None:
+    assert len(closure("moecore.parallel.fsdp.engine")) < 60
 
 
 def test_parallelize_is_a_list_of_phases() -> None:

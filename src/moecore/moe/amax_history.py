@@ -24,7 +24,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.base.streams import wait_on_host
 from moecore.base.torch_names import foreach_copy_
@@ -184,3 +184,9 @@ def _learn_together(histories: Sequence[AmaxHistory]) -> None:
     for history in unasked:
         history._answer = answer
         history.learn()
+
+
+def history_of(module: nn.Module) -> AmaxHistory | None:
+    """Return the history of a linear's weight, from which delayed scaling has its scale."""
+    history: AmaxHistory | None = getattr(getattr(module, "products", None), "history", None)
+    return history

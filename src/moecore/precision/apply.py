@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from moecore.base.options.precision import Precision, Recipe, Role, never_quantised
 from moecore.base.params import clean_name
 from moecore.kernels.linear import PlainProducts
-from moecore.moe.amax_history import AmaxHistory, advance_together
+from moecore.moe.amax_history import AmaxHistory, advance_together, history_of
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
 from moecore.precision.emulated import EmulatedLinearProducts
-from moecore.precision.linear import Fp8Products, InputCast, history_of, why_not
+from moecore.precision.linear import Fp8Products, InputCast, why_not
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear, set_products
 from moecore.precision.te import TELinearProducts
 

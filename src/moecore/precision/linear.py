@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -133,12 +133,6 @@ def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Blocks:
     both = cast(weight_NK, kind, power_of_two=power_of_two, rows=False, amax=amax)
     assert both.columns is not None
     return both.columns
-
-
-def history_of(module: nn.Module) -> AmaxHistory | None:
-    """Return the history of a linear's weight, from which delayed scaling has its scale."""
-    products = getattr(module, "products", None)
-    return products.history if isinstance(products, Fp8Products) else None
 
 
 class InputCast:

@@ -34,7 +34,7 @@ the unit is left. W reads no weight, so D reshards a unit as any backward does.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -65,11 +65,18 @@ BORDER = "_moecore_border"
 class UnitEngine:
     """Runs the units of a model, in the order of forward but with the root's unit last.
 
-    `joins` = some ranks may skip modules that others run.
+    Args:
+        exchanges: the experts of each MoE layer whose tokens are dispatched to other ranks, for
+            models of which some ranks may skip modules that others run; None = no rank does.
     """
 
     def __init__(
-        self, root: nn.Module, units: Sequence[Unit], streams: UnitStreams, *, joins: bool
+        self,
+        root: nn.Module,
+        units: Sequence[Unit],
+        streams: UnitStreams,
+        *,
+        exchanges: Mapping[nn.Module, nn.Module] | None,
     ) -> None:
         self.units, self._root, self._streams = tuple(units), root, streams
         # In a pair the forward uses `_depth`, `_outer`, and units' `runs[False]`. The backward uses
@@ -86,9 +93,15 @@ class UnitEngine:
         self._step = 0  # number of steps that have ended or were dropped
         self._active: list[ForwardRun] = []  # runs whose backward has begun
         self._skipped: SkippedModules | None = None
-        if joins:
+        if exchanges is not None:
             self._skipped = SkippedModules(
-                root, units, self._active, use=self._use, settle=self._settle, finish=self._finish
+                root,
+                units,
+                self._active,
+                exchanges=exchanges,
+                use=self._use,
+                settle=self._settle,
+                finish=self._finish,
             )
         self._in_backward = False  # stays True after a backward that failed
         self._left: list[WeightGradients] = []  # deferred products, in the order of their D's

@@ -36,8 +36,8 @@ from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_
 from moecore.kernels.rows.shard_matrices import amax_of_matrices_, cast_part_, num_matrices
 from moecore.kernels.rows.shard_squares import SQUARE, amax_of_squares_, finite_amax_, pack_part_
+from moecore.moe.amax_history import history_of
 from moecore.parallel.fsdp.params import UnitParam, copy_all
-from moecore.precision.linear import history_of
 
 
 class Format(Protocol):

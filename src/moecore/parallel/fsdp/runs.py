@@ -10,8 +10,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moecore.base.torch_names import tree_map_only
-from moecore.moe.layer import RoutedLayer
 from moecore.parallel.fsdp.unit import Unit
+
+
+class ExchangeLayer(Protocol):
+    """An MoE layer whose tokens are dispatched to experts on other ranks."""
+
+    config: Any
+    dispatcher: Any
+
+    def run_empty(self, x_0D: Tensor) -> Tensor:
+        """Run the layer with no tokens of this rank."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield the layer and the modules in it."""
 
 
 class Place:
@@ -21,7 +33,7 @@ class Place:
 
     def __init__(self, module: nn.Module, units: list[Unit], around: Place | None) -> None:
         self.module, self.units, self.around = module, units, around
-        self.layer: RoutedLayer | None = None  # whose experts these are, if its tokens travel
+        self.layer: ExchangeLayer | None = None  # whose experts these are
         self.is_cut = False  # whether its backward can be run apart from that of what is around it
         self.number = 0  # among the places of the module around it
         self.children: list[Place] = []

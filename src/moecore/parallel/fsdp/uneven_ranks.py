@@ -28,18 +28,16 @@ nothing in forward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from moecore.base.torch_names import is_recomputing
-from moecore.moe.dispatch.local import LocalDispatcher
-from moecore.moe.layer import RoutedLayer
-from moecore.parallel.fsdp.runs import EmptyRun, ForwardRun, Output, Place, Visit
+from moecore.parallel.fsdp.runs import EmptyRun, ExchangeLayer, ForwardRun, Output, Place, Visit
 from moecore.parallel.fsdp.unit import Unit
 
 
@@ -52,6 +50,7 @@ class SkippedModules:
         units: Sequence[Unit],
         active: Sequence[ForwardRun],
         *,
+        exchanges: Mapping[nn.Module, nn.Module],
         use: Callable[[Unit, Sequence[Unit]], None],
         settle: Callable[[Unit, int], None],
         finish: Callable[[ForwardRun], None],
@@ -68,7 +67,7 @@ class SkippedModules:
         top = Place(root, of_module[root], None)
         self._root = root
         self._places = {module: Place(module, found, None) for module, found in of_module.items()}
-        _find_children(top, root, of_module, {root})
+        _find_children(top, root, of_module, exchanges, {root})
         self._places |= {place.module: place for place in top.walk()}
         for place in top.walk():
             if place.around is not None and place.layer in (None, place.module):
@@ -226,7 +225,7 @@ class SkippedModules:
             return True
         return visit.is_skipped and self._follows_trained(visit.place.module)
 
-    def _follows_trained(self, module: nn.Module) -> bool:
+    def _follows_trained(self, module: object) -> bool:
         """Whether a module's inputs need gradients: one that runs before it is trained."""
         before = takewhile(lambda other: other is not module, self._root.modules())
         return any(p.requires_grad for m in before for p in m.parameters(recurse=False))
@@ -267,7 +266,7 @@ class SkippedModules:
             unit.gradients.is_expected = True
             self._settle(unit, visit.forward)
 
-    def _run_empty(self, layer: RoutedLayer, experts: Unit) -> EmptyRun:
+    def _run_empty(self, layer: ExchangeLayer, experts: Unit) -> EmptyRun:
         """Run a layer with no tokens, whose gradients go where those of other ranks go."""
         needs_grad = self._follows_trained(layer)
         shape = 0, layer.config.dim
@@ -345,7 +344,11 @@ def _units_of(place: Place) -> list[Unit]:
 
 
 def _find_children(
-    place: Place, module: nn.Module, of_module: dict[nn.Module, list[Unit]], seen: set[nn.Module]
+    place: Place,
+    module: nn.Module,
+    of_module: Mapping[nn.Module, list[Unit]],
+    exchanges: Mapping[nn.Module, nn.Module],
+    seen: set[nn.Module],
 ) -> None:
     """Give a place the hooked modules in `module` that are in no other hooked module."""
     for child in module.children():
@@ -353,11 +356,11 @@ def _find_children(
             continue
         seen.add(child)
         inner = Place(child, of_module[child], place) if child in of_module else place
-        if isinstance(child, RoutedLayer) and not isinstance(child.dispatcher, LocalDispatcher):
-            experts = child.part("experts")
+        experts = exchanges.get(child)
+        if experts is not None:
             if experts is not child:
                 inner = Place(experts, of_module[experts], inner)
-            inner.layer = child
+            inner.layer = cast(ExchangeLayer, child)
             seen.update(child.modules())
         else:
-            _find_children(inner, child, of_module, seen)
+            _find_children(inner, child, of_module, exchanges, seen)

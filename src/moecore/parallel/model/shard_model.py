@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from moecore.moe.dispatch.local import LocalDispatcher
+from moecore.moe.layer import RoutedLayer
 from moecore.moe.param_reader import ParamReader
 from moecore.parallel.fsdp.buffers import Buffer, plan_buffers
 from moecore.parallel.fsdp.engine import UnitEngine
@@ -51,8 +53,15 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
             unit.ahead_in_backward = [u for n in planned.backward_prefetch for u in made[n]]
     _share_buffers(plan, made, streams)
     root, *others = [unit for planned in plan.units for unit in made[planned.name]]
-    joins = meshes.parallel.pp == 1  # a stage's forward runs a part of the modules
-    engine = UnitEngine(model, [*others, root], streams, joins=joins)
+    exchanges = None
+    if meshes.parallel.pp == 1:  # otherwise a stage's forward runs a part of the modules
+        layers = [layer for layer in model.modules() if isinstance(layer, RoutedLayer)]
+        exchanges = {
+            layer: layer.part("experts")
+            for layer in layers
+            if not isinstance(layer.dispatcher, LocalDispatcher)
+        }
+    engine = UnitEngine(model, [*others, root], streams, exchanges=exchanges)
     _move_buffers(model, meshes.device_type)
     return engine
 
