@@ -53,7 +53,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
             unit.ahead_in_backward = [u for n in planned.backward_prefetch for u in made[n]]
     _share_buffers(plan, made, streams)
     root, *others = [unit for planned in plan.units for unit in made[planned.name]]
-    exchanges = None
+    exchanges: dict[nn.Module, nn.Module] | None = None
     if meshes.parallel.pp == 1:  # otherwise a stage's forward runs a part of the modules
         layers = [layer for layer in model.modules() if isinstance(layer, RoutedLayer)]
         exchanges = {
