@@ -27,7 +27,7 @@ from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.memory import MemoryOptions
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.moe.experts import Experts
-from moecore.parallel.fsdp.engine import free_units
+from moecore.parallel.fsdp.engine import reshard_units
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.train.graphs.regions import compile_blocks, compiled_modules
 from moecore.train.memory.apply import apply_memory
@@ -162,7 +162,7 @@ def kept_per_token(model: Decoder, tokens_BT: Tensor) -> float:
     found: list[int] = []
     hook = model.lm_head.register_forward_pre_hook(lambda *_: found.append(allocated()))
     for num in (len(tokens_BT) // 2, len(tokens_BT)):
-        free_units(model)  # no backward has
+        reshard_units(model)  # no backward has
         before = allocated()
         model(tokens_BT[:num], tokens_BT[:num])
         found[-1] -= before

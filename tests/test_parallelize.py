@@ -33,7 +33,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.models import Decoder, num_params, preset
 from moecore.moe.experts import Experts
 from moecore.parallel.fsdp.units import find_blocks
-from moecore.parallel.model.parallel_state import attached, moe_state
+from moecore.parallel.model.parallel_state import moe_state, parallel_state
 from tests.parallel.fsdp.units import is_unit
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
@@ -68,7 +68,7 @@ def parallelize(model: nn.Module, meshes: Any, **options: Any) -> nn.Module:
     except (ValueError, NotImplementedError) as error:
         assert (type(planned), str(planned)) == (type(error), str(error))
         raise
-    assert attached(model).plan == planned
+    assert parallel_state(model).plan == planned
     return model
 
 

@@ -1,7 +1,7 @@
 """parallelize_moe: collect the request, check it, compare ranks, make the plan, apply the plan.
 
-The one place that knows every room. Each phase adds to one record, `Attached`; a capability is one
-phase more, placed by what it needs of the others.
+The only file that imports every package. Each phase adds to one record, `ParallelState`. A new
+capability is one more phase, placed after the phases whose results it reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.checks import check_layers, check_request
 from moecore.parallel.model.family import ADAPTER_FIX, Adapter
 from moecore.parallel.model.module_protocols import act_as_modules
-from moecore.parallel.model.parallel_state import ATTACHED, Attached
+from moecore.parallel.model.parallel_state import PARALLEL_STATE, ParallelState
 from moecore.parallel.model.parameter_guards import mark_replaced
 from moecore.parallel.model.phases import (
     apply_balance,
@@ -134,9 +134,9 @@ def parallelize_moe(
     with known_to_others("parallelize_moe()"):
         for phase in PHASES:
             phase(root, found)
-    setattr(root, ATTACHED, found)
+    setattr(root, PARALLEL_STATE, found)
     drops_cache = bool(compile_dense or request.memory.parts or request.memory.offload)
-    request.family.attached(root, wrapper=model, drops_cache=drops_cache)
+    request.family.parallel_state(root, wrapper=model, drops_cache=drops_cache)
     mark_replaced(before)
     act_as_modules(model)
     return model
@@ -199,7 +199,7 @@ def _swap_blocks(
 
 def _plan(
     model: nn.Module, layers: Mapping[str, RoutedLayer], fp32: frozenset[str], request: Request
-) -> Attached:
+) -> ParallelState:
     """Remove the stages of other ranks from a model in place; return what phases begin with."""
     dtype = next(model.parameters()).dtype
     layout, stages = cut_stages(model, request)
@@ -211,41 +211,41 @@ def _plan(
     if not plan.is_in_fp8 and not may_be_wide:
         warnings.warn("precision is not used: the model has none of its roles", stacklevel=3)
     known: dict[str, Any] = dict(plan=plan, layers=layers, dtype=dtype)
-    return Attached(request=request, layout=layout, stages=stages, **known)
+    return ParallelState(request=request, layout=layout, stages=stages, **known)
 
 
-def _cut(model: nn.Module, found: Attached) -> None:
+def _cut(model: nn.Module, found: ParallelState) -> None:
     cut_model(model, found.layers, found.request)
 
 
-def _quantise(model: nn.Module, found: Attached) -> None:
+def _quantise(model: nn.Module, found: ParallelState) -> None:
     if found.request.precision is not None:
         apply_precision(model, found.request.precision)
 
 
-def _train_indexers(model: nn.Module, found: Attached) -> None:
+def _train_indexers(model: nn.Module, found: ParallelState) -> None:
     if found.request.indexer is not None:
         found.request.family.train_indexers(model, found.request.indexer)
 
 
-def _defer(model: nn.Module, found: Attached) -> None:
+def _defer(model: nn.Module, found: ParallelState) -> None:
     pipeline = found.request.pipeline
     if found.layout is not None and pipeline is not None and pipeline.defers:
         defer_linears(model)
 
 
-def _shard(model: nn.Module, found: Attached) -> None:
+def _shard(model: nn.Module, found: ParallelState) -> None:
     found.engine = shard_model(model, found.plan, found.request.meshes)
 
 
-def _fuse_loss(model: nn.Module, found: Attached) -> None:
+def _fuse_loss(model: nn.Module, found: ParallelState) -> None:
     precision = found.request.precision
     if found.request.memory.fused_loss:
         recipe = precision.recipe if precision is not None and precision.fp8_head else None
         found.request.family.fuse_loss(model, recipe)
 
 
-PHASES: tuple[Callable[[nn.Module, Attached], None], ...] = (
+PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     resolve_dispatcher,  # the plan is whole from here on
     _cut,  # what a rank owns of experts and over tp: layers and units read these shapes
     apply_context,  # before balance, which counts over its groups

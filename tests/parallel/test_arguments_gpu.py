@@ -66,7 +66,7 @@ def differing(rank: int, device: torch.device) -> list[Any]:
 
 def comparing(rank: int, device: torch.device) -> None:
     model, _ = make(device)
-    arguments = model._moecore_attached.arguments
+    arguments = model._moecore_parallel_state.arguments
     for _ in range(4):  # the first has a wait, and later ones allocate
         arguments.check(inputs(device), None)
     given = inputs(device)

@@ -33,7 +33,7 @@ from moecore import (
 from moecore.base.streams import ToHost
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.shortage import Capacity, Holder, Shortage
-from moecore.parallel.model.parallel_state import attached, capacity_of
+from moecore.parallel.model.parallel_state import capacity_of, parallel_state
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward, rerun
 from tests.helpers.ranks import run_ranks
@@ -244,7 +244,7 @@ def defaults() -> list[Any]:
         with step.micro_batch():
             (looped(**batch) / 2).backward()
     step.finish()
-    pool = attached(looped).exchanges  # type: ignore[union-attr]
+    pool = parallel_state(looped).exchanges  # type: ignore[union-attr]
     everyone: list[Any] = [None] * WORLD
     is_right = len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
     dist.all_gather_object(everyone, (is_right, holder.factor, len(pool.entries)))

@@ -32,7 +32,7 @@ from moecore.base.torch_names import local_of
 from moecore.io.checkpoint.in_memory import load_rank_state, rank_state
 from moecore.io.checkpoint.snapshot import Schedulers
 from moecore.io.checkpoint.state import Optimizers
-from moecore.parallel.model.parallel_state import attached_in
+from moecore.parallel.model.parallel_state import parallel_states
 from moecore.train.step import TrainStep
 from moecore.train.step_result import StepResult
 
@@ -108,7 +108,7 @@ class Replicas:
         arguments = locals()
         with share_errors():
             check_arguments(Replicas.__init__, arguments)
-            self._records = attached_in(model)
+            self._records = parallel_states(model)
             request = self._records[0].request
             if request.loss != "mean":
                 raise ValueError(

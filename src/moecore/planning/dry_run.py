@@ -29,7 +29,7 @@ from moecore.base.streams import dry_streams
 from moecore.base.torch_names import local_of
 from moecore.kernels.common import launches_on_meta
 from moecore.models.tp_products import workspace_bytes
-from moecore.parallel.model.parallel_state import attached
+from moecore.parallel.model.parallel_state import parallel_state
 from moecore.planning.model import ModuleParts
 from moecore.planning.record import END, SLICES, Queued, Start, Work, WorkRecorder
 from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
@@ -138,7 +138,7 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
                 recorder.begin("B", END)
                 step.finish()
                 recorder.end()
-        record = attached(model)
+        record = parallel_state(model)
         assert record is not None
         exchanges, stash = record.exchanges, record.stash
         moved = sum(_moved(optimizer, param) for param in model.parameters())

@@ -36,7 +36,7 @@ from moecore.parallel.fsdp.plan import AxisPlacement, Coordinate, LayerPlan, Par
 from moecore.parallel.fsdp.size import rank_bytes
 from moecore.parallel.fsdp.units import find_blocks, kinds
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
-from moecore.parallel.model.parallel_state import attached
+from moecore.parallel.model.parallel_state import parallel_state
 from moecore.parallel.model.plan import dtype_name
 from moecore.parallel.model.request import Request
 from moecore.precision.apply import fp8_linears
@@ -74,7 +74,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
                 f"batch ({batch}) must be None for a plan, which has no forward: explain the model"
             )
         return "\n".join([*_lines(model, None, _degrees(model), []), _buffers(model)])
-    found = attached(model)
+    found = parallel_state(model)
     if found is not None:
         model = found.request.family.unwrapped(model)
     how, request = how_computed(model), None if found is None else found.request
@@ -87,7 +87,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
 
 def plan_now(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     """Return a model's plan with its parameters as they are now, and this rank's coordinate."""
-    found, modules = attached(model), {clean_name(n): m for n, m in model.named_modules()}
+    found, modules = parallel_state(model), {clean_name(n): m for n, m in model.named_modules()}
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
     kind_of, here = kinds(model, layers), dict[str, int]()
     experts = {p for layer in layers.values() for p in layer.part("experts").parameters()}
@@ -270,7 +270,7 @@ def _units(plan: ShardPlan) -> str:
     units = [unit for unit in plan.units if unit.role != "root"]
     number = Counter(UNITS[unit.role] for unit in units)
     shown = ", ".join(f"{number[what]} of {what}" for what in UNITS.values() if number[what])
-    resharded = dict.fromkeys(UNITS[unit.role] for unit in units if not unit.stays)
+    resharded = dict.fromkeys(UNITS[unit.role] for unit in units if not unit.is_resident)
     names = [what for what in UNITS.values() if what in resharded]
     after = f"{' and '.join(names)} resharded after forward" if names else "all resident"
     return f"units: {len(units) + 1}: {shown or 'none'}, the root; {after}"
@@ -314,7 +314,7 @@ How = dict[str, Any]  # arguments of `kept_bytes`
 
 def how_computed(model: nn.Module) -> How:
     """Return where and in which dtypes a model computes; one on meta without meshes on a GPU."""
-    found = attached(model)
+    found = parallel_state(model)
     if found is None:
         device_type = next((p.device.type for p in model.parameters()), "meta")
         return dict(device_type="cuda" if device_type == "meta" else device_type)
@@ -357,7 +357,12 @@ def layer_line(layer: RoutedLayer, how: How) -> str:
 def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
     """Return what blocks save of a batch, those that are alike in one row, and the sums."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64)
-    blocks, how, options, found = find_blocks(model), how_computed(model), None, attached(model)
+    blocks, how, options, found = (
+        find_blocks(model),
+        how_computed(model),
+        None,
+        parallel_state(model),
+    )
     if found is not None:
         options = found.request.memory
         if found.request.compile_dense:

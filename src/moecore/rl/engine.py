@@ -26,7 +26,7 @@ from moecore.base.failures import known_to_others, share_errors
 from moecore.base.fields import Count, check_arguments, shown
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.fsdp.progress import check_grad_mode
-from moecore.parallel.model.parallel_state import attached
+from moecore.parallel.model.parallel_state import parallel_state
 from moecore.rl.agree import Totals, agree, sum_of_data_ranks
 from moecore.rl.invariance import check_invariant, invariant
 from moecore.rl.micro_batches import (
@@ -120,7 +120,7 @@ class Engine:
         arguments = locals()
         with share_errors():
             check_arguments(Engine.__init__, arguments)
-            found = attached(model)
+            found = parallel_state(model)
             if found is None:
                 raise ValueError(
                     f"model ({type(model).__name__}) must be parallelized: call parallelize_moe "
@@ -137,7 +137,7 @@ class Engine:
                 )
             self._is_invariant = batch_invariant
             for one in (model, reference) if batch_invariant else ():
-                if one is not None and (of := attached(one)) is not None:
+                if one is not None and (of := parallel_state(one)) is not None:
                     check_invariant(one, of)
             self.model, self.step = model, step
             self._request, self._pipeline = found.request, found.pipeline
@@ -280,7 +280,7 @@ class Engine:
 
     def _computing(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a model computes as the engine was asked to."""
-        found = attached(model)
+        found = parallel_state(model)
         if found is None or not self._is_invariant:
             return nullcontext()
         return invariant(found.layers, self._meshes.device.type)
@@ -381,7 +381,7 @@ class Engine:
 
 
 def _vocab_size_of(model: nn.Module) -> int | None:
-    found = attached(model)
+    found = parallel_state(model)
     return None if found is None else found.request.family.vocab_size(model)
 
 

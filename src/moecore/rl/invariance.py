@@ -19,7 +19,7 @@ from moecore.kernels.invariant import batch_invariant
 from moecore.moe.dispatch.by_choice import ByChoice
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.layer import RoutedLayer
-from moecore.parallel.model.parallel_state import Attached
+from moecore.parallel.model.parallel_state import ParallelState
 
 SAME_ORDER = 2  # choices: their sum is the same in either order
 
@@ -37,7 +37,7 @@ def invariant(layers: Mapping[str, RoutedLayer], device_type: str) -> Iterator[N
         yield
 
 
-def check_invariant(model: nn.Module, found: Attached) -> None:
+def check_invariant(model: nn.Module, found: ParallelState) -> None:
     """Raise a ValueError for a model whose sums depend on other tokens or on where they are.
 
     The same on every rank; no collective.
@@ -46,7 +46,7 @@ def check_invariant(model: nn.Module, found: Attached) -> None:
         raise ValueError(f"{name} ({value}) must {fix} for an Engine with batch_invariant=True")
 
 
-def _obstacles(model: nn.Module, found: Attached) -> Iterator[tuple[str, Any, str]]:
+def _obstacles(model: nn.Module, found: ParallelState) -> Iterator[tuple[str, Any, str]]:
     """Yield what keeps a model from it: a name, its value, and what must be."""
     request, degrees = found.request, found.request.meshes.parallel
     for axis in ("tp", "cp", "etp"):

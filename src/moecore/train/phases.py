@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from moecore.parallel.model.parallel_state import Attached
+from moecore.parallel.model.parallel_state import ParallelState
 from moecore.parallel.model.phases import chunks_of
 from moecore.train.graphs.regions import compile_blocks, compiled_modules, graph_blocks
 from moecore.train.memory.apply import apply_memory, apply_stash
 from moecore.train.memory.compiled import inductor_options
 
 
-def compile_dense(model: nn.Module, found: Attached) -> None:
+def compile_dense(model: nn.Module, found: ParallelState) -> None:
     """Compile the code between two MoE layers, if it was asked for."""
     if not found.request.compile_dense:
         return
@@ -20,7 +20,7 @@ def compile_dense(model: nn.Module, found: Attached) -> None:
     found.compiled = {module for block in blocks for module in compiled_modules(block)}
 
 
-def save_less(model: nn.Module, found: Attached) -> None:
+def save_less(model: nn.Module, found: ParallelState) -> None:
     """Recompute, offload and store in pages what the memory options name."""
     blocks, request = found.blocks(model), found.request
     how = request.memory, request.meshes.device
@@ -29,7 +29,7 @@ def save_less(model: nn.Module, found: Attached) -> None:
     found.stash = apply_stash(blocks, *how, compiled=found.compiled)
 
 
-def graph_dense(model: nn.Module, found: Attached) -> None:
+def graph_dense(model: nn.Module, found: ParallelState) -> None:
     """Make CUDA graphs of parts of each block, if they were asked for."""
     if not found.request.graph_dense:
         return

@@ -22,7 +22,7 @@ from moecore.moe.layer import RoutedLayer
 from moecore.moe.pairs import generators, set_generators
 from moecore.moe.records import ChoiceTape
 from moecore.moe.shortage import Capacity, Holder, Watch, larger, this_rank
-from moecore.parallel.model.parallel_state import attached_in, engines_of
+from moecore.parallel.model.parallel_state import engines_of, parallel_states
 from moecore.precision.apply import drop_amax
 
 logger = logging.getLogger("moecore.train.rerun")
@@ -139,7 +139,7 @@ def drop_step(model: nn.Module) -> None:
     """Drop the micro-batches since the last optimizer step, as `TrainStep.drop` describes."""
     for engine in engines_of(model):
         engine.drop_step()
-    for found in attached_in(model):
+    for found in parallel_states(model):
         if found.arguments is not None:
             found.arguments.drop_step()
     drop_amax(model)

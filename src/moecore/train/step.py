@@ -26,9 +26,9 @@ from moecore.moe.state import NumMicroBatches
 from moecore.parallel.fsdp.progress import Progress, check_grad_mode, check_trains
 from moecore.parallel.model.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.parallel.model.parallel_state import (
-    attached_in,
     capacity_of,
     moe_state,
+    parallel_states,
     rows_differ,
     sum_copies,
 )
@@ -97,7 +97,7 @@ class TrainStep:
             models, self.optimizers = check_parts(model, optimizer, loss_scale)
         self._max_norm = math.inf if max_norm is None else max_norm
         self._states = [moe_state(one) for one in models]
-        records = [record for one in models for record in attached_in(one)]
+        records = [record for one in models for record in parallel_states(one)]
         self._pipeline = records[0].pipeline if len(models) == 1 else None
         self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
         request = self._request = records[0].request
@@ -225,7 +225,9 @@ class TrainStep:
         progress = self._progress
         progress.is_last = progress.done + 1 == self.num_micro_batches
         for engine in self._engines:
-            engine.start_micro_batches(to_come=to_come, in_parts=number < to_come < math.inf)
+            engine.start_micro_batches(
+                pending_forwards=to_come, in_parts=number < to_come < math.inf
+            )
         for state in self._states:
             state.start_micro_batch(is_last=progress.is_last, in_flight=number > 1)
         progress.is_open = progress.has_failed = True

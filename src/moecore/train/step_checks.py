@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moecore.base.agreement import check_same, optimizer_entries, trained_entries
-from moecore.parallel.model.parallel_state import attached_in, moe_state
+from moecore.parallel.model.parallel_state import moe_state, parallel_states
 from moecore.parallel.model.parameter_guards import refuse_earlier, refuse_on_meta
 from moecore.parallel.model.request import Request
 from moecore.train.loss_scale import DynamicLossScale, check_loss_scale
@@ -26,7 +26,7 @@ def check_parts(
         raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")
     for one in models:
         moe_state(one)
-        attached_in(one)
+        parallel_states(one)
     optimizers = list(([optimizer] if isinstance(optimizer, Optimizer) else optimizer) or ())
     if optimizer is not None and not optimizers:
         raise ValueError("optimizer ([]) must be one, several or None: leave it out")

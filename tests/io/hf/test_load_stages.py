@@ -16,7 +16,7 @@ from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.export import export_hf
 from moecore.io.hf.load import load_hf
 from moecore.models import Decoder
-from moecore.parallel.model.parallel_state import ATTACHED
+from moecore.parallel.model.parallel_state import PARALLEL_STATE
 from moecore.parallel.pipeline.stage_replicas import make_all_stages
 from tests.families.transformers.hf_models import transformers
 from tests.helpers.ranks import run_ranks
@@ -42,7 +42,7 @@ def stage_of(kind: str, path: Path, rank: int, *, lost: int | None = None) -> nn
     parallelize_moe(model, meshes, pipeline=stages)
     if lost is not None:
         model.model.layers[lost] = nn.Identity()
-        setattr(model, ATTACHED, SimpleNamespace(all_stages=make_all_stages(model, meshes)))
+        setattr(model, PARALLEL_STATE, SimpleNamespace(all_stages=make_all_stages(model, meshes)))
     return model.to_empty(device="cpu")
 
 

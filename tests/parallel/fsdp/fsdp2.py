@@ -46,13 +46,13 @@ def shard_with_fsdp2(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> None:
             units[unit.name],
             mesh=_mesh(unit, meshes),
             mp_policy=_policy(unit),
-            reshard_after_forward=not unit.stays,
+            reshard_after_forward=not unit.is_resident,
             shard_placement_fn=lambda param: Shard(dims[param]),
         )
     for unit in plan.units:
         first: Any = units[unit.name][0]
         if unit.role == "experts":
-            first.reader = ParamReader(keep=unit.stays)
+            first.reader = ParamReader(keep=unit.is_resident)
         mesh = _mesh(unit, meshes)
         group = mesh.get_group(mesh.ndim - 1)
         first.set_gradient_divide_factor(unit.divisor)

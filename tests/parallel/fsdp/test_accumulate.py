@@ -23,7 +23,7 @@ from moecore import (
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel import rank_bytes
 from moecore.parallel.model.clip import clip_grad_norm_
-from moecore.parallel.model.parallel_state import attached, moe_state
+from moecore.parallel.model.parallel_state import moe_state, parallel_state
 from moecore.train.rerun import drop_step
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.parts import on_parts
@@ -45,12 +45,12 @@ CONFIG = DecoderConfig(
     max_seq_len=32,
     moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
 )
-WHOLE, SHARDED = ParallelConfig(ep=4), ParallelConfig(ep=2)
+UNSHARDED, SHARDED = ParallelConfig(ep=4), ParallelConfig(ep=2)
 ONCE = FSDPOptions(dense_strategy="optim", experts_strategy="optim_grads_params")
 EACH = FSDPOptions(dense_strategy="optim_grads", embedding_strategy="optim_grads")
 NO_SHARD = FSDPOptions(dense_strategy="no_shard", embedding_strategy="no_shard")
 LAYOUTS: dict[str, tuple[ParallelConfig, FSDPOptions]] = {
-    "whole experts, gathered once": (WHOLE, ONCE),
+    "whole experts, gathered once": (UNSHARDED, ONCE),
     "sharded experts, gathered once": (SHARDED, ONCE),
     "all gathered once": (SHARDED, FSDPOptions(dense_strategy="optim")),
     "gathered again": (SHARDED, FSDPOptions()),
@@ -62,7 +62,7 @@ LAYOUTS: dict[str, tuple[ParallelConfig, FSDPOptions]] = {
         replace(ONCE, embedding_strategy="optim_grads_params"),
     ),
     "replicated": (SHARDED, NO_SHARD),
-    "bf16": (WHOLE, replace(ONCE, param_dtype=torch.bfloat16)),
+    "bf16": (UNSHARDED, replace(ONCE, param_dtype=torch.bfloat16)),
 }
 # What reduces every time, for layouts that differ from it in when they gather and reduce alone.
 EVERY = dict.fromkeys(
@@ -138,7 +138,7 @@ def train(layout: str, rank: int, *, once: bool) -> tuple[dict[str, Tensor], dic
         optimizer.step()
         optimizer.zero_grad()
         owner.finish() if owner else drop_step(model)
-    plan = attached(model).plan
+    plan = parallel_state(model).plan
     assert plan is not None
     by = communication(model, events) | buffers(model) | {"planned": rank_bytes(plan)}
     return gather_whole(found), by

@@ -98,7 +98,7 @@ NIGHTLY = (
     "offload",
 )
 LIKE_BF16 = ("checkpoints", "reentrant checkpoints", "regions", "offload")  # keep other things
-WHOLE = tuple(zip("FFFBBB", (0, 1, 2, 0, 1, 2), strict=True))
+UNSHARDED = tuple(zip("FFFBBB", (0, 1, 2, 0, 1, 2), strict=True))
 APART = tuple(zip("FFDFDDWWW", (0, 1, 0, 2, 1, 2, 0, 1, 2), strict=True))
 LEFT = APART[:-2]  # two W's never come
 SHUFFLED = (*APART[:-3], ("W", 1), ("W", 2), ("W", 0))
@@ -237,11 +237,11 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
 
 def worker(rank: int, device: torch.device, asked: list[tuple[str, str]]) -> dict[Any, Any]:
     cases = [c for c in CASES if c == "bf16" or c in dict(asked)]
-    wanted = {c: make(c, defers=False).play(WHOLE) for c in cases if c not in LIKE_BF16}
+    wanted = {c: make(c, defers=False).play(UNSHARDED) for c in cases if c not in LIKE_BF16}
     wanted |= dict.fromkeys(LIKE_BF16, wanted["bf16"])
     found: dict[Any, Any] = {"moving": all(map(moves, wanted.values()))}
     for case in (c for c in FEW if (c, "whole") in asked):
-        found[case, "whole"] = errors(make(case, defers=True).play(WHOLE), wanted[case])
+        found[case, "whole"] = errors(make(case, defers=True).play(UNSHARDED), wanted[case])
     for case, way, turns in (one for one in WAYS + OTHER_ORDERS if one[:2] in asked):
         run = make(case, defers=True)
         with recorded(run.model) as events:
@@ -332,7 +332,7 @@ def loss_alone(model: Any, n: int) -> Tensor:
 @pytest.mark.parametrize("turns", [APART, LEFT, SHUFFLED, MIXED])
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
 def test_one_process_alone(strategy: str, turns: Turns) -> None:
-    want = alone(defers=False, strategy=strategy).play(WHOLE)
+    want = alone(defers=False, strategy=strategy).play(UNSHARDED)
     found = errors(alone(defers=True, strategy=strategy).play(turns), want)
     assert max(found.values(), default=0.0) <= (1e-6 if turns in (SHUFFLED, MIXED) else 0.0)
 
@@ -366,7 +366,7 @@ def test_a_dropped_step_drops_what_is_left() -> None:
     assert run.later[0].nbytes
     run.step.drop()
     run.turn("W", 0)  # has nothing to do
-    assert errors(run.play(APART), alone(defers=False).play(WHOLE)) == {}
+    assert errors(run.play(APART), alone(defers=False).play(UNSHARDED)) == {}
 
 
 def test_who_wants_to_see_a_gradient_sees_it_in_d() -> None:
@@ -375,7 +375,7 @@ def test_who_wants_to_see_a_gradient_sees_it_in_d() -> None:
     with run.step.micro_batches():
         run.turn("F", 0)
         layer = next(unit for unit in units(run.model) if unit.options.name == "layers.0")
-        whole = next(p.whole for p in layer.params if p.slot.param.endswith("linear.weight"))
+        whole = next(p.unsharded for p in layer.params if p.slot.param.endswith("linear.weight"))
         assert whole is not None
         whole.register_hook(seen.append)
         run.turn("D", 0)

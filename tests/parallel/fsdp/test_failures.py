@@ -212,7 +212,7 @@ def assert_equal(rank: Rank, clean: Rank) -> None:
 
 
 BROKEN = ("end_in_forward", "end_in_backward", "fail_in_forward", "wait_after_a_failed_forward")
-WHOLE = ("fail_on_all", "read_alone")
+UNSHARDED = ("fail_on_all", "read_alone")
 # Those in which a rank raises, and what the others read of its error.
 TOLD = {
     "fail_in_forward": "FloatingPointError: ",
@@ -221,7 +221,7 @@ TOLD = {
     "data_ended": "ValueError: finish() must follow num_micro_batches (2) micro-batches",
 }
 CASES = [
-    *((name, 4) for name in (*BROKEN, *WHOLE)),
+    *((name, 4) for name in (*BROKEN, *UNSHARDED)),
     *((name, 2) for name in (BROKEN[1], BROKEN[3], "fewer_given", "data_ended")),
 ]
 
@@ -282,7 +282,7 @@ def report(folder: Path, rank: int, code: int | None) -> tuple[int | None, str, 
     return code, written["error"], late
 
 
-@pytest.mark.parametrize(("name", "world"), [case for case in CASES if case[0] not in WHOLE])
+@pytest.mark.parametrize(("name", "world"), [case for case in CASES if case[0] not in UNSHARDED])
 def test_no_rank_waits_for_one_that_is_gone(name: str, world: int, ended: dict[Any, Any]) -> None:
     """Within the timeout of the group, by which meshes have made theirs."""
     for rank, (code, error, late) in enumerate(ended[name, world]):
@@ -308,6 +308,6 @@ def is_named(error: str) -> bool:
     return " runs " in error and " and rank " in error
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", UNSHARDED)
 def test_training_continues(name: str, ended: dict[Any, Any]) -> None:
     assert [(code, error) for code, error, _ in ended[name, 4]] == [(0, "")] * 4

@@ -108,7 +108,7 @@ def fp8_units(model: Decoder) -> list[Unit]:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """What is freed is NaN in FP8."""
-    free = Unit.free
+    free = Unit.reshard
 
     def free_and_poison(unit: Unit) -> None:
         free(unit)
@@ -116,7 +116,7 @@ def poisoned() -> Iterator[None]:
             unit.buffer.flat(unit.device).fill_(0x7F)  # type: ignore[union-attr]
             unit.buffer.mark.set()  # type: ignore[union-attr]
 
-    with patch.object(Unit, "free", free_and_poison):
+    with patch.object(Unit, "reshard", free_and_poison):
         yield
 
 
@@ -128,7 +128,7 @@ def whole_of(param: Any) -> Tensor:
 
 
 def local_param_mesh(param: Any) -> Any:
-    whole = param.whole
+    whole = param.unsharded
     return (whole.device_mesh, whole.placements) if isinstance(whole, DTensor) else None
 
 
@@ -136,11 +136,11 @@ def differs(model: Decoder, power_of_two: bool) -> list[str]:
     """Names of weights whose bytes or scales are not those of one rank."""
     wrong = []
     for unit in fp8_units(model):
-        unit.wait()
+        unit.wait_for_unshard()
         for param in unit.params:
-            weight, found = whole_of(param), gathered_blocks(param.whole)
+            weight, found = whole_of(param), gathered_blocks(param.unsharded)
             assert found is not None and weight.dtype == torch.float32
-            assert local_of(param.whole).untyped_storage().nbytes() == 2
+            assert local_of(param.unsharded).untyped_storage().nbytes() == 2
             rows, columns = weight.shape[:-1].numel(), weight.shape[-1]
             if weight.ndim > 2:
                 how = dict(power_of_two=power_of_two)
@@ -155,7 +155,7 @@ def differs(model: Decoder, power_of_two: bool) -> list[str]:
             same &= torch.equal(*(side.values.view(torch.uint8) for side in (got, want)))
             if not same:
                 wrong.append(f"{param.slot.param} [{rows}, {columns}]")
-        unit.free()
+        unit.reshard()
     return wrong
 
 
@@ -306,17 +306,17 @@ def late_backwards(parallel: ParallelConfig) -> list[str | None]:
         unit.refresh()
         (param, *_), x = unit.params, torch.randn(4, unit.params[0].shape[-1])
         for is_late in (True, False) if len(param.shape) == 2 else ():
-            unit.wait()
-            y = Fp8Products(Recipe())(x.bfloat16().requires_grad_(), param.whole)
-            unit.free()
+            unit.wait_for_unshard()
+            y = Fp8Products(Recipe())(x.bfloat16().requires_grad_(), param.unsharded)
+            unit.reshard()
             if not is_late:
-                unit.wait()
+                unit.wait_for_unshard()
             try:
                 y.sum().backward()
                 errors.append(None)
             except RuntimeError as error:
                 errors.append(str(error))
-            unit.free()
+            unit.reshard()
     return errors
 
 

@@ -181,7 +181,7 @@ def loaded_while_resident(rank: int) -> dict[str, Any]:
     tokens, labels = batches(run, 0, rank)[0]
     model(tokens, labels)
     head = unit_of(model, model.lm_head)
-    resident = head is not None and head.state is State.WHOLE
+    resident = head is not None and head.state is State.UNSHARDED
     state = model.state_dict()
     kinds = {type(t) for t in state.values()}
     new = other.state_dict()

@@ -192,7 +192,7 @@ def misses(events: list[str], model: nn.Module) -> list[str]:
     """Return units that stay and communicate more than once, and others not reduced every time."""
     found = []
     for unit in (unit for unit in units(model) if unit.is_sharded):
-        stays, name = unit.options.stays, unit.options.name
+        stays, name = unit.options.is_resident, unit.options.name
         gathers, reductions = (events.count(f"{verb} {name}") for verb in ("gather", "reduce"))
         if reductions != (1 if stays else N) or (stays and gathers != 1):
             found.append(f"{name}: {gathers} gathers, {reductions} reductions")

@@ -145,14 +145,14 @@ def free_and_poison(unit: Unit) -> None:
         buffer.mark.set()
 
 
-FREE = Unit.free
+FREE = Unit.reshard
 
 
 def worker(rank: int, device: torch.device, cases: list[str]) -> list[dict[str, Any]]:
     results: dict[str, Any] = {}
     for case in cases:
         wide, wide_bytes = trained(rank, case, WIDE)
-        with patch.object(Unit, "free", free_and_poison):
+        with patch.object(Unit, "reshard", free_and_poison):
             narrow, num_bytes = trained(rank, case, QUANTISED)
         assert wide.keys() == narrow.keys()
         assert all(tensor.isfinite().all() for tensor in wide.values())

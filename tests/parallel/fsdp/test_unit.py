@@ -155,7 +155,7 @@ class Pair:
             assert grad is None or torch.equal(p.grad.to_local(), grad), name
         held = [unit for unit in units(self.model) if unit.state is not State.SHARDED]
         assert all(unit.buffer is not None and unit.buffer.holder is unit for unit in held)
-        assert not any(unit.in_use or any(unit.runs) for unit in units(self.model))
+        assert not any(unit.is_in_use or any(unit.runs) for unit in units(self.model))
 
 
 class Flight:
@@ -345,7 +345,7 @@ ACTS += (
 
 @contextmanager
 def freed_is_nan() -> Iterator[None]:
-    free = Unit.free
+    free = Unit.reshard
 
     def free_and_fill(unit: Unit) -> None:
         was_held = unit.state is not State.SHARDED
@@ -355,7 +355,7 @@ def freed_is_nan() -> Iterator[None]:
                 flat = unit.buffer.flat(unit.device)
                 flat.fill_(torch.nan if flat.is_floating_point() else 0x7F)  # nan in e4m3
 
-    with patch.object(Unit, "free", free_and_fill):
+    with patch.object(Unit, "reshard", free_and_fill):
         yield
 
 
@@ -426,7 +426,7 @@ def reductions(pair: Pair) -> Iterator[list[Tensor]]:
     found: list[Tensor] = []
     with ExitStack() as stack:
         for unit in units(pair.model):
-            for param in unit.params if unit.options.stays else ():
+            for param in unit.params if unit.options.is_resident else ():
                 handle = param.sharded.register_post_accumulate_grad_hook(found.append)
                 stack.callback(handle.remove)
         yield found
@@ -593,9 +593,9 @@ def no_wait(pair: Pair) -> Iterator[None]:
     def broken(unit: Unit) -> None:
         if not unit._counting:
             unit._make_wholes()
-        unit.state = State.WHOLE
+        unit.state = State.UNSHARDED
 
-    with patch.object(Unit, "wait", broken):
+    with patch.object(Unit, "wait_for_unshard", broken):
         yield
 
 
@@ -612,7 +612,7 @@ def one_memory(pair: Pair) -> Iterator[None]:
 @contextmanager
 def stale(pair: Pair) -> Iterator[None]:
     """What stays is not freed behind an evaluation."""
-    with patch.object(Unit, "free", lambda unit: unit.register(whole=False)):
+    with patch.object(Unit, "reshard", lambda unit: unit.register_params(unsharded=False)):
         yield
 
 

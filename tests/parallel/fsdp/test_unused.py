@@ -160,8 +160,8 @@ class Case(NamedTuple):
     in_pairs: bool = False
 
 
-ONCE, WHOLE = dict(dense_strategy="optim"), dict(dense_strategy="no_shard")
-ALL_WHOLE = WHOLE | dict(embedding_strategy="no_shard")
+ONCE, UNSHARDED = dict(dense_strategy="optim"), dict(dense_strategy="no_shard")
+ALL_WHOLE = UNSHARDED | dict(embedding_strategy="no_shard")
 EXPERTS = ParallelConfig(ep=2)
 AGAIN = partial(recomputed, is_reentrant=False)
 CASES = {
@@ -174,7 +174,7 @@ CASES = {
     "branches, whole": Case(branches, options=ALL_WHOLE),
     "branches, experts elsewhere": Case(branches, EXPERTS),
     "branches, experts elsewhere, in pairs": Case(branches, EXPERTS, in_pairs=True),
-    "branches, experts elsewhere, whole": Case(branches, ParallelConfig(ep=4), WHOLE),
+    "branches, experts elsewhere, whole": Case(branches, ParallelConfig(ep=4), UNSHARDED),
     "branches of inputs": Case(branches_alone),
     "branches of inputs, experts elsewhere": Case(branches_alone, EXPERTS),
     "extra loss": Case(extra_loss),

@@ -38,7 +38,9 @@ def unit_names(model: nn.Module) -> list[str]:
 def resident_bytes(model: nn.Module) -> int:
     """Return the bytes of whole parameters whose values are there."""
     held = [unit for unit in units(model) if unit.state is not State.SHARDED]
-    wholes = [param.whole for unit in held for param in unit.params if param.whole is not None]
+    wholes = [
+        param.unsharded for unit in held for param in unit.params if param.unsharded is not None
+    ]
     return sum(local_of(whole).nbytes for whole in wholes)
 
 
@@ -50,17 +52,17 @@ def recorded(model: nn.Module) -> Iterator[list[str]]:
     """
     events: list[str] = []
     names: dict[Any, str] = {unit._transport: unit.options.name for unit in units(model)}
-    register = Unit.register
+    register = Unit.register_params
 
-    def use(unit: Unit, *, whole: bool) -> None:
-        if whole:
+    def use(unit: Unit, *, unsharded: bool) -> None:
+        if unsharded:
             events.append(f"{'backward' if unit.backwards else 'forward'} {unit.options.name}")
-        register(unit, whole=whole)
+        register(unit, unsharded=unsharded)
 
     with ExitStack() as stack:
         for verb in ("gather", "reduce"):
             stack.enter_context(patch.object(Packed, verb, _counted(verb, names, events)))
-        stack.enter_context(patch.object(Unit, "register", use))
+        stack.enter_context(patch.object(Unit, "register_params", use))
         yield events
 
 

@@ -212,7 +212,7 @@ def test_what_units_are_told() -> None:
     assert {unit.divisor for unit in plan.units} == {4.0}
     casts = {unit.role for unit in plan.units if unit.casts_inputs}
     assert casts == {"root", "block"}
-    assert not block.stays and experts.stays and routers.stays
+    assert not block.is_resident and experts.is_resident and routers.is_resident
     assert (experts.mesh, experts.layouts[0].ranks) == ("expert", 2)
     assert routers.modules == tuple(f"model.layers.{i}.mlp.router" for i in (1, 2))
     summed = planned(4, ParallelConfig(ep=4), Decoder(SMALL, device="meta"), loss="sum")

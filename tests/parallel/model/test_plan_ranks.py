@@ -22,7 +22,7 @@ from moecore import (
     plan_sharding,
 )
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.model.parallel_state import attached
+from moecore.parallel.model.parallel_state import parallel_state
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.units import units as units_of
 
@@ -95,7 +95,10 @@ def differences(case: Case) -> dict[str, tuple[Any, Any]]:
     root = model.get_base_model() if hasattr(model, "get_base_model") else model
     parallelize_moe(model, meshes, fsdp=case.fsdp)
     used = first_uses(root, plan, case)
-    pairs |= {"plan": (plan, attached(root).plan), "order": ([u.name for u in plan.units], used)}
+    pairs |= {
+        "plan": (plan, parallel_state(root).plan),
+        "order": ([u.name for u in plan.units], used),
+    }
     rank = torch.distributed.get_rank()
     for param in plan.params:
         made = root.get_parameter(param.name)
@@ -131,11 +134,11 @@ def units(root: nn.Module, plan: ShardPlan) -> dict[str, tuple[Any, Any]]:
     for unit in units_of(root):
         modules = sorted(names[m] for m in unit.modules)
         params = sorted(name_of[id(param.sharded)] for param in unit.params)
-        both = unit.ahead_in_forward, unit.ahead_in_backward
+        both = unit.prefetch_forward, unit.prefetch_backward
         ahead = [[names[other.modules[0]] for other in others] for others in both]
         options = unit.options
         how = unit.dtype, options.reduce_dtype, options.cast_inputs is not None
-        found[modules[0]] = (modules, params, *ahead, how, options.divisor, options.stays)
+        found[modules[0]] = (modules, params, *ahead, how, options.divisor, options.is_resident)
     want = {
         sorted(unit.modules)[0]: (
             sorted(unit.modules),
@@ -148,7 +151,7 @@ def units(root: nn.Module, plan: ShardPlan) -> dict[str, tuple[Any, Any]]:
                 unit.casts_inputs and unit.gather_dtype is not None,
             ),
             unit.divisor,
-            unit.stays,
+            unit.is_resident,
         )
         for unit in plan.units
     }

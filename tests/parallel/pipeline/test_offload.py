@@ -29,7 +29,7 @@ from moecore import (
 )
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel import Costs, make_schedule, offload_fractions
-from moecore.parallel.model.parallel_state import attached
+from moecore.parallel.model.parallel_state import parallel_state
 from moecore.parallel.pipeline.orders import Action
 from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.train.memory.groups import OffloadChunk
@@ -152,7 +152,7 @@ def trained(
     model.to_empty(device="cpu")
     model.init_weights(1)
     step = TrainStep(model, num_micro_batches=NUMBER)
-    offload = attached(model).pipeline.offload  # type: ignore[union-attr]
+    offload = parallel_state(model).pipeline.offload  # type: ignore[union-attr]
     batches = [batch(number, meshes.data_rank) for number in range(NUMBER)]
     with nullcontext() if watch is None else watch.on(offload):
         losses = step.forward_backward(batches)

@@ -29,7 +29,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.model.parallel_state import attached
+from moecore.parallel.model.parallel_state import parallel_state
 from moecore.parallel.pipeline.orders import Action
 from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.parallel.pipeline.schedule import make_schedule
@@ -417,7 +417,7 @@ def held_for_weights(config: PipelineConfig, *, layers: int) -> tuple[int, int]:
     parallelize_moe(model, meshes, pipeline=config)
     model.to_empty(device="cpu")
     model.init_weights(0)
-    one = [0] * len(attached(model).pipeline.layout.stages)
+    one = [0] * len(parallel_state(model).pipeline.layout.stages)
     found = 0
     original = _ScheduleRun._backward_of_inputs
 

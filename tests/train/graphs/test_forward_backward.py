@@ -31,7 +31,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.parallel.model.parallel_state import attached, capacity_of, moe_state
+from moecore.parallel.model.parallel_state import capacity_of, moe_state, parallel_state
 from moecore.train import GraphedForwardBackward
 from moecore.train.graphs import forward_backward as module
 from moecore.train.graphs.forward_backward import facts_of
@@ -147,7 +147,7 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     """Losses, how often Python ran, and what was refused on the way."""
     function, found = make_forward_backward(), {}
     model, owner = function.model, function.owner
-    buffers, record = object(), attached(model)
+    buffers, record = object(), parallel_state(model)
     record.exchanges = exchanges = SimpleNamespace(held=(buffers,))
     run = GraphedForwardBackward(function, model)
 

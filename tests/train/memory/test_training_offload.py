@@ -57,7 +57,7 @@ class Run:
     def memory(self) -> list[torch.UntypedStorage]:
         buffers = [
             flat
-            for unit in vars(self.model)["_moecore_attached"].engine.units
+            for unit in vars(self.model)["_moecore_parallel_state"].engine.units
             for buffer in unit.buffers()
             if (flat := buffer._flat) is not None
         ]

@@ -31,7 +31,7 @@ from moecore.io.checkpoint.config_differences import own_config
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.moe.amax_history import GRADIENTS, AmaxHistory
 from moecore.moe.experts import Experts
-from moecore.parallel.model.parallel_state import attached_in
+from moecore.parallel.model.parallel_state import parallel_states
 from moecore.precision.apply import amax_histories
 from moecore.precision.stored import refuse_stored
 
@@ -233,7 +233,7 @@ def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
     # The loss of a data rank is a mean over its tokens, so how large gradients are depends on who
     # has which tokens: their names have these degrees, and another folding finds none.
     degrees = "dp1.cp1.tp1"
-    for found in attached_in(model):
+    for found in parallel_states(model):
         parallel = found.request.meshes.parallel
         num_data = parallel.dp_replicate * parallel.dp_shard
         degrees = f"dp{num_data}.cp{parallel.cp}.tp{parallel.tp}"

@@ -26,7 +26,7 @@ from moecore.io.hf.stock import Shapes, written_plan
 from moecore.io.hf.target import model_copies, model_tensors
 from moecore.io.hf.upcycled import shared_of_no_size
 from moecore.models.decoder import Decoder
-from moecore.parallel.model.parallel_state import attached_in
+from moecore.parallel.model.parallel_state import parallel_states
 
 ExportLayout = Literal["per_expert", "fused"]
 IN_LIST = re.compile(r".*?\.\d+\.")  # a name up to the entry of a list, such as a layer
@@ -78,7 +78,7 @@ def plan_export(
         keeps = keeps_fp32(base, dtype)
         return list(make_items(holders.dtypes, recipes, model_copies(base), dtype, keeps))
 
-    records = attached_in(base)
+    records = parallel_states(base)
     device = records[0].request.meshes.device if records else next(iter(tensors.values())).device
     return ExportPlan(on_every_rank(planned), holders, tensors, values, device)
 

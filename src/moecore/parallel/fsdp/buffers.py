@@ -23,7 +23,7 @@ from moecore.parallel.fsdp.transport import StreamMark
 
 Holder = TypeVar("Holder")  # a unit, or its gradients
 SUMS = 2
-Place = tuple[str, int]  # a unit's name, and the number of its layout
+ModuleNode = tuple[str, int]  # a unit's name, and the number of its layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class BufferPlan:
     holds: Literal["weights", "sums"]  # whole parameters, or sums of gradients
     dtype: str
     numel: int  # of the largest of the layouts
-    places: tuple[Place, ...]  # the layouts, in the order of forward
+    places: tuple[ModuleNode, ...]  # the layouts, in the order of forward
 
     @property
     def num_bytes(self) -> int:
@@ -43,7 +43,9 @@ class BufferPlan:
 
 def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
     """Yield the buffers of a rank, which are equal on all ranks."""
-    freed = [unit for unit in plan.units if unit.role in ("block", "experts") and not unit.stays]
+    freed = [
+        unit for unit in plan.units if unit.role in ("block", "experts") and not unit.is_resident
+    ]
     for role in ("block", "experts"):
         units = [unit for unit in freed if unit.role == role]
         for dtype, of_units in _by_dtype(units).items():

@@ -1,9 +1,9 @@
-"""Notes: what ranks that gather a unit must have in common, sent with the shards on CPUs.
+"""CollectiveHeader: numbers that all ranks of an all-gather must have in common.
 
-Ranks that differ issue other collectives later: gloo then ends the process, or hands one unit's
-values to another. A note is 64 bytes beside the shards of each all-gather, so it costs no
-collective, and all ranks of the group raise before anything differs. NCCL sends none: the host
-would have to wait for it.
+If ranks differ, they issue different collectives afterwards: gloo then ends the process, or a rank
+receives another unit's values. On CPUs a header of 64 bytes is therefore sent with the shards of
+each all-gather. It costs no collective, and all ranks of the group raise before anything differs.
+NCCL sends no header, because the host would have to wait for it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from moecore.parallel.fsdp.progress import Progress
 from moecore.parallel.fsdp.unit import Unit
 
 
-class Notes:
-    """The notes of a model's units, of which `start` sets what a forward has for all of them."""
+class CollectiveHeader:
+    """The headers of a model's units. `start` sets the numbers that a forward's headers share."""
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], device_type: str) -> None:
         self._root, self._device_type = root, device_type
-        self._places = {unit: place for place, unit in enumerate(units)}
+        self._index = {unit: index for index, unit in enumerate(units)}
         self._of_forward = [0, 0, 0, 0]
         names = [unit.options.name for unit in units]
         self._shown: dict[str, Callable[[int], str]] = {
@@ -51,10 +51,10 @@ class Notes:
         ]
 
     def of(self, unit: Unit) -> list[int]:
-        """Return this rank's note of a unit."""
+        """Return this rank's header of a unit."""
         trained = bytes(param.sharded.requires_grad for param in unit.params)
-        return [self._places[unit], *self._of_forward, (sum(trained) << 32) + zlib.crc32(trained)]
+        return [self._index[unit], *self._of_forward, (sum(trained) << 32) + zlib.crc32(trained)]
 
-    def check(self, unit: Unit, notes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
-        """Raise on all ranks of a group when their notes differ."""
-        check_notes(f"the all-gather of {unit.options.name}", notes, self._shown, group)
+    def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
+        """Raise on all ranks of a group when their headers differ."""
+        check_notes(f"the all-gather of {unit.options.name}", headers, self._shown, group)

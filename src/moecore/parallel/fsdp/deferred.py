@@ -1,8 +1,8 @@
 """WeightGradients: what one backward left to compute, the gradients of weights.
 
-with engine.deferring(later):       gradients of inputs; sinks keep the products of weights here
+with engine.deferring(deferred):       gradients of inputs; sinks keep the products of weights here
     torch.autograd.backward(...)
-later.run()                         the products, and the reductions of their units
+deferred.run()                         the products, and the reductions of their units
 """
 
 from __future__ import annotations

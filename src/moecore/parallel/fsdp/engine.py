@@ -1,34 +1,35 @@
-"""UnitEngine: all-gathers, reshards and reduces the units of a model as its modules run.
+"""UnitEngine: unshards, reshards and reduces the units of a model as its modules run.
 
-The engine gets a model and its units, and hooks the modules and the values between them:
+A unit is what FSDP2 calls a parameter group. The engine registers these hooks:
 
-    before a module's forward      wait for its unit's all-gather; prefetch the units ahead
-    after a module's forward       reshard the unit, unless it is resident
-    gradient of its outputs        wait for the all-gather; prefetch, as in forward
-    gradient of its inputs         reduce the unit's gradients; reshard the unit
-    end of backward                reduce the other units; reshard those not needed by the step;
-                                   wait for all communication
+    pre_forward     wait for the unit's all-gather; prefetch the all-gathers of the next units
+    post_forward    reshard the unit, unless it is resident
+    pre_backward    the gradient of an output arrives: as pre_forward
+    post_backward   the gradient of the last input arrives: reduce the unit's gradients, reshard it
+    end of backward reduce the remaining units, reshard those that the step does not use again, and
+                    wait for all communication
 
-Outside of forward and backward modules have their sharded parameters, so one rank alone may read
-them. A resident unit (`UnitOptions.stays`) stores its whole values until its backward. When it is
-reduced and resharded follows from two counts, which are equal on all ranks:
+Outside of forward and backward the modules have their sharded parameters, so a single rank may read
+them. A resident unit (`UnitOptions.is_resident`) stays unsharded until its backward. Two counts,
+which are equal on all ranks, decide when a resident unit is reduced and resharded:
 
-    `_to_come`        announced forwards with gradients that have not ended
-    `Unit.waiting`    forwards of the unit's modules whose backward has not ended
+    `_pending_forwards`         announced forwards with gradients that have not ended
+    `Unit.pending_backwards`    forwards of the unit's modules whose backward has not ended
 
-Micro-batches of a step share resident units, and run in any order. A resident unit is resharded
-when both counts are 0, or at the end of the micro-batches. One that accumulates is reduced then;
-one that does not is reduced by each backward. A forward that is not announced is a step of its own:
-it starts with new all-gathers, and any backward reduces and reshards all units.
+The micro-batches of a step share resident units and run in any order. A resident unit is resharded
+when both counts are 0, or at the end of the micro-batches. A unit that accumulates gradients is
+reduced at that point; any other resident unit is reduced by each backward. A forward that is not
+announced is a step of its own: it starts with new all-gathers, and its backward reduces and
+reshards all units.
 
 A backward in two parts (`deferring`) defers products of weight gradients:
 
     D    backward: gradients of inputs, and the weight gradients that autograd computes
     W    `WeightGradients.run`: the deferred products, unit by unit from the last to the first
 
-Each part reduces the gradients that it computes. So a unit that each micro-batch reduces is reduced
-twice, and has no sums between D and W. A unit that accumulates is reduced once, when no product of
-the unit is left. W reads no weight, so D reshards a unit as any backward does.
+Each part reduces the gradients that it computes. A unit that is reduced by each micro-batch is
+therefore reduced twice, and stores no sums between D and W. A unit that accumulates is reduced
+once, after its last product. W reads no weight, so D reshards a unit as any backward does.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ from moecore.base.torch_names import (
     tree_map_only,
     version,
 )
-from moecore.parallel.fsdp.collective_header import Notes
+from moecore.parallel.fsdp.collective_header import CollectiveHeader
 from moecore.parallel.fsdp.deferred import WeightGradients
 from moecore.parallel.fsdp.progress import Progress
-from moecore.parallel.fsdp.runs import Border, ForwardRun
+from moecore.parallel.fsdp.runs import ForwardRun, GradBoundary
 from moecore.parallel.fsdp.transport import UnitStreams
-from moecore.parallel.fsdp.uneven_ranks import SkippedModules
+from moecore.parallel.fsdp.uneven_ranks import UnevenRanks
 from moecore.parallel.fsdp.unit import State, Unit
 
-BORDER = "_moecore_border"
+GRAD_BOUNDARY = "_moecore_grad_boundary"
 
 
 class UnitEngine:
@@ -80,140 +81,141 @@ class UnitEngine:
     ) -> None:
         self.units, self._root, self._streams = tuple(units), root, streams
         # In a pair the forward uses `_depth`, `_outer`, and units' `runs[False]`. The backward uses
-        # `_active`, `_in_backward`, and units' `runs[True]` and `backwards`.
-        # Both read `waiting` and `_to_come`. A forward counts in `_to_come` until it has ended,
-        # because only then do all its units wait for its backward.
+        # `_active`, `_in_backward`, and units' `runs[True]` and `backwards`. Both read
+        # `pending_backwards` and `_pending_forwards`. A forward counts in `_pending_forwards` until
+        # it has ended, because only then do all its units expect its backward.
         self._depth = 0  # nested forwards of hooked modules that run
         self._outer: ForwardRun | None = None  # run of the outermost of these forwards
         self._in_step = False  # whether announced micro-batches share resident units
-        self._to_come = 0.0  # announced forwards with gradients that have not ended
+        self._pending_forwards = 0.0  # announced forwards with gradients that have not ended
         self._in_parts = False  # whether these run a part of the modules each
         self._is_paired = False  # whether a forward and a backward alternate
         self._forward = 0  # number of outermost forwards that have begun
         self._step = 0  # number of steps that have ended or were dropped
         self._active: list[ForwardRun] = []  # runs whose backward has begun
-        self._skipped: SkippedModules | None = None
+        self._uneven: UnevenRanks | None = None
         if exchanges is not None:
-            self._skipped = SkippedModules(
+            self._uneven = UnevenRanks(
                 root,
                 units,
                 self._active,
                 exchanges=exchanges,
-                use=self._use,
-                settle=self._settle,
+                unshard_for_use=self._unshard_for_use,
+                reshard_if_unused=self._reshard_if_unused,
                 finish=self._finish,
             )
         self._in_backward = False  # stays True after a backward that failed
-        self._left: list[WeightGradients] = []  # deferred products, in the order of their D's
+        self._deferred: list[WeightGradients] = []  # deferred products, in the order of their D's
         self.progress: Callable[[], Progress | None] = lambda: None  # of the model's `TrainStep`
-        self._notes = Notes(root, units, streams.device_type)
+        self._header = CollectiveHeader(root, units, streams.device_type)
         for unit in units:
-            unit.notes = self._notes
+            unit.header = self._header
             for module in unit.modules:
-                before, after = partial(self._before, unit), partial(self._after, unit)
+                before, after = partial(self._pre_forward, unit), partial(self._post_forward, unit)
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
                 module.register_forward_hook(after, always_call=True)
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Reshard all units, also those whose backward has not ended. No communication."""
         self._depth, self._outer = 0, None
-        if self._skipped is not None:
-            self._skipped.clear()
+        if self._uneven is not None:
+            self._uneven.clear()
         for unit in self.units:
             unit.backwards = 0
-            unit.waiting.clear()
+            unit.pending_backwards.clear()
             for runs in unit.runs:
                 runs.clear()
-            unit.free()
+            unit.reshard()
 
-    def start_micro_batches(self, *, to_come: float, in_parts: bool = False) -> None:
+    def start_micro_batches(self, *, pending_forwards: float, in_parts: bool = False) -> None:
         """Announce micro-batches, which share resident units with the others of their step.
 
-        `to_come` counts forwards with gradients until the last one of the step has begun: math.inf
-        = more will be announced, 0 = the micro-batch that runs now is the last. `in_parts` = a
-        forward runs a part of the modules, and skips none.
+        Args:
+            pending_forwards: forwards with gradients until the last one of the step has begun.
+                math.inf = more will be announced, 0 = the micro-batch that runs now is the last.
+            in_parts: whether a forward runs a part of the modules, and skips none.
         """
         if not self._in_step:
-            self.free()
-        self._in_step, self._to_come, self._in_parts = True, to_come, in_parts
+            self.reshard()
+        self._in_step, self._pending_forwards, self._in_parts = True, pending_forwards, in_parts
 
     def end_micro_batches(self) -> None:
         """End a step's micro-batches: compute deferred products, reduce and reshard all units."""
-        self._to_come, self._in_parts = 0, False
-        for later in self._left.copy():
-            self._run(later)
+        self._pending_forwards, self._in_parts = 0, False
+        for deferred in self._deferred.copy():
+            self._run(deferred)
         self._in_step = False
         for unit in reversed(self.units):
-            self._reduce(unit)
+            self._reduce_grads(unit)
         self._streams.join()
-        self.free()
+        self.reshard()
 
     def end_forwards(self) -> None:
         """End a micro-batch: reduce zeros for forwards whose backward this rank lacks."""
-        runs = [] if self._skipped is None else self._skipped.without_backward()
+        runs = [] if self._uneven is None else self._uneven.without_backward()
         for run in runs:
             start = torch.zeros((), requires_grad=True)
-            start.register_hook(lambda _, run=run: self.begin(run))
+            start.register_hook(lambda _, run=run: self.pre_backward(run))
             start.backward()
 
     def end_step(self) -> None:
         """Reshard all units before weights change; backwards of earlier forwards raise."""
         self._step += 1
-        self.free()
+        self.reshard()
 
     def drop_step(self) -> None:
         """Reshard all units, and drop their gradients and their step's micro-batches."""
-        self._in_step, self._to_come, self._in_parts = False, 0, False
+        self._in_step, self._pending_forwards, self._in_parts = False, 0, False
         progress = self.progress()
         if progress is not None:
             progress.restart()
         self.end_step()
-        for later in self._left:
-            later.drop()
-        self._left.clear()
+        for deferred in self._deferred:
+            deferred.drop()
+        self._deferred.clear()
         for unit in self.units:
             unit.gradients.drop()
 
     @contextmanager
-    def deferring(self, later: WeightGradients) -> Iterator[None]:
-        """Return a context in which every backward defers products of weight gradients to `later`.
+    def deferring(self, deferred: WeightGradients) -> Iterator[None]:
+        """Return a context in which backwards store their weight-gradient products in `deferred`.
 
-        The backwards must be called without `inputs`: gradients go to parameters. `later` is used
-        with this engine only.
+        The backwards must be called without `inputs`, because gradients go to parameters. Use
+        `deferred` with this engine only.
         """
-        later.bind(partial(self._run_within_step, later))
-        if later not in self._left:
-            self._left.append(later)
+        deferred.bind(partial(self._run_within_step, deferred))
+        if deferred not in self._deferred:
+            self._deferred.append(deferred)
         for unit in self.units:
-            unit.gradients.later = later
+            unit.gradients.deferred = deferred
         try:
             yield
         finally:
             for unit in self.units:
-                unit.gradients.later = None
+                unit.gradients.deferred = None
 
-    def _run_within_step(self, later: WeightGradients) -> None:
-        if later in self._left:
+    def _run_within_step(self, deferred: WeightGradients) -> None:
+        if deferred in self._deferred:
             self._check_open("WeightGradients.run()")
-            self._run(later)
+            self._run(deferred)
 
-    def _run(self, later: WeightGradients) -> None:
-        """Compute the deferred products of `later`, and reduce their units."""
-        self._check_whole()
+    def _run(self, deferred: WeightGradients) -> None:
+        """Compute the deferred products of `deferred`, and reduce their units."""
+        self._check_consistent()
         self._in_backward = True
         for unit in reversed(self.units):
-            products = later.take(unit.gradients)
+            products = deferred.take(unit.gradients)
             if products:
                 unit.gradients.compute(products)
-                self._reduce(unit)
+                self._reduce_grads(unit)
         self._streams.join()
-        self._left.remove(later)
+        self._deferred.remove(deferred)
         self._in_backward = False
 
     @contextmanager
     def paired(self) -> Iterator[None]:
         """Return a context in which one announced forward alternates with one backward."""
-        self._check_whole()
+        self._check_consistent()
         self._is_paired = True
         try:
             yield
@@ -226,82 +228,84 @@ class UnitEngine:
         # units again, because a rank that skips a module counts as one that runs it.
         for unit in self.units:
             if unit.runs[is_backward] or (is_backward and unit.backwards):
-                self._use(unit, ())
+                self._unshard_for_use(unit, ())
 
     @torch.compiler.disable
-    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        is_again = is_recomputing()
-        if not self._depth and not is_again:
-            self._start()
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        is_recompute = is_recomputing()
+        if not self._depth and not is_recompute:
+            self._root_pre_forward()
             args, kwargs = self._streams.on_device((args, kwargs))
-        forward = self._active[-1].forward if is_again and self._active else self._forward
+        forward = self._active[-1].forward if is_recompute and self._active else self._forward
         run = visit = None
         if torch.is_grad_enabled():
             run = ForwardRun(unit, module, step=self._step, forward=forward)
-        if self._skipped is not None and not self._in_parts:
-            visit = self._skipped.enter(unit, module, forward, is_again=is_again)
+        if self._uneven is not None and not self._in_parts:
+            visit = self._uneven.pre_forward(unit, module, forward, is_recompute=is_recompute)
             if run is not None and visit is not None:
                 run.visit = visit
                 visit.runs.append(run)
-        if not is_again:
+        if not is_recompute:
             if not self._depth:
                 self._outer = run
             self._depth += 1
-        unit.runs[is_again].append(run)  # from here on `_after` undoes this and `_depth`
-        is_first = module is unit.modules[0] and not is_again
-        self._use(unit, unit.ahead_in_forward if is_first else ())
+        unit.runs[is_recompute].append(run)  # from here on `_post_forward` undoes this and `_depth`
+        is_first = module is unit.modules[0] and not is_recompute
+        self._unshard_for_use(unit, unit.prefetch_forward if is_first else ())
         # A recomputed forward belongs to a backward that runs, so it does not wait for one. In a
         # reentrant checkpoint's forward gradients are off: the visit, or else the outermost run,
         # waits in its place.
-        waits = None if is_again else run or visit or self._outer
+        waits = None if is_recompute else run or visit or self._outer
         if waits is not None:
-            waits.wait_in(unit)
+            waits.expect_in(unit)
         if run is None and visit is not None:
             visit.has_inputs = any(_has_grad(leaf) for leaf in _leaves((args, kwargs)))
         if run is not None:
             run.versions = unit.versions()
             for leaf in _leaves((args, kwargs)):
                 if _has_grad(leaf) and not isinstance(leaf, nn.Parameter):  # these outlive steps
-                    self._border(leaf).ends.append(run)
+                    self._grad_boundary(leaf).ends.append(run)
                     run.inputs += 1
-            if visit is not None and visit.is_cut and not is_again:
+            if visit is not None and visit.is_cut and not is_recompute:
                 args, kwargs = visit.cut_inputs((args, kwargs))
         return _cast((args, kwargs), unit.options.cast_inputs)
 
     @torch.compiler.disable
-    def _after(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> Any:
-        is_again = is_recomputing()
-        if not unit.runs[is_again]:  # the forward failed before its own hook
+    def _post_forward(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> Any:
+        is_recompute = is_recomputing()
+        if not unit.runs[is_recompute]:  # the forward failed before its own hook
             return output
         has_failed = output is None and sys.exc_info()[0] is not None
-        if self._skipped is not None:  # on ranks that run what this one joins the unit is in use
-            self._skipped.leave(unit, module, is_again=is_again, has_failed=has_failed)
-        run = unit.runs[is_again].pop()
+        if self._uneven is not None:  # on ranks that run what this one joins the unit is in use
+            self._uneven.post_forward(
+                unit, module, is_recompute=is_recompute, has_failed=has_failed
+            )
+        run = unit.runs[is_recompute].pop()
         if run is not None:
             output = self._own(output, run)
             for leaf in _leaves(output):
                 if _has_grad(leaf):
-                    self._border(leaf).begins.append(run)
-                    if run.visit is not None and not is_again:
+                    self._grad_boundary(leaf).begins.append(run)
+                    if run.visit is not None and not is_recompute:
                         run.visit.keep_output(leaf)
-        if is_again:  # the backward of a recomputed forward follows and reshards the unit
+        if is_recompute:  # the backward of a recomputed forward follows and reshards the unit
             return output
-        if not (unit.in_use or unit.options.stays):
-            unit.free()
+        if not (unit.is_in_use or unit.options.is_resident):
+            unit.reshard()
         self._depth -= 1
         if not self._depth:
-            self._end(module, has_failed=has_failed)
+            self._root_post_forward(module, has_failed=has_failed)
         return output
 
-    def _start(self) -> None:
+    def _root_pre_forward(self) -> None:
         """Begin an outermost forward: read parameters that an optimizer or the caller changed."""
         forget_own()
-        self._notes.start(self.progress())
+        self._header.start(self.progress())
         self._forward += 1
         if not self._is_paired:
-            self._check_whole()
+            self._check_consistent()
         if not self._in_step:
-            self.free()
+            self.reshard()
         with torch.no_grad():  # reading a DTensor's local part takes a fifth of the time in it
             for unit in self.units:
                 if not self._in_backward:
@@ -309,7 +313,7 @@ class UnitEngine:
                 unit.refresh()
         self._streams.start()
 
-    def _check_whole(self) -> None:
+    def _check_consistent(self) -> None:
         if self._in_backward:
             raise RuntimeError(
                 "the last backward ended in an exception: gradients, counts and gathered weights "
@@ -324,49 +328,49 @@ class UnitEngine:
                 "finish() counts micro-batches and ends their communication"
             )
 
-    def _end(self, module: nn.Module, *, has_failed: bool) -> None:
+    def _root_post_forward(self, module: nn.Module, *, has_failed: bool) -> None:
         """End an outermost forward: modules get sharded parameters, which the caller may read."""
         self._outer = None
         if module is self._root and torch.is_grad_enabled():
-            self._to_come = max(0, self._to_come - 1)
+            self._pending_forwards = max(0, self._pending_forwards - 1)
         if not self._in_step and (has_failed or not torch.is_grad_enabled()):
-            self.free()
+            self.reshard()
             return
         for unit in self.units:
-            unit.register(whole=False)
-            if unit.state is State.GATHERING and not self._shares(unit):
-                unit.free()  # prefetched for a module that did not run
+            unit.register_params(unsharded=False)
+            if unit.state is State.UNSHARDING and not self._shares(unit):
+                unit.reshard()  # prefetched for a module that did not run
 
-    def _use(self, unit: Unit, ahead: Sequence[Unit]) -> None:
-        """Give modules a unit's whole parameters, and prefetch other units."""
-        unit.wait()
-        unit.register(whole=True)
-        for other in ahead:
-            if other.can_gather():
-                other.gather()
+    def _unshard_for_use(self, unit: Unit, prefetch: Sequence[Unit]) -> None:
+        """Give modules a unit's unsharded parameters, and prefetch other units."""
+        unit.wait_for_unshard()
+        unit.register_params(unsharded=True)
+        for other in prefetch:
+            if other.can_unshard():
+                other.unshard()
 
-    def _border(self, leaf: Tensor) -> Border:
-        """Return the border of a value, whose hook runs when its gradient is computed."""
-        found: Border | None = getattr(leaf, BORDER, None)
+    def _grad_boundary(self, leaf: Tensor) -> GradBoundary:
+        """Return the boundary of a value, whose hook runs when its gradient is computed."""
+        found: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
         if found is None or found.version != version(leaf) or found.engine is not self:
-            found = Border(self, version(leaf), is_leaf=leaf.is_leaf)
+            found = GradBoundary(self, version(leaf), is_leaf=leaf.is_leaf)
             leaf.register_hook(found)
-            setattr(leaf, BORDER, found)
+            setattr(leaf, GRAD_BOUNDARY, found)
         return found
 
     def _own(self, output: Any, run: ForwardRun) -> Any:
         """Return outputs that are no inputs: else the run's backward would end before it begins."""
 
         def own(leaf: Tensor) -> Tensor:
-            border: Border | None = getattr(leaf, BORDER, None)
-            return leaf if border is None or run not in border.ends else leaf.view_as(leaf)
+            boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
+            return leaf if boundary is None or run not in boundary.ends else leaf.view_as(leaf)
 
         leaves = _leaves(output)
         if all(not isinstance(leaf, Tensor) or own(leaf) is leaf for leaf in leaves):
             return output
         return tree_map_only(Tensor, own, output)
 
-    def begin(self, run: ForwardRun) -> None:
+    def pre_backward(self, run: ForwardRun) -> None:
         """Begin the backward of a forward: the gradient of one of its outputs is computed."""
         if torch.is_grad_enabled() and continues():
             raise NotImplementedError(
@@ -387,18 +391,18 @@ class UnitEngine:
             self._in_backward = True
             for unit in self.units:
                 unit.follow()  # a forward without adapters, say, has frozen them since
-            call_after_backward(self._end_backward)
-        if self._skipped is not None and run.visit is not None:
-            for around in self._skipped.begin_around(run.visit):  # nobody has read what it returned
-                self.begin(around)
-            self._skipped.begin_backward(run.visit)
+            call_after_backward(self._root_post_backward)
+        if self._uneven is not None and run.visit is not None:
+            for parent in self._uneven.runs_of_parent(run.visit):  # no module read its outputs
+                self.pre_backward(parent)
+            self._uneven.pre_backward(run.visit)
         run.is_active, run.pending = True, run.inputs
         self._active.append(run)
         run.unit.backwards += 1
         is_first = run.module is run.unit.modules[-1]
-        self._use(run.unit, run.unit.ahead_in_backward if is_first else ())
+        self._unshard_for_use(run.unit, run.unit.prefetch_backward if is_first else ())
 
-    def end(self, run: ForwardRun) -> None:
+    def post_backward(self, run: ForwardRun) -> None:
         """End the backward of a forward, when the gradient of its last input is computed."""
         run.pending -= 1
         if run.is_active and not run.pending:
@@ -407,50 +411,52 @@ class UnitEngine:
     def _finish(self, run: ForwardRun) -> None:
         """End the backward of a forward, or expect none."""
         if not run.is_active:
-            run.end_waiting()
+            run.expect_none()
             return
         self._close(run)
-        self._settle(run.unit, run.forward)
+        self._reshard_if_unused(run.unit, run.forward)
 
-    def _settle(self, unit: Unit, forward: int) -> None:
+    def _reshard_if_unused(self, unit: Unit, forward: int) -> None:
         """Reduce and reshard a unit, one backward of which has ended, if no other is to come."""
         if unit.backwards or unit.runs[True]:
             return
-        if not unit.options.stays:
+        if not unit.options.is_resident:
             if not unit.waits_for(forward) and unit.gradients.are_complete():
-                self._reduce(unit)
-            if not unit.in_use:
-                unit.free()
-        elif not (unit.waiting or self._to_come) and unit.gradients.are_complete():
-            self._reduce(unit)
-            unit.free()
+                self._reduce_grads(unit)
+            if not unit.is_in_use:
+                unit.reshard()
+        elif (
+            not (unit.pending_backwards or self._pending_forwards) and unit.gradients.are_complete()
+        ):
+            self._reduce_grads(unit)
+            unit.reshard()
 
     def _close(self, run: ForwardRun) -> None:
-        if self._skipped is not None and run.visit is not None:
-            self._skipped.end_backward(run, run.visit)
+        if self._uneven is not None and run.visit is not None:
+            self._uneven.post_backward(run, run.visit)
         self._active.remove(run)
         run.is_active = False
         run.unit.backwards -= 1
         run.unit.gradients.is_expected = True
-        run.end_waiting()
+        run.expect_none()
 
-    def _end_backward(self) -> None:
+    def _root_post_backward(self) -> None:
         while self._active:
             run = self._active[-1]
             self._close(run)
             if run.visit is not None and run.visit.outer is not None:
-                self._settle(run.unit, run.forward)
+                self._reshard_if_unused(run.unit, run.forward)
         *others, root = self.units
         for unit in (*reversed(others), root):  # ranks that skip a module join in this order
-            self._reduce(unit)
+            self._reduce_grads(unit)
             if self._gets_more(unit):
-                unit.register(whole=False)
+                unit.register_params(unsharded=False)
             else:
-                unit.free()
+                unit.reshard()
         self._streams.join()
         self._in_backward = False
 
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce_grads(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them if the step will add more."""
         accumulates = unit.options.accumulates and self._shares(unit)
         unit.gradients.reduces = not (
@@ -461,15 +467,15 @@ class UnitEngine:
 
     def _is_left(self, unit: Unit) -> bool:
         """Whether deferred products of a unit are left."""
-        return any(later.holds(unit.gradients) for later in self._left)
+        return any(deferred.holds(unit.gradients) for deferred in self._deferred)
 
     def _gets_more(self, unit: Unit) -> bool:
         """Whether later backwards of the step use a unit's whole parameters and add gradients."""
-        return self._shares(unit) and bool(unit.waiting or self._to_come)
+        return self._shares(unit) and bool(unit.pending_backwards or self._pending_forwards)
 
     def _shares(self, unit: Unit) -> bool:
         """Whether micro-batches of the step share a unit."""
-        return self._in_step and unit.options.stays
+        return self._in_step and unit.options.is_resident
 
 
 def _has_grad(leaf: Any) -> bool:

@@ -45,7 +45,7 @@ class Format(Protocol):
 
     dtype: torch.dtype  # of the unit's buffer
 
-    def make_whole(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
+    def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
         """Make whole parameters of their memory, once; return tensors that count changes of it."""
 
     def fill(self, params: Sequence[UnitParam], own: Sequence[Tensor]) -> None:
@@ -58,9 +58,9 @@ class CastFormat:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def make_whole(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
+    def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
         """As of `Format`."""
-        made = [param.make_whole(memory) for param, memory in zip(params, data, strict=True)]
+        made = [param.make_unsharded(memory) for param, memory in zip(params, data, strict=True)]
         return [tensor for tensors in made for tensor in tensors]
 
     def fill(self, params: Sequence[UnitParam], own: Sequence[Tensor]) -> None:
@@ -86,15 +86,15 @@ class QuantisedFormat(ABC):
         self._of_matrices = torch.empty(0)  # a view of the latter
         self._parts: list[_ShardPart] = []
 
-    def make_whole(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
+    def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
         """As of `Format`."""
         self._parts = self._make_parts(params)
         counting = list[Tensor]()
         for param, memory, part in zip(params, data, self._parts, strict=True):
             nothing = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
-            counting += param.make_whole(nothing.expand(param.shape))
+            counting += param.make_unsharded(nothing.expand(param.shape))
             found = self._gathered(memory.data, part)
-            setattr(param.whole, GATHERED, found)
+            setattr(param.unsharded, GATHERED, found)
             counting += found.tensors()
         return counting
 

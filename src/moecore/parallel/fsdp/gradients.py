@@ -60,7 +60,7 @@ class Gradients:
         # the gradients where nothing is scattered.
         self.buffer: Buffer[Gradients] | None = None
         # Takes products of weight gradients; None = each is computed as it comes.
-        self.later: WeightGradients | None = None
+        self.deferred: WeightGradients | None = None
         self._params, self._layout, self._streams = list(params), layout, streams
         self._transport, self._replicas = transport, list(replicas)
         device_type = streams.device_type
@@ -71,7 +71,7 @@ class Gradients:
         self._left: set[int] = set()  # those whose gradients another part of this backward reduces
         self._filled: set[int] = set()  # those whose sums hold something
         self._divided: set[int] = set()  # of which a kernel has divided it
-        # Whether a backward of the unit's modules has ended. All ranks have it (`SkippedModules`),
+        # Whether a backward of the unit's modules has ended. All ranks have it (`UnevenRanks`),
         # so others may have gradients where this rank has none.
         self.is_expected = False
         self._sums: UnitViews | None = None  # while any do
@@ -95,7 +95,7 @@ class Gradients:
 
     def sink(self, index: int, shape: torch.Size) -> GradSink | None:
         """Return what takes a whole parameter's gradient from a kernel; None where it has none."""
-        whole = self._params[index].whole
+        whole = self._params[index].unsharded
         if whole is None or not (whole.requires_grad and torch.is_grad_enabled()):
             return None
         return _Sink(self, index, whole, shape)
@@ -115,10 +115,10 @@ class Gradients:
         return None
 
     def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
-        """Leave a gradient for later, as of `put`; return whether this backward does."""
-        if self.later is None:
+        """Leave a gradient for deferred, as of `put`; return whether this backward does."""
+        if self.deferred is None:
             return False
-        self.later.keep(self, WeightProduct.of(index, shape, compute, operands))
+        self.deferred.keep(self, WeightProduct.of(index, shape, compute, operands))
         self._left.add(index)
         return True
 
@@ -167,10 +167,10 @@ class Gradients:
         return all(
             i in self._taken
             or i in self._left
-            or param.whole is None
-            or not param.whole.requires_grad
-            or param.whole.grad is not None
-            or not will_run(get_gradient_edge(param.whole).node)
+            or param.unsharded is None
+            or not param.unsharded.requires_grad
+            or param.unsharded.grad is not None
+            or not will_run(get_gradient_edge(param.unsharded).node)
             for i, param in enumerate(self._params)
         )
 
@@ -205,8 +205,8 @@ class Gradients:
         """Drop all that is not in the shards yet."""
         self._left.clear()
         for param in self._params:
-            if param.whole is not None:
-                param.whole.grad = None
+            if param.unsharded is not None:
+                param.unsharded.grad = None
         self._release()
 
     def drop_marks(self) -> None:

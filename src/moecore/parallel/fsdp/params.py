@@ -76,7 +76,7 @@ class UnitParam:
         place = _placements(param, dim if is_cut else None, mesh, join)
         self.sharded = parameter_like(as_part(shard, *place, of=param), param)
         self.shard = local_of(self.sharded)  # this rank's part
-        self.whole: nn.Parameter | None = None  # before the first gather
+        self.unsharded: nn.Parameter | None = None  # before the first gather
         self.register(self.sharded)
 
     @property
@@ -121,23 +121,26 @@ class UnitParam:
 
     def follow(self) -> None:
         """Let the whole parameter be trained if the sharded one is."""
-        if self.whole is not None and self.whole.requires_grad != self.sharded.requires_grad:
-            self.whole.requires_grad = self.sharded.requires_grad
+        if (
+            self.unsharded is not None
+            and self.unsharded.requires_grad != self.sharded.requires_grad
+        ):
+            self.unsharded.requires_grad = self.sharded.requires_grad
 
-    def make_whole(self, data: Tensor) -> list[Tensor]:
+    def make_unsharded(self, data: Tensor) -> list[Tensor]:
         """Make the whole parameter of its memory; return the tensors that count its changes."""
         local = data.data
         if self._inner is not None and not self._is_plain:
             local = as_part(local, *self._inner, of=self.sharded)
-        self.whole = parameter_like(local, self.sharded)
+        self.unsharded = parameter_like(local, self.sharded)
         stored = gathered_blocks(self.sharded)
         if stored is not None:  # `precision/stored.py`: the shard has no values
-            setattr(self.whole, GATHERED, stored)
-        return [self.whole] if self._is_plain else [self.whole, local_of(self.whole)]
+            setattr(self.unsharded, GATHERED, stored)
+        return [self.unsharded] if self._is_plain else [self.unsharded, local_of(self.unsharded)]
 
     def take_grad(self) -> Tensor | None:
         """Return the gradient of the whole parameter, and drop it there. May communicate."""
-        whole = self.whole
+        whole = self.unsharded
         grad = None if whole is None else whole.grad
         if grad is None:
             return None
@@ -153,7 +156,7 @@ class UnitParam:
 
     def add_grad(self, grad: Tensor) -> None:
         """Make, or add to, the gradient of the whole parameter, as autograd does; keep `grad`."""
-        whole = self.whole
+        whole = self.unsharded
         assert whole is not None, "a forward has made it"
         grad = grad.view(self.shape)
         if not self._is_plain:

@@ -170,7 +170,7 @@ class UnitPlan:
     layouts: tuple[FlatLayout, ...]
 
     @property
-    def stays(self) -> bool:
+    def is_resident(self) -> bool:
         """Whether the unit is resident: whole from forward to backward."""
         return self.strategy != "optim_grads_params"
 

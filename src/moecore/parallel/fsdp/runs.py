@@ -26,23 +26,23 @@ class ExchangeLayer(Protocol):
         """Yield the layer and the modules in it."""
 
 
-class Place:
-    """A hooked module among those of the module around it."""
+class ModuleNode:
+    """A hooked module among those of the module parent it."""
 
-    __slots__ = ("around", "children", "is_cut", "layer", "module", "number", "units")
+    __slots__ = ("children", "index", "is_cut", "layer", "module", "parent", "units")
 
-    def __init__(self, module: nn.Module, units: list[Unit], around: Place | None) -> None:
-        self.module, self.units, self.around = module, units, around
+    def __init__(self, module: nn.Module, units: list[Unit], parent: ModuleNode | None) -> None:
+        self.module, self.units, self.parent = module, units, parent
         self.layer: ExchangeLayer | None = None  # whose experts these are
-        self.is_cut = False  # whether its backward can be run apart from that of what is around it
-        self.number = 0  # among the places of the module around it
-        self.children: list[Place] = []
-        if around is not None:
-            self.number = len(around.children)
-            around.children.append(self)
+        self.is_cut = False  # whether its backward can be run apart from that of what is parent it
+        self.index = 0  # among the nodes of the module parent it
+        self.children: list[ModuleNode] = []
+        if parent is not None:
+            self.index = len(parent.children)
+            parent.children.append(self)
 
-    def walk(self) -> Iterator[Place]:
-        """Yield this place and the places inside of it."""
+    def walk(self) -> Iterator[ModuleNode]:
+        """Yield this node and the nodes inside of it."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -65,8 +65,8 @@ class Output(NamedTuple):
     device: torch.device
 
 
-class Visit:
-    """One forward through a place, or past it."""
+class ForwardVisit:
+    """One forward through a node, or past it."""
 
     __slots__ = (
         "children",
@@ -79,22 +79,24 @@ class Visit:
         "joins",
         "needs_grad",
         "next",
+        "node",
         "outer",
         "outputs",
-        "place",
         "runs",
     )
 
     def __init__(
-        self, place: Place, outer: Visit | None, forward: int, *, is_skipped: bool
+        self, node: ModuleNode, outer: ForwardVisit | None, forward: int, *, is_skipped: bool
     ) -> None:
-        self.place, self.outer, self.forward = place, outer, forward
+        self.node, self.outer, self.forward = node, outer, forward
         self.is_skipped = is_skipped
-        # Whether the outermost forward has gradients. This one may be without: `no_grad` around a
+        # Whether the outermost forward has gradients. This one may be without: `no_grad` parent a
         # part of a model, or a reentrant checkpoint, which runs it again.
         self.joins: bool = torch.is_grad_enabled() or (outer is not None and outer.joins)
         self.next = 0  # number of the first child that was not reached
-        self.children: list[Visit] = []  # in the order of forward, until a backward is behind them
+        self.children: list[
+            ForwardVisit
+        ] = []  # in the order of forward, until a backward is behind them
         self.runs: list[ForwardRun] = []  # one per unit, while their backward has not ended
         self.has_begun = False  # whether its backward has begun, or was joined
         self.needs_grad = False  # whether an output does
@@ -102,17 +104,17 @@ class Visit:
         # checkpoint begins with it. Those that follow are in the same one.
         self.has_inputs = False
         self.empty: EmptyRun | None = None
-        self.inputs: list[GradientEdge] = []  # of a cut place
+        self.inputs: list[GradientEdge] = []  # of a cut node
         self.outputs: list[Output] = []
 
-    def wait_in(self, unit: Unit) -> None:
-        """Add this visit to a unit's `waiting`, in place of the run that it lacks."""
-        unit.waiting.add(self)
+    def expect_in(self, unit: Unit) -> None:
+        """Add this visit to a unit's `pending_backwards`, in node of the run that it lacks."""
+        unit.pending_backwards.add(self)
 
     @property
     def is_cut(self) -> bool:
         """Whether its inputs are to be cut, and its outputs to be kept."""
-        return self.place.is_cut and self.outer is not None and not self.inputs
+        return self.node.is_cut and self.outer is not None and not self.inputs
 
     def cut_inputs(self, value: Any) -> Any:
         """Return inputs as nodes of their own, at which a backward of this forward alone ends."""
@@ -129,7 +131,7 @@ class Visit:
     def keep_output(self, x: Tensor) -> None:
         """Keep the end of the graph of an output, without its values."""
         self.needs_grad = True
-        if self.place.is_cut and self.outer is not None:
+        if self.node.is_cut and self.outer is not None:
             self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))
 
     def drop_graph(self) -> None:
@@ -144,7 +146,7 @@ class ForwardRun:
     """One forward of a module with gradients."""
 
     __slots__ = (
-        "_waits_in",
+        "_pending_in",
         "forward",
         "inputs",
         "is_active",
@@ -161,13 +163,13 @@ class ForwardRun:
         self.step = step  # of the engine, in which the forward ran
         self.forward = forward  # number of the outermost forward
         self.is_active = False  # whether its backward has begun and not ended
-        self.visit: Visit | None = None  # None = not followed
+        self.visit: ForwardVisit | None = None  # None = not followed
         self.versions: list[int] = []  # of the unit, whose values the forward read
         self.inputs = self.pending = 0  # inputs with a gradient, and those not computed yet
-        self._waits_in: list[Unit] = []
+        self._pending_in: list[Unit] = []
 
     def check_unchanged(self) -> None:
-        """Raise where the unit's parameters have changed in place since the forward."""
+        """Raise where the unit's parameters have changed in node since the forward."""
         now = self.unit.versions()
         if now != self.versions:
             pairs = zip(self.unit.params, self.versions, now, strict=True)
@@ -177,43 +179,43 @@ class ForwardRun:
                 "new values: call backward first, or run the forward again"
             )
 
-    def wait_in(self, unit: Unit) -> None:
-        """Add this run to a unit's `waiting`: its backward is expected."""
-        unit.waiting.add(self)
-        self._waits_in.append(unit)
+    def expect_in(self, unit: Unit) -> None:
+        """Add this run to a unit's `pending_backwards`: its backward is expected."""
+        unit.pending_backwards.add(self)
+        self._pending_in.append(unit)
 
-    def end_waiting(self) -> None:
-        """Remove this run from the `waiting` of all units."""
-        for unit in self._waits_in:
-            unit.waiting.discard(self)
-        self._waits_in.clear()
+    def expect_none(self) -> None:
+        """Remove this run from the `pending_backwards` of all units."""
+        for unit in self._pending_in:
+            unit.pending_backwards.discard(self)
+        self._pending_in.clear()
 
 
 class BackwardHooks(Protocol):
     """The methods of an engine that gradients of values between modules call."""
 
-    def begin(self, run: ForwardRun) -> None:
+    def pre_backward(self, run: ForwardRun) -> None:
         """Begin the backward of a module."""
 
-    def end(self, run: ForwardRun) -> None:
+    def post_backward(self, run: ForwardRun) -> None:
         """End the backward of a module."""
 
 
-class Border:
+class GradBoundary:
     """Hook of a value between modules.
 
     The gradient of the value ends the backward of the runs that read the value (`ends`), and begins
     the backward of the runs that returned it (`begins`). Of a leaf, which forwards may share, a
     backward drops the runs that wait for no backward. Of several runs the last one ends first, and
-    the one around others begins first.
+    the one parent others begins first.
     """
 
     __slots__ = ("begins", "ends", "engine", "is_leaf", "version")
-    __torch_unserializable__ = True  # copies of the value have no border; no warning
+    __torch_unserializable__ = True  # copies of the value have no boundary; no warning
 
     def __init__(self, engine: BackwardHooks, version: int, *, is_leaf: bool) -> None:
         self.engine, self.is_leaf = engine, is_leaf
-        self.version = version  # after a change in place the value gets a new border
+        self.version = version  # after a change in node the value gets a new boundary
         self.ends: list[ForwardRun] = []
         self.begins: list[ForwardRun] = []
 
@@ -223,8 +225,8 @@ class Border:
     def __call__(self, _grad: Tensor) -> None:
         """Tensor hook."""
         for run in reversed(self.ends):
-            self.engine.end(run)
+            self.engine.post_backward(run)
         if self.is_leaf:
-            self.ends = [run for run in self.ends if run in run.unit.waiting]
+            self.ends = [run for run in self.ends if run in run.unit.pending_backwards]
         for run in reversed(self.begins):
-            self.engine.begin(run)
+            self.engine.pre_backward(run)

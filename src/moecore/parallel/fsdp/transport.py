@@ -35,7 +35,7 @@ from moecore.base.torch_names import (
 )
 
 Tensors = list[Tensor]
-Note = Sequence[int]  # of `Notes`
+Note = Sequence[int]  # of `CollectiveHeader`
 
 
 class UnitTransport(Protocol):

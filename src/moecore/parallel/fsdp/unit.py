@@ -1,10 +1,10 @@
 """Unit: parameters that are all-gathered, resharded and reduced together, and their state.
 
-    SHARDED --gather()--> GATHERING --wait()--> WHOLE --free()--> SHARDED
-    GATHERING --free()--> SHARDED      a prefetch without a use
+    SHARDED --unshard()--> UNSHARDING --wait_for_unshard()--> UNSHARDED --reshard()--> SHARDED
+    UNSHARDING --reshard()--> SHARDED      a prefetch without a use
 
-A unit is made of modules and shards of their parameters. `wait` gives the modules whole parameters
-in a buffer, which units use in turn.
+A unit is made of modules and shards of their parameters. `wait_for_unshard` gives the modules
+unsharded parameters in a buffer, which units use in turn.
 
 A unit is in use during a forward of its modules, and in backward from the gradient of such a
 forward's outputs to the gradient of its inputs. A prefetch does not take the buffer of a unit in
@@ -41,8 +41,8 @@ class State(enum.Enum):
     """Whether a unit's values are in shards, on their way to its buffer, or in it."""
 
     SHARDED = enum.auto()
-    GATHERING = enum.auto()
-    WHOLE = enum.auto()
+    UNSHARDING = enum.auto()
+    UNSHARDED = enum.auto()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class UnitOptions:
     reduce_dtype: torch.dtype  # in which gradients are summed
     divisor: float
     cast_inputs: torch.dtype | None  # of floating inputs of the modules; None = no cast
-    stays: bool  # whether the unit is resident
+    is_resident: bool  # whether the unit is resident
     accumulates: bool  # whether micro-batches of a step add gradients before one reduction
 
 
@@ -63,7 +63,7 @@ class UnitHeader(Protocol):
     def of(self, unit: Unit) -> list[int]:
         """Return this rank's numbers."""
 
-    def check(self, unit: Unit, notes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
+    def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
         """Raise a ValueError on all ranks of the group when their numbers differ."""
 
 
@@ -84,16 +84,16 @@ class Unit:
         device_type: str,
     ) -> None:
         self.modules, self.params, self.options = list(modules), list(params), options
-        self.ahead_in_forward: list[Unit] = []
-        self.ahead_in_backward: list[Unit] = []
-        self.notes: UnitHeader | None = None  # that an engine sends with all-gathers
+        self.prefetch_forward: list[Unit] = []
+        self.prefetch_backward: list[Unit] = []
+        self.header: UnitHeader | None = None  # that an engine sends with all-gathers
         self._layout, self._format = layout, format
         self.state = State.SHARDED
         # Forwards of its modules that run, innermost last: [0] first ones, [1] recomputed ones. A
         # forward without gradients, and one that a rank joins which skips it, is None.
         self.runs: tuple[list[Any], list[Any]] = ([], [])
         self.backwards = 0  # backwards of its modules that run
-        self.waiting: set[Any] = set()  # runs and visits whose backward has not ended
+        self.pending_backwards: set[Any] = set()  # runs and visits whose backward has not ended
         self._streams = streams
         self._group = shard_group
         self._transport: UnitTransport | None = None
@@ -133,7 +133,7 @@ class Unit:
         return self.params[0].shard.device
 
     @property
-    def in_use(self) -> bool:
+    def is_in_use(self) -> bool:
         """Whether a forward or a backward of its modules runs."""
         return bool(any(self.runs) or self.backwards)
 
@@ -142,9 +142,9 @@ class Unit:
         """Whether any of its parameters is trained."""
         return any(param.sharded.requires_grad for param in self.params)
 
-    def trained_wholes(self) -> list[Tensor]:
+    def trained_params(self) -> list[Tensor]:
         """Return the whole parameters that are trained."""
-        wholes = (param.whole for param in self.params)
+        wholes = (param.unsharded for param in self.params)
         return [x for x in wholes if x is not None and x.requires_grad]
 
     def waits_for(self, forward: int) -> bool:
@@ -152,7 +152,7 @@ class Unit:
         # A run may wait in units of modules in it as well, which are without gradients.
         return any(
             waits.forward == forward and getattr(waits, "unit", self) is self
-            for waits in self.waiting
+            for waits in self.pending_backwards
         )
 
     def versions(self) -> list[int]:
@@ -174,7 +174,7 @@ class Unit:
         for param in self.params:
             param.follow()
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Start the all-gather of a SHARDED unit. Collective."""
         if self.state is not State.SHARDED:
             return
@@ -187,12 +187,12 @@ class Unit:
             no_dispatch_modes(),
             known_to_others(f"the all-gather of {self.options.name}"),
         ):
-            self._gather()
-        self.state = State.GATHERING
+            self._all_gather()
+        self.state = State.UNSHARDING
 
-    def _gather(self) -> None:
+    def _all_gather(self) -> None:
         if not self._counting:
-            self._make_wholes()
+            self._make_unsharded()
             self._streams.start()  # new memory: the current stream may still use it
         if self.buffer is not None and self._views is not None:
             with self._streams.gathering() if self.is_sharded else nullcontext():
@@ -201,33 +201,33 @@ class Unit:
                 self._gathered.set()
         set_versions(self._counting, self._current)
 
-    def can_gather(self) -> bool:
-        """Whether the buffer is in no other unit that is in use or GATHERING."""
+    def can_unshard(self) -> bool:
+        """Whether the buffer is in no other unit that is in use or UNSHARDING."""
         holder = None if self.buffer is None else self.buffer.holder
         if holder is None or holder is self:
             return True
-        return not holder.in_use and holder.state is not State.GATHERING
+        return not holder.is_in_use and holder.state is not State.UNSHARDING
 
-    def wait(self) -> None:
-        """Make the unit WHOLE; the current stream waits for its all-gather."""
+    def wait_for_unshard(self) -> None:
+        """Make the unit UNSHARDED; the current stream waits for its all-gather."""
         if self.state is State.SHARDED:
-            self.gather()
-        if self.state is State.GATHERING:
+            self.unshard()
+        if self.state is State.UNSHARDING:
             self._gathered.wait()
-            self.state = State.WHOLE
+            self.state = State.UNSHARDED
 
-    def register(self, *, whole: bool) -> None:
-        """Give the modules of a WHOLE unit its whole, or its sharded, parameters."""
-        if self.state is State.WHOLE:
+    def register_params(self, *, unsharded: bool) -> None:
+        """Give the modules of a UNSHARDED unit its whole, or its sharded, parameters."""
+        if self.state is State.UNSHARDED:
             for param in self.params:
-                param.register(param.whole if whole else param.sharded)  # type: ignore[arg-type]
+                param.register(param.unsharded if unsharded else param.sharded)  # type: ignore[arg-type]
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Reshard: free the buffer for other units. No communication."""
         if self.state is State.SHARDED:
             return
-        self.register(whole=False)
-        if self.state is State.GATHERING:
+        self.register_params(unsharded=False)
+        if self.state is State.UNSHARDING:
             self._gathered.wait()
         if self.buffer is not None:
             set_versions(self._counting, self._overwritten)
@@ -256,10 +256,10 @@ class Unit:
                     f"{self.options.name} and {holder.options.name} must not run at one time, "
                     "because they share memory: set a strategy of FSDPOptions to 'optim_grads'"
                 )
-            holder.free()
+            holder.reshard()
         self.buffer.holder = self
 
-    def _make_wholes(self) -> None:
+    def _make_unsharded(self) -> None:
         """Make the whole parameters: views of the buffer, or without a buffer of the shards."""
         with torch.inference_mode(False):
             data = [param.shard for param in self.params]
@@ -268,9 +268,9 @@ class Unit:
                 how = (self._layout.whole_numel, self._layout.packed)
                 self._views = cut_views(self.params, flat, *how)
                 data = self._views.parameters
-            self._counting = self._format.make_whole(self.params, data)
+            self._counting = self._format.make_unsharded(self.params, data)
         for index, param in enumerate(self.params):
-            setattr(param.whole, SINK, partial(self.gradients.sink, index))
+            setattr(param.unsharded, SINK, partial(self.gradients.sink, index))
         self._current = [version(tensor) for tensor in self._counting]
         self._overwritten = [n + 1 for n in self._current]
 
@@ -280,10 +280,10 @@ class Unit:
         self._format.fill(params, views.own)
         if self._transport is None:
             return
-        note = [] if self.notes is None else self.notes.of(self)
-        found = self._transport.gather(views.regions, views.padded, note)
-        if found and self.notes is not None and self._group is not None:
-            self.notes.check(self, found, self._group)
+        header = [] if self.header is None else self.header.of(self)
+        found = self._transport.gather(views.regions, views.padded, header)
+        if found and self.header is not None and self._group is not None:
+            self.header.check(self, found, self._group)
         for param, region, data in zip(params, views.regions, views.parameters, strict=True):
             if param.is_strided:
                 *outer, last = param.shard_shape

@@ -32,7 +32,7 @@ from moecore.parallel.model.family import (
     DynamicContextModel,
     TensorParallelModel,
 )
-from moecore.parallel.model.parallel_state import attached
+from moecore.parallel.model.parallel_state import parallel_state
 from moecore.parallel.model.request import Request, is_cut
 from moecore.parallel.pipeline.layout import PipelineLayout
 from moecore.precision.head import why_not_in_fp8
@@ -170,7 +170,7 @@ def _check_fresh(model: nn.Module) -> None:
                 f"{where} must not be wrapped for data parallelism, which parallelize_moe brings: "
                 "pass the module in it"
             )
-        if attached(module) is not None:
+        if parallel_state(module) is not None:
             raise ValueError(
                 f"{where} must not be parallelized already: call parallelize_moe once, on the whole"
             )

@@ -22,7 +22,7 @@ from moecore.base.torch_names import local_of
 from moecore.moe.experts import Experts
 from moecore.moe.router import Router
 from moecore.moe.shared import Latent, SharedExpert
-from moecore.parallel.model.parallel_state import ATTACHED
+from moecore.parallel.model.parallel_state import PARALLEL_STATE
 
 OWN = (Router, Experts, SharedExpert, Latent)  # modules of moecore that fill themselves
 
@@ -56,11 +56,11 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for name, buffer in module._buffers.items():
             twin._buffers[name] = None if buffer is None else buffer.detach().clone()
         twin.register_forward_pre_hook(_refuse_forward)
-        if ATTACHED in vars(module):
-            found = vars(module)[ATTACHED]
+        if PARALLEL_STATE in vars(module):
+            found = vars(module)[PARALLEL_STATE]
             layers = {name: copies[layer] for name, layer in found.layers.items()}
-            setattr(twin, ATTACHED, replace(found, engine=None, layers=layers))
-            found.request.family.attached(twin, wrapper=copies[model], drops_cache=False)
+            setattr(twin, PARALLEL_STATE, replace(found, engine=None, layers=layers))
+            found.request.family.parallel_state(twin, wrapper=copies[model], drops_cache=False)
     act_as_modules(copies[model])
     return copies[model]
 

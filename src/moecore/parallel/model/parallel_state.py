@@ -1,4 +1,4 @@
-"""Attached: the record that `parallelize_moe` stores on a model, and functions that find it."""
+"""ParallelState: the record that `parallelize_moe` stores on a model, and its readers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.run import Pipeline, StageOffload
 from moecore.parallel.pipeline.stage_replicas import AllStages, lay_out_as_parameter
 
-ATTACHED = "_moecore_attached"  # attribute of a parallelized model
+PARALLEL_STATE = "_moecore_parallel_state"  # attribute of a parallelized model
 
 
 @dataclass(kw_only=True, slots=True)
-class Attached:
+class ParallelState:
     """The record of a parallelized model; each phase of `parallelize_moe` adds its results."""
 
     request: Request
@@ -65,30 +65,30 @@ class Attached:
         return [model.get_submodule(name) for name in self.plan.blocks]
 
 
-def attached(model: nn.Module) -> Attached | None:
+def parallel_state(model: nn.Module) -> ParallelState | None:
     """Return the record of a model, or of the model in peft's wrapper; None without a record."""
-    found: Attached | None = getattr(model, ATTACHED, None)
+    found: ParallelState | None = getattr(model, PARALLEL_STATE, None)
     return found
 
 
-def attached_in(model: nn.Module) -> list[Attached]:
+def parallel_states(model: nn.Module) -> list[ParallelState]:
     """Return the record of a model, or the records of the parallelized models in it."""
-    own = attached(model)
+    own = parallel_state(model)
     if own is not None:  # then no module in it has a record
         return [own]
-    found = (attached(module) for module in model.modules())
+    found = (parallel_state(module) for module in model.modules())
     return [record for record in found if record is not None]
 
 
 def request_of(model: nn.Module) -> Request | None:
     """Return the request of `parallelize_moe`; None = the model has not been parallelized."""
-    found = attached(model)
+    found = parallel_state(model)
     return None if found is None else found.request
 
 
 def engines_of(model: nn.Module) -> list[UnitEngine]:
     """Return the engine of a model, or the engines of the parallelized models in it."""
-    return [found.engine for found in attached_in(model) if found.engine is not None]
+    return [found.engine for found in parallel_states(model) if found.engine is not None]
 
 
 def rows_differ(model: nn.Module) -> Tensor | None:
@@ -96,14 +96,14 @@ def rows_differ(model: nn.Module) -> Tensor | None:
 
     None = no forward of the step has compared rows on the device. No host sync.
     """
-    flags = (r.arguments.end_step() for r in attached_in(model) if r.arguments is not None)
+    flags = (r.arguments.end_step() for r in parallel_states(model) if r.arguments is not None)
     found = [flag for flag in flags if flag is not None]
     return torch.stack(found).any() if found else None
 
 
 def moe_state(model: nn.Module) -> MoEState:
     """Return the balance record of a parallelized model; raises ValueError for any other model."""
-    found = attached(model)
+    found = parallel_state(model)
     if found is None or found.state is None:
         raise ValueError(
             f"model ({type(model).__name__}) must be parallelized to have a balance record: "
@@ -114,15 +114,15 @@ def moe_state(model: nn.Module) -> MoEState:
 
 def capacity_of(model: nn.Module) -> Capacity:
     """Return the capacity record of a parallelized model."""
-    found = attached(model)
+    found = parallel_state(model)
     assert found is not None and found.capacity is not None, "its balance record was found"
     return found.capacity
 
 
-def free_units(model: nn.Module) -> None:
+def reshard_units(model: nn.Module) -> None:
     """Reshard all units of a model; a plain model has none."""
     for engine in engines_of(model):
-        engine.free()
+        engine.reshard()
 
 
 def progress_of(model: nn.Module) -> Progress | None:
@@ -133,8 +133,8 @@ def progress_of(model: nn.Module) -> Progress | None:
 
 def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
     """Return the part of a model that has stages, and their record; without any itself and None."""
-    owners = (m for m in model.modules() if ATTACHED in vars(m))
-    found = [(owner, vars(owner)[ATTACHED].all_stages) for owner in owners]
+    owners = (m for m in model.modules() if PARALLEL_STATE in vars(m))
+    found = [(owner, vars(owner)[PARALLEL_STATE].all_stages) for owner in owners]
     found = [(owner, stages) for owner, stages in found if stages is not None]
     if len(found) > 1:
         raise ValueError(

@@ -42,7 +42,7 @@ from moecore.parallel.mesh import (
     split_context,
 )
 from moecore.parallel.model.checks import check_stages
-from moecore.parallel.model.parallel_state import Attached
+from moecore.parallel.model.parallel_state import ParallelState
 from moecore.parallel.model.parameter_guards import refuse_added
 from moecore.parallel.model.request import Request
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
@@ -73,7 +73,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
 
 
-def resolve_dispatcher(model: nn.Module, found: Attached) -> None:
+def resolve_dispatcher(model: nn.Module, found: ParallelState) -> None:
     """Put the dispatcher that this machine allows into the plan. Collective where it is asked."""
     request, plan = found.request, found.plan
     meshes, group = request.meshes, request.meshes.dispatch_group
@@ -122,7 +122,7 @@ def _is_required(request: Request) -> bool:
     return request.dispatcher == "nvlink" or asked
 
 
-def apply_layers(model: nn.Module, found: Attached) -> None:
+def apply_layers(model: nn.Module, found: ParallelState) -> None:
     """Give each MoE layer its configuration, products, dispatcher and clones. No communication."""
     request, meshes = found.request, found.request.meshes
     if found.stores_in is not None:
@@ -185,7 +185,9 @@ def _placement(
     return ExpertPlacement(group=group, num_experts=num_experts, ep=p.ep, etp=p.etp, **how)
 
 
-def _dispatcher(num_experts: int, placement: ExpertPlacement | None, found: Attached) -> Dispatcher:
+def _dispatcher(
+    num_experts: int, placement: ExpertPlacement | None, found: ParallelState
+) -> Dispatcher:
     """Return what brings the tokens of a layer to its experts."""
     if placement is None:
         return LocalDispatcher(num_experts)
@@ -197,7 +199,7 @@ def _dispatcher(num_experts: int, placement: ExpertPlacement | None, found: Atta
     return HierarchicalDispatcher(placement, *parts, fp8=found.request.fp8_dispatch)
 
 
-def _among(placement: ExpertPlacement, found: Attached) -> Dispatcher:
+def _among(placement: ExpertPlacement, found: ParallelState) -> Dispatcher:
     """Return what brings tokens to the ranks of a placement in one level."""
     if found.exchanges is not None:
         return NVLinkDispatcher(placement, found.exchanges)
@@ -208,7 +210,7 @@ def _among(placement: ExpertPlacement, found: Attached) -> Dispatcher:
     return AllToAllDispatcher(placement, fp8=found.request.fp8_dispatch)
 
 
-def apply_context(model: nn.Module, found: Attached) -> None:
+def apply_context(model: nn.Module, found: ParallelState) -> None:
     """Give a model its cp ranks. Collective where it makes groups."""
     request, meshes = found.request, found.request.meshes
     if not request.is_dynamic and meshes.parallel.cp == 1:
@@ -236,7 +238,7 @@ def _place(meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup) ->
     return ContextParallel(group, a2a, ring)
 
 
-def apply_balance(model: nn.Module, found: Attached) -> None:
+def apply_balance(model: nn.Module, found: ParallelState) -> None:
     """Give the MoE layers their balance record, and its step what buffers may lack."""
     meshes = found.request.meshes
     groups = BalanceGroups(
@@ -257,7 +259,7 @@ def apply_balance(model: nn.Module, found: Attached) -> None:
     found.capacity = Capacity(found.exchanges, tokens, found.stash, device=meshes.device)
 
 
-def compare_arguments(model: nn.Module, found: Attached) -> None:
+def compare_arguments(model: nn.Module, found: ParallelState) -> None:
     """Let forwards of a model, or runs of its stages, compare what ranks receive. Collective."""
     meshes = found.request.meshes
     stages = () if meshes.pipeline_groups is None else meshes.pipeline_groups[:1]
@@ -287,7 +289,7 @@ def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | Non
     return layout, own
 
 
-def apply_pipeline(model: nn.Module, found: Attached) -> None:
+def apply_pipeline(model: nn.Module, found: ParallelState) -> None:
     """Give a model its place among the stages, and what it shares with them. Collective."""
     request, meshes = found.request, found.request.meshes
     if found.layout is None:
@@ -311,7 +313,7 @@ def apply_pipeline(model: nn.Module, found: Attached) -> None:
 
 
 def chunks_of(
-    model: nn.Module, blocks: Sequence[nn.Module], found: Attached
+    model: nn.Module, blocks: Sequence[nn.Module], found: ParallelState
 ) -> dict[int, list[nn.Module]] | None:
     """Return the blocks that one forward runs, in order, by stage; None = all."""
     if found.layout is None:

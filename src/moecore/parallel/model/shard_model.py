@@ -46,11 +46,11 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
             for layout in planned.layouts or (NOTHING,)
         ]
         if planned.role == "experts":
-            modules[0].reader = ParamReader(keep=planned.stays)
+            modules[0].reader = ParamReader(keep=planned.is_resident)
     for planned in plan.units:
         for unit in made[planned.name]:
-            unit.ahead_in_forward = [u for n in planned.forward_prefetch for u in made[n]]
-            unit.ahead_in_backward = [u for n in planned.backward_prefetch for u in made[n]]
+            unit.prefetch_forward = [u for n in planned.forward_prefetch for u in made[n]]
+            unit.prefetch_backward = [u for n in planned.backward_prefetch for u in made[n]]
     _share_buffers(plan, made, streams)
     root, *others = [unit for planned in plan.units for unit in made[planned.name]]
     exchanges: dict[nn.Module, nn.Module] | None = None
@@ -106,7 +106,7 @@ def _unit(
             reduce_dtype=getattr(torch, layout.reduces),
             divisor=planned.divisor,
             cast_inputs=gathered if planned.casts_inputs else None,
-            stays=planned.stays,
+            is_resident=planned.is_resident,
             accumulates=planned.accumulates,
         ),
         streams=streams,

@@ -28,11 +28,11 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.shortage import SkippedSteps
 from moecore.moe.state import MoEState
 from moecore.parallel.model.parallel_state import (
-    attached,
     capacity_of,
-    free_units,
     moe_state,
+    parallel_state,
     progress_of,
+    reshard_units,
 )
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
@@ -123,7 +123,7 @@ class GraphedForwardBackward:
         """
         # A replay runs no Python of the model. These lines, and `_Captured.replay`, do its work
         # between steps: an evaluation may have left units whole, an exchange may have failed.
-        free_units(self._model)
+        reshard_units(self._model)
         _check_start(self._model, self._state)
         self._capacity.poll()
         # If rows did not fit, `TrainStep.finish` has skipped the step on every rank, on the device.
@@ -169,7 +169,7 @@ class _Captured:
 
     def replay(self, inputs: Inputs) -> Any:
         """Replay the graph; set gradients, count micro-batches, and return copies of outputs."""
-        found = attached(self.model)
+        found = parallel_state(self.model)
         if found is not None and found.arguments is not None:  # a replay runs no hook of the model
             named = {f"inputs[{place}]": x for place, x in enumerate(inputs)}
             found.arguments.check(named, None)
@@ -212,7 +212,7 @@ def _capture(
     num_in_step = 0
     if progress is not None:  # the capture has computed nothing
         progress.done, num_in_step = before, progress.done - before
-    free_units(model)  # whole and cast parameters lie in the graph's memory
+    reshard_units(model)  # whole and cast parameters lie in the graph's memory
     _drop_copies(state)
     return _Captured(
         graph=graph,
@@ -350,7 +350,7 @@ def _check_dispatchers(state: MoEState) -> None:
 
 
 def _check_whole(model: nn.Module) -> None:
-    found = attached(model)
+    found = parallel_state(model)
     if found is not None and found.pipeline is not None:
         raise ValueError(
             f"model ({type(model).__name__}) must have no pipeline stages for a CUDA graph, "
@@ -443,7 +443,7 @@ def facts_of(model: nn.Module, state: MoEState) -> GraphFacts:
         values.append(id(layer.tracker.counts))
     held.append(state.loss_scale)
     values.append(id(state.loss_scale))
-    record = attached(model)
+    record = parallel_state(model)
     exchanges = () if record is None or record.exchanges is None else record.exchanges.held
     return GraphFacts(values=values, held=held, exchanges=exchanges)
 

@@ -30,7 +30,12 @@ from moecore.base.fields import check_arguments
 from moecore.base.torch_names import own_local, storage_key, tree_leaves
 from moecore.moe.param_reader import gathered_blocks
 from moecore.parallel.fsdp.buffers import Buffer
-from moecore.parallel.model.parallel_state import attached_in, engines_of, free_units, progress_of
+from moecore.parallel.model.parallel_state import (
+    engines_of,
+    parallel_states,
+    progress_of,
+    reshard_units,
+)
 from moecore.train.graphs.regions import drop_graphs
 from moecore.train.memory.host import HostCopies, of_host_memory
 from moecore.train.memory.stash import Stash
@@ -122,7 +127,7 @@ class TrainingOffload:
         """
         check_arguments(TrainingOffload.offload, locals())
         self._check(what)
-        free_units(self._model)
+        reshard_units(self._model)
         for part in PARTS if what == "all" else (what,):
             if part in self._away:
                 continue
@@ -169,7 +174,7 @@ class TrainingOffload:
                     f"offload() must be between steps, but {progress.done} micro-batches of this "
                     "one are done: call finish() or drop() first"
                 )
-        for record in attached_in(self._model) if what != "optimizer" else ():
+        for record in parallel_states(self._model) if what != "optimizer" else ():
             if record.capacity is not None and record.capacity.graph_steps is not None:
                 raise ValueError(
                     "GraphedForwardBackward (captured) must not rely on addresses that change: "
@@ -235,7 +240,7 @@ class TrainingOffload:
 
     def _free_buffers(self) -> None:
         drop_graphs(self._model)
-        for record in attached_in(self._model):
+        for record in parallel_states(self._model):
             if record.exchanges is not None:
                 record.exchanges.close()
             if isinstance(record.stash, Stash):
