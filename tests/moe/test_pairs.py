@@ -33,7 +33,7 @@ from moecore import (
 from moecore.base.torch_names import is_recomputing
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.pairs import Pairs
-from moecore.parallel.fsdp.transport import Packed
+from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.model.parallel_state import moe_state
 from moecore.parallel.pipeline.layout import parse_layout
 from tests.helpers.grids import asked_for
@@ -240,7 +240,11 @@ def both(device: torch.device, **case: Any) -> tuple[list[str], dict[bool, list[
 def recorded() -> Iterator[list[Event]]:
     """Record collectives: who ("forward" or "backward"), what, and the shape that comes."""
     events: list[Event] = []
-    all_to_all, gather, reduce = dist.all_to_all_single, Packed.gather, Packed.reduce
+    all_to_all, gather, reduce = (
+        dist.all_to_all_single,
+        PackedTransport.gather,
+        PackedTransport.reduce,
+    )
 
     def note(what: str, out: Tensor) -> None:
         events.append(("backward" if is_recomputing() else "forward", what, tuple(out.shape)))
@@ -255,7 +259,7 @@ def recorded() -> Iterator[list[Event]]:
         return _Work(work, partial(note, "wait", out)) if is_async else work
 
     def units(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Packed, outs: list[Tensor], *args: Any) -> Any:
+        def call(self: PackedTransport, outs: list[Tensor], *args: Any) -> Any:
             note(what, outs[0])
             return original(self, outs, *args)
 
@@ -263,8 +267,8 @@ def recorded() -> Iterator[list[Event]]:
 
     with (
         patch.object(dist, "all_to_all_single", exchange),
-        patch.object(Packed, "gather", units("gather", gather)),
-        patch.object(Packed, "reduce", units("reduce", reduce)),
+        patch.object(PackedTransport, "gather", units("gather", gather)),
+        patch.object(PackedTransport, "reduce", units("reduce", reduce)),
     ):
         yield events
 

@@ -29,7 +29,7 @@ from moecore.base.torch_names import is_inside, tree_leaves
 from moecore.parallel.contents import Contents
 from moecore.parallel.mesh import host_group
 
-COMPARED = "the comparison of rows, which ranks take by meshes.data_rank"
+ROW_COMPARISON = "the comparison of rows, which ranks take by meshes.data_rank"
 OF_OWN_TOKENS = "hidden"  # argument of a native decoder's stage; it differs between these ranks
 ADVICE = (
     " on ranks that share rows (tp, cp, pp): seed and shard data by meshes.data_rank of "
@@ -66,11 +66,13 @@ class SharedArguments:
             return
         place = cp if isinstance(cp, int) and cp in self._groups else 0
         names = sorted(name for name in arguments if name != OF_OWN_TOKENS)
-        found: dict[str, Tensor] = {}
-        facts = {name: _facts(arguments[name], name, found) for name in names}
-        on_device = {n: x for n, x in sorted(found.items()) if x.device.type == self._device_type}
+        device_tensors: dict[str, Tensor] = {}
+        facts = {name: _facts(arguments[name], name, device_tensors) for name in names}
+        on_device = {
+            n: x for n, x in sorted(device_tensors.items()) if x.device.type == self._device_type
+        }
         is_first = self._is_first and torch.is_grad_enabled()
-        with known_to_others(COMPARED):
+        with known_to_others(ROW_COMPARISON):
             problem = self._difference({"names of arguments": names, "value": facts}, place)
             if problem is None and on_device:
                 self._contents.compare(on_device, self._groups[place])
@@ -135,13 +137,13 @@ class SharedArguments:
 def _facts(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
     """Return a description whose `repr` is compared; add device tensors to `on_device`."""
     if isinstance(value, Mapping):
-        items = ((comparable(key), each) for key, each in value.items())
-        return {key: _facts(each, f"{name}[{key!r}]", on_device) for key, each in items}
+        items = ((comparable(key), entry) for key, entry in value.items())
+        return {key: _facts(entry, f"{name}[{key!r}]", on_device) for key, entry in items}
     if is_dataclass(value) and not isinstance(value, type):
         entries = {field.name: getattr(value, field.name, None) for field in fields(value)}
         return type(value).__name__, _facts(entries, name, on_device)
     if isinstance(value, list | tuple):
-        return [_facts(each, f"{name}[{i}]", on_device) for i, each in enumerate(value)]
+        return [_facts(entry, f"{name}[{i}]", on_device) for i, entry in enumerate(value)]
     if isinstance(value, Tensor):
         return _tensor_facts(value, name, on_device)
     leaves = tree_leaves(value)

@@ -50,9 +50,9 @@ class _ContentsCheck:
         names = [self.names[i] for i in (largest != ~complement).nonzero().flatten().tolist()]
         if not names:
             return None
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return (
-            f"contents of {names[0]}{others} in an earlier forward (its step is skipped if "
+            f"contents of {names[0]}{suffix} in an earlier forward (its step is skipped if "
             "TrainStep clips it) must be the same"
         )
 
@@ -81,10 +81,10 @@ class Contents:
 
     def has_difference(self) -> bool:
         """Return whether contents of an earlier forward differ, as far as the host can see."""
-        if _captures({str(i): one.bounds for i, one in enumerate(self._unread)}):
+        if _captures({str(i): check.bounds for i, check in enumerate(self._unread)}):
             return False
-        for one in self._unread:
-            one.start_copy()
+        for check in self._unread:
+            check.start_copy()
         while self._unread:
             copy = self._unread[0].copy
             if copy is None or not copy.has_arrived():
@@ -97,8 +97,8 @@ class Contents:
     def wait(self) -> str | None:
         """Return an error's beginning if contents of any earlier forward differ. Host sync."""
         comparisons, self._unread = self._unread, []
-        problems = [one.problem() for one in comparisons]
-        problem = next((one for one in problems if one is not None), None)
+        problems = [check.problem() for check in comparisons]
+        problem = next((check for check in problems if check is not None), None)
         if problem is not None:
             self._of_step = []  # the caller drops this step
         return problem
@@ -112,7 +112,7 @@ class Contents:
         comparisons, self._of_step = self._of_step, []
         if not comparisons:
             return None
-        return torch.cat([one.is_different() for one in comparisons]).any()
+        return torch.cat([check.is_different() for check in comparisons]).any()
 
 
 def _captures(tensors: Mapping[str, Tensor]) -> bool:

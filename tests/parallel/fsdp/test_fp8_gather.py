@@ -37,7 +37,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.moe.param_reader import gathered_blocks
 from moecore.parallel import rank_bytes
 from moecore.parallel.fsdp.formats import BlockFormat
-from moecore.parallel.fsdp.transport import Packed
+from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.fsdp.unit import Unit
 from moecore.precision.linear import Fp8Products
 from moecore.train import AdamW
@@ -253,9 +253,9 @@ def counted(model: Decoder) -> Iterator[dict[str, int]]:
     """Count the bytes that are sent: of experts in gathers, and in reductions."""
     experts = {u._transport for u in units(model) if u.options.name.endswith("experts")}
     sent = {"gathered": 0, "amax": 0}
-    gather, reduce = Packed.gather, dist.all_reduce
+    gather, reduce = PackedTransport.gather, dist.all_reduce
 
-    def gathered(transport: Packed, regions: list[Tensor], *args: Any) -> Any:
+    def gathered(transport: PackedTransport, regions: list[Tensor], *args: Any) -> Any:
         if transport in experts:
             sent["gathered"] += sum(region.nbytes for region in regions)
         return gather(transport, regions, *args)
@@ -264,7 +264,10 @@ def counted(model: Decoder) -> Iterator[dict[str, int]]:
         sent["amax"] += tensor.nbytes if op == dist.ReduceOp.MAX else 0
         return reduce(tensor, op, group, **how)
 
-    with patch.object(Packed, "gather", gathered), patch.object(dist, "all_reduce", reduced):
+    with (
+        patch.object(PackedTransport, "gather", gathered),
+        patch.object(dist, "all_reduce", reduced),
+    ):
         yield sent
 
 

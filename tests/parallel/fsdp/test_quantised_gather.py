@@ -33,7 +33,7 @@ from moecore.moe.amax_history import AmaxHistory
 from moecore.moe.low_rank import LowRank
 from moecore.parallel import rank_bytes
 from moecore.parallel.fsdp.formats import MatrixFormat, QuantisedFormat
-from moecore.parallel.fsdp.transport import Packed
+from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.fsdp.unit import Unit
 from moecore.train import AdamW
 from tests.helpers.grids import asked_for, beside
@@ -110,9 +110,9 @@ def trained(rank: int, case: str, fsdp: FSDPOptions) -> tuple[dict[str, Tensor],
     quantised = [unit for unit in units(model) if isinstance(unit._format, QuantisedFormat)]
     assert bool(quantised) == fsdp.fp8_param_gather
     experts = {unit._transport for unit in units(model) if unit.options.name.endswith("experts")}
-    num_bytes, gather = 0, Packed.gather
+    num_bytes, gather = 0, PackedTransport.gather
 
-    def counted(transport: Packed, regions: list[Tensor], *args: Any) -> Any:
+    def counted(transport: PackedTransport, regions: list[Tensor], *args: Any) -> Any:
         nonlocal num_bytes
         num_bytes += sum(region.nbytes for region in regions) * (transport in experts)
         return gather(transport, regions, *args)
@@ -124,7 +124,7 @@ def trained(rank: int, case: str, fsdp: FSDPOptions) -> tuple[dict[str, Tensor],
         for micro in range(micro_batches):
             seed = 100 * step + 10 * micro + rank // parallel.tp
             tokens = torch.randint(0, 60, (1, 17), generator=torch.Generator().manual_seed(seed))
-            with owner.micro_batch(), patch.object(Packed, "gather", counted):
+            with owner.micro_batch(), patch.object(PackedTransport, "gather", counted):
                 loss = model(tokens[:, :-1], tokens[:, 1:])
                 loss.backward()
             found[f"loss {step} {micro}"] = loss.detach()

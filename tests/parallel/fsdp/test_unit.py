@@ -592,7 +592,7 @@ def no_wait(pair: Pair) -> Iterator[None]:
 
     def broken(unit: Unit) -> None:
         if not unit._counting:
-            unit._make_wholes()
+            unit._make_unsharded()
         unit.state = State.UNSHARDED
 
     with patch.object(Unit, "wait_for_unshard", broken):

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from torch import nn
 
 from moecore.base.torch_names import local_of
-from moecore.parallel.fsdp.transport import Packed
+from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.fsdp.unit import State, Unit
 from moecore.parallel.model.parallel_state import engines_of
 
@@ -61,15 +61,15 @@ def recorded(model: nn.Module) -> Iterator[list[str]]:
 
     with ExitStack() as stack:
         for verb in ("gather", "reduce"):
-            stack.enter_context(patch.object(Packed, verb, _counted(verb, names, events)))
+            stack.enter_context(patch.object(PackedTransport, verb, _counted(verb, names, events)))
         stack.enter_context(patch.object(Unit, "register_params", use))
         yield events
 
 
 def _counted(verb: str, names: dict[Any, str], events: list[str]) -> Any:
-    plain = getattr(Packed, verb)
+    plain = getattr(PackedTransport, verb)
 
-    def call(transport: Packed, *args: Any) -> Any:
+    def call(transport: PackedTransport, *args: Any) -> Any:
         if transport in names:
             events.append(f"{verb} {names[transport]}")
         return plain(transport, *args)

@@ -49,32 +49,34 @@ def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
     for role in ("block", "experts"):
         units = [unit for unit in freed if unit.role == role]
         for dtype, of_units in _by_dtype(units).items():
-            at_once = max(_num_at_once(unit, of_units) for unit in plan.units)
-            yield from _turns("weights", dtype, of_units, at_once)
-        cut = [(u, i) for u in units for i, layout in enumerate(u.layouts) if layout.ranks > 1]
-        for dtype in dict.fromkeys(unit.layouts[i].reduces for unit, i in cut):
-            reduced = [(unit, i) for unit, i in cut if unit.layouts[i].reduces == dtype]
+            num_buffers = max(_num_live_units(unit, of_units) for unit in plan.units)
+            yield from _turns("weights", dtype, of_units, num_buffers)
+        sharded = [(u, i) for u in units for i, layout in enumerate(u.layouts) if layout.ranks > 1]
+        for dtype in dict.fromkeys(unit.layouts[i].reduces for unit, i in sharded):
+            reduced = [(unit, i) for unit, i in sharded if unit.layouts[i].reduces == dtype]
             yield from _turns("sums", dtype, reduced, SUMS)
     for unit in plan.units:
         if unit not in freed:
-            for dtype, own in _by_dtype([unit]).items():
-                yield from _turns("weights", dtype, own, len(own))
+            for dtype, local_layouts in _by_dtype([unit]).items():
+                yield from _turns("weights", dtype, local_layouts, len(local_layouts))
 
 
 def _by_dtype(units: Sequence[UnitPlan]) -> dict[str, list[tuple[UnitPlan, int]]]:
     """Return layouts that need memory beside their shards, by the dtype of what is gathered."""
-    found = defaultdict(list)
+    layouts_of = defaultdict(list)
     for unit in units:
         for i, layout in enumerate(unit.layouts):
             if layout.has_buffer:
-                found[layout.gathers].append((unit, i))
-    return found
+                layouts_of[layout.gathers].append((unit, i))
+    return layouts_of
 
 
-def _num_at_once(unit: UnitPlan, among: Sequence[tuple[UnitPlan, int]]) -> int:
+def _num_live_units(unit: UnitPlan, among: Sequence[tuple[UnitPlan, int]]) -> int:
     """Return how many layouts are gathered while a unit is used, and those ahead of it."""
-    both = [{unit.name, *ahead} for ahead in (unit.forward_prefetch, unit.backward_prefetch)]
-    return max(sum(other.name in names for other, _ in among) for names in both)
+    live_names = [
+        {unit.name, *prefetch} for prefetch in (unit.forward_prefetch, unit.backward_prefetch)
+    ]
+    return max(sum(other.name in names for other, _ in among) for names in live_names)
 
 
 def _turns(

@@ -320,11 +320,11 @@ class UnitEngine:
                 "are those of half a step, so start again from a checkpoint, in new processes"
             )
 
-    def _check_open(self, what: str) -> None:
+    def _check_open(self, caller: str) -> None:
         progress = self.progress()
         if progress is not None and not progress.is_open:
             raise ValueError(
-                f"{what} must run within `with step.micro_batch():` of the model's TrainStep: "
+                f"{caller} must run within `with step.micro_batch():` of the model's TrainStep: "
                 "finish() counts micro-batches and ends their communication"
             )
 
@@ -351,24 +351,24 @@ class UnitEngine:
 
     def _grad_boundary(self, leaf: Tensor) -> GradBoundary:
         """Return the boundary of a value, whose hook runs when its gradient is computed."""
-        found: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
-        if found is None or found.version != version(leaf) or found.engine is not self:
-            found = GradBoundary(self, version(leaf), is_leaf=leaf.is_leaf)
-            leaf.register_hook(found)
-            setattr(leaf, GRAD_BOUNDARY, found)
-        return found
+        boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
+        if boundary is None or boundary.version != version(leaf) or boundary.engine is not self:
+            boundary = GradBoundary(self, version(leaf), is_leaf=leaf.is_leaf)
+            leaf.register_hook(boundary)
+            setattr(leaf, GRAD_BOUNDARY, boundary)
+        return boundary
 
     def _own(self, output: Any, run: ForwardRun) -> Any:
         """Return outputs that are no inputs: else the run's backward would end before it begins."""
 
-        def own(leaf: Tensor) -> Tensor:
+        def as_output(leaf: Tensor) -> Tensor:
             boundary: GradBoundary | None = getattr(leaf, GRAD_BOUNDARY, None)
             return leaf if boundary is None or run not in boundary.ends else leaf.view_as(leaf)
 
         leaves = _leaves(output)
-        if all(not isinstance(leaf, Tensor) or own(leaf) is leaf for leaf in leaves):
+        if all(not isinstance(leaf, Tensor) or as_output(leaf) is leaf for leaf in leaves):
             return output
-        return tree_map_only(Tensor, own, output)
+        return tree_map_only(Tensor, as_output, output)
 
     def pre_backward(self, run: ForwardRun) -> None:
         """Begin the backward of a forward: the gradient of one of its outputs is computed."""
@@ -446,8 +446,8 @@ class UnitEngine:
             self._close(run)
             if run.visit is not None and run.visit.outer is not None:
                 self._reshard_if_unused(run.unit, run.forward)
-        *others, root = self.units
-        for unit in (*reversed(others), root):  # ranks that skip a module join in this order
+        *children, root = self.units
+        for unit in (*reversed(children), root):  # ranks that skip a module join in this order
             self._reduce_grads(unit)
             if self._gets_more(unit):
                 unit.register_params(unsharded=False)

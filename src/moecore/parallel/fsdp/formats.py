@@ -48,8 +48,8 @@ class Format(Protocol):
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
         """Make whole parameters of their memory, once; return tensors that count changes of it."""
 
-    def fill(self, params: Sequence[UnitParam], own: Sequence[Tensor]) -> None:
-        """Write this rank's shards, as they are gathered, to flat `own`. Maybe collective."""
+    def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
+        """Write this rank's shards in gather format to flat `local_views`. May communicate."""
 
 
 class CastFormat:
@@ -60,12 +60,14 @@ class CastFormat:
 
     def make_unsharded(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
         """As of `Format`."""
-        made = [param.make_unsharded(memory) for param, memory in zip(params, data, strict=True)]
-        return [tensor for tensors in made for tensor in tensors]
+        counters = [
+            param.make_unsharded(memory) for param, memory in zip(params, data, strict=True)
+        ]
+        return [tensor for tensors in counters for tensor in tensors]
 
-    def fill(self, params: Sequence[UnitParam], own: Sequence[Tensor]) -> None:
+    def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
         """As of `Format`."""
-        copy_all(own, [param.shard.reshape(-1) for param in params])
+        copy_all(local_views, [param.shard.reshape(-1) for param in params])
 
 
 class QuantisedFormat(ABC):
@@ -93,12 +95,12 @@ class QuantisedFormat(ABC):
         for param, memory, part in zip(params, data, self._parts, strict=True):
             nothing = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
             counting += param.make_unsharded(nothing.expand(param.shape))
-            found = self._gathered(memory.data, part)
-            setattr(param.unsharded, GATHERED, found)
-            counting += found.tensors()
+            blocks = self._gathered(memory.data, part)
+            setattr(param.unsharded, GATHERED, blocks)
+            counting += blocks.tensors()
         return counting
 
-    def fill(self, params: Sequence[UnitParam], own: Sequence[Tensor]) -> None:
+    def fill(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
         """As of `Format`: one all-reduce of 4 bytes per block and matrix; of matrices, two."""
         shards = [param.shard.contiguous() for param in params]
         for shard, part in zip(shards, self._parts, strict=True):
@@ -106,7 +108,7 @@ class QuantisedFormat(ABC):
         for amax, group in ((self._amax, self._group), (self._of_matrices, self._cuts)):
             if group is not None and amax.numel():
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group)
-        for shard, part, values in zip(shards, self._parts, own, strict=True):
+        for shard, part, values in zip(shards, self._parts, local_views, strict=True):
             self._quantise(shard, part, values)
 
     def _make_parts(self, params: Sequence[UnitParam]) -> list[_ShardPart]:

@@ -95,10 +95,10 @@ class Gradients:
 
     def sink(self, index: int, shape: torch.Size) -> GradSink | None:
         """Return what takes a whole parameter's gradient from a kernel; None where it has none."""
-        whole = self._params[index].unsharded
-        if whole is None or not (whole.requires_grad and torch.is_grad_enabled()):
+        unsharded = self._params[index].unsharded
+        if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
             return None
-        return _Sink(self, index, whole, shape)
+        return _Sink(self, index, unsharded, shape)
 
     def put(
         self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
@@ -177,25 +177,25 @@ class Gradients:
     @torch.no_grad()
     def reduce(self) -> None:
         """Move what backward has computed to the shards, or wait for more. Collective."""
-        found = {i: grad for i, p in enumerate(self._params) if (grad := p.take_grad()) is not None}
-        taken, self._taken = self._taken, set()
-        left, self._left = self._left, set()
+        grads = {i: grad for i, p in enumerate(self._params) if (grad := p.take_grad()) is not None}
+        kernel_grads, self._taken = self._taken, set()
+        deferred_grads, self._left = self._left, set()
         if self._is_direct:
             self.is_expected = False
-            self._put(found, taken)
+            self._put(grads, kernel_grads)
             return
         trained = self._trained()
         is_changed = self._trained_before not in (None, trained)  # on other ranks not, perhaps
-        self.is_expected &= self.has_others and bool(trained - left)
-        if not (found or self._filled or is_changed or self.is_expected):
+        self.is_expected &= self.has_others and bool(trained - deferred_grads)
+        if not (grads or self._filled or is_changed or self.is_expected):
             return
-        if not (found or self.reduces):
+        if not (grads or self.reduces):
             return
         sums = self._take_sums() or self._new_sums()
-        self._add(sums, found)
+        self._add(sums, grads)
         if self.reduces:
             self._trained_before = trained
-            self._reduce(sums, trained.difference(left, self._filled))
+            self._reduce(sums, trained.difference(deferred_grads, self._filled))
             self._release()
 
     def _trained(self) -> set[int]:
@@ -248,15 +248,15 @@ class Gradients:
     def _device(self) -> torch.device:
         return self._params[0].shard.device
 
-    def _add(self, sums: UnitViews, found: dict[int, Tensor]) -> None:
+    def _add(self, sums: UnitViews, grads: dict[int, Tensor]) -> None:
         """Put gradients of autograd into the sums, or add them to what is there."""
-        new = [i for i in found if i not in self._filled]
-        copy_all([sums.parameters[i] for i in new], [found[i] for i in new])
-        for i in self._filled.intersection(found):
+        new = [i for i in grads if i not in self._filled]
+        copy_all([sums.parameters[i] for i in new], [grads[i] for i in new])
+        for i in self._filled.intersection(grads):
             alpha = 1.0 / self.divisor if i in self._divided else 1.0
-            sums.parameters[i].add_(found[i], alpha=alpha)
-        self._filled.update(found)
-        found.clear()
+            sums.parameters[i].add_(grads[i], alpha=alpha)
+        self._filled.update(grads)
+        grads.clear()
 
     def _reduce(self, sums: UnitViews, missing: set[int]) -> None:
         """Sum over ranks, and add to the shards. Of `missing` this rank has no gradient.
@@ -276,12 +276,12 @@ class Gradients:
                 torch.stack(parts, out=region.view(param.num_ranks, *param.shard_shape))
         flags = self._own_flags()
         if self._transport is None:
-            summed, shards = sums.flat, regions
-            summed[-self._num_flags :].copy_(flags)
+            flat, shards = sums.flat, regions
+            flat[-self._num_flags :].copy_(flags)
         else:  # new memory is of the stream that frees it
-            summed = flags.new_empty(sum(self._sizes))
-            shards = self._shards(summed, indices)
-        all_flags = summed[-self._num_flags :]
+            flat = flags.new_empty(sum(self._sizes))
+            shards = self._shards(flat, indices)
+        all_flags = flat[-self._num_flags :]
         with streams.reducing():
             if self._transport is not None:
                 self._transport.reduce([*shards, all_flags], [*regions, flags])
@@ -290,28 +290,32 @@ class Gradients:
                 else:
                     streams.keep(sums.flat)
             for group in self._replicas:
-                dist.all_reduce(summed, group=group)
+                dist.all_reduce(flat, group=group)
             if not missing:
                 self._elsewhere = {}
             if (missing or self._host_reads) and _has_values(all_flags):
-                used, divided, trained = all_flags.view(3, -1).tolist()
-                self._elsewhere = {i: divided[i] > 0 for i in missing if used[i]}
+                num_users, divided, trained = all_flags.view(3, -1).tolist()
+                self._elsewhere = {i: divided[i] > 0 for i in missing if num_users[i]}
                 self._check_trained(trained)
-            found = [(i, x) for i, x in zip(indices, shards, strict=True) if self._is_found(i)]
-            done = self._divided.union(i for i, divided in self._elsewhere.items() if divided)
-            rest = [shard for i, shard in found if i not in done]
+            local_grads = [
+                (i, x) for i, x in zip(indices, shards, strict=True) if self._is_found(i)
+            ]
+            divided_grads = self._divided.union(
+                i for i, divided in self._elsewhere.items() if divided
+            )
+            rest = [shard for i, shard in local_grads if i not in divided_grads]
             if rest and self.divisor != 1.0:
                 foreach_div_(rest, self.divisor)
-            streams.keep(summed)
-            if summed.dtype != self._params[0].dtype:
-                indices = [i for i, _ in found]
-                cast = self._shards(summed.to(self._params[0].dtype), indices)
-                found = list(zip(indices, cast, strict=True))
-            for i, shard in found:
+            streams.keep(flat)
+            if flat.dtype != self._params[0].dtype:
+                indices = [i for i, _ in local_grads]
+                cast = self._shards(flat.to(self._params[0].dtype), indices)
+                local_grads = list(zip(indices, cast, strict=True))
+            for i, shard in local_grads:
                 param = self._params[i]
                 n = param.shard.numel()
-                own = shard if shard.numel() == n else shard[:n]
-                param.put_grad(own.view(param.shard.shape))
+                part = shard if shard.numel() == n else shard[:n]
+                param.put_grad(part.view(param.shard.shape))
 
     def _check_trained(self, ranks_by_param: Sequence[float]) -> None:
         """Raise on all ranks when some train a parameter, and others do not."""
@@ -337,14 +341,14 @@ class Gradients:
         if key not in self._flags:
             ranks = 1 if self._transport is None else self._layout.ranks
             flags = [float(i in has) for has in key for i in range(len(self._params))]
-            made = torch.tensor(flags * ranks, dtype=self.dtype, device=self._device)
-            self._flags = {key: made}
+            flag_values = torch.tensor(flags * ranks, dtype=self.dtype, device=self._device)
+            self._flags = {key: flag_values}
         return self._flags[key]
 
-    def _shards(self, summed: Tensor, indices: Sequence[int]) -> list[Tensor]:
+    def _shards(self, flat_sums: Tensor, indices: Sequence[int]) -> list[Tensor]:
         """Return padded shards of parameters."""
-        cut = summed.split(self._sizes)
-        return [cut[2 * i + 1] for i in indices]
+        pieces = flat_sums.split(self._sizes)
+        return [pieces[2 * i + 1] for i in indices]
 
     def _release(self) -> None:
         self.is_expected = False
@@ -354,15 +358,15 @@ class Gradients:
         if self.buffer is not None and self.buffer.holder is self:
             self.buffer.holder = None
 
-    def _put(self, found: dict[int, Tensor], taken: set[int]) -> None:
-        """Add gradients of autograd to those of the shards; a kernel has put `taken` there."""
-        for i in taken.difference(found):
+    def _put(self, grads: dict[int, Tensor], kernel_grads: set[int]) -> None:
+        """Add autograd's gradients to those of the shards; kernels have written `kernel_grads`."""
+        for i in kernel_grads.difference(grads):
             call_accumulate_hooks(self._params[i].sharded)
-        params, shards = [self._params[i] for i in found], list(found.values())
+        params, shards = [self._params[i] for i in grads], list(grads.values())
         if any(grad.dtype != param.dtype for grad, param in zip(shards, params, strict=True)):
             sizes = [grad.numel() for grad in shards]
-            own = torch.empty(sum(sizes), dtype=params[0].dtype, device=self._device)
-            cast = [x.view(g.shape) for x, g in zip(own.split(sizes), shards, strict=True)]
+            flat_grads = torch.empty(sum(sizes), dtype=params[0].dtype, device=self._device)
+            cast = [x.view(g.shape) for x, g in zip(flat_grads.split(sizes), shards, strict=True)]
             copy_all(cast, shards)
             shards = cast
         if shards and self.divisor != 1.0:

@@ -70,9 +70,9 @@ class UnitParam:
         self.shape = data.shape  # of the whole, which tensor and expert parallelism have cut
         self.shard_shape = (*self.shape[:dim], chunk, *self.shape[dim + 1 :])
         start = min(self.rank * chunk, self.shape[dim])
-        own = data.narrow(dim, start, min(chunk, self.shape[dim] - start))
-        own = own.to(device_type) if not own.is_meta else own
-        shard = own.clone(memory_format=torch.contiguous_format)
+        local_data = data.narrow(dim, start, min(chunk, self.shape[dim] - start))
+        local_data = local_data.to(device_type) if not local_data.is_meta else local_data
+        shard = local_data.clone(memory_format=torch.contiguous_format)
         place = _placements(param, dim if is_cut else None, mesh, join)
         self.sharded = parameter_like(as_part(shard, *place, of=param), param)
         self.shard = local_of(self.sharded)  # this rank's part
@@ -107,15 +107,15 @@ class UnitParam:
     def refresh(self) -> bool:
         """Take the parameter that stands in the module now; return whether its memory changed."""
         module, attribute = self.owners[0]
-        found = module._parameters[attribute]
-        if found is self.sharded and _same_memory(local_of(found), self.shard):
+        param = module._parameters[attribute]
+        if param is self.sharded and _same_memory(local_of(param), self.shard):
             return False
-        if not isinstance(found, DTensor) or found.shape != self.sharded.shape:
+        if not isinstance(param, DTensor) or param.shape != self.sharded.shape:
             raise ValueError(
-                f"{self.slot.param} ({type(found).__name__}) must stay the DTensor that "
+                f"{self.slot.param} ({type(param).__name__}) must stay the DTensor that "
                 "parallelize_moe has made: copy values into it"
             )
-        self.sharded, self.shard = found, local_of(found)  # type: ignore[assignment]
+        self.sharded, self.shard = param, local_of(param)  # type: ignore[assignment]
         self.register(self.sharded)  # at its other owners too
         return True
 
@@ -133,18 +133,18 @@ class UnitParam:
         if self._inner is not None and not self._is_plain:
             local = as_part(local, *self._inner, of=self.sharded)
         self.unsharded = parameter_like(local, self.sharded)
-        stored = gathered_blocks(self.sharded)
-        if stored is not None:  # `precision/stored.py`: the shard has no values
-            setattr(self.unsharded, GATHERED, stored)
+        blocks = gathered_blocks(self.sharded)
+        if blocks is not None:  # `precision/stored.py`: the shard has no values
+            setattr(self.unsharded, GATHERED, blocks)
         return [self.unsharded] if self._is_plain else [self.unsharded, local_of(self.unsharded)]
 
     def take_grad(self) -> Tensor | None:
         """Return the gradient of the whole parameter, and drop it there. May communicate."""
-        whole = self.unsharded
-        grad = None if whole is None else whole.grad
+        unsharded = self.unsharded
+        grad = None if unsharded is None else unsharded.grad
         if grad is None:
             return None
-        whole.grad = None  # type: ignore[union-attr]
+        unsharded.grad = None  # type: ignore[union-attr]
         if self._inner is None:
             return grad
         if self._is_plain:
@@ -156,12 +156,12 @@ class UnitParam:
 
     def add_grad(self, grad: Tensor) -> None:
         """Make, or add to, the gradient of the whole parameter, as autograd does; keep `grad`."""
-        whole = self.unsharded
-        assert whole is not None, "a forward has made it"
+        unsharded = self.unsharded
+        assert unsharded is not None, "a forward has made it"
         grad = grad.view(self.shape)
         if not self._is_plain:
             grad = self._placed(grad)
-        whole.grad = grad if whole.grad is None else whole.grad + grad
+        unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
 
     def _placed(self, grad: Tensor) -> DTensor:
         """Return this rank's gradient of the whole parameter as a DTensor over its inner mesh."""
@@ -198,15 +198,15 @@ def _placements(
     if mesh is None:
         assert inner is not None, "only experts have no mesh of data ranks, and these are DTensors"
         return inner, before
-    own: list[Placement] = [Replicate()] * mesh.ndim
+    placements: list[Placement] = [Replicate()] * mesh.ndim
     if dim is not None:
         cuts = 1
         for mesh_dim, placement in enumerate(before):
             if inner is not None and not placement.is_replicate() and placement.dim == dim:  # type: ignore[attr-defined]
                 cuts *= inner.size(mesh_dim)
         # Tensor and expert parallelism have cut the dim first.
-        own[-1] = Shard(dim) if cuts == 1 else StridedShard(dim, split_factor=cuts)
-    return (mesh if inner is None else join(mesh, inner)), (*own, *before)
+        placements[-1] = Shard(dim) if cuts == 1 else StridedShard(dim, split_factor=cuts)
+    return (mesh if inner is None else join(mesh, inner)), (*placements, *before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,21 +220,23 @@ class UnitViews:
     parameters: list[Tensor]  # where dim 0 is cut, the regions without padding
 
 
-def cut_views(params: Sequence[UnitParam], flat: Tensor, beside: int, packed: int = 1) -> UnitViews:
+def cut_views(
+    params: Sequence[UnitParam], flat: Tensor, beside: int, values_per_byte: int = 1
+) -> UnitViews:
     """Cut a unit's memory; strided parameters lie from `beside` on, behind all regions."""
-    # An element of the memory is `packed` values of a last dim.
-    views, beside = UnitViews(flat, [], [], [], []), beside // packed
+    # An element of the memory is `values_per_byte` values of a last dim.
+    views, beside = UnitViews(flat, [], [], [], []), beside // values_per_byte
     for param in params:
-        slot, size = param.slot, param.shape.numel() // packed
-        n, at = slot.shard_numel // packed, slot.whole_offset // packed
+        slot, size = param.slot, param.shape.numel() // values_per_byte
+        n, at = slot.shard_numel // values_per_byte, slot.whole_offset // values_per_byte
         region = flat[at : at + param.num_ranks * n]
         padded = region[param.rank * n : (param.rank + 1) * n]
         if param.is_strided:
             at, beside = beside, beside + size
         views.regions.append(region)
         views.padded.append(padded)
-        views.own.append(padded[: param.shard.numel() // packed])
-        shape = (*param.shape[:-1], param.shape[-1] // packed)
+        views.own.append(padded[: param.shard.numel() // values_per_byte])
+        shape = (*param.shape[:-1], param.shape[-1] // values_per_byte)
         views.parameters.append(flat[at : at + size].view(shape))
     return views
 

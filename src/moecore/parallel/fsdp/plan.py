@@ -254,18 +254,18 @@ class ShardPlan:
             raise ValueError(
                 f"rank ({rank}) must be >= 0 and < the plan's world size ({self.world_size})"
             )
-        p, found = self.parallel, dict[str, int]()
+        p, coordinates = self.parallel, dict[str, int]()
         for dims in (DENSE_DIMS, EXPERT_DIMS):
             rest = rank
             for dim in reversed(dims):
-                rest, found[dim] = divmod(rest, getattr(p, dim))
-        found["dp_shard_cp"] = found["dp_shard"] * p.cp + found["cp"]
-        return found
+                rest, coordinates[dim] = divmod(rest, getattr(p, dim))
+        coordinates["dp_shard_cp"] = coordinates["dp_shard"] * p.cp + coordinates["cp"]
+        return coordinates
 
 
-def _only(found: Iterator[T], param: str) -> T:
+def _only(matches: Iterator[T], param: str) -> T:
     """Return the first entry found for a parameter; raises ValueError without one."""
-    first = next(found, None)
+    first = next(matches, None)
     if first is None:
         raise ValueError(
             f"name ({param!r}) must be a parameter's: take it from named_parameters() of the model"
@@ -276,13 +276,13 @@ def _only(found: Iterator[T], param: str) -> T:
 def _local_shape(
     shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Coordinate
 ) -> tuple[int, ...]:
-    left = list(shape)
+    local_shape = list(shape)
     for axis in reversed(placements):
         if axis.dim is not None:
-            rows = -(-left[axis.dim] // axis.size)
-            after = left[axis.dim] - coordinate.get(axis.axis, 0) * rows
-            left[axis.dim] = min(rows, max(0, after))
-    return tuple(left)
+            rows = -(-local_shape[axis.dim] // axis.size)
+            after = local_shape[axis.dim] - coordinate.get(axis.axis, 0) * rows
+            local_shape[axis.dim] = min(rows, max(0, after))
+    return tuple(local_shape)
 
 
 def flat_layouts(
@@ -298,7 +298,7 @@ def flat_layouts(
     # gather_dtype None = the stored one. `recipes`, by name, are of parameters gathered in FP8;
     # those named in `fp32` are gathered as stored in any case, and their gradients are summed in
     # fp32.
-    alike: dict[tuple[str, str, str, Recipe | None], list[ParamPlan]] = {}
+    groups: dict[tuple[str, str, str, Recipe | None], list[ParamPlan]] = {}
     for param in params:
         recipe, gathers = (recipes or {}).get(param.name), param.dtype
         reduces = "float32" if param.name in fp32 else reduce_dtype
@@ -306,8 +306,8 @@ def flat_layouts(
             gathers = E2M1_PAIRS if recipe.scaling == "nvfp4" else "float8_e4m3fn"
         elif gather_dtype is not None and param.name not in fp32:
             gathers = gather_dtype if getattr(torch, param.dtype).is_floating_point else param.dtype
-        alike.setdefault((param.dtype, gathers, reduces, recipe), []).append(param)
-    return tuple(flat_layout(*how, params, ranks) for how, params in alike.items())
+        groups.setdefault((param.dtype, gathers, reduces, recipe), []).append(param)
+    return tuple(flat_layout(*key, params, ranks) for key, params in groups.items())
 
 
 def flat_layout(
@@ -321,9 +321,9 @@ def flat_layout(
     """Return the layout of parameters with these dtypes and recipe."""
     slots, offset = [], 0
     for param in params:
-        cut, shape = param.data_placement, list(param.computed_shape())
-        dim = 0 if cut is None or cut.dim is None else cut.dim
-        whole, shape[dim] = math.prod(shape), -(-shape[dim] // ranks)
+        placement, shape = param.data_placement, list(param.computed_shape())
+        dim = 0 if placement is None or placement.dim is None else placement.dim
+        unsharded_numel, shape[dim] = math.prod(shape), -(-shape[dim] // ranks)
         numel = math.prod(shape)
         slots.append(
             FlatSlot(
@@ -333,7 +333,7 @@ def flat_layout(
                 shard_offset=offset,
                 shard_numel=numel,
                 whole_offset=offset * ranks,
-                numel=whole,
+                numel=unsharded_numel,
             )
         )
         offset += -(-numel // ALIGNMENT) * ALIGNMENT

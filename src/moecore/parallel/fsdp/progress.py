@@ -23,26 +23,26 @@ class Progress:
         """Begin the next step."""
         self.done, self.has_failed = 0, False
 
-    def check_closed(self, what: str) -> None:
-        """Raise for `what` within a micro-batch."""
+    def check_closed(self, call: str) -> None:
+        """Raise for `call` within a micro-batch."""
         if self.is_open:
-            raise ValueError(f"{what} must not be within a micro_batch(): leave it first")
+            raise ValueError(f"{call} must not be within a micro_batch(): leave it first")
 
-    def check_between(self, what: str) -> None:
-        """Raise for `what` within a micro-batch, or in a step that has failed."""
-        self.check_closed(what)
+    def check_between(self, call: str) -> None:
+        """Raise for `call` within a micro-batch, or in a step that has failed."""
+        self.check_closed(call)
         if self.has_failed:
             raise ValueError(
-                f"{what} must not follow an exception in the step: call drop(), and run all of its "
+                f"{call} must not follow an exception in the step: call drop(), and run all of its "
                 "micro-batches again"
             )
 
 
-def check_grad_mode(what: str) -> None:
+def check_grad_mode(call: str) -> None:
     """Raise a ValueError where torch records nothing for a backward."""
     if not torch.is_grad_enabled():
         raise ValueError(
-            f"{what} must run with gradients: call it outside of torch.no_grad() and "
+            f"{call} must run with gradients: call it outside of torch.no_grad() and "
             "inference_mode()"
         )
 

@@ -170,9 +170,9 @@ class ForwardRun:
 
     def check_unchanged(self) -> None:
         """Raise where the unit's parameters have changed in node since the forward."""
-        now = self.unit.versions()
-        if now != self.versions:
-            pairs = zip(self.unit.params, self.versions, now, strict=True)
+        versions = self.unit.versions()
+        if versions != self.versions:
+            pairs = zip(self.unit.params, self.versions, versions, strict=True)
             name = next(param.slot.param for param, before, after in pairs if before != after)
             raise RuntimeError(
                 f"{name} must not change between a forward and its backward, which would read the "

@@ -52,17 +52,17 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
     """
     check_arguments(rank_bytes, locals())
     coordinate, params = plan.coordinate(rank), {param.name: param for param in plan.params}
-    own = {unit.name: [params[name] for name in unit.params] for unit in plan.units}
+    params_of_unit = {unit.name: [params[name] for name in unit.params] for unit in plan.units}
     roles = []
     for role in dict.fromkeys(unit.role for unit in plan.units):
         units = [unit for unit in plan.units if unit.role == role]
-        held = [param for unit in units for param in own[unit.name]]
+        resident_params = [param for unit in units for param in params_of_unit[unit.name]]
         roles.append(
             RoleBytes(
                 role=role,
-                parameters=sum(p.num_bytes(coordinate) for p in held),
-                gradients=sum(p.num_bytes(coordinate) for p in held if p.trainable),
-                gathered=sum(_gathered(unit) for unit in units),
+                parameters=sum(p.num_bytes(coordinate) for p in resident_params),
+                gradients=sum(p.num_bytes(coordinate) for p in resident_params if p.trainable),
+                gathered=sum(_unsharded_bytes(unit) for unit in units),
             )
         )
     buffers = list(plan_buffers(plan))
@@ -71,11 +71,13 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
         roles=tuple(roles),
         weights=weights,
         sums=sum(buffer.num_bytes for buffer in buffers) - weights,
-        accumulated=sum(_sums(unit, own[unit.name]) for unit in plan.units if unit.accumulates),
+        accumulated=sum(
+            _sums(unit, params_of_unit[unit.name]) for unit in plan.units if unit.accumulates
+        ),
     )
 
 
-def _gathered(unit: UnitPlan) -> int:
+def _unsharded_bytes(unit: UnitPlan) -> int:
     """Return the bytes of a unit's unsharded parameters, padding included."""
     layouts = (layout for layout in unit.layouts if layout.has_buffer)
     return sum(

@@ -74,7 +74,7 @@ class Coalesced:
             work.wait()
 
 
-class Packed:
+class PackedTransport:
     """One message of all regions, rank by rank."""
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
@@ -82,31 +82,31 @@ class Packed:
 
     def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
         """As of `UnitTransport`."""
-        sent = torch.tensor(
+        header = torch.tensor(
             note if self.host_reads and not shards[0].is_meta else [], dtype=torch.int64
         )
-        shards = [*shards, sent.to(shards[0].device).view(shards[0].dtype)]
-        own = torch.cat(shards)
+        shards = [*shards, header.to(shards[0].device).view(shards[0].dtype)]
+        local_bytes = torch.cat(shards)
         ranks = self._group.size()
-        everything = own.new_empty(ranks * own.numel())
-        all_gather_single(everything, own, group=self._group)
+        everything = local_bytes.new_empty(ranks * local_bytes.numel())
+        all_gather_single(everything, local_bytes, group=self._group)
         sizes = [shard.numel() for shard in shards]
         *parts, notes = everything.view(ranks, -1).split(sizes, dim=1)
         foreach_copy_([region.view(ranks, -1) for region in regions], parts)
-        return notes.contiguous().view(torch.int64).tolist() if sent.numel() else []
+        return notes.contiguous().view(torch.int64).tolist() if header.numel() else []
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
         """As of `UnitTransport`."""
         ranks = self._group.size()
         everything = torch.cat([region.view(ranks, -1) for region in regions], dim=1)
-        own = everything.new_empty(everything.shape[1])
-        reduce_scatter_single(own, everything.flatten(), group=self._group)
-        foreach_copy_(shards, list(own.split([shard.numel() for shard in shards])))
+        local_sums = everything.new_empty(everything.shape[1])
+        reduce_scatter_single(local_sums, everything.flatten(), group=self._group)
+        foreach_copy_(shards, list(local_sums.split([shard.numel() for shard in shards])))
 
 
 def transport_of(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
     """Return the transport of a group's backend."""
-    return Packed(group, device_type) if is_gloo(group, device_type) else Coalesced(group)
+    return PackedTransport(group, device_type) if is_gloo(group, device_type) else Coalesced(group)
 
 
 class StreamMark:

@@ -75,7 +75,8 @@ class UnevenRanks:
         top = ModuleNode(root, of_module[root], None)
         self._root = root
         self._nodes = {
-            module: ModuleNode(module, found, None) for module, found in of_module.items()
+            module: ModuleNode(module, module_units, None)
+            for module, module_units in of_module.items()
         }
         _find_children(top, root, of_module, exchanges, {root})
         self._nodes |= {node.module: node for node in top.walk()}
@@ -105,19 +106,19 @@ class UnevenRanks:
             if outer is not None and outer.node is not node.parent:
                 outer = None
             if is_recompute and outer is None:
-                found = self._resume(node)
-                if found is not None:
-                    opened.append(found)
-                return found
-            begun = ForwardVisit(node, outer, forward, is_skipped=False)
-            if begun.joins and not opened:
-                self._tops.append(begun)
-            opened.append(begun)
+                resumed_visit = self._resume(node)
+                if resumed_visit is not None:
+                    opened.append(resumed_visit)
+                return resumed_visit
+            new_visit = ForwardVisit(node, outer, forward, is_skipped=False)
+            if new_visit.joins and not opened:
+                self._tops.append(new_visit)
+            opened.append(new_visit)
             if outer is not None:
                 self._pass(outer, node.index)
                 outer.next = max(outer.next, node.index + 1)
-                if begun.joins:
-                    outer.children.append(begun)
+                if new_visit.joins:
+                    outer.children.append(new_visit)
         visit = opened[-1] if opened else None
         return visit if visit is not None and visit.node is node and visit.joins else None
 
@@ -198,16 +199,16 @@ class UnevenRanks:
         if visits and visits[0].node is node:  # its backward has begun: no reentrant checkpoint
             return None
         outer = next((visit for visit in visits if visit.node is node.parent), None)
-        ahead = [] if outer is None else outer.children
-        for i, visit in reversed(list(enumerate(ahead))):
+        siblings = [] if outer is None else outer.children
+        for i, visit in reversed(list(enumerate(siblings))):
             if visit.node is node and not (visit.has_begun or visit.is_skipped or visit.runs):
                 # A checkpoint of several modules repeats those that follow in it next.
-                behind = ahead[i + 1 :]
-                inside = list(takewhile(lambda later: not later.has_inputs, behind))
-                for later in reversed(behind):
-                    if later.is_skipped or later.has_begun or later not in inside:
-                        ahead.remove(later)
-                        self._end(later)
+                successors = siblings[i + 1 :]
+                inside = list(takewhile(lambda sibling: not sibling.has_inputs, successors))
+                for sibling in reversed(successors):
+                    if sibling.is_skipped or sibling.has_begun or sibling not in inside:
+                        siblings.remove(sibling)
+                        self._end(sibling)
                 self._drop_children(visit)
                 visit.next, visit.has_begun = 0, True
                 return visit
@@ -303,20 +304,20 @@ class UnevenRanks:
         """Run the backward of a layer without tokens; its experts alone may get a gradient."""
         assert node.layer is not None, "it has run"
         inputs = [run.x_0D] if run.x_0D.requires_grad else []
-        others = list[tuple[nn.Module, Unit]]()
+        inner_units = list[tuple[nn.Module, Unit]]()
         for module in node.layer.modules():
             inner = self._nodes.get(module)
             for unit in () if inner is None else inner.units:
                 if module is node.module and not run.is_skipped:
                     inputs += unit.trained_params()
                 else:
-                    others.append((module, unit))
+                    inner_units.append((module, unit))
         if inputs and run.y_0D.requires_grad:
             self._run_backward([run.y_0D], [torch.zeros_like(run.y_0D)], inputs)
-        for module, unit in others:
+        for module, unit in inner_units:
             runs = [of for of in unit.pending_backwards if getattr(of, "module", None) is module]
-            left = [of for of in runs if of.forward == forward]
-            for of in left:  # no gradient has reached it; other micro-batches' runs still wait
+            open_runs = [of for of in runs if of.forward == forward]
+            for of in open_runs:  # no gradient has reached it; other micro-batches' runs still wait
                 of.expect_none()
                 unit.gradients.is_expected = True
                 self._reshard_if_unused(unit, forward)
@@ -334,12 +335,12 @@ class UnevenRanks:
         for inner in node.walk():
             for unit in inner.units:
                 (dense if inner.layer is None else experts).extend(unit.trained_params())
-        without = [whole for whole in dense if whole.grad is None]
+        without = [param for param in dense if param.grad is None]
         # Dense weights make autograd run what other ranks run to reach theirs.
         if inputs or dense or experts:
             self._run_backward(edges, zeros, [*inputs, *dense, *experts])
-        for whole in without:
-            whole.grad = None
+        for param in without:
+            param.grad = None
 
     def _run_backward(
         self, ends: Sequence[Any], zeros: Sequence[Tensor], inputs: Sequence[Any]

@@ -281,9 +281,9 @@ class Unit:
         if self._transport is None:
             return
         header = [] if self.header is None else self.header.of(self)
-        found = self._transport.gather(views.regions, views.padded, header)
-        if found and self.header is not None and self._group is not None:
-            self.header.check(self, found, self._group)
+        headers = self._transport.gather(views.regions, views.padded, header)
+        if headers and self.header is not None and self._group is not None:
+            self.header.check(self, headers, self._group)
         for param, region, data in zip(params, views.regions, views.parameters, strict=True):
             if param.is_strided:
                 *outer, last = param.shard_shape

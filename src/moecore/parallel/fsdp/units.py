@@ -125,22 +125,22 @@ def find_ties(model: nn.Module) -> Callable[[nn.Module], bool]:
 
     def is_tied(block: nn.Module) -> bool:
         inner = (module for module in block.modules() if module is not block)
-        has_others = any(holders[id(p)] > 1 for p in block.parameters())
-        has_others |= any(parents[module] > 1 for module in inner)
-        return has_others and _is_reached_without(block, model)
+        has_ties = any(holders[id(p)] > 1 for p in block.parameters())
+        has_ties |= any(parents[module] > 1 for module in inner)
+        return has_ties and _is_reached_without(block, model)
 
     return is_tied
 
 
 def _is_reached_without(block: nn.Module, model: nn.Module) -> bool:
-    own = {id(p) for p in block.parameters()}
+    block_params = {id(p) for p in block.parameters()}
     reached: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> bool:
         if module is block or module in reached:
             return False
         reached.add(module)
-        if any(id(p) in own for p in module.parameters(recurse=False)):
+        if any(id(p) in block_params for p in module.parameters(recurse=False)):
             return True
         return any(visit(child) for child in module.children())
 
@@ -153,33 +153,35 @@ def keeps_precision(router: Router, options: FSDPOptions) -> bool:
     return options.param_dtype not in (None, router.weight.dtype)
 
 
-def forward_prefetch(model: nn.Module, units: Units, ahead: int) -> Prefetch:
-    """Return what each unit prefetches in forward: `ahead` groups, in the order of use."""
-    found: dict[nn.Module, list[nn.Module]] = {}
+def forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
+    """Return what each unit prefetches in forward: `num_blocks` groups, in the order of use."""
+    prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     list_of = _outermost_lists(model)
     of_unit = {group[0]: list_of.get(group[0]) for group in units.first_use}
     for (before, *_), (unit, *_) in pairwise(units.first_use):
         if unit in units.heads:
             of_unit[unit] = of_unit[before]
     for i, group in enumerate(units.first_use):
-        same = [u for u in units.first_use[i + 1 :] if of_unit[u[0]] is of_unit[group[0]]]
-        later = [unit for other in same[:ahead] for unit in other]
-        found |= {unit: group[j + 1 :] + later for j, unit in enumerate(group)}
-    return found
+        neighbours = [u for u in units.first_use[i + 1 :] if of_unit[u[0]] is of_unit[group[0]]]
+        prefetch = [unit for other in neighbours[:num_blocks] for unit in other]
+        prefetch_of |= {unit: group[j + 1 :] + prefetch for j, unit in enumerate(group)}
+    return prefetch_of
 
 
-def backward_prefetch(units: Units, ahead: int) -> Prefetch:
+def backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
     """Return the same for backward, in which a head may run once per list of blocks."""
-    found: dict[nn.Module, list[nn.Module]] = {}
+    prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     backward = [[group[0], *reversed(group[1:])] for group in reversed(units.first_use)]
     for i, group in enumerate(backward):
         if group[0] in units.heads and i > 0:
             continue
         rest = backward[i + 1 :]
-        again = [other[0] for other in rest if other[0] in units.heads]
-        later = dict.fromkeys([*again, *(unit for other in rest[:ahead] for unit in other)])
-        found |= {unit: [*group[j + 1 :], *later] for j, unit in enumerate(group)}
-    return found
+        reused_heads = [other[0] for other in rest if other[0] in units.heads]
+        prefetch = dict.fromkeys(
+            [*reused_heads, *(unit for other in rest[:num_blocks] for unit in other)]
+        )
+        prefetch_of |= {unit: [*group[j + 1 :], *prefetch] for j, unit in enumerate(group)}
+    return prefetch_of
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -261,7 +263,7 @@ def kinds(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str]
 
 def _kind_of_module(module: nn.Module | None, name: str) -> str | None:
     """Return the kind of a module's parameters by its class; a head also by its name. Or None."""
-    what = type(module).__name__.lower()
+    class_name = type(module).__name__.lower()
     if getattr(module, "is_fsdp_head", False) or name.endswith("lm_head"):
         return "head"
-    return next((kind for word, kind in WORDS.items() if word in what), None)
+    return next((kind for word, kind in WORDS.items() if word in class_name), None)

@@ -164,24 +164,24 @@ def _check_arguments(request: Request) -> None:
 def _check_fresh(model: nn.Module) -> None:
     """Raise for a model that is sharded already, or that has what sharding would lose."""
     for name, module in model.named_modules():
-        where = f"{name or 'model'} ({type(module).__name__})"
+        owner = f"{name or 'model'} ({type(module).__name__})"
         if isinstance(module, WRAPPERS):
             raise ValueError(
-                f"{where} must not be wrapped for data parallelism, which parallelize_moe brings: "
+                f"{owner} must not be wrapped for data parallelism, which parallelize_moe brings: "
                 "pass the module in it"
             )
         if parallel_state(module) is not None:
             raise ValueError(
-                f"{where} must not be parallelized already: call parallelize_moe once, on the whole"
+                f"{owner} must not be parallelized already: call parallelize_moe once, on the whole"
             )
         if isinstance(module, FSDPModule):
             raise ValueError(
-                f"{where} must not be sharded already: leave out fully_shard, FSDPOptions has its "
+                f"{owner} must not be sharded already: leave out fully_shard, FSDPOptions has its "
                 "choices, and call parallelize_moe once, on the whole"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(
-                f"{where} must not have sparse gradients, which units cannot reduce: make it with "
+                f"{owner} must not have sparse gradients, which units cannot reduce: make it with "
                 "sparse=False"
             )
     for name, param in model.named_parameters():
@@ -251,10 +251,10 @@ def _check_graphs(model: nn.Module, request: Request) -> None:
             "graph_dense (True) must go with ContextOptions.dynamic (True) = False, because a "
             "graph has one cp: leave one of them out"
         )
-    away = [part for part in request.memory.offload if part != "experts"]
-    if away:
+    parts = [part for part in request.memory.offload if part != "experts"]
+    if parts:
         raise ValueError(
-            f"graph_dense (True) must go with MemoryOptions.offload ({away[0]!r}) of 'experts' "
+            f"graph_dense (True) must go with MemoryOptions.offload ({parts[0]!r}) of 'experts' "
             "alone, because what graphs keep has an address: leave one of them out"
         )
     if precision is not None and any(recipe.amax_history for recipe in precision.recipes):
@@ -270,10 +270,10 @@ def _check_context(model: nn.Module, request: Request) -> None:
         if request.context is not None:
             warnings.warn("context is not used: cp is 1", stacklevel=4)
         return
-    wanted: type = ContextParallelModel
+    protocol: type = ContextParallelModel
     field, needs = f"ParallelConfig.cp ({cp}) must be 1", "parallel(cp)"
     if request.is_dynamic:
-        wanted = DynamicContextModel
+        protocol = DynamicContextModel
         field, needs = f"{dynamic} must be False", "groups(groups)"
         if cp > 1:
             raise ValueError(
@@ -284,7 +284,7 @@ def _check_context(model: nn.Module, request: Request) -> None:
                 f"{dynamic} must go with loss ({request.loss!r}) = 'sum', because micro-batches "
                 "belong to different numbers of ranks: divide by the labels of the global batch"
             )
-    if not isinstance(request.family.context(model), wanted):
+    if not isinstance(request.family.context(model), protocol):
         raise NotImplementedError(
             f"{field} for {type(model).__name__}: context parallelism needs a model with "
             f"apply_context_{needs}, such as moecore.models.Decoder"
@@ -319,8 +319,8 @@ def _check_head(model: nn.Module, request: Request) -> None:
         )
     dtype = request.fsdp.param_dtype or next(model.parameters()).dtype
     for V, D in shapes:
-        own = (V, D) if V % p.tp else (V // p.tp, D)
-        reason = why_not_in_fp8(own, precision.recipe, dtype, request.meshes.device)
+        local_shape = (V, D) if V % p.tp else (V // p.tp, D)
+        reason = why_not_in_fp8(local_shape, precision.recipe, dtype, request.meshes.device)
         if reason is not None:
             raise ValueError(
                 f"Precision.fp8_head (True) must be False for {name}, because {reason}: drop it"
@@ -343,12 +343,14 @@ def _check_dense(request: Request) -> None:
 def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
     p, config = meshes.parallel, layer.config
     experts = layer.part("experts")
-    expected = set(expert_shapes(config, experts.layout)) if isinstance(experts, Experts) else set()
-    found = {n for n, _ in experts.named_parameters() if not n.startswith("lora.")}
-    if not isinstance(experts, Experts) or found != expected:
+    layout_names = (
+        set(expert_shapes(config, experts.layout)) if isinstance(experts, Experts) else set()
+    )
+    module_names = {n for n, _ in experts.named_parameters() if not n.startswith("lora.")}
+    if not isinstance(experts, Experts) or module_names != layout_names:
         raise ValueError(
-            f"{name}: experts ({type(experts).__name__} with {sorted(found)}) must be Experts with "
-            f"{sorted(expected)}: leave out wrappers and parametrizations"
+            f"{name}: experts ({type(experts).__name__} with {sorted(module_names)}) must be "
+            f"Experts with {sorted(layout_names)}: leave out wrappers and parametrizations"
         )
     rules = [("num_experts", config.num_experts, "ep", p.ep)]
     rules += [("hidden_dim", config.hidden_dim, "etp", p.etp)]

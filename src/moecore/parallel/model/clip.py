@@ -47,8 +47,8 @@ class GradientNorm:
 
     @cached_property
     def _host_squares(self) -> list[float]:
-        found: list[float] = self._squares.tolist()
-        return found
+        squares: list[float] = self._squares.tolist()
+        return squares
 
     @property
     def is_read(self) -> bool:
@@ -187,8 +187,10 @@ def _check_holds(
     optimizers: Sequence[torch.optim.Optimizer], params: list[tuple[str, nn.Parameter]]
 ) -> None:
     """Raise for a gradient that no optimizer uses."""
-    held = {p for one in optimizers for group in one.param_groups for p in group["params"]}
-    missing = [n for n, p in params if p.grad is not None and p not in held]
+    optimizer_params = {
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    }
+    missing = [n for n, p in params if p.grad is not None and p not in optimizer_params]
     if missing:
         raise ValueError(
             f"optimizer ({type(optimizers[0]).__name__}) must hold {missing[0]} and all other "
@@ -257,8 +259,8 @@ def _norms(params: list[nn.Parameter]) -> list[Tensor]:
             of_dtype.setdefault(param.grad.dtype, []).append(i)
     for dtype, places in of_dtype.items():
         grads = [local_of(params[i].grad) for i in places]  # type: ignore[arg-type]
-        found = foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
-        for i, value in zip(places, found, strict=True):
+        local_norms = foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
+        for i, value in zip(places, local_norms, strict=True):
             norms[i] = value
     # fp64 gradients keep their precision; all others are fp32 here.
     return [n.double() for n in norms] if torch.float64 in of_dtype else norms
@@ -296,5 +298,5 @@ def _scale(
 
 
 def _warn_of(non_finite: tuple[str, ...]) -> None:
-    shown = ", ".join(non_finite[:5]) + (" and more" if len(non_finite) > 5 else "")
-    warnings.warn(f"step skipped: non-finite gradient in {shown}", stacklevel=4)
+    names = ", ".join(non_finite[:5]) + (" and more" if len(non_finite) > 5 else "")
+    warnings.warn(f"step skipped: non-finite gradient in {names}", stacklevel=4)

@@ -24,7 +24,7 @@ from moecore.moe.router import Router
 from moecore.moe.shared import Latent, SharedExpert
 from moecore.parallel.model.parallel_state import PARALLEL_STATE
 
-OWN = (Router, Experts, SharedExpert, Latent)  # modules of moecore that fill themselves
+SELF_FILLING = (Router, Experts, SharedExpert, Latent)  # modules of moecore that fill themselves
 
 
 def act_as_modules(model: nn.Module) -> None:
@@ -57,10 +57,10 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             twin._buffers[name] = None if buffer is None else buffer.detach().clone()
         twin.register_forward_pre_hook(_refuse_forward)
         if PARALLEL_STATE in vars(module):
-            found = vars(module)[PARALLEL_STATE]
-            layers = {name: copies[layer] for name, layer in found.layers.items()}
-            setattr(twin, PARALLEL_STATE, replace(found, engine=None, layers=layers))
-            found.request.family.parallel_state(twin, wrapper=copies[model], drops_cache=False)
+            state = vars(module)[PARALLEL_STATE]
+            layers = {name: copies[layer] for name, layer in state.layers.items()}
+            setattr(twin, PARALLEL_STATE, replace(state, engine=None, layers=layers))
+            state.request.family.parallel_state(twin, wrapper=copies[model], drops_cache=False)
     act_as_modules(copies[model])
     return copies[model]
 
@@ -84,9 +84,9 @@ class _New:
 
 def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """What `copy.copy` makes a module of."""
-    made: Any = type(module).__reduce_ex__(module, max(protocol, 2))
-    own = {name: value for name, value in made[2].items() if name != "__reduce_ex__"}
-    return _New(), made[1], own
+    reduction: Any = type(module).__reduce_ex__(module, max(protocol, 2))
+    module_state = {name: value for name, value in reduction[2].items() if name != "__reduce_ex__"}
+    return _New(), reduction[1], module_state
 
 
 def _refuse_forward(module: nn.Module, _args: Any) -> None:
@@ -121,18 +121,18 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 def _run_as_forward(
     module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    own = vars(module)  # where forwards that are wrapped stand, before those of the class
-    before = {"forward": own["forward"]} if "forward" in own else {}
+    attributes = vars(module)  # where forwards that are wrapped stand, before those of the class
+    before = {"forward": attributes["forward"]} if "forward" in attributes else {}
 
     def restore() -> None:
-        own.pop("forward", None)
-        own.update(before)
+        attributes.pop("forward", None)
+        attributes.update(before)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         restore()  # the method may call forward
         return method(*args, **kwargs)
 
-    own["forward"] = run
+    attributes["forward"] = run
     try:
         return module(*args, **kwargs)
     finally:
@@ -161,7 +161,7 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}." if outer else "") for outer in modules):
             continue
-        if isinstance(module, OWN) or _reset_of(module) is not None:
+        if isinstance(module, SELF_FILLING) or _reset_of(module) is not None:
             modules[name] = module
         elif any(True for _ in module.parameters(recurse=False)):
             raise ValueError(
@@ -169,7 +169,7 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
                 "filled: give its class one, or call the model's own init_weights"
             )
     for name, module in modules.items():
-        if isinstance(module, OWN):
+        if isinstance(module, SELF_FILLING):
             module.init_weights(std=std, key=clean_name(name), seed=seed)
         else:
             _reset(module, name, seed, std)
@@ -181,7 +181,7 @@ def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
     for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
         twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))
         reset = _reset_of(twin)
-        if isinstance(twin, OWN):
+        if isinstance(twin, SELF_FILLING):
             twin.init_weights(std=std, key=key, seed=seed)
         elif reset is not None:
             with torch.random.fork_rng({p.device for p in twin.parameters() if p.is_cuda}):
@@ -192,8 +192,8 @@ def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
-    found: Any = getattr(module, "reset_parameters", None)
-    return found or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
+    reset: Any = getattr(module, "reset_parameters", None)
+    return reset or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
 
 
 def _whole(param: nn.Parameter) -> nn.Parameter:

@@ -67,28 +67,28 @@ class ParallelState:
 
 def parallel_state(model: nn.Module) -> ParallelState | None:
     """Return the record of a model, or of the model in peft's wrapper; None without a record."""
-    found: ParallelState | None = getattr(model, PARALLEL_STATE, None)
-    return found
+    state: ParallelState | None = getattr(model, PARALLEL_STATE, None)
+    return state
 
 
 def parallel_states(model: nn.Module) -> list[ParallelState]:
     """Return the record of a model, or the records of the parallelized models in it."""
-    own = parallel_state(model)
-    if own is not None:  # then no module in it has a record
-        return [own]
-    found = (parallel_state(module) for module in model.modules())
-    return [record for record in found if record is not None]
+    root_state = parallel_state(model)
+    if root_state is not None:  # then no module in it has a record
+        return [root_state]
+    states = (parallel_state(module) for module in model.modules())
+    return [record for record in states if record is not None]
 
 
 def request_of(model: nn.Module) -> Request | None:
     """Return the request of `parallelize_moe`; None = the model has not been parallelized."""
-    found = parallel_state(model)
-    return None if found is None else found.request
+    state = parallel_state(model)
+    return None if state is None else state.request
 
 
 def engines_of(model: nn.Module) -> list[UnitEngine]:
     """Return the engine of a model, or the engines of the parallelized models in it."""
-    return [found.engine for found in parallel_states(model) if found.engine is not None]
+    return [state.engine for state in parallel_states(model) if state.engine is not None]
 
 
 def rows_differ(model: nn.Module) -> Tensor | None:
@@ -97,26 +97,26 @@ def rows_differ(model: nn.Module) -> Tensor | None:
     None = no forward of the step has compared rows on the device. No host sync.
     """
     flags = (r.arguments.end_step() for r in parallel_states(model) if r.arguments is not None)
-    found = [flag for flag in flags if flag is not None]
-    return torch.stack(found).any() if found else None
+    differences = [flag for flag in flags if flag is not None]
+    return torch.stack(differences).any() if differences else None
 
 
 def moe_state(model: nn.Module) -> MoEState:
     """Return the balance record of a parallelized model; raises ValueError for any other model."""
-    found = parallel_state(model)
-    if found is None or found.state is None:
+    record = parallel_state(model)
+    if record is None or record.state is None:
         raise ValueError(
             f"model ({type(model).__name__}) must be parallelized to have a balance record: "
             "call parallelize_moe(model, meshes) first"
         )
-    return found.state
+    return record.state
 
 
 def capacity_of(model: nn.Module) -> Capacity:
     """Return the capacity record of a parallelized model."""
-    found = parallel_state(model)
-    assert found is not None and found.capacity is not None, "its balance record was found"
-    return found.capacity
+    state = parallel_state(model)
+    assert state is not None and state.capacity is not None, "its balance record was found"
+    return state.capacity
 
 
 def reshard_units(model: nn.Module) -> None:
@@ -127,20 +127,23 @@ def reshard_units(model: nn.Module) -> None:
 
 def progress_of(model: nn.Module) -> Progress | None:
     """Return the progress of a model's step; None for a model without a `TrainStep`."""
-    found = (engine.progress() for engine in engines_of(model))
-    return next((progress for progress in found if progress is not None), None)
+    records = (engine.progress() for engine in engines_of(model))
+    return next((progress for progress in records if progress is not None), None)
 
 
 def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
     """Return the part of a model that has stages, and their record; without any itself and None."""
     owners = (m for m in model.modules() if PARALLEL_STATE in vars(m))
-    found = [(owner, vars(owner)[PARALLEL_STATE].all_stages) for owner in owners]
-    found = [(owner, stages) for owner, stages in found if stages is not None]
-    if len(found) > 1:
+    owners_with_stages = [(owner, vars(owner)[PARALLEL_STATE].all_stages) for owner in owners]
+    owners_with_stages = [
+        (owner, stages) for owner, stages in owners_with_stages if stages is not None
+    ]
+    if len(owners_with_stages) > 1:
         raise ValueError(
-            f"model ({len(found)} parallelized ones with pp > 1) must be one: parallelize it whole"
+            f"model ({len(owners_with_stages)} parallelized ones with pp > 1) must be one: "
+            "parallelize it whole"
         )
-    return found[0] if found else (model, None)
+    return owners_with_stages[0] if owners_with_stages else (model, None)
 
 
 @torch.no_grad()
@@ -158,8 +161,8 @@ def sum_copies(model: nn.Module) -> None:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         part = local_of(param.grad)
-        summed = part.contiguous()
-        if summed.numel():
-            dist.all_reduce(summed, group=group)
-        if summed is not part:
-            part.copy_(summed)
+        total = part.contiguous()
+        if total.numel():
+            dist.all_reduce(total, group=group)
+        if total is not part:
+            part.copy_(total)

@@ -57,13 +57,13 @@ def refuse_added(model: nn.Module) -> None:
 
 def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
     """Raise for an optimizer that was made before the model's parameters: it would train others."""
-    given = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer else []
-    held = [{p for group in one.param_groups for p in group["params"]} for one in given]
-    own = set(model.parameters())
-    left_out = {p for p in own if p.requires_grad}.difference(*held)
-    for one, params in zip(given, held, strict=True):
-        if left_out and params and own.isdisjoint(params):
-            raise _is_earlier(one)
+    optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer else []
+    params_of = [{p for group in o.param_groups for p in group["params"]} for o in optimizers]
+    model_params = set(model.parameters())
+    missing = {p for p in model_params if p.requires_grad}.difference(*params_of)
+    for earlier, params in zip(optimizers, params_of, strict=True):
+        if missing and params and model_params.isdisjoint(params):
+            raise _is_earlier(earlier)
 
 
 def mark_replaced(params: Iterable[nn.Parameter]) -> None:
@@ -102,11 +102,11 @@ def _is_earlier(optimizer: Optimizer) -> ValueError:
     )
 
 
-def refuse_on_meta(model: nn.Module, what: str) -> None:
+def refuse_on_meta(model: nn.Module, caller: str) -> None:
     """Raise for an optimizer or a loss scale of parameters that `to_empty` will replace."""
     on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
     if on_meta is not None and not is_inside():
         raise ValueError(
-            f"{on_meta} (on meta) must have storage before the {what} is made: call "
+            f"{on_meta} (on meta) must have storage before the {caller} is made: call "
             "model.to_empty(device=...) and fill it (init_weights, load_hf, load)"
         )

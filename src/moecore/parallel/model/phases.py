@@ -73,42 +73,42 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
 
 
-def resolve_dispatcher(model: nn.Module, found: ParallelState) -> None:
+def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
     """Put the dispatcher that this machine allows into the plan. Collective where it is asked."""
-    request, plan = found.request, found.plan
+    request, plan = state.request, state.plan
     meshes, group = request.meshes, request.meshes.dispatch_group
     if group is None:
         return
     if plan.dispatcher == "hierarchical":
         check_domains(meshes)  # ranks have compared what it reads
-        found.domains = domain_groups(meshes)
-        problem = find_problem(found.domains.inside, meshes.device_type)
-        found.stores_in = found.domains.inside if problem is None else None
+        state.domains = domain_groups(meshes)
+        problem = find_problem(state.domains.inside, meshes.device_type)
+        state.stores_in = state.domains.inside if problem is None else None
         inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _relation(problem)
         plan = replace(plan, dispatcher_reason=f"asked for; inside of a domain {inside}")
     if plan.dispatcher == "nccl_ep":
         problem = nccl_ep.find_problem(group, meshes.device_type)
         if problem is not None:
             raise ValueError(f"dispatcher ('nccl_ep') {problem}")
-        found.ep_groups = nccl_ep.EPGroups(group, meshes.ranks_per_domain)
+        state.ep_groups = nccl_ep.EPGroups(group, meshes.ranks_per_domain)
     if plan.dispatcher in ("auto", "nvlink"):
         problem = find_problem(group, meshes.device_type)
         if problem is None:
-            found.stores_in = group
-            why = "peer access among all GPUs of the group"
+            state.stores_in = group
+            reason = "peer access among all GPUs of the group"
             if not _is_required(request):
-                why += "; alltoall outside of forward_backward() and CUDA graphs"
+                reason += "; alltoall outside of forward_backward() and CUDA graphs"
             if request.pipeline is not None and request.pipeline.schedule in PAIRING:
-                why += f"; pairs of schedule {request.pipeline.schedule!r} take no turns over it"
-            plan = replace(plan, dispatcher="nvlink", dispatcher_reason=why)
+                reason += f"; pairs of schedule {request.pipeline.schedule!r} take no turns over it"
+            plan = replace(plan, dispatcher="nvlink", dispatcher_reason=reason)
         elif request.dispatcher == "nvlink":
             raise ValueError(f"dispatcher ('nvlink') {problem}")
         else:
-            why = f"'nvlink' {_relation(problem)}"
-            plan = replace(plan, dispatcher="alltoall", dispatcher_reason=why)
+            reason = f"'nvlink' {_relation(problem)}"
+            plan = replace(plan, dispatcher="alltoall", dispatcher_reason=reason)
     if request.dispatcher == "auto" and dist.get_rank() == 0:
         logger.info("dispatcher 'auto' is %r: %s", plan.dispatcher, plan.dispatcher_reason)
-    found.plan = plan
+    state.plan = plan
 
 
 def _relation(problem: str) -> str:
@@ -118,31 +118,31 @@ def _relation(problem: str) -> str:
 
 def _is_required(request: Request) -> bool:
     """Whether nvlink was asked for. A call that asks for nothing must not meet its errors."""
-    asked = request.nvlink is not None or request.memory.stash is not None
-    return request.dispatcher == "nvlink" or asked
+    has_options = request.nvlink is not None or request.memory.stash is not None
+    return request.dispatcher == "nvlink" or has_options
 
 
-def apply_layers(model: nn.Module, found: ParallelState) -> None:
+def apply_layers(model: nn.Module, state: ParallelState) -> None:
     """Give each MoE layer its configuration, products, dispatcher and clones. No communication."""
-    request, meshes = found.request, found.request.meshes
-    if found.stores_in is not None:
-        found.exchanges = ExchangePool(
-            found.stores_in,
+    request, meshes = state.request, state.request.meshes
+    if state.stores_in is not None:
+        state.exchanges = ExchangePool(
+            state.stores_in,
             ep=meshes.parallel.ep,
-            options=_stores(request.nvlink, found.domains),
+            options=_stores(request.nvlink, state.domains),
             fp8=request.fp8_dispatch,
             is_required=_is_required(request),
         )
     stream = torch.cuda.Stream() if request.overlap_shared else None
-    layers = zip(found.layers.items(), found.plan.layers, strict=True)
-    for number, ((name, layer), planned) in enumerate(layers):
-        recipes = dict(planned.recipes)
+    layers = zip(state.layers.items(), state.plan.layers, strict=True)
+    for number, ((name, layer), layer_plan) in enumerate(layers):
+        recipes = dict(layer_plan.recipes)
         layer.tracker.reset()  # what ran before is no part of a step
         layer.set_config(request.config_of(layer))
         _set_experts(name, layer, request, recipes["experts"])
         placement = _placement(layer.config.num_experts, request, (number, name))
-        layer.dispatcher = _dispatcher(layer.config.num_experts, placement, found)
-        peers = found.exchanges if found.domains is None else None  # of all ranks, or none
+        layer.dispatcher = _dispatcher(layer.config.num_experts, placement, state)
+        peers = state.exchanges if state.domains is None else None  # of all ranks, or none
         if placement is not None and request.clones is not None and placement.num_clones:
             group = meshes.expert.get_group("ep")
             layer.cloner = Cloner(placement, group, request.clones, peers)
@@ -158,9 +158,9 @@ def _stores(options: NVLinkOptions | None, domains: DomainGroups | None) -> NVLi
     if domains is None:
         return options
     options, num_domains = options or NVLinkOptions(), domains.across.size()
-    most = None if options.max_tokens is None else options.max_tokens * num_domains
+    max_tokens = None if options.max_tokens is None else options.max_tokens * num_domains
     # Copy engines would carry holes for all tokens of all domains: at 8 of them 7 rows of 8.
-    return replace(options, max_tokens=most, overlap_weight_grads=False)
+    return replace(options, max_tokens=max_tokens, overlap_weight_grads=False)
 
 
 def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:
@@ -186,39 +186,39 @@ def _placement(
 
 
 def _dispatcher(
-    num_experts: int, placement: ExpertPlacement | None, found: ParallelState
+    num_experts: int, placement: ExpertPlacement | None, state: ParallelState
 ) -> Dispatcher:
     """Return what brings the tokens of a layer to its experts."""
     if placement is None:
         return LocalDispatcher(num_experts)
-    if found.domains is None:
-        return _among(placement, found)
-    inside, across = found.domains
+    if state.domains is None:
+        return _among(placement, state)
+    inside, across = state.domains
     domain = domain_of(placement, inside, across.size())
-    parts = (domain, _among(domain, found), across)
-    return HierarchicalDispatcher(placement, *parts, fp8=found.request.fp8_dispatch)
+    parts = (domain, _among(domain, state), across)
+    return HierarchicalDispatcher(placement, *parts, fp8=state.request.fp8_dispatch)
 
 
-def _among(placement: ExpertPlacement, found: ParallelState) -> Dispatcher:
+def _among(placement: ExpertPlacement, state: ParallelState) -> Dispatcher:
     """Return what brings tokens to the ranks of a placement in one level."""
-    if found.exchanges is not None:
-        return NVLinkDispatcher(placement, found.exchanges)
-    if found.ep_groups is not None:
-        return nccl_ep.NCCLEPDispatcher(placement, found.ep_groups)
-    if found.plan.dispatcher == "allgather":
+    if state.exchanges is not None:
+        return NVLinkDispatcher(placement, state.exchanges)
+    if state.ep_groups is not None:
+        return nccl_ep.NCCLEPDispatcher(placement, state.ep_groups)
+    if state.plan.dispatcher == "allgather":
         return AllGatherDispatcher(placement)
-    return AllToAllDispatcher(placement, fp8=found.request.fp8_dispatch)
+    return AllToAllDispatcher(placement, fp8=state.request.fp8_dispatch)
 
 
-def apply_context(model: nn.Module, found: ParallelState) -> None:
+def apply_context(model: nn.Module, state: ParallelState) -> None:
     """Give a model its cp ranks. Collective where it makes groups."""
-    request, meshes = found.request, found.request.meshes
+    request, meshes = state.request, state.request.meshes
     if not request.is_dynamic and meshes.parallel.cp == 1:
         return
     places: dict[int, ContextParallel] = {}
     for cp, options in request.context_options(model).items():
         if request.is_dynamic:
-            group, found.shared_by[cp] = context_groups(meshes, cp)
+            group, state.shared_by[cp] = context_groups(meshes, cp)
         else:
             group = meshes.dense.get_group("cp")
         places[cp] = _place(meshes, options, group)
@@ -238,38 +238,38 @@ def _place(meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup) ->
     return ContextParallel(group, a2a, ring)
 
 
-def apply_balance(model: nn.Module, found: ParallelState) -> None:
+def apply_balance(model: nn.Module, state: ParallelState) -> None:
     """Give the MoE layers their balance record, and its step what buffers may lack."""
-    meshes = found.request.meshes
+    meshes = state.request.meshes
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
         global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,
         data_ranks=meshes.data_ranks,
         cp=meshes.parallel.cp,
-        by_cp=found.shared_by,
+        by_cp=state.shared_by,
     )
-    found.state = MoEState(
-        found.layers,
+    state.state = MoEState(
+        state.layers,
         groups,
-        loss=found.request.loss,
-        others=None if found.request.indexer is None else aux_losses(model),
+        loss=state.request.loss,
+        others=None if state.request.indexer is None else aux_losses(model),
         check_parameters=partial(refuse_added, model),
     )
-    tokens = None if found.exchanges is None else found.exchanges.tokens
-    found.capacity = Capacity(found.exchanges, tokens, found.stash, device=meshes.device)
+    tokens = None if state.exchanges is None else state.exchanges.tokens
+    state.capacity = Capacity(state.exchanges, tokens, state.stash, device=meshes.device)
 
 
-def compare_arguments(model: nn.Module, found: ParallelState) -> None:
+def compare_arguments(model: nn.Module, state: ParallelState) -> None:
     """Let forwards of a model, or runs of its stages, compare what ranks receive. Collective."""
-    meshes = found.request.meshes
+    meshes = state.request.meshes
     stages = () if meshes.pipeline_groups is None else meshes.pipeline_groups[:1]
-    of_rows = {0: meshes.micro_batch_group, **found.shared_by}
+    of_rows = {0: meshes.micro_batch_group, **state.shared_by}
     groups = {cp: stages if group is None else (*stages, group) for cp, group in of_rows.items()}
     if not any(groups.values()):
         return
-    found.arguments = SharedArguments(groups, meshes.device_type)
+    state.arguments = SharedArguments(groups, meshes.device_type)
     if not stages:  # with stages, `run_pipeline` calls the model stage by stage
-        hook = found.arguments.before_forward
+        hook = state.arguments.before_forward
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
@@ -284,43 +284,43 @@ def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | Non
     how = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
     rank_of = make_schedule(request.pipeline.schedule, **how).rank_of
     check_stages(layout, rank_of, bound, request)
-    own = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
-    take_stages(staged, own)
-    return layout, own
+    local_stages = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
+    take_stages(staged, local_stages)
+    return layout, local_stages
 
 
-def apply_pipeline(model: nn.Module, found: ParallelState) -> None:
+def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
     """Give a model its place among the stages, and what it shares with them. Collective."""
-    request, meshes = found.request, found.request.meshes
-    if found.layout is None:
+    request, meshes = state.request, state.request.meshes
+    if state.layout is None:
         return
     assert request.pipeline is not None and meshes.pipeline_groups is not None
-    assert found.arguments is not None and found.engine is not None
-    pipeline = found.pipeline = Pipeline(
+    assert state.arguments is not None and state.engine is not None
+    pipeline = state.pipeline = Pipeline(
         model=request.family.staged(model),
-        engine=found.engine,
+        engine=state.engine,
         config=request.pipeline,
-        layout=found.layout,
+        layout=state.layout,
         rank=meshes.pp_rank,
         groups=meshes.pipeline_groups,
-        arguments=found.arguments,
-        dtype=request.fsdp.param_dtype or found.dtype,
+        arguments=state.arguments,
+        dtype=request.fsdp.param_dtype or state.dtype,
         device=meshes.device,
-        offload=found.offload,
+        offload=state.offload,
     )
     connect(pipeline.groups, pipeline.schedule(1).rank_of, pipeline.rank, pipeline.device)
-    found.all_stages = make_all_stages(model, meshes)
+    state.all_stages = make_all_stages(model, meshes)
 
 
 def chunks_of(
-    model: nn.Module, blocks: Sequence[nn.Module], found: ParallelState
+    model: nn.Module, blocks: Sequence[nn.Module], state: ParallelState
 ) -> dict[int, list[nn.Module]] | None:
     """Return the blocks that one forward runs, in order, by stage; None = all."""
-    if found.layout is None:
+    if state.layout is None:
         return None
-    staged = found.request.family.staged(model)
+    staged = state.request.family.staged(model)
     parts, chunks = staged.stage_parts(), {}
-    for stage in found.stages:
+    for stage in state.stages:
         names = [f"{parts.layers}.{index}" for index in stage.layers]
         names += [f"{parts.mtp}.{index}" for index in stage.mtp]
         inside = {module for name in names for module in staged.get_submodule(name).modules()}

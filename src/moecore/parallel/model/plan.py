@@ -55,8 +55,8 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     twin = copies[model]
     twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
     cut_model(twin, twins, request)
-    found = {} if request.precision is None else check_precision(twin, request.precision)
-    linears = {name: linear.recipe for name, linear in found.items() if linear.recipe}
+    recipes = {} if request.precision is None else check_precision(twin, request.precision)
+    linears = {name: linear.recipe for name, linear in recipes.items() if linear.recipe}
     maker = _Maker(twin, twins, request, gathered_recipes(twin, twins, linears, request), fp32)
     dispatcher, reason = choose_dispatcher(request)
     return ShardPlan(
@@ -78,13 +78,13 @@ def cut_model(model: nn.Module, layers: Layers, request: Request) -> None:
     meshes, p = request.meshes, request.meshes.parallel
     if p.tp > 1 and not is_cut(model):
         request.family.tensor_parallel(model).apply_tensor_parallel(meshes.dense["tp"])
-    if p.ep * p.etp > 1 or is_whole(meshes):
+    if p.ep * p.etp > 1 or is_unsharded(meshes):
         mesh = meshes.expert["ep", "etp"]
         for layer in layers.values():
             layer.part("experts").shard(mesh)
 
 
-def is_whole(meshes: Meshes) -> bool:
+def is_unsharded(meshes: Meshes) -> bool:
     """Whether no two ranks share the parameters of an expert, or of its etp part."""
     return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
 
@@ -140,13 +140,13 @@ class _Maker:
 
     def _owned(self) -> dict[nn.Module, tuple[UnitRole, Sequence[nn.Module], list[nn.Parameter]]]:
         """Return role, modules and own parameters of each unit by its first module."""
-        found, model = self.found, self.model
-        blocks = [group for group in found.groups if group != [model]]
+        units, model = self.found, self.model
+        blocks = [group for group in units.groups if group != [model]]
         inner_first: list[tuple[UnitRole, Sequence[nn.Module]]] = [
-            *(("routers", unit) for unit in found.routers),
-            *(("experts", [experts]) for experts in found.experts),
+            *(("routers", unit) for unit in units.routers),
+            *(("experts", [experts]) for experts in units.experts),
             *(("block", group) for group in blocks),
-            *(("head", [head]) for head in found.heads),
+            *(("head", [head]) for head in units.heads),
             ("root", [model]),
         ]
         owned, seen = {}, set[nn.Parameter]()
@@ -185,7 +185,7 @@ class _Maker:
             ):
                 dim, pieces = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
                 inner.append(AxisPlacement(axis=axis, size=size, dim=dim, pieces=pieces))
-        if experts is not None and is_whole(self.meshes):
+        if experts is not None and is_unsharded(self.meshes):
             return tuple(inner)
         mesh: Any = self.meshes.dense_fsdp
         # DTensor cannot gather a dim that is cut in pieces and then again.
@@ -205,18 +205,19 @@ class _Maker:
         """Raise ValueError where dim 1 has no equal parts of whole bytes."""
         name = self.name_of[param]
         recipe = self.recipes.get(name)
-        packed = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
-        if param.shape[1] % (ranks * packed):
+        values_per_byte = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
+        if param.shape[1] % (ranks * values_per_byte):
             raise ValueError(
                 f"{name} {tuple(param.shape)} has gate above up, so its dim 1 must be a multiple "
-                f"of {packed} times the ranks that shard it ({ranks}): choose another dp_shard, cp"
+                f"of {values_per_byte} times the ranks that shard it ({ranks}): choose another "
+                "dp_shard, cp"
             )
 
     def units(self) -> list[UnitPlan]:
         """Return the units, in the order of their first use in forward."""
-        found = self.found
-        whole = set(found.experts) if is_whole(self.meshes) else set()
-        forward, backward = _prefetch(self.model, found, self.options, whole)
+        model_units = self.found
+        unsharded_experts = set(model_units.experts) if is_unsharded(self.meshes) else set()
+        forward, backward = _prefetch(self.model, model_units, self.options, unsharded_experts)
         return [
             self._unit(first, forward.get(first, ()), backward.get(first, ()))
             for first in sorted(self.owned, key=self._first_use)
@@ -236,12 +237,12 @@ class _Maker:
         options = self.options
         role, modules, owned = self.owned[first]
         mesh: View = "expert" if role == "experts" else "dense"
-        keeps = role == "routers" or (is_whole(self.meshes) and first in self.in_fp8)
-        gathered = None if keeps else options.param_dtype
+        keeps = role == "routers" or (is_unsharded(self.meshes) and first in self.in_fp8)
+        values_dtype = None if keeps else options.param_dtype
         reduced = torch.float32 if role == "routers" else options.reduce_dtype
         strategy = self.strategy_of(role)
         params = [self.params[self.name_of[param]] for param in owned]
-        gather_dtype = None if gathered is None else dtype_name(gathered)
+        gather_dtype = None if values_dtype is None else dtype_name(values_dtype)
         fsdp_mesh = self.meshes.expert_fsdp if mesh == "expert" else self.meshes.dense_fsdp
         return UnitPlan(
             name=self.names[first],
@@ -309,15 +310,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _prefetch(
-    model: nn.Module, found: Units, options: FSDPOptions, whole: Set[nn.Module]
+    model: nn.Module, model_units: Units, options: FSDPOptions, unsharded: Set[nn.Module]
 ) -> tuple[Prefetch, Prefetch]:
     """Return what each unit gathers early in forward and in backward, without whole experts."""
     if not options.prefetch_blocks:
         return {}, {}
-    gathered = [[unit for unit in group if unit not in whole] for group in found.first_use]
-    units = replace(found, first_use=gathered)
-    ahead = -(-options.prefetch_blocks // options.blocks_per_unit)
-    return forward_prefetch(model, units, ahead), backward_prefetch(units, ahead)
+    unit_groups = [
+        [unit for unit in group if unit not in unsharded] for group in model_units.first_use
+    ]
+    units = replace(model_units, first_use=unit_groups)
+    num_units = -(-options.prefetch_blocks // options.blocks_per_unit)
+    return forward_prefetch(model, units, num_units), backward_prefetch(units, num_units)
 
 
 def _axes(mesh: Any) -> list[tuple[str, int]]:

@@ -100,9 +100,13 @@ class Request:
 
     def config_of(self, layer: RoutedLayer) -> MoEConfig:
         """Return what a layer trains with; raises for what its own config does not allow."""
-        own = layer.config  # a layer that chooses by token id has nothing to balance
-        balance = own.balance if own.assignment == "hash" else self.balance or own.balance
-        return replace(own, **self.moe, balance=balance)
+        layer_config = layer.config  # a layer that chooses by token id has nothing to balance
+        balance = (
+            layer_config.balance
+            if layer_config.assignment == "hash"
+            else self.balance or layer_config.balance
+        )
+        return replace(layer_config, **self.moe, balance=balance)
 
     def spec_of(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
         """Return what decides which products can compute a layer's experts on this rank."""
@@ -168,8 +172,8 @@ def _model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[
 
 def roles_of(layer: RoutedLayer) -> tuple[Role, ...]:
     """Return the roles of a layer's own products, which are no linears."""
-    is_own = isinstance(layer.part("shared"), SharedExpert)
-    return ("experts", "shared_experts") if is_own else ("experts",)
+    is_native = isinstance(layer.part("shared"), SharedExpert)
+    return ("experts", "shared_experts") if is_native else ("experts",)
 
 
 def is_cut(model: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from moecore.parallel.fsdp.plan import FlatLayout, ShardPlan, UnitPlan, flat_lay
 from moecore.parallel.fsdp.transport import UnitStreams
 from moecore.parallel.fsdp.unit import Unit, UnitOptions
 from moecore.parallel.mesh import Meshes, concatenate
-from moecore.parallel.model.plan import is_whole
+from moecore.parallel.model.plan import is_unsharded
 
 # Layout of a root without parameters, which only casts inputs.
 NOTHING = flat_layout("float32", "float32", "float32", None, (), 1)
@@ -38,21 +38,21 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
     """Shard a model, cut over tp, ep and etp, in place; return its engine. No communication."""
     streams, owners = UnitStreams(meshes.device_type), _owners(model)
     join = cache(concatenate)  # a mesh takes milliseconds, and parameters share few
-    made: dict[str, list[Unit]] = {}
-    for planned in plan.units:
-        modules: list[Any] = [model.get_submodule(name) for name in planned.modules]
-        made[planned.name] = [
-            _unit(planned, layout, modules, owners, meshes, streams, join)
-            for layout in planned.layouts or (NOTHING,)
+    units_of: dict[str, list[Unit]] = {}
+    for unit_plan in plan.units:
+        modules: list[Any] = [model.get_submodule(name) for name in unit_plan.modules]
+        units_of[unit_plan.name] = [
+            _unit(unit_plan, layout, modules, owners, meshes, streams, join)
+            for layout in unit_plan.layouts or (NOTHING,)
         ]
-        if planned.role == "experts":
-            modules[0].reader = ParamReader(keep=planned.is_resident)
-    for planned in plan.units:
-        for unit in made[planned.name]:
-            unit.prefetch_forward = [u for n in planned.forward_prefetch for u in made[n]]
-            unit.prefetch_backward = [u for n in planned.backward_prefetch for u in made[n]]
-    _share_buffers(plan, made, streams)
-    root, *others = [unit for planned in plan.units for unit in made[planned.name]]
+        if unit_plan.role == "experts":
+            modules[0].reader = ParamReader(keep=unit_plan.is_resident)
+    for unit_plan in plan.units:
+        for unit in units_of[unit_plan.name]:
+            unit.prefetch_forward = [u for n in unit_plan.forward_prefetch for u in units_of[n]]
+            unit.prefetch_backward = [u for n in unit_plan.backward_prefetch for u in units_of[n]]
+    _share_buffers(plan, units_of, streams)
+    root, *inner_units = [unit for unit_plan in plan.units for unit in units_of[unit_plan.name]]
     exchanges: dict[nn.Module, nn.Module] | None = None
     if meshes.parallel.pp == 1:  # otherwise a stage's forward runs a part of the modules
         layers = [layer for layer in model.modules() if isinstance(layer, RoutedLayer)]
@@ -61,25 +61,25 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine
             for layer in layers
             if not isinstance(layer.dispatcher, LocalDispatcher)
         }
-    engine = UnitEngine(model, [*others, root], streams, exchanges=exchanges)
+    engine = UnitEngine(model, [*inner_units, root], streams, exchanges=exchanges)
     _move_buffers(model, meshes.device_type)
     return engine
 
 
 def _owners(model: nn.Module) -> dict[str, Owners]:
     """Return the modules and attributes that have each parameter, by the parameter's first name."""
-    found: dict[nn.Parameter, Owners] = defaultdict(list)
+    owners: dict[nn.Parameter, Owners] = defaultdict(list)
     names: dict[nn.Parameter, str] = {}
     for prefix, module in model.named_modules():
         for attribute, param in module._parameters.items():
             if param is not None:
-                found[param].append((module, attribute))
+                owners[param].append((module, attribute))
                 names.setdefault(param, f"{prefix}.{attribute}".removeprefix("."))
-    return {name: found[param] for param, name in names.items()}
+    return {name: owners[param] for param, name in names.items()}
 
 
 def _unit(
-    planned: UnitPlan,
+    unit_plan: UnitPlan,
     layout: FlatLayout,
     modules: Sequence[nn.Module],
     owners: dict[str, Owners],
@@ -87,9 +87,9 @@ def _unit(
     streams: UnitStreams,
     join: Callable[..., DeviceMesh],
 ) -> Unit:
-    mesh = mesh_of(planned, meshes)
-    gathered = _dtype(planned.gather_dtype)
-    is_cut = planned.strategy != "no_shard"
+    mesh = mesh_of(unit_plan, meshes)
+    gather_dtype = _dtype(unit_plan.gather_dtype)
+    is_cut = unit_plan.strategy != "no_shard"
     groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
     group = groups.pop() if groups and is_cut else None
     group = group if group is not None and group.size() > 1 else None
@@ -98,16 +98,16 @@ def _unit(
         modules,
         [UnitParam(slot, owners[slot.param], mesh, **how) for slot in layout.slots],
         layout=layout,
-        format=_format(layout, planned, group, meshes),
+        format=_format(layout, unit_plan, group, meshes),
         shard_group=group,
         replicas=[group for group in groups if group.size() > 1],
         options=UnitOptions(
-            name=planned.name or "the model",
+            name=unit_plan.name or "the model",
             reduce_dtype=getattr(torch, layout.reduces),
-            divisor=planned.divisor,
-            cast_inputs=gathered if planned.casts_inputs else None,
-            is_resident=planned.is_resident,
-            accumulates=planned.accumulates,
+            divisor=unit_plan.divisor,
+            cast_inputs=gather_dtype if unit_plan.casts_inputs else None,
+            is_resident=unit_plan.is_resident,
+            accumulates=unit_plan.accumulates,
         ),
         streams=streams,
         device_type=meshes.device_type,
@@ -118,35 +118,37 @@ def mesh_of(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
     """Return the mesh of data ranks that share a unit; None = experts that this rank alone owns."""
     if unit.mesh == "dense":
         return meshes.dense_fsdp
-    return None if is_whole(meshes) else meshes.expert_fsdp
+    return None if is_unsharded(meshes) else meshes.expert_fsdp
 
 
 def _format(
-    layout: FlatLayout, planned: UnitPlan, group: dist.ProcessGroup | None, meshes: Meshes
+    layout: FlatLayout, unit_plan: UnitPlan, group: dist.ProcessGroup | None, meshes: Meshes
 ) -> Format:
     """Return the format that a unit's shards get for the all-gather."""
     if layout.recipe is None:
         return CastFormat(getattr(torch, layout.gathers))
-    dtype = _dtype(planned.gather_dtype or layout.dtype)
+    dtype = _dtype(unit_plan.gather_dtype or layout.dtype)
     assert dtype is not None
     recipe, cuts = layout.recipe, None
     # Parts of a linear share its scale. In "nvfp4" powers of two shift exponents alone.
     shares = recipe.scaling == "tensorwise" or not recipe.power_of_two
-    if shares and planned.mesh == "dense" and meshes.parallel.tp > 1:
+    if shares and unit_plan.mesh == "dense" and meshes.parallel.tp > 1:
         cuts = meshes.dense["tp"].get_group()
     return FORMATS[recipe.scaling](dtype, recipe, group, cuts)
 
 
-def _share_buffers(plan: ShardPlan, made: dict[str, list[Unit]], streams: UnitStreams) -> None:
+def _share_buffers(plan: ShardPlan, units_of: dict[str, list[Unit]], streams: UnitStreams) -> None:
     """Give units their buffers, which units may use in turn."""
-    for planned in plan_buffers(plan):
-        units = [made[name][i] for name, i in planned.places]
-        if planned.holds == "weights":
-            weights = Buffer[Unit](planned.numel, units[0].dtype, streams.mark())
+    for buffer_plan in plan_buffers(plan):
+        units = [units_of[name][i] for name, i in buffer_plan.places]
+        if buffer_plan.holds == "weights":
+            weights = Buffer[Unit](buffer_plan.numel, units[0].dtype, streams.mark())
             for unit in units:
                 unit.buffer = weights
         else:
-            sums = Buffer[Gradients](planned.numel, getattr(torch, planned.dtype), streams.mark())
+            sums = Buffer[Gradients](
+                buffer_plan.numel, getattr(torch, buffer_plan.dtype), streams.mark()
+            )
             for unit in units:
                 unit.gradients.buffer = sums
 
@@ -161,5 +163,5 @@ def _move_buffers(model: nn.Module, device_type: str) -> None:
 
 def _dtype(name: str | None) -> torch.dtype | None:
     """Return the dtype with a plan's name; None for None."""
-    found: torch.dtype | None = None if name is None else getattr(torch, name)
-    return found
+    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
+    return dtype
