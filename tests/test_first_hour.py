@@ -319,7 +319,7 @@ def test_a_model_in_eval_mode_is_told_once(meshes: Meshes) -> None:
         for _ in range(4):
             with step.micro_batch():
                 model(torch.randn(8, 32)).square().mean().backward()
-            if step._progress.done == 2:
+            if step._progress.num_done == 2:
                 step.finish()
     texts = [str(w.message) for w in seen if "eval mode" in str(w.message)]
     assert len(texts) == 1 and "call model.train() before training" in texts[0]

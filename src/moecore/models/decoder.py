@@ -55,7 +55,7 @@ from moecore.models.loss import IGNORE_INDEX, count_labels, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel, sum_value
 from moecore.moe.layer import MoELayer
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.stages import StageParts, check_held, check_hidden, need, runs_norm
+from moecore.parallel.pipeline.stages import StageParts, check_hidden, check_stage, need, runs_norm
 from moecore.precision.plain import Linear
 
 INIT_STD = 0.02
@@ -287,7 +287,7 @@ class Decoder(nn.Module):
         check_arguments(Decoder.forward, locals())
         stage = self.model.whole if stage is None else stage
         self._check(tokens_BT, labels_BT, padding_mask_BT, log_prob_loss)
-        check_held(self, self.stage_parts(), stage, len(self.mtp))
+        check_stage(self, self.stage_parts(), stage, len(self.mtp))
         if num_tokens is None and labels_BT is not None:
             num_tokens = count_labels(labels_BT)
         num_states = self._num_states(stage, predicts=self._predicts(labels_BT))
@@ -368,7 +368,7 @@ class Decoder(nn.Module):
         return StageParts(
             embedding="model.embed_tokens",
             layers="model.layers",
-            behind=("model.norm",),
+            final_modules=("model.norm",),
             head="lm_head",
             mtp="mtp",
             tied=self.config.tie_embeddings,

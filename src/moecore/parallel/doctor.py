@@ -84,15 +84,15 @@ def problems(facts: Sequence[RankFacts]) -> list[str]:
 
 def _differences(facts: Sequence[RankFacts]) -> Iterator[str]:
     for kind in ("versions", "environment"):
-        names = sorted({name for one in facts for name in getattr(one, kind)})
+        names = sorted({name for rank_facts in facts for name in getattr(rank_facts, kind)})
         for name in names:
             values = defaultdict[str, list[int]](list)
-            for rank, one in enumerate(facts):
-                values[getattr(one, kind).get(name, "not set")].append(rank)
+            for rank, rank_facts in enumerate(facts):
+                values[getattr(rank_facts, kind).get(name, "not set")].append(rank)
             if len(values) > 1:
                 texts = (f"{_cut(v)} on {_ranks(ranks)}" for v, ranks in values.items())
                 yield f"{name} ({', '.join(texts)}) must be the same on all ranks: set one"
-    without = [rank for rank, one in enumerate(facts) if not one.has_checkpoints]
+    without = [rank for rank, rank_facts in enumerate(facts) if not rank_facts.has_checkpoints]
     if 0 < len(without) < len(facts):
         yield (
             f"--checkpoints (not given on {_ranks(without)}) must be given on all ranks: start "
@@ -102,10 +102,12 @@ def _differences(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 def _of_hosts(facts: Sequence[RankFacts]) -> Iterator[str]:
     by_host = defaultdict[str, list[int]](list)
-    for rank, one in enumerate(facts):
-        by_host[one.host].append(rank)
-    for fabric in dict.fromkeys(one.fabric for one in facts if one.fabric is not None):
-        ranks = [rank for rank, one in enumerate(facts) if one.fabric == fabric]
+    for rank, rank_facts in enumerate(facts):
+        by_host[rank_facts.host].append(rank)
+    for fabric in dict.fromkeys(
+        rank_facts.fabric for rank_facts in facts if rank_facts.fabric is not None
+    ):
+        ranks = [rank for rank, rank_facts in enumerate(facts) if rank_facts.fabric == fabric]
         if ranks[-1] - ranks[0] >= len(ranks):
             yield (
                 f"ranks of one NVLink domain ({_ranks(ranks)}) must be neighbours, on which "
@@ -127,63 +129,79 @@ def _of_host(facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts)
             f"ranks of {name} ({_ranks(ranks)}) must be neighbours, on which tp and ep count: "
             "number them by host"
         )
-    for number in sorted({one.ranks_per_host for one in facts} - {None, len(ranks)}, key=str):
+    for number in sorted(
+        {rank_facts.ranks_per_host for rank_facts in facts} - {None, len(ranks)}, key=str
+    ):
         yield (
             f"LOCAL_WORLD_SIZE ({number}) of {name} must be its number of ranks ({len(ranks)}): "
             "start them by one torchrun, or pass ranks_per_domain"
         )
-    apart = max((one.clock - first.clock for one in facts), key=abs)
-    if abs(apart) > CLOCK_S:
+    clock_offset = max((rank_facts.clock - first.clock for rank_facts in facts), key=abs)
+    if abs(clock_offset) > CLOCK_S:
         yield (
-            f"clock of {name} ({apart:+.1f} s from that of {first.name}) must be within "
+            f"clock of {name} ({clock_offset:+.1f} s from that of {first.name}) must be within "
             f"{CLOCK_S:g} s: run an NTP client"
         )
     # Ranks of one host may run in containers of their own, so the smallest number counts.
     memory = min(
-        (one.shared_memory for one in facts if one.shared_memory is not None), default=None
+        (rank_facts.shared_memory for rank_facts in facts if rank_facts.shared_memory is not None),
+        default=None,
     )
     if memory is not None and memory < SHARED_MEMORY:
         yield (
             f"/dev/shm of {name} ({_gib(memory)} free) must have {_gib(SHARED_MEMORY)}, for NCCL "
             "and data loaders: --shm-size of its container"
         )
-    disk = min((one.disk for one in facts if one.disk is not None), default=None)
+    disk = min(
+        (rank_facts.disk for rank_facts in facts if rank_facts.disk is not None), default=None
+    )
     if disk is not None and disk < DISK:
         yield (
             f"disk of checkpoints on {name} ({_gib(disk)} free) must have {_gib(DISK)}: remove old "
             "ones by moecore checkpoint prune"
         )
-    blind = [rank for rank, one in zip(ranks, facts, strict=True) if not one.sees_checkpoints]
+    blind = [
+        rank
+        for rank, rank_facts in zip(ranks, facts, strict=True)
+        if not rank_facts.sees_checkpoints
+    ]
     if blind:
         yield (
             f"directory of checkpoints on {name} (of {_ranks(blind)}) must be that of rank 0, "
             "which all ranks write: give one on shared storage"
         )
-    for peers in dict.fromkeys(one.peers for one in facts if one.peers is not None):
+    for peers in dict.fromkeys(
+        rank_facts.peers for rank_facts in facts if rank_facts.peers is not None
+    ):
         yield f"dispatcher 'nvlink' on {name} {peers}"
 
 
 def _of_ranks(facts: Sequence[RankFacts]) -> Iterator[str]:
-    for rank, one in enumerate(facts):
-        yield from (f"rank {rank} on {one.name}: {failure}" for failure in one.failures)
-        if 0 <= one.open_files < OPEN_FILES:
+    for rank, rank_facts in enumerate(facts):
+        yield from (
+            f"rank {rank} on {rank_facts.name}: {failure}" for failure in rank_facts.failures
+        )
+        if 0 <= rank_facts.open_files < OPEN_FILES:
             yield (
-                f"open files of rank {rank} ({one.open_files}) must be >= {OPEN_FILES}: "
+                f"open files of rank {rank} ({rank_facts.open_files}) must be >= {OPEN_FILES}: "
                 f"ulimit -n {16 * OPEN_FILES}"
             )
-        has_network = len({other.host for other in facts}) > 1 and one.gpu_memory is not None
-        if has_network and one.locked_memory >= 0:
+        has_network = len({other.host for other in facts}) > 1 and rank_facts.gpu_memory is not None
+        if has_network and rank_facts.locked_memory >= 0:
             yield (
-                f"locked memory of rank {rank} ({_gib(one.locked_memory)}) must be unlimited, for "
-                "transfers between hosts: ulimit -l unlimited"
+                f"locked memory of rank {rank} ({_gib(rank_facts.locked_memory)}) must be "
+                "unlimited, for transfers between hosts: ulimit -l unlimited"
             )
-        if one.gpu_memory is not None and one.gpu_memory[0] < 0.9 * one.gpu_memory[1]:
-            free, total = map(_gib, one.gpu_memory)
+        if (
+            rank_facts.gpu_memory is not None
+            and rank_facts.gpu_memory[0] < 0.9 * rank_facts.gpu_memory[1]
+        ):
+            free, total = map(_gib, rank_facts.gpu_memory)
             yield (
-                f"GPU of rank {rank} ({free} of {total} free on {one.name}) must be empty: end "
-                "what else runs there (nvidia-smi shows it)"
+                f"GPU of rank {rank} ({free} of {total} free on {rank_facts.name}) must be empty: "
+                "end what else runs there (nvidia-smi shows it)"
             )
-        if one.environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
+        if rank_facts.environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
             yield (
                 f"TORCH_NCCL_ASYNC_ERROR_HANDLING (0) of rank {rank} must be 1, else a rank that "
                 "has died is waited for without an end: unset it"
@@ -192,7 +210,11 @@ def _of_ranks(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 def _of_links(facts: Sequence[RankFacts]) -> Iterator[str]:
     for link in ("inside a host", "between hosts"):
-        rates = {rank: one.rates[link] for rank, one in enumerate(facts) if link in one.rates}
+        rates = {
+            rank: rank_facts.rates[link]
+            for rank, rank_facts in enumerate(facts)
+            if link in rank_facts.rates
+        }
         median = statistics.median(rates.values()) if rates else 0.0
         for rank, rate in rates.items():
             if rate < SLOW * median:
@@ -247,7 +269,7 @@ def run_doctor(args: Any) -> int:
 def _print(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
     for line in lines:
         print(printable(line), file=sys.stderr)
-    names = ", ".join(dict.fromkeys(one.name for one in facts))
+    names = ", ".join(dict.fromkeys(rank_facts.name for rank_facts in facts))
     about = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
     print(f"{len(facts)} rank(s) on {names}: {about}")
     print(f"{len(lines) or 'no'} problem(s) found")
@@ -308,8 +330,8 @@ def _facts(device_type: str, checkpoints: Path | None) -> RankFacts:
     """Return the facts of this rank. Collective."""
     reader, is_gpu = _FactReader(), device_type == "cuda"
     # The file's name is made by rank 0. All ranks exchange it, with or without a directory.
-    own = host_id(), f".doctor-{uuid.uuid4().hex}"
-    hosts, names = zip(*gather(own), strict=True)
+    local_key = host_id(), f".doctor-{uuid.uuid4().hex}"
+    hosts, names = zip(*gather(local_key), strict=True)
     disk, sees = _disk(reader, checkpoints, names[0])
     dist.barrier()
     return RankFacts(
@@ -346,17 +368,17 @@ def _shared_memory() -> int | None:
 
 
 def _versions(device_type: str) -> dict[str, str]:
-    found = {"moecore": __version__, "python": platform.python_version()}
+    versions = {"moecore": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
+            versions[name] = "none"
     if device_type == "cuda":
         nccl = torch.cuda.nccl.version()
-        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl))}
-        found["GPU"] = torch.cuda.get_device_name()
-    return found
+        versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl))}
+        versions["GPU"] = torch.cuda.get_device_name()
+    return versions
 
 
 def _disk(reader: _FactReader, directory: Path | None, name: str) -> tuple[int | None, bool]:
@@ -393,18 +415,18 @@ def _peers(hosts: Sequence[str], device_type: str) -> str | None:
     """Return why GPUs of this host do not reach each other's memory. Collective."""
     if device_type != "cuda":
         return None
-    own = hosts[dist.get_rank()]
+    local_host = hosts[dist.get_rank()]
     for host in dict.fromkeys(hosts):
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
         group = dist.new_group(ranks)
-        if host == own:
-            found = find_problem(group, device_type) if len(ranks) > 1 else None
-    return found
+        if host == local_host:
+            problem = find_problem(group, device_type) if len(ranks) > 1 else None
+    return problem
 
 
 def _rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
     """Return the rates of messages from the rank before, in hosts and between. Collective."""
-    rank, found = dist.get_rank(), dict[str, float]()
+    rank, rates = dist.get_rank(), dict[str, float]()
     by_host = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
     rings = {"inside a host": by_host, "between hosts": _columns(by_host)}
     data = torch.empty(2, MESSAGE, dtype=torch.uint8, device=device_type)
@@ -415,20 +437,20 @@ def _rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
             dist.barrier()
             start = time.perf_counter()
             if len(ring) > 1:
-                ahead, behind = ring[(place + 1) % len(ring)], ring[place - 1]
-                ends = [dist.P2POp(dist.isend, data[0], ahead)]
-                ends.append(dist.P2POp(dist.irecv, data[1], behind))
+                next_rank, previous_rank = ring[(place + 1) % len(ring)], ring[place - 1]
+                ends = [dist.P2POp(dist.isend, data[0], next_rank)]
+                ends.append(dist.P2POp(dist.irecv, data[1], previous_rank))
                 for work in dist.batch_isend_irecv(ends):
                     work.wait()
                 if device_type == "cuda":
                     torch.cuda.synchronize()
             best = min(best, time.perf_counter() - start)
         if len(ring) > 1:
-            found[link] = MESSAGE / best
-    return found
+            rates[link] = MESSAGE / best
+    return rates
 
 
 def _columns(by_host: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the ranks of one place in all hosts, by place."""
-    most = max(map(len, by_host))
-    return [[ranks[i] for ranks in by_host if i < len(ranks)] for i in range(most)]
+    num_rows = max(map(len, by_host))
+    return [[ranks[i] for ranks in by_host if i < len(ranks)] for i in range(num_rows)]

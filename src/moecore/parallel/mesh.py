@@ -94,21 +94,21 @@ class ParallelConfig(CheckedRecord):
         updates: dict[str, int] = {}
         for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
             degrees = {name: getattr(self, name) for name in names}
-            given = math.prod(value for value in degrees.values() if value != -1)
-            shown = " * ".join(f"{n}={v}" for n, v in degrees.items() if v not in (1, -1)) or "1"
-            if world_size % given:
-                start = f"start ranks with torchrun --nproc-per-node {given}, or lower a degree"
+            product = math.prod(value for value in degrees.values() if value != -1)
+            factors = " * ".join(f"{n}={v}" for n, v in degrees.items() if v not in (1, -1)) or "1"
+            if world_size % product:
+                start = f"start ranks with torchrun --nproc-per-node {product}, or lower a degree"
                 fix = "change one of the degrees or the number of ranks"
                 raise ValueError(
-                    f"ParallelConfig {view} view ({shown} = {given}) must divide the world size "
-                    f"({world_size}): {start if world_size == 1 else fix}"
+                    f"ParallelConfig {view} view ({factors} = {product}) must divide the world "
+                    f"size ({world_size}): {start if world_size == 1 else fix}"
                 )
             open_names = [n for n, v in degrees.items() if v == -1]
             if open_names:
-                updates[open_names[0]] = world_size // given
-            elif given != world_size:
+                updates[open_names[0]] = world_size // product
+            elif product != world_size:
                 raise ValueError(
-                    f"ParallelConfig {view} view ({shown} = {given}) must equal the world size "
+                    f"ParallelConfig {view} view ({factors} = {product}) must equal the world size "
                     f"({world_size}): set one degree to -1 to take what is left"
                 )
         return replace(self, **updates)
@@ -220,13 +220,13 @@ def build_meshes(
 
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     inherit_timeout(world.get_group())
-    given = {
+    mesh_arguments = {
         **fields_of(p),
         "ranks_per_domain": ranks_per_domain,
         "device_type": device_type,
     }
     check_same(
-        given, object_device_type(world.get_group())
+        mesh_arguments, object_device_type(world.get_group())
     )  # before the groups, which other degrees would mix up
     if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:
         domain = ranks_of_fabrics(own_fabric()) or domain
@@ -241,33 +241,33 @@ def build_meshes(
         expert=expert,
         dense_fsdp=_dense_fsdp(dense, p),
         expert_fsdp=_trim(expert, "edp_replicate", "edp_shard"),
-        dispatch_group=_joined_group(expert, ("ep", "etp")),
-        micro_batch_group=_joined_group(dense, ("cp", "tp")),
+        dispatch_group=_flattened_group(expert, ("ep", "etp")),
+        micro_batch_group=_flattened_group(dense, ("cp", "tp")),
         ranks_per_domain=domain,
         stage_group=stage_group,
         pipeline_groups=pipeline_groups,
     )
 
 
-def _ranks_per_domain(given: int | None, world_size: int) -> int:
+def _ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> int:
     """Return the ranks of a domain: those that are given, or of a host, or all."""
-    if given is None:
+    if ranks_per_domain is None:
         of_host = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
         return of_host if world_size % of_host == 0 else world_size
-    if world_size % given:
+    if world_size % ranks_per_domain:
         raise ValueError(
-            f"ranks_per_domain ({given}) must divide the world size ({world_size}): give the ranks "
-            "of a host"
+            f"ranks_per_domain ({ranks_per_domain}) must divide the world size ({world_size}): "
+            "give the ranks of a host"
         )
-    return given
+    return ranks_per_domain
 
 
-def ranks_of_fabrics(own: str | None) -> int | None:
+def ranks_of_fabrics(local_fabric: str | None) -> int | None:
     """Return the most neighbouring ranks that stay in one fabric everywhere; None = some have none.
 
-    Collective. `own` is the name of this rank's fabric. Racks of 72 and of 56 ranks give 8.
+    Collective. `local_fabric` names this rank's fabric. Racks of 72 and of 56 ranks give 8.
     """
-    names = gather(own)
+    names = gather(local_fabric)
     if None in names:
         return None
     return math.gcd(*(len(list(run)) for _, run in groupby(names)))
@@ -282,26 +282,26 @@ class DomainGroups(NamedTuple):
 
 def domain_groups(meshes: Meshes) -> DomainGroups:
     """Return the groups of two levels; `check_domains` has passed. Collective."""
-    num_ranks, own = meshes.parallel.ep * meshes.parallel.etp, meshes.ranks_per_domain
-    sizes = (dist.get_world_size() // num_ranks, num_ranks // own, own)
+    num_ranks, domain_size = meshes.parallel.ep * meshes.parallel.etp, meshes.ranks_per_domain
+    sizes = (dist.get_world_size() // num_ranks, num_ranks // domain_size, domain_size)
     view = _fold(meshes.device_type, sizes, ("dispatch", "domain", "place"))
     return DomainGroups(inside=view.get_group("place"), across=view.get_group("domain"))
 
 
 def check_domains(meshes: Meshes) -> None:
     """Raise a ValueError where the ranks among which tokens travel are no whole domains."""
-    p, own = meshes.parallel, meshes.ranks_per_domain
+    p, domain_size = meshes.parallel, meshes.ranks_per_domain
     relation = None
-    if own == 1 or p.ep * p.etp <= own:
+    if domain_size == 1 or p.ep * p.etp <= domain_size:
         relation = f"be between 2 and half of ep * etp ({p.ep * p.etp}): use 'auto', or tell it"
-    elif (p.ep * p.etp) % own:
+    elif (p.ep * p.etp) % domain_size:
         relation = f"divide ep * etp ({p.ep * p.etp}): choose another ep, or use 'alltoall'"
-    elif own % p.etp:
+    elif domain_size % p.etp:
         relation = f"be a multiple of etp ({p.etp}), which stays inside: lower etp"
     if relation is not None:
         raise ValueError(
-            f"ranks_per_domain ({own}) of build_meshes must, with dispatcher ('hierarchical'), "
-            + relation
+            f"ranks_per_domain ({domain_size}) of build_meshes must, with dispatcher "
+            "('hierarchical'), " + relation
         )
 
 
@@ -309,9 +309,9 @@ def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.Pro
     """Return the group of `cp` neighbouring data ranks, and the cp x tp ranks, cp-major."""
     size, tp = dist.get_world_size(), meshes.parallel.tp
     view = _fold(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
-    joined = _joined_group(view, ("cp", "tp"))
-    assert joined is not None, "cp is at least 2"
-    return view.get_group("cp"), joined
+    group = _flattened_group(view, ("cp", "tp"))
+    assert group is not None, "cp is at least 2"
+    return view.get_group("cp"), group
 
 
 def split_context(
@@ -342,13 +342,13 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
     """Return the mesh of all dims of several views of one world, in order. No communication."""
-    ranks, own = torch.zeros((), dtype=torch.int), dist.get_rank()
+    ranks, local_rank = torch.zeros((), dtype=torch.int), dist.get_rank()
     for mesh in meshes:  # the steps along the dims of one view are the same everywhere
-        ranks = ranks.reshape(*ranks.shape, *(1 for _ in mesh.shape)) + (mesh.mesh - own)
+        ranks = ranks.reshape(*ranks.shape, *(1 for _ in mesh.shape)) + (mesh.mesh - local_rank)
     return DeviceMesh.from_group(
         [group for mesh in meshes for group in mesh.get_all_groups()],
         meshes[0].device_type,
-        mesh=ranks + own,
+        mesh=ranks + local_rank,
         mesh_dim_names=tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ()),
     )
 
@@ -379,25 +379,29 @@ def start_process_group(device_type: str, timeout: timedelta | None = None) -> N
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
         num_gpus = torch.cuda.device_count()
-        torch.cuda.set_device(read_launcher_number("LOCAL_RANK", 0, least=0, most=num_gpus - 1))
+        torch.cuda.set_device(
+            read_launcher_number("LOCAL_RANK", 0, min_value=0, max_value=num_gpus - 1)
+        )
     if "RANK" in os.environ:
         world_size = read_launcher_number("WORLD_SIZE", 1)
-        read_launcher_number("RANK", 0, least=0, most=world_size - 1)
-        read_launcher_number("MASTER_PORT", 29500, least=0, most=65535)
+        read_launcher_number("RANK", 0, min_value=0, max_value=world_size - 1)
+        read_launcher_number("MASTER_PORT", 29500, min_value=0, max_value=65535)
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def read_launcher_number(name: str, default: int, *, least: int = 1, most: int = 2**31 - 1) -> int:
+def read_launcher_number(
+    name: str, default: int, *, min_value: int = 1, max_value: int = 2**31 - 1
+) -> int:
     """Return an environment variable that a launcher sets, or `default` when it is not set."""
     text = os.environ.get(name)
     if text is None:
         return default
-    if not (text.isdecimal() and len(text) <= 10 and least <= int(text) <= most):
+    if not (text.isdecimal() and len(text) <= 10 and min_value <= int(text) <= max_value):
         raise ValueError(
-            f"{name} ({shown(text)}) must be a whole number from {least} to {most}: start ranks "
-            "with torchrun, which sets this variable"
+            f"{name} ({shown(text)}) must be a whole number from {min_value} to {max_value}: start "
+            "ranks with torchrun, which sets this variable"
         )
     return int(text)
 
@@ -415,7 +419,7 @@ def _dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
     return _trim(_fold(dense.device_type, sizes, names), "dp_replicate", "dp_shard_cp")
 
 
-def _joined_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
+def _flattened_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
     """Group over the two innermost dims of a view, first-major; None when it is one rank."""
     sizes = [_size(view, name) for name in names]
     if sizes == [1, 1]:
@@ -423,9 +427,9 @@ def _joined_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup
     if 1 in sizes:
         return view.get_group(names[1 - sizes.index(1)])
     inner = sizes[0] * sizes[1]
-    joined = "_".join(names)
-    folded = _fold(view.device_type, (view.size() // inner, inner), ("outer", joined))
-    return folded.get_group(joined)
+    flat_name = "_".join(names)
+    folded = _fold(view.device_type, (view.size() // inner, inner), ("outer", flat_name))
+    return folded.get_group(flat_name)
 
 
 def _stages(

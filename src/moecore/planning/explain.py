@@ -282,7 +282,7 @@ def _gathered_in(plan: ShardPlan) -> str:
     found = Counter[str]()
     for layout in (layout for unit in plan.units for layout in unit.layouts):
         if layout.recipe is not None:
-            found["FP8" if layout.packed == 1 else "NVFP4"] += len(layout.slots)
+            found["FP8" if layout.values_per_byte == 1 else "NVFP4"] += len(layout.slots)
     return ", ".join([wide, *(f"{number} of them in {name}" for name, number in found.items())])
 
 

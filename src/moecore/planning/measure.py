@@ -349,6 +349,6 @@ def _device() -> torch.device:
     """Return this rank's GPU."""
     if not torch.cuda.is_available():
         raise ValueError("device (cpu) must be a GPU: run `moecore measure` where torch sees one")
-    device = torch.device("cuda", read_launcher_number("LOCAL_RANK", 0, least=0))
+    device = torch.device("cuda", read_launcher_number("LOCAL_RANK", 0, min_value=0))
     torch.cuda.set_device(device)
     return device

@@ -135,10 +135,10 @@ class TrainStep:
     @num_micro_batches.setter
     def num_micro_batches(self, number: int) -> None:
         self._progress.check_between("num_micro_batches")
-        if self._progress.done:
+        if self._progress.num_done:
             raise ValueError(
                 f"num_micro_batches ({number}) must be set between steps, because losses are "
-                f"divided by it: {self._progress.done} micro-batches of this step are done"
+                f"divided by it: {self._progress.num_done} micro-batches of this step are done"
             )
         for state in self._states:
             state.set_num_micro_batches(number)
@@ -147,18 +147,20 @@ class TrainStep:
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Return the context in which forward and backward of one micro-batch run."""
-        with known_to_others(f"micro-batch {self._progress.done + 1} of {self.num_micro_batches}"):
+        with known_to_others(
+            f"micro-batch {self._progress.num_done + 1} of {self.num_micro_batches}"
+        ):
             self._progress.check_between("micro_batch()")
             if self._pipeline is not None:
                 raise ValueError(
                     "micro_batch() must not run a pipeline's stages: call forward_backward()"
                 )
-            if self._progress.done >= self.num_micro_batches:
+            if self._progress.num_done >= self.num_micro_batches:
                 raise ValueError(
                     f"micro_batch() must come at most num_micro_batches ({self.num_micro_batches}) "
                     "times in a step: call finish()"
                 )
-            is_last = self._progress.done + 1 == self.num_micro_batches
+            is_last = self._progress.num_done + 1 == self.num_micro_batches
             with self._running(1, to_come=0 if is_last else math.inf):
                 yield
 
@@ -183,9 +185,9 @@ class TrainStep:
         """
         check_arguments(TrainStep.micro_batches, locals())
         self._progress.check_between("micro_batches()")
-        if self._progress.done:
+        if self._progress.num_done:
             raise ValueError(
-                f"micro_batches() must be all of a step, of which {self._progress.done} "
+                f"micro_batches() must be all of a step, of which {self._progress.num_done} "
                 "micro-batches are done: call finish()"
             )
         layers = [layer for state in self._states for layer in state.layers.values()]
@@ -223,7 +225,7 @@ class TrainStep:
     @contextmanager
     def _running(self, number: int, *, to_come: float) -> Iterator[None]:
         progress = self._progress
-        progress.is_last = progress.done + 1 == self.num_micro_batches
+        progress.is_last = progress.num_done + 1 == self.num_micro_batches
         for engine in self._engines:
             engine.start_micro_batches(
                 pending_forwards=to_come, in_parts=number < to_come < math.inf
@@ -242,8 +244,8 @@ class TrainStep:
                 )
             for engine in self._engines:
                 engine.end_forwards()
-            progress.done += number
-            if progress.done == self.num_micro_batches:
+            progress.num_done += number
+            if progress.num_done == self.num_micro_batches:
                 for engine in self._engines:
                     engine.end_micro_batches()
             progress.has_failed = False
@@ -497,9 +499,9 @@ class TrainStep:
 
     def _check_complete(self, what: str) -> None:
         self._progress.check_between(what)
-        if self._progress.done != self.num_micro_batches:
+        if self._progress.num_done != self.num_micro_batches:
             raise ValueError(
                 f"{what} must follow num_micro_batches ({self.num_micro_batches}) micro-batches, "
-                f"but {self._progress.done} are done: run forward and backward of each in "
+                f"but {self._progress.num_done} are done: run forward and backward of each in "
                 "`with step.micro_batch():`, set num_micro_batches before the step, or drop()"
             )

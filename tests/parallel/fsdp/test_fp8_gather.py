@@ -418,7 +418,7 @@ def test_a_plan_counts_the_bytes() -> None:
     fp8, bf16 = map(rank_bytes, both)
     assert fp8.parameters == bf16.parameters and fp8.accumulated == bf16.accumulated
     (experts, wide), (block, other) = (
-        [next(r.gathered for r in size.roles if r.role == role) for size in (fp8, bf16)]
+        [next(r.unsharded for r in size.roles if r.role == role) for size in (fp8, bf16)]
         for role in ("experts", "block")
     )
     assert 2 * experts == wide and other / 2 < block < 0.6 * other

@@ -188,7 +188,7 @@ def test_bytes(name: str, size: float) -> None:
         plan = planned(4, ParallelConfig(), model, fsdp=fsdp, precision=name)
         roles = rank_bytes(plan).roles
         assert ("in NVFP4" in explain(plan)) == (fsdp.fp8_param_gather and name == "nvfp4")
-        found.append(next(role.gathered for role in roles if role.role == "experts"))
+        found.append(next(role.unsharded for role in roles if role.role == "experts"))
     assert found[1] / found[0] == size / 2
 
 

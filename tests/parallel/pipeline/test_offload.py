@@ -109,23 +109,23 @@ class Watch:
             result = forward(run, action)
             self.out[action.stage] += offload.out_bytes - before[0]
             self.kept[action.stage] += offload.kept_bytes - before[1]
-            self.whole[action.stage] += run._left.leaves_whole
-            hidden = run._waiting[action.stage, action.micro_batch].hidden
+            self.whole[action.stage] += run._forward_chunk.offloads_last_block
+            hidden = run._forwards[action.stage, action.micro_batch].hidden
             if hidden is not None:
                 held = StorageWeakRef(hidden.untyped_storage()).cdata
-                self.held += sum(c.ref.cdata == held for c in copies(run._left) if c.piece)
-            self.largest = max([self.largest, *(c.size for c in copies(run._left))])
+                self.held += sum(c.ref.cdata == held for c in copies(run._forward_chunk) if c.piece)
+            self.largest = max([self.largest, *(c.size for c in copies(run._forward_chunk))])
             return result
 
         def run_backward(run: _ScheduleRun, action: Action) -> Tensor | None:
-            chunk = run._waiting[action.stage, action.micro_batch].chunk
-            if chunk.leaves_whole:
+            chunk = run._forwards[action.stage, action.micro_batch].chunk
+            if chunk.offloads_last_block:
                 self.misplaced += sum(c.size for c in copies(chunk) if c.data is None)
             return backward(run, action)
 
         def run_free(chunk: OffloadChunk) -> None:
             free(chunk)
-            if chunk.leaves_whole:
+            if chunk.offloads_last_block:
                 self.freed += 1
                 gone = [c for c in copies(chunk) if c.piece is not None]
                 self.misplaced += sum(c.size for c in gone if c.data is not None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moecore.base.options.names import ScheduleName
 from moecore.parallel import Costs, offload_fractions
-from moecore.parallel.pipeline.offload import backwards_ahead, leaves_whole
+from moecore.parallel.pipeline.offload import next_backwards, offloads_last_block
 from moecore.parallel.pipeline.orders import Action, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.simulate import simulate
@@ -116,7 +116,7 @@ def check(schedule: Schedule, costs: Costs, sizes: list[int]) -> None:
     soon = {
         a.stage
         for order in schedule.orders
-        for item, ahead in zip(order, backwards_ahead(order), strict=True)
+        for item, ahead in zip(order, next_backwards(order), strict=True)
         for a in actions_of(item)
         if ahead is not None and a.kind == "F" and a[1:] == ahead[1:]
     }
@@ -203,12 +203,12 @@ def test_items_that_look_ahead() -> None:
         [Action(kind, 0, i) for i in range(4)]  # type: ignore[arg-type]
         for kind in "FBDW"
     )
-    assert backwards_ahead([F[0], D[0], W[0], D[1]]) == [D[0], D[1], D[1], None]
-    assert backwards_ahead([F[0], Overlap(F[1], B[0])]) == [B[0], None]
+    assert next_backwards([F[0], D[0], W[0], D[1]]) == [D[0], D[1], D[1], None]
+    assert next_backwards([F[0], Overlap(F[1], B[0])]) == [B[0], None]
     # F0 is out with the next item and asked for with the item before B0: one is between.
-    assert leaves_whole([F[0], F[1], F[2], F[3], B[0]])[0]
-    assert not leaves_whole([F[0], F[1], F[2], B[0]])[0]
-    assert not leaves_whole([F[0], D[1], W[1], D[0]])[0]
+    assert offloads_last_block([F[0], F[1], F[2], F[3], B[0]])[0]
+    assert not offloads_last_block([F[0], F[1], F[2], B[0]])[0]
+    assert not offloads_last_block([F[0], D[1], W[1], D[0]])[0]
 
 
 def test_sizes_of_other_stages() -> None:

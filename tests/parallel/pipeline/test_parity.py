@@ -424,8 +424,8 @@ def held_for_weights(config: PipelineConfig, *, layers: int) -> tuple[int, int]:
     def measured(self: _ScheduleRun, action: Action) -> Tensor | None:
         nonlocal found
         result = original(self, action)
-        one[action.stage] = self._later[action.stage, action.micro_batch].nbytes
-        found = max(found, sum(later.nbytes for later in self._later.values()))
+        one[action.stage] = self._deferred[action.stage, action.micro_batch].nbytes
+        found = max(found, sum(later.nbytes for later in self._deferred.values()))
         return result
 
     step = TrainStep(model, num_micro_batches=steps)
@@ -434,7 +434,7 @@ def held_for_weights(config: PipelineConfig, *, layers: int) -> tuple[int, int]:
     step.drop()
     chunks = len(one) // 4
     schedule = make_schedule(config.schedule, pp=4, chunks=chunks, num_micro_batches=steps)
-    return schedule.peak_held([0] * len(one), waiting=one)[meshes.pp_rank], found
+    return schedule.peak_live([0] * len(one), deferred_sizes=one)[meshes.pp_rank], found
 
 
 def worker(rank: int, device: torch.device, cases: list[Case]) -> dict[str, dict[str, float]]:

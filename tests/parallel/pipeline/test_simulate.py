@@ -193,15 +193,15 @@ def test_layouts_of_deepseek_v3(name: Any, text: str, pp: int, number: int) -> N
 def test_bytes_that_a_rank_holds() -> None:
     """Interleaved 1F1B on 4 ranks of 4 chunks: (4 - 1) x 4 + 2 x (3 - rank) + 1 of them."""
     schedule = make_schedule("interleaved", pp=4, chunks=4, num_micro_batches=64)
-    assert schedule.peak_held([1] * 16) == (19, 17, 15, 13)
+    assert schedule.peak_live([1] * 16) == (19, 17, 15, 13)
     layout = parse_layout("Et*4|(tttt|)*14tmL", num_layers=61, num_mtp_layers=1)
-    held = schedule.peak_held([len(stage.layers) for stage in layout.stages])
+    held = schedule.peak_live([len(stage.layers) for stage in layout.stages])
     assert held[2] == 15 * 4
     assert (
-        make_schedule("zbv", pp=4, chunks=2, num_micro_batches=16).peak_held([3] * 8) == (24,) * 4
+        make_schedule("zbv", pp=4, chunks=2, num_micro_batches=16).peak_live([3] * 8) == (24,) * 4
     )
     zero_bubble = make_schedule("zero-bubble", pp=4, chunks=1, num_micro_batches=16)
-    assert zero_bubble.peak_held([0] * 4, waiting=[5] * 4) == (5, 10, 15, 20)
+    assert zero_bubble.peak_live([0] * 4, deferred_sizes=[5] * 4) == (5, 10, 15, 20)
 
 
 KEYS = ("forward", "backward_inputs", "backward_weights")

@@ -132,10 +132,10 @@ class FakeGraph:
     def replay(self) -> None:
         self.model.zero_grad()
         progress: Any = progress_of(self.model)
-        before, progress.done = progress.done, 0  # a graph's replay runs no Python
+        before, progress.num_done = progress.num_done, 0  # a graph's replay runs no Python
         with patch("moecore.moe.balance._is_capturing", lambda x: True):
             self.outputs.copy_(self.function(*self.inputs))
-        progress.done = before
+        progress.num_done = before
         for param, grad in zip(self.model.parameters(), self.grads, strict=True):
             _local(grad).copy_(_local(param.grad))
             param.grad = None  # a replay sets none

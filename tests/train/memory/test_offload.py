@@ -237,7 +237,7 @@ def test_a_chunk_that_fails_leaves_nothing() -> None:
     model = Plain(2)
     want = gradients(model, one)
     offload = offloaded(model)
-    with pytest.raises(ZeroDivisionError), offload.chunk(leaves_whole=True):
+    with pytest.raises(ZeroDivisionError), offload.chunk(offloads_last_block=True):
         loss = model(*batch(0)) / (1 // 0)
         loss.backward()
     assert offload.out_bytes > 0 == offload.used_host_bytes and not offload._leaving

@@ -33,8 +33,8 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import (
     Elsewhere,
     StageParts,
-    check_held,
     check_hidden,
+    check_stage,
     need,
 )
 
@@ -110,7 +110,7 @@ class StagedCausal:
         """Run one stage; see `moecore.parallel.pipeline.stages.StagedModel`."""
         if hidden is not None and not (stage.layers or stage.loss):
             return hidden
-        check_held(self, self.stage_parts(), stage, 0)
+        check_stage(self, self.stage_parts(), stage, 0)
         check_hidden(hidden, stage, self.hidden_shape(stage, inputs))
         if not stage.loss:
             inputs = {n: v for n, v in inputs.items() if n not in LABELS}
@@ -131,9 +131,9 @@ class StagedCausal:
         """Put `Elsewhere` in the place of what no part of a stage is; yield what leaves a stage."""
         parts, get = self.stage_parts(), self.get_submodule
         layers = _names_of_layers(self, parts)
-        line = [parts.embedding, *layers, *parts.behind, parts.head]
+        line = [parts.embedding, *layers, *parts.final_modules, parts.head]
         mine = [parts.embedding] * stage.embedding + [layers[i] for i in stage.layers]
-        mine += [*parts.behind, parts.head] * stage.loss
+        mine += [*parts.final_modules, parts.head] * stage.loss
         first, last = line.index(mine[0]), line.index(mine[-1])
         left: list[Tensor] = []
         with ExitStack() as ends:
@@ -199,7 +199,7 @@ def _run_shell(model: Any, parts: StageParts) -> _Shell:
     # One row: what a model unpacks of it in the place of several tensors is an error.
     ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
     found = _Shell(torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu"))
-    line = [*_names_of_layers(shell, parts), *parts.behind, parts.head]
+    line = [*_names_of_layers(shell, parts), *parts.final_modules, parts.head]
     for name in (parts.embedding, *line):
         shell.set_submodule(name, parts.elsewhere(name, shell.get_submodule(name)))
     for module in shell.modules():  # on the CPU, where the model may be on meta
@@ -236,7 +236,7 @@ def _check_between(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int
         where = f"where {names[-1]} returns hidden states alone" if names else "without its layers"
         reason = " ".join(str(shell.failed).split())
         raise _refusal(model, f"its forward fails {where} ({reason})") from shell.failed
-    line = [*layers, *parts.behind, parts.head]
+    line = [*layers, *parts.final_modules, parts.head]
     if names[:num_layers] != layers or names[-1] != parts.head or sorted(names) != sorted(line):
         raise _refusal(model, "it does not run its layers in turn, once each")
     _, hidden, written = shell.entered[0]
@@ -247,7 +247,7 @@ def _check_between(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int
             raise _refusal(model, f"it changes hidden states in front of {name}")
     if version(shell.embedded) or version(hidden) != written:
         raise _refusal(model, "it changes hidden states in place")
-    return replace(parts, behind=tuple(names[num_layers:-1])), tuple(hidden.shape[2:])
+    return replace(parts, final_modules=tuple(names[num_layers:-1])), tuple(hidden.shape[2:])
 
 
 def _first(results: Any) -> Tensor:
@@ -286,11 +286,11 @@ def _find_parts(model: Any) -> StageParts:
         layers=lists[0],
         results=2 if hand_on else 1,
         bound=frozenset(i for i, kind in enumerate(kinds) if kind == "shared"),
-        behind=tuple(name_of[m] for m in behind if next(m.parameters(), None) is not None),
+        final_modules=tuple(name_of[m] for m in behind if next(m.parameters(), None) is not None),
         head=name_of[head],
         tied=any(p is q for p in head.parameters() for q in embedding.parameters()),
     )
-    names = (parts.embedding, parts.layers, *parts.behind, parts.head)
+    names = (parts.embedding, parts.layers, *parts.final_modules, parts.head)
     known = tuple(f"{name}." for name in names)
     for name, _ in model.named_parameters():
         if not name.startswith(known):

@@ -89,7 +89,8 @@ def _turns(
     for first in range(min(number, len(layouts))):
         users = layouts[first::number]
         sizes = [
-            unit.layouts[i].buffer_numel // (unit.layouts[i].packed if holds == "weights" else 1)
+            unit.layouts[i].buffer_numel
+            // (unit.layouts[i].values_per_byte if holds == "weights" else 1)
             for unit, i in users
         ]
         yield BufferPlan(

@@ -28,7 +28,7 @@ class CollectiveHeader:
         self._index = {unit: index for index, unit in enumerate(units)}
         self._of_forward = [0, 0, 0, 0]
         names = [unit.options.name for unit in units]
-        self._shown: dict[str, Callable[[int], str]] = {
+        self._describe: dict[str, Callable[[int], str]] = {
             "the unit": names.__getitem__,
             "torch.is_grad_enabled()": lambda n: str(bool(n)),
             "model.training": lambda n: str(bool(n)),
@@ -47,7 +47,7 @@ class CollectiveHeader:
             torch.is_grad_enabled(),
             self._root.training,
             DTYPES.index(autocast),
-            (progress.done + 1 << 32) + progress.number if is_open else 0,  # type: ignore[union-attr]
+            (progress.num_done + 1 << 32) + progress.number if is_open else 0,  # type: ignore[union-attr]
         ]
 
     def of(self, unit: Unit) -> list[int]:
@@ -57,4 +57,4 @@ class CollectiveHeader:
 
     def check(self, unit: Unit, headers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
         """Raise on all ranks of a group when their headers differ."""
-        check_notes(f"the all-gather of {unit.options.name}", headers, self._shown, group)
+        check_notes(f"the all-gather of {unit.options.name}", headers, self._describe, group)

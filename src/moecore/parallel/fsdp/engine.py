@@ -282,7 +282,7 @@ class UnitEngine:
             )
         run = unit.runs[is_recompute].pop()
         if run is not None:
-            output = self._own(output, run)
+            output = self._separate_outputs(output, run)
             for leaf in _leaves(output):
                 if _has_grad(leaf):
                     self._grad_boundary(leaf).begins.append(run)
@@ -358,7 +358,7 @@ class UnitEngine:
             setattr(leaf, GRAD_BOUNDARY, boundary)
         return boundary
 
-    def _own(self, output: Any, run: ForwardRun) -> Any:
+    def _separate_outputs(self, output: Any, run: ForwardRun) -> Any:
         """Return outputs that are no inputs: else the run's backward would end before it begins."""
 
         def as_output(leaf: Tensor) -> Tensor:
@@ -449,7 +449,7 @@ class UnitEngine:
         *children, root = self.units
         for unit in (*reversed(children), root):  # ranks that skip a module join in this order
             self._reduce_grads(unit)
-            if self._gets_more(unit):
+            if self._expects_grads(unit):
                 unit.register_params(unsharded=False)
             else:
                 unit.reshard()
@@ -460,16 +460,16 @@ class UnitEngine:
         """Reduce a unit's gradients, or accumulate them if the step will add more."""
         accumulates = unit.options.accumulates and self._shares(unit)
         unit.gradients.reduces = not (
-            accumulates and (self._gets_more(unit) or self._is_left(unit))
+            accumulates and (self._expects_grads(unit) or self._has_deferred(unit))
         )
         with known_to_others(f"the reduction of {unit.options.name}"):
             unit.gradients.reduce()
 
-    def _is_left(self, unit: Unit) -> bool:
+    def _has_deferred(self, unit: Unit) -> bool:
         """Whether deferred products of a unit are left."""
         return any(deferred.holds(unit.gradients) for deferred in self._deferred)
 
-    def _gets_more(self, unit: Unit) -> bool:
+    def _expects_grads(self, unit: Unit) -> bool:
         """Whether later backwards of the step use a unit's whole parameters and add gradients."""
         return self._shares(unit) and bool(unit.pending_backwards or self._pending_forwards)
 

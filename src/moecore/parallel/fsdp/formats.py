@@ -95,7 +95,7 @@ class QuantisedFormat(ABC):
         for param, memory, part in zip(params, data, self._parts, strict=True):
             nothing = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
             counting += param.make_unsharded(nothing.expand(param.shape))
-            blocks = self._gathered(memory.data, part)
+            blocks = self._gathered_blocks(memory.data, part)
             setattr(param.unsharded, GATHERED, blocks)
             counting += blocks.tensors()
         return counting
@@ -134,7 +134,7 @@ class QuantisedFormat(ABC):
         """Return the shape of the blocks' largest magnitudes."""
 
     @abstractmethod
-    def _gathered(self, memory: Tensor, part: _ShardPart) -> Blocks:
+    def _gathered_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
         """Return what products read; tensors that `fill` writes have counts of their own."""
 
     @abstractmethod
@@ -158,7 +158,7 @@ class BlockFormat(QuantisedFormat):
         return place.scales_shape
 
     @override
-    def _gathered(self, memory: Tensor, part: _ShardPart) -> Blocks:
+    def _gathered_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
         return Blocks(memory.view(FP8), part.scales.data, "block")
 
     @override
@@ -167,8 +167,10 @@ class BlockFormat(QuantisedFormat):
 
     @override
     def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
-        how = (part.place, part.of_blocks, part.scales, values)
-        quantise_blocks_(shard, *how, power_of_two=self._recipe.power_of_two)
+        power_of_two = self._recipe.power_of_two
+        quantise_blocks_(
+            shard, part.place, part.of_blocks, part.scales, values, power_of_two=power_of_two
+        )
 
 
 class MatrixFormat(QuantisedFormat):
@@ -179,7 +181,7 @@ class MatrixFormat(QuantisedFormat):
         return (0, 0)
 
     @override
-    def _gathered(self, memory: Tensor, part: _ShardPart) -> Blocks:
+    def _gathered_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
         seen = None if part.history is None else part.of_matrices.data
         return Blocks(memory.view(FP8), part.scales.data, "tensor", seen)
 
@@ -193,8 +195,8 @@ class MatrixFormat(QuantisedFormat):
         amax = part.of_matrices
         if past is not None:  # no rank may choose alone, not one that has skipped the linear either
             amax = torch.where(past > 0, past, amax)
-        how = (part.first, amax, part.scales, values)
-        cast_part_(shard, *how, power_of_two=self._recipe.power_of_two)
+        power_of_two = self._recipe.power_of_two
+        cast_part_(shard, part.first, amax, part.scales, values, power_of_two=power_of_two)
 
 
 class PackedFormat(QuantisedFormat):
@@ -207,7 +209,7 @@ class PackedFormat(QuantisedFormat):
         return place.rows // SQUARE, place.columns // SQUARE
 
     @override
-    def _gathered(self, memory: Tensor, part: _ShardPart) -> Blocks:
+    def _gathered_blocks(self, memory: Tensor, part: _ShardPart) -> Blocks:
         return Blocks(memory, part.scales.data, "packed", part.of_matrices.data)
 
     @override
@@ -217,8 +219,15 @@ class PackedFormat(QuantisedFormat):
 
     @override
     def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
-        how = (part.place, part.of_blocks, part.of_matrices, part.scales, values)
-        pack_part_(shard, *how, self._recipe)
+        pack_part_(
+            shard,
+            part.place,
+            part.of_blocks,
+            part.of_matrices,
+            part.scales,
+            values,
+            self._recipe,
+        )
 
 
 FORMATS: dict[Scaling, type[QuantisedFormat]] = {

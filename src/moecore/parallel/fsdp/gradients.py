@@ -67,8 +67,10 @@ class Gradients:
         self._host_reads = transport.host_reads if transport is not None else device_type == "cpu"
         self._host_reads &= all(is_gloo(group, device_type) for group in replicas)
         self.dtype, self.divisor = dtype, divisor
-        self._taken: set[int] = set()  # parameters whose gradients kernels have put
-        self._left: set[int] = set()  # those whose gradients another part of this backward reduces
+        self._kernel_grads: set[int] = set()  # parameters whose gradients kernels have put
+        self._deferred_grads: set[int] = (
+            set()
+        )  # those whose gradients another part of this backward reduces
         self._filled: set[int] = set()  # those whose sums hold something
         self._divided: set[int] = set()  # of which a kernel has divided it
         # Whether a backward of the unit's modules has ended. All ranks have it (`UnevenRanks`),
@@ -84,14 +86,14 @@ class Gradients:
         self._elsewhere: dict[int, bool] = {}
 
     @property
-    def has_others(self) -> bool:
+    def spans_ranks(self) -> bool:
         """Whether gradients are summed over other ranks."""
         return self._transport is not None or bool(self._replicas)
 
     @property
     def _is_direct(self) -> bool:
         """Whether shards take gradients as they come."""
-        return not (self.has_others or self._accumulates)
+        return not (self.spans_ranks or self._accumulates)
 
     def sink(self, index: int, shape: torch.Size) -> GradSink | None:
         """Return what takes a whole parameter's gradient from a kernel; None where it has none."""
@@ -119,14 +121,16 @@ class Gradients:
         if self.deferred is None:
             return False
         self.deferred.keep(self, WeightProduct.of(index, shape, compute, operands))
-        self._left.add(index)
+        self._deferred_grads.add(index)
         return True
 
     @torch.no_grad()
     def compute(self, products: deque[WeightProduct]) -> None:
         """Compute what a backward has left, in order; each frees what it held. May communicate."""
         if not self._accumulates:
-            self._left = self._trained().difference(product.number for product in products)
+            self._deferred_grads = self._trained().difference(
+                product.number for product in products
+            )
         while products:
             index, shape, compute, operands, _ = product = products.popleft()
             product.join()
@@ -153,7 +157,7 @@ class Gradients:
 
     def _take(self, index: int, grad: Tensor) -> None:
         """Take the gradient that a kernel has put there."""
-        self._taken.add(index)
+        self._kernel_grads.add(index)
         param = self._params[index]
         if not self._is_direct:
             if index not in self._filled:
@@ -165,8 +169,8 @@ class Gradients:
     def are_complete(self) -> bool:
         """Whether this backward has reached every trained parameter that it will reach."""
         return all(
-            i in self._taken
-            or i in self._left
+            i in self._kernel_grads
+            or i in self._deferred_grads
             or param.unsharded is None
             or not param.unsharded.requires_grad
             or param.unsharded.grad is not None
@@ -178,15 +182,15 @@ class Gradients:
     def reduce(self) -> None:
         """Move what backward has computed to the shards, or wait for more. Collective."""
         grads = {i: grad for i, p in enumerate(self._params) if (grad := p.take_grad()) is not None}
-        kernel_grads, self._taken = self._taken, set()
-        deferred_grads, self._left = self._left, set()
+        kernel_grads, self._kernel_grads = self._kernel_grads, set()
+        deferred_grads, self._deferred_grads = self._deferred_grads, set()
         if self._is_direct:
             self.is_expected = False
             self._put(grads, kernel_grads)
             return
         trained = self._trained()
         is_changed = self._trained_before not in (None, trained)  # on other ranks not, perhaps
-        self.is_expected &= self.has_others and bool(trained - deferred_grads)
+        self.is_expected &= self.spans_ranks and bool(trained - deferred_grads)
         if not (grads or self._filled or is_changed or self.is_expected):
             return
         if not (grads or self.reduces):
@@ -203,7 +207,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all that is not in the shards yet."""
-        self._left.clear()
+        self._deferred_grads.clear()
         for param in self._params:
             if param.unsharded is not None:
                 param.unsharded.grad = None

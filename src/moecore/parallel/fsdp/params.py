@@ -215,8 +215,8 @@ class UnitViews:
 
     flat: Tensor
     regions: list[Tensor]  # the shards of all ranks
-    padded: list[Tensor]  # this rank's part of each region
-    own: list[Tensor]  # the same without padding
+    padded_local: list[Tensor]  # this rank's part of each region
+    local: list[Tensor]  # the same without padding
     parameters: list[Tensor]  # where dim 0 is cut, the regions without padding
 
 
@@ -230,12 +230,12 @@ def cut_views(
         slot, size = param.slot, param.shape.numel() // values_per_byte
         n, at = slot.shard_numel // values_per_byte, slot.whole_offset // values_per_byte
         region = flat[at : at + param.num_ranks * n]
-        padded = region[param.rank * n : (param.rank + 1) * n]
+        padded_view = region[param.rank * n : (param.rank + 1) * n]
         if param.is_strided:
             at, beside = beside, beside + size
         views.regions.append(region)
-        views.padded.append(padded)
-        views.own.append(padded[: param.shard.numel() // values_per_byte])
+        views.padded_local.append(padded_view)
+        views.local.append(padded_view[: param.shard.numel() // values_per_byte])
         shape = (*param.shape[:-1], param.shape[-1] // values_per_byte)
         views.parameters.append(flat[at : at + size].view(shape))
     return views

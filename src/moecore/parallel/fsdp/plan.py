@@ -132,7 +132,7 @@ class FlatLayout:
         return bool(self.slots) and (self.ranks > 1 or self.gathers != self.dtype)
 
     @property
-    def packed(self) -> int:
+    def values_per_byte(self) -> int:
         """Values in an element of what is gathered."""
         return 2 if self.gathers == E2M1_PAIRS else 1
 

@@ -13,7 +13,7 @@ class Progress:
     """The micro-batches of a step. Models refer to it weakly: it ends with its `TrainStep`."""
 
     number: int = 1  # micro-batches of a step
-    done: int = 0  # micro-batches whose forward and backward have run
+    num_done: int = 0  # micro-batches whose forward and backward have run
     is_open: bool = False  # whether a micro-batch runs
     is_several: bool = False  # whether all micro-batches of the step run, in any order
     is_last: bool = False  # whether the micro-batch is the last of its step
@@ -21,7 +21,7 @@ class Progress:
 
     def restart(self) -> None:
         """Begin the next step."""
-        self.done, self.has_failed = 0, False
+        self.num_done, self.has_failed = 0, False
 
     def check_closed(self, call: str) -> None:
         """Raise for `call` within a micro-batch."""

@@ -72,9 +72,9 @@ class ForwardVisit:
         "children",
         "empty",
         "forward",
-        "has_begun",
         "has_inputs",
         "inputs",
+        "is_in_backward",
         "is_skipped",
         "joins",
         "needs_grad",
@@ -98,7 +98,7 @@ class ForwardVisit:
             ForwardVisit
         ] = []  # in the order of forward, until a backward is behind them
         self.runs: list[ForwardRun] = []  # one per unit, while their backward has not ended
-        self.has_begun = False  # whether its backward has begun, or was joined
+        self.is_in_backward = False  # whether its backward has begun, or was joined
         self.needs_grad = False  # whether an output does
         # Whether an input does of a forward that is without gradients itself: a reentrant
         # checkpoint begins with it. Those that follow are in the same one.

@@ -19,7 +19,7 @@ class RoleBytes:
     role: UnitRole
     parameters: int  # this rank's parts, as they are stored
     gradients: int  # this rank's parts of the gradients, in the parameters' dtype
-    gathered: int  # all of them all-gathered, or cast, at once
+    unsharded: int  # all of them all-gathered, or cast, at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
                 role=role,
                 parameters=sum(p.num_bytes(coordinate) for p in resident_params),
                 gradients=sum(p.num_bytes(coordinate) for p in resident_params if p.trainable),
-                gathered=sum(_unsharded_bytes(unit) for unit in units),
+                unsharded=sum(_unsharded_bytes(unit) for unit in units),
             )
         )
     buffers = list(plan_buffers(plan))
@@ -81,7 +81,8 @@ def _unsharded_bytes(unit: UnitPlan) -> int:
     """Return the bytes of a unit's unsharded parameters, padding included."""
     layouts = (layout for layout in unit.layouts if layout.has_buffer)
     return sum(
-        layout.whole_numel // layout.packed * _itemsize(layout.gathers) for layout in layouts
+        layout.whole_numel // layout.values_per_byte * _itemsize(layout.gathers)
+        for layout in layouts
     )
 
 

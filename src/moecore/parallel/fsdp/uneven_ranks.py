@@ -136,7 +136,7 @@ class UnevenRanks:
 
     def pre_backward(self, visit: ForwardVisit) -> None:
         """Begin the backward of a forward; those of all later ones end before."""
-        if visit.has_begun:
+        if visit.is_in_backward:
             return
         self._begin(visit)
         if visit.outer is None:
@@ -145,11 +145,11 @@ class UnevenRanks:
             return
         beside = visit.outer.children
         if beside and beside[-1] is not visit and visit in beside:
-            self._join_later(visit.outer, visit)
+            self._join_rest(visit.outer, visit)
 
     def post_backward(self, run: ForwardRun, visit: ForwardVisit) -> None:
         """End the backward of a forward; those of all in it end before."""
-        self._join_later(visit, None)
+        self._join_rest(visit, None)
         run.unit.pending_backwards.discard(visit)
         if run in visit.runs:
             visit.runs.remove(run)
@@ -157,14 +157,14 @@ class UnevenRanks:
     def runs_of_parent(self, visit: ForwardVisit) -> list[ForwardRun]:
         """Return the runs of the forward parent one, if its backward has not begun."""
         outer = visit.outer
-        return [] if outer is None or outer.has_begun else outer.runs.copy()
+        return [] if outer is None or outer.is_in_backward else outer.runs.copy()
 
     def without_backward(self) -> list[ForwardRun]:
         """Return the runs of outermost forwards whose backward has not begun."""
         return [run for visit in self._tops for run in visit.runs]
 
     def _begin(self, visit: ForwardVisit) -> None:
-        visit.has_begun = True
+        visit.is_in_backward = True
         visit.inputs.clear()
         visit.outputs.clear()
 
@@ -201,20 +201,20 @@ class UnevenRanks:
         outer = next((visit for visit in visits if visit.node is node.parent), None)
         siblings = [] if outer is None else outer.children
         for i, visit in reversed(list(enumerate(siblings))):
-            if visit.node is node and not (visit.has_begun or visit.is_skipped or visit.runs):
+            if visit.node is node and not (visit.is_in_backward or visit.is_skipped or visit.runs):
                 # A checkpoint of several modules repeats those that follow in it next.
                 successors = siblings[i + 1 :]
                 inside = list(takewhile(lambda sibling: not sibling.has_inputs, successors))
                 for sibling in reversed(successors):
-                    if sibling.is_skipped or sibling.has_begun or sibling not in inside:
+                    if sibling.is_skipped or sibling.is_in_backward or sibling not in inside:
                         siblings.remove(sibling)
                         self._end(sibling)
                 self._drop_children(visit)
-                visit.next, visit.has_begun = 0, True
+                visit.next, visit.is_in_backward = 0, True
                 return visit
         return None
 
-    def _join_later(self, outer: ForwardVisit, until: ForwardVisit | None) -> None:
+    def _join_rest(self, outer: ForwardVisit, until: ForwardVisit | None) -> None:
         """End the backwards in a forward that come after a visit's; None = all of them."""
         while outer.children and (visit := outer.children[-1]) is not until:
             outer.children.pop()
@@ -222,7 +222,7 @@ class UnevenRanks:
 
     def _end(self, visit: ForwardVisit) -> None:
         """End the backward of a visit, whatever of it has begun."""
-        if not visit.has_begun:
+        if not visit.is_in_backward:
             if self._has_backward(visit):
                 self._join(visit)
             else:
@@ -275,7 +275,7 @@ class UnevenRanks:
             self._end_empty(node, visit.empty, visit.forward)
         elif outputs:
             self._end_with_zeros(node, outputs, inputs)
-        self._join_later(visit, None)
+        self._join_rest(visit, None)
         for run in visit.runs.copy():
             self._finish(run)
         for unit in node.units:
@@ -359,7 +359,7 @@ def _units_of(node: ModuleNode) -> list[Unit]:
         return node.units[::-1]
     if node.layer is not None:  # whose forward has the hooks of the experts
         return []
-    return [unit for unit in reversed(node.units) if unit.gradients.has_others]
+    return [unit for unit in reversed(node.units) if unit.gradients.spans_ranks]
 
 
 def _find_children(

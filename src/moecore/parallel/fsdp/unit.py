@@ -109,7 +109,7 @@ class Unit:
             accumulates=options.accumulates,
             streams=streams,
         )
-        self._gathered = streams.mark()
+        self._unshard_mark = streams.mark()
         self._views: UnitViews | None = None
         self._counting: list[Tensor] = []  # tensors whose versions autograd checks
         self._current: list[int] = []  # their versions while the unit's values are in the buffer
@@ -198,7 +198,7 @@ class Unit:
             with self._streams.gathering() if self.is_sharded else nullcontext():
                 self.buffer.mark.wait()
                 self._fill(self._views)
-                self._gathered.set()
+                self._unshard_mark.set()
         set_versions(self._counting, self._current)
 
     def can_unshard(self) -> bool:
@@ -213,7 +213,7 @@ class Unit:
         if self.state is State.SHARDED:
             self.unshard()
         if self.state is State.UNSHARDING:
-            self._gathered.wait()
+            self._unshard_mark.wait()
             self.state = State.UNSHARDED
 
     def register_params(self, *, unsharded: bool) -> None:
@@ -228,7 +228,7 @@ class Unit:
             return
         self.register_params(unsharded=False)
         if self.state is State.UNSHARDING:
-            self._gathered.wait()
+            self._unshard_mark.wait()
         if self.buffer is not None:
             set_versions(self._counting, self._overwritten)
             self.buffer.mark.set()
@@ -265,8 +265,10 @@ class Unit:
             data = [param.shard for param in self.params]
             if self.buffer is not None:
                 flat = self.buffer.flat(self.device)
-                how = (self._layout.whole_numel, self._layout.packed)
-                self._views = cut_views(self.params, flat, *how)
+                layout = self._layout
+                self._views = cut_views(
+                    self.params, flat, layout.whole_numel, layout.values_per_byte
+                )
                 data = self._views.parameters
             self._counting = self._format.make_unsharded(self.params, data)
         for index, param in enumerate(self.params):
@@ -277,15 +279,15 @@ class Unit:
     def _fill(self, views: UnitViews) -> None:
         """All-gather into the buffer; called on the stream of all-gathers."""
         params = self.params
-        self._format.fill(params, views.own)
+        self._format.fill(params, views.local)
         if self._transport is None:
             return
         header = [] if self.header is None else self.header.of(self)
-        headers = self._transport.gather(views.regions, views.padded, header)
+        headers = self._transport.gather(views.regions, views.padded_local, header)
         if headers and self.header is not None and self._group is not None:
             self.header.check(self, headers, self._group)
         for param, region, data in zip(params, views.regions, views.parameters, strict=True):
             if param.is_strided:
                 *outer, last = param.shard_shape
-                parts = region.view(param.num_ranks, *outer, last // self._layout.packed)
+                parts = region.view(param.num_ranks, *outer, last // self._layout.values_per_byte)
                 torch.cat(list(parts.unbind()), dim=param.slot.dim, out=data)

@@ -44,13 +44,13 @@ def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     """Replace whole tensors of a state dict by this rank's parts of them; no communication."""
     for name, param in module._parameters.items():
         value: Any = state.get(prefix + name)
-        is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        if param is not None and is_whole and value.shape == param.shape:
+        is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if param is not None and is_plain and value.shape == param.shape:
             state[prefix + name] = _part(value, param)
 
 
 def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    copies = copy_modules(model, _copied, unwrapped=True)
+    copies = copy_modules(model, _copy_param, unwrapped=True)
     memo.update({id(module): twin for module, twin in copies.items()})
     for module, twin in copies.items():
         for name, buffer in module._buffers.items():
@@ -65,7 +65,7 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copies[model]
 
 
-def _copied(param: nn.Parameter) -> nn.Parameter:
+def _copy_param(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
 
@@ -177,7 +177,7 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
 
 def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
     """Fill a module and those in it, inner ones first, as their constructors do."""
-    copies: Any = copy_modules(module, _whole, unwrapped=True)
+    copies: Any = copy_modules(module, _unsharded, unwrapped=True)
     for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
         twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))
         reset = _reset_of(twin)
@@ -196,7 +196,7 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
     return reset or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
 
 
-def _whole(param: nn.Parameter) -> nn.Parameter:
+def _unsharded(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
 
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -181,8 +180,14 @@ def _placement(
     if group is None:
         return None
     num_clones = 0 if clones is None or p.ep == 1 else clones.per_rank
-    how: dict[str, Any] = dict(num_clones=num_clones, layer=layer)
-    return ExpertPlacement(group=group, num_experts=num_experts, ep=p.ep, etp=p.etp, **how)
+    return ExpertPlacement(
+        group=group,
+        num_experts=num_experts,
+        ep=p.ep,
+        etp=p.etp,
+        num_clones=num_clones,
+        layer=layer,
+    )
 
 
 def _dispatcher(
@@ -281,8 +286,10 @@ def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | Non
     staged = request.family.staged(model)
     bound = staged.stage_parts().bound
     layout = request.pipeline.stages(pp, *num_parts(staged), bound)
-    how = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
-    rank_of = make_schedule(request.pipeline.schedule, **how).rank_of
+    chunks = layout.chunks(pp)
+    rank_of = make_schedule(
+        request.pipeline.schedule, pp=pp, chunks=chunks, num_micro_batches=1
+    ).rank_of
     check_stages(layout, rank_of, bound, request)
     local_stages = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
     take_stages(staged, local_stages)

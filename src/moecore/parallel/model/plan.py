@@ -67,7 +67,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
         linears=tuple(linears.items()),
         params=tuple(maker.params.values()),
         units=tuple(maker.units()),
-        blocks=tuple(maker.names[block] for block in maker.found.blocks),
+        blocks=tuple(maker.names[block] for block in maker.model_units.blocks),
         dispatcher=dispatcher,
         dispatcher_reason=reason,
     )
@@ -127,7 +127,7 @@ class _Maker:
         self.names = {module: name for name, module in model.named_modules()}
         self.places = {module: i for i, module in enumerate(self.names)}
         self.name_of = {param: name for name, param in model.named_parameters()}
-        self.found = find_units(model, self.options)
+        self.model_units = find_units(model, self.options)
         self.in_fp8 = {  # quantised as they are stored, unless they are gathered
             layer.part("experts")
             for name, layer in layers.items()
@@ -140,7 +140,7 @@ class _Maker:
 
     def _owned(self) -> dict[nn.Module, tuple[UnitRole, Sequence[nn.Module], list[nn.Parameter]]]:
         """Return role, modules and own parameters of each unit by its first module."""
-        units, model = self.found, self.model
+        units, model = self.model_units, self.model
         blocks = [group for group in units.groups if group != [model]]
         inner_first: list[tuple[UnitRole, Sequence[nn.Module]]] = [
             *(("routers", unit) for unit in units.routers),
@@ -159,7 +159,9 @@ class _Maker:
     def _params(self) -> dict[str, ParamPlan]:
         layers = {n: m for n, m in self.model.named_modules() if isinstance(m, RoutedLayer)}
         kind_of = kinds(self.model, {clean_name(name): layer for name, layer in layers.items()})
-        experts = {param: module for module in self.found.experts for param in module.parameters()}
+        experts = {
+            param: module for module in self.model_units.experts for param in module.parameters()
+        }
         return {
             name: ParamPlan(
                 name=name,
@@ -215,7 +217,7 @@ class _Maker:
 
     def units(self) -> list[UnitPlan]:
         """Return the units, in the order of their first use in forward."""
-        model_units = self.found
+        model_units = self.model_units
         unsharded_experts = set(model_units.experts) if is_unsharded(self.meshes) else set()
         forward, backward = _prefetch(self.model, model_units, self.options, unsharded_experts)
         return [
@@ -226,7 +228,7 @@ class _Maker:
     def _first_use(self, unit: nn.Module) -> tuple[int, int]:
         """Return what sorts units by their first use."""
         places = self.places
-        for group in self.found.first_use:
+        for group in self.model_units.first_use:
             if unit in group and unit is not self.model:
                 return places[group[0]], group.index(unit)
         return places[unit], 0
@@ -356,7 +358,7 @@ def gathered_recipes(
     names = {param: name for name, param in model.named_parameters()}
     places = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
     for param in read:
-        _check_gathered(names[param], param, places[param])
+        _check_gatherable(names[param], param, places[param])
     return {names[param]: recipe for param, recipe in read.items()}
 
 
@@ -408,7 +410,7 @@ def _gathers(recipe: Recipe | None) -> Recipe | None:
     return recipe if recipe is not None and recipe.gathers else None
 
 
-def _check_gathered(name: str, param: nn.Parameter, num_places: int) -> None:
+def _check_gatherable(name: str, param: nn.Parameter, num_places: int) -> None:
     if param.dtype not in STORED_DTYPES:
         raise ValueError(
             f"{name} ({param.dtype}) must be kept in fp32 or bf16 with {GATHER}: call model.float()"

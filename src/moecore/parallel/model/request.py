@@ -67,16 +67,16 @@ class Request:
         """Return the recipe of a layer's "experts" or "shared_experts"; None = as they are."""
         if role == "experts" and self.why_wide(layer_name, layer) is not None:
             return None
-        return self._asked(layer_name, layer, role)
+        return self._requested_recipe(layer_name, layer, role)
 
     def why_wide(self, layer_name: str, layer: RoutedLayer) -> str | None:
         """Return why experts keep their precision although a recipe is meant for them."""
-        recipe = self._asked(layer_name, layer, "experts")
+        recipe = self._requested_recipe(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
         return why_not_faster(self.spec_of(layer, recipe))
 
-    def _asked(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
+    def _requested_recipe(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
         if self.precision is None:
             return None
         part = layer.name_of("experts" if role == "experts" else "shared")

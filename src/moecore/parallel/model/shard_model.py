@@ -93,10 +93,19 @@ def _unit(
     groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
     group = groups.pop() if groups and is_cut else None
     group = group if group is not None and group.size() > 1 else None
-    how: dict[str, Any] = dict(device_type=meshes.device_type, is_cut=is_cut, join=join)
     return Unit(
         modules,
-        [UnitParam(slot, owners[slot.param], mesh, **how) for slot in layout.slots],
+        [
+            UnitParam(
+                slot,
+                owners[slot.param],
+                mesh,
+                device_type=meshes.device_type,
+                is_cut=is_cut,
+                join=join,
+            )
+            for slot in layout.slots
+        ],
         layout=layout,
         format=_format(layout, unit_plan, group, meshes),
         shard_group=group,

@@ -29,7 +29,7 @@ from moecore.base.fields import (
 from moecore.base.tables import columns
 
 MOST_LETTERS = 2**16  # that a layout may expand to
-Few = Annotated[int, Bound(">=", 1), Bound("<=", MOST_LETTERS)]
+NumStages = Annotated[int, Bound(">=", 1), Bound("<=", MOST_LETTERS)]
 FewOrNone = Annotated[int, Bound(">=", 0), Bound("<=", MOST_LETTERS)]
 TOKEN = re.compile(r"[EtmL|()]|\*[0-9]+")
 
@@ -58,13 +58,13 @@ class PipelineLayout:
     num_layers: int  # transformer layers of all stages
     num_mtp_layers: int  # multi-token prediction modules of all stages
 
-    def chunks(self, pp: Few) -> int:
+    def chunks(self, pp: NumStages) -> int:
         """Return how many stages each of pp ranks has.
 
         Raises:
             ValueError: when pp does not divide the number of stages.
         """
-        check_value("pp", pp, Few)
+        check_value("pp", pp, NumStages)
         chunks, rest = divmod(len(self.stages), pp)
         if rest:
             num_stages = (chunks + 1) * pp
@@ -80,7 +80,7 @@ class PipelineLayout:
         """Return a short string that `parse_layout` reads back."""
         return _folded([stage.letters for stage in self.stages])
 
-    def picture(self, pp: Few, rank_of: Sequence[int] | None = None) -> str:
+    def picture(self, pp: NumStages, rank_of: Sequence[int] | None = None) -> str:
         """Return a table, a row per pp rank and a column per chunk, with the indices of layers.
 
         `rank_of` has the rank of each stage, as `Schedule.rank_of`; None = stage s on rank s % pp.
@@ -92,8 +92,10 @@ class PipelineLayout:
         rank_of = rank_of or [stage % pp for stage in range(len(self.stages))]
         lines = [("pp rank", *(f"chunk {chunk}" for chunk in range(chunks)))]
         for rank in range(pp):
-            own = (stage for stage, of in zip(self.stages, rank_of, strict=True) if of == rank)
-            lines.append((str(rank), *map(_cell, own)))
+            rank_stages = (
+                stage for stage, of in zip(self.stages, rank_of, strict=True) if of == rank
+            )
+            lines.append((str(rank), *map(_cell, rank_stages)))
         return "\n".join(columns(lines))
 
 
@@ -124,7 +126,9 @@ class LayoutCosts(CheckedRecord):
         )
 
 
-def parse_layout(text: str, *, num_layers: Few, num_mtp_layers: FewOrNone = 0) -> PipelineLayout:
+def parse_layout(
+    text: str, *, num_layers: NumStages, num_mtp_layers: FewOrNone = 0
+) -> PipelineLayout:
     """Return the stages of a layout string, as "Et*3|(tt|)*29m|L"; spaces mean nothing.
 
     Raises:
@@ -132,7 +136,7 @@ def parse_layout(text: str, *, num_layers: Few, num_mtp_layers: FewOrNone = 0) -
     """
     check_arguments(parse_layout, locals())
     letters = _expanded(text)
-    found = {letter: letters.count(letter) for letter in "tm"}
+    counts = {letter: letters.count(letter) for letter in "tm"}
     order = "".join(letter for letter, _ in groupby(letters.replace("|", "")))
     problem = ""
     if not letters.startswith("E") or letters.count("E") > 1:
@@ -141,11 +145,11 @@ def parse_layout(text: str, *, num_layers: Few, num_mtp_layers: FewOrNone = 0) -
         problem = f"have one L, at its end, found {letters.count('L')}"
     elif "mt" in order:
         problem = "have every m after the last t"
-    elif found["t"] != num_layers:
-        problem = f"have one t per layer, found {found['t']} for num_layers ({num_layers})"
-    elif found["m"] != num_mtp_layers:
+    elif counts["t"] != num_layers:
+        problem = f"have one t per layer, found {counts['t']} for num_layers ({num_layers})"
+    elif counts["m"] != num_mtp_layers:
         modules = f"num_mtp_layers ({num_mtp_layers})"
-        problem = f"have one m per MTP module, found {found['m']} for {modules}"
+        problem = f"have one m per MTP module, found {counts['m']} for {modules}"
     if problem:
         even = _even(num_layers, num_mtp_layers, letters.count("|") + 1)
         raise ValueError(f"layout ({shown(text)}) must {problem}: use {even!r}")
@@ -153,9 +157,9 @@ def parse_layout(text: str, *, num_layers: Few, num_mtp_layers: FewOrNone = 0) -
 
 
 def even_layout(
-    num_layers: Few,
+    num_layers: NumStages,
     *,
-    num_stages: Few,
+    num_stages: NumStages,
     num_mtp_layers: FewOrNone = 0,
     bound: frozenset[int] = frozenset(),
 ) -> PipelineLayout:
@@ -172,7 +176,7 @@ def even_layout(
     )
 
 
-def balanced_layout(costs: LayoutCosts, *, num_stages: Few) -> PipelineLayout:
+def balanced_layout(costs: LayoutCosts, *, num_stages: NumStages) -> PipelineLayout:
     """Return the layout of pp times chunks stages whose slowest stage costs least.
 
     Of several, it has the fewest parts in the last stage, and then stages of like cost (the least
@@ -183,8 +187,10 @@ def balanced_layout(costs: LayoutCosts, *, num_stages: Few) -> PipelineLayout:
     parts = [0.0, *accumulate([costs.embedding, *costs.layers, *costs.mtp, costs.loss])]
     places = [i for i in range(len(parts)) if i - 1 not in costs.bound]  # where a stage may begin
     sums = [parts[place] for place in places]
-    most = _least_most(sums, num_stages) * (1 + 1e-9)  # sums of equal costs differ in the last bit
-    borders = [places[i] for i in _borders(sums, num_stages, most)]
+    max_cost = _min_bottleneck(sums, num_stages) * (
+        1 + 1e-9
+    )  # sums of equal costs differ in the last bit
+    borders = [places[i] for i in _borders(sums, num_stages, max_cost)]
     return _of_letters([letters[i:j] for i, j in pairwise(borders)])
 
 
@@ -234,8 +240,8 @@ def _refuse(text: str, relation: str, fix: str) -> None:
 def _even(
     num_layers: int, num_mtp_layers: int, num_stages: int, bound: frozenset[int] = frozenset()
 ) -> str:
-    each, more = divmod(num_layers, num_stages)
-    first = [each * stage + min(stage, more) for stage in range(num_stages + 1)]
+    num_each, num_larger = divmod(num_layers, num_stages)
+    first = [num_each * stage + min(stage, num_larger) for stage in range(num_stages + 1)]
     free = [0, *(layer for layer in range(1, num_layers) if layer not in bound), num_layers]
     if bound:
         first = [min((abs(layer - want), layer) for layer in free)[1] for want in first]
@@ -248,11 +254,11 @@ def _even(
 def _folded(stages: Sequence[str]) -> str:
     """Return the stages as a string, runs of letters and of stages as repetitions."""
     short = [re.sub(r"(.)\1{2,}", lambda run: f"{run[1]}*{len(run[0])}", s) for s in stages]
-    found = ""
+    text = ""
     for stage, run in groupby(short[:-1]):
         times = len(list(run))
-        found += min(f"{stage}|" * times, f"({stage}|)*{times}", key=len)
-    return found + short[-1]
+        text += min(f"{stage}|" * times, f"({stage}|)*{times}", key=len)
+    return text + short[-1]
 
 
 def _of_letters(stages: Sequence[str]) -> PipelineLayout:
@@ -261,7 +267,7 @@ def _of_letters(stages: Sequence[str]) -> PipelineLayout:
     def indices(letter: str, stage: int) -> tuple[int, ...]:
         return tuple(range(first[letter][stage], first[letter][stage + 1]))
 
-    found = tuple(
+    parsed_stages = tuple(
         Stage(
             index=i,
             embedding="E" in letters,
@@ -271,7 +277,9 @@ def _of_letters(stages: Sequence[str]) -> PipelineLayout:
         )
         for i, letters in enumerate(stages)
     )
-    return PipelineLayout(stages=found, num_layers=first["t"][-1], num_mtp_layers=first["m"][-1])
+    return PipelineLayout(
+        stages=parsed_stages, num_layers=first["t"][-1], num_mtp_layers=first["m"][-1]
+    )
 
 
 def _cell(stage: Stage) -> str:
@@ -281,47 +289,47 @@ def _cell(stage: Stage) -> str:
     return f"{stage.letters} {first}" + f"-{last}" * (last > first)
 
 
-def _least_most(sums: Sequence[float], num_stages: int) -> float:
+def _min_bottleneck(sums: Sequence[float], num_stages: int) -> float:
     """Return the least cost of the slowest stage: the least sum of parts that suffices."""
     last = len(sums)
-    found = sorted({sums[j] - sums[i] for i in range(last) for j in range(i + 1, last)})
+    candidates = sorted({sums[j] - sums[i] for i in range(last) for j in range(i + 1, last)})
 
-    def suffices(most: float) -> bool:
+    def suffices(max_cost: float) -> bool:
         stages, start = 1, 0
         for end in range(1, last):
-            if sums[end] - sums[start] > most:
+            if sums[end] - sums[start] > max_cost:
                 stages, start = stages + 1, end - 1
-                if sums[end] - sums[start] > most:
+                if sums[end] - sums[start] > max_cost:
                     return False
         return stages <= num_stages
 
-    return found[bisect_left(found, True, key=suffices)]
+    return candidates[bisect_left(candidates, True, key=suffices)]
 
 
-def _borders(sums: Sequence[float], num_stages: int, most: float) -> list[int]:
+def _borders(sums: Sequence[float], num_stages: int, max_cost: float) -> list[int]:
     """Return where stages begin and end, none of them above a cost."""
     last = len(sums) - 1
     # Stage 0 has the embedding and the last one the loss, so of two stages neither is empty.
-    least: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by end: sum of squares, start
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by end: sum of squares, start
     for stage in range(num_stages):
         ends: dict[int, tuple[float, int]] = {}
-        for start, (squares, _) in least[-1].items():
-            for end in _ends(sums, start, most):
+        for start, (squares, _) in best[-1].items():
+            for end in _ends(sums, start, max_cost):
                 is_open = (stage == 0 and end == 0) or (stage < num_stages - 1 and end == last)
-                found = (squares + (sums[end] - sums[start]) ** 2, start)
-                if not is_open and (end not in ends or found < ends[end]):
-                    ends[end] = found
-        least.append(ends)
+                candidate = (squares + (sums[end] - sums[start]) ** 2, start)
+                if not is_open and (end not in ends or candidate < ends[end]):
+                    ends[end] = candidate
+        best.append(ends)
     borders = [last]
     if num_stages > 1:  # the fewest parts in the last stage
-        borders.append(max(s for s in least[-2] if sums[last] - sums[s] <= most))
-    for ends in least[len(least) - len(borders) : 0 : -1]:
+        borders.append(max(s for s in best[-2] if sums[last] - sums[s] <= max_cost))
+    for ends in best[len(best) - len(borders) : 0 : -1]:
         borders.append(ends[borders[-1]][1])
     return borders[::-1]
 
 
-def _ends(sums: Sequence[float], start: int, most: float) -> Iterator[int]:
+def _ends(sums: Sequence[float], start: int, max_cost: float) -> Iterator[int]:
     for end in range(start, len(sums)):
-        if sums[end] - sums[start] > most:
+        if sums[end] - sums[start] > max_cost:
             return
         yield end

@@ -28,26 +28,26 @@ StageBytes = Annotated[int, Bound(">=", 0), Bound("<", 2**63)]
 HALVINGS = 50
 
 
-def backwards_ahead(order: Sequence[Item]) -> list[Action | None]:
+def next_backwards(order: Sequence[Item]) -> list[Action | None]:
     """Return of each item the backward that the next item runs, None = it runs none."""
-    found: list[Action | None] = []
+    backwards: list[Action | None] = []
     upcoming: Action | None = None
     for item in reversed(order):
-        found.append(upcoming)
+        backwards.append(upcoming)
         actions = actions_of(item)
         if actions[0].kind != "W":
             upcoming = next((a for a in actions if a.kind in "BD"), None)
-    return found[::-1]
+    return backwards[::-1]
 
 
-def leaves_whole(order: Sequence[Item]) -> list[bool]:
+def offloads_last_block(order: Sequence[Item]) -> list[bool]:
     """Return of each item whether its forward's last block leaves the device, too."""
-    ahead = backwards_ahead(order)
-    whole = []
+    backwards = next_backwards(order)
+    flags = []
     for i, item in enumerate(order):
-        soon = {action[1:] for action in ahead[i : i + 3] if action is not None}
-        whole.append(any(a.kind == "F" and a[1:] not in soon for a in actions_of(item)))
-    return whole
+        soon = {action[1:] for action in backwards[i : i + 3] if action is not None}
+        flags.append(any(a.kind == "F" and a[1:] not in soon for a in actions_of(item)))
+    return flags
 
 
 def offload_fractions(
@@ -92,20 +92,20 @@ def offload_fractions(
     seconds = [size / bytes_per_second for size in sizes]
     fractions = [0.0] * schedule.num_stages
     for rank, spans in enumerate(simulate(schedule, costs).spans):
-        at_once = _at_once(schedule.orders[rank])
-        stages = [s for s, r in enumerate(schedule.rank_of) if r == rank and s not in at_once]
-        for chosen in (stages, *([stage] for stage in stages)):
-            _raise(fractions, chosen, partial(_fits, spans, fractions, seconds))
+        live_stages = _live_stages(schedule.orders[rank])
+        stages = [s for s, r in enumerate(schedule.rank_of) if r == rank and s not in live_stages]
+        for candidates in (stages, *([stage] for stage in stages)):
+            _raise(fractions, candidates, partial(_fits, spans, fractions, seconds))
     return tuple(fractions)
 
 
-def _at_once(order: Sequence[Item]) -> set[int]:
+def _live_stages(order: Sequence[Item]) -> set[int]:
     """Return the stages of which a backward is next to its forward."""
     return {
         action.stage
-        for item, ahead in zip(order, backwards_ahead(order), strict=True)
+        for item, backward in zip(order, next_backwards(order), strict=True)
         for action in actions_of(item)
-        if ahead is not None and action.kind == "F" and action[1:] == ahead[1:]
+        if backward is not None and action.kind == "F" and action[1:] == backward[1:]
     }
 
 
@@ -129,23 +129,25 @@ def _raise(fractions: list[float], stages: Sequence[int], fits: Callable[[], boo
 def _fits(spans: Sequence[Span], fractions: Sequence[float], seconds: Sequence[float]) -> bool:
     """Whether no item waits for copies; `seconds` copy all that a micro-batch leaves on a stage."""
     out = back = 0.0  # when each engine is free
-    before = freed = leaving = 0.0  # end of the item before; of copies of the two before
-    gone: dict[Place, float] = {}
-    there: dict[Place, float] = {}
-    for span, ahead in zip(spans, backwards_ahead([s.item for s in spans]), strict=True):
+    before = freed = copies_end = 0.0  # end of the item before; of copies of the two before
+    offload_ends: dict[Place, float] = {}
+    return_ends: dict[Place, float] = {}
+    for span, backward in zip(spans, next_backwards([s.item for s in spans]), strict=True):
         begin = max(before, freed)
-        if ahead is not None and ahead[1:] in gone:
-            taken = fractions[ahead.stage] * seconds[ahead.stage]
-            back = there[ahead[1:]] = max(begin, back, gone.pop(ahead[1:])) + taken
-        before, freed, leaving = span.end, leaving, 0.0
+        if backward is not None and backward[1:] in offload_ends:
+            copy_seconds = fractions[backward.stage] * seconds[backward.stage]
+            back = return_ends[backward[1:]] = (
+                max(begin, back, offload_ends.pop(backward[1:])) + copy_seconds
+            )
+        before, freed, copies_end = span.end, copies_end, 0.0
         for action in actions_of(span.item):
             if action.kind != "F":
-                begin = max(begin, there.get(action[1:], 0.0))
+                begin = max(begin, return_ends.get(action[1:], 0.0))
                 continue
-            taken = fractions[action.stage] * seconds[action.stage]
-            if taken > span.end - span.start:
+            copy_seconds = fractions[action.stage] * seconds[action.stage]
+            if copy_seconds > span.end - span.start:
                 return False
-            out = leaving = gone[action[1:]] = max(out, span.end) + taken
+            out = copies_end = offload_ends[action[1:]] = max(out, span.end) + copy_seconds
         if begin > span.start:
             return False
     return True

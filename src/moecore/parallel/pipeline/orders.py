@@ -64,10 +64,10 @@ class Turns(NamedTuple):
     # no backward is split.
     lag: int | None = None
     last_lag: int | None = None  # likewise after the last forward
-    last_whole: int = 0  # backwards after the last forward that are not split
+    num_unsplit_last: int = 0  # backwards after the last forward that are not split
     # Turns before the first one that is an overlap, the backward first; None = no turn is an
     # overlap, and the forward is first.
-    alone: int | None = None
+    first_pair: int | None = None
 
 
 def in_turns(turns: Turns) -> Iterator[Item]:
@@ -76,12 +76,12 @@ def in_turns(turns: Turns) -> Iterator[Item]:
     while forwards and forwards[-1] is None:
         forwards.pop()
     yield from filter(None, forwards[: turns.warm_up])
-    waiting: deque[tuple[int, int]] = deque()  # weight gradients
+    weight_grads: deque[tuple[int, int]] = deque()  # weight gradients
     num_last = 0
     for turn, (forward, backward) in enumerate(
         zip_longest(forwards[turns.warm_up :], turns.backwards)
     ):
-        if forward and backward and turns.alone is not None and turn >= turns.alone:
+        if forward and backward and turns.first_pair is not None and turn >= turns.first_pair:
             yield Overlap(forward, Action("B", *backward))
             continue
         is_last = turn >= len(forwards) - turns.warm_up
@@ -89,16 +89,16 @@ def in_turns(turns: Turns) -> Iterator[Item]:
         back: list[Action] = []
         if backward:
             num_last += is_last
-            if lag is None or (is_last and num_last <= turns.last_whole):
+            if lag is None or (is_last and num_last <= turns.num_unsplit_last):
                 back.append(Action("B", *backward))
             else:
                 back.append(Action("D", *backward))
-                waiting.append(backward)
-                if len(waiting) > lag:
-                    back.append(Action("W", *waiting.popleft()))
-        there = [forward] if forward else []
-        yield from there + back if turns.alone is None else back + there
-    yield from (Action("W", *pass_) for pass_ in waiting)
+                weight_grads.append(backward)
+                if len(weight_grads) > lag:
+                    back.append(Action("W", *weight_grads.popleft()))
+        actions = [forward] if forward else []
+        yield from actions + back if turns.first_pair is None else back + actions
+    yield from (Action("W", *pass_) for pass_ in weight_grads)
 
 
 def _loop(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -> Turns:
@@ -121,7 +121,7 @@ def _gpipe(shape: Shape) -> Turns:
     return _loop(shape, sizes=[number], warm_up=number * shape.chunks)
 
 
-def _interleaved(shape: Shape, *, hop: int, more: int = 0, **options: Any) -> Turns:
+def _interleaved(shape: Shape, *, hop: int, num_extra: int = 0, **options: Any) -> Turns:
     """Return 1F1B by rounds of at least pp: each rank is `hop` forwards ahead of the next one."""
     # In the time of a turn a forward moves one rank on and a backward one rank back, so ranks are
     # two turns apart; with one chunk the forward of a turn comes soon enough with one. A round must
@@ -130,11 +130,11 @@ def _interleaved(shape: Shape, *, hop: int, more: int = 0, **options: Any) -> Tu
     rounds = max(1, shape.num_micro_batches // shape.pp)
     size, longer = divmod(shape.num_micro_batches, rounds)
     sizes = [size + (i < longer) for i in range(rounds)]
-    warm_up = (shape.chunks - 1) * sizes[0] + hop * (shape.pp - 1 - shape.rank) + more
+    warm_up = (shape.chunks - 1) * sizes[0] + hop * (shape.pp - 1 - shape.rank) + num_extra
     return _loop(shape, sizes=sizes, warm_up=warm_up, **options)
 
 
-def _v(shape: Shape, *, more: int = 0, **options: Any) -> Turns:
+def _v(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
     """Return 1F1B over the two stages of a V: stage s runs 2 pp - s forwards ahead."""
     pp, _, rank, num_micro_batches = shape
     steady = [0, 1] * num_micro_batches
@@ -143,10 +143,10 @@ def _v(shape: Shape, *, more: int = 0, **options: Any) -> Turns:
 
     def passes(chunks: list[int]) -> list[Pass]:
         stages, numbers = (rank, 2 * pp - 1 - rank), (count(), count())
-        found = ((stages[chunk], next(numbers[chunk])) for chunk in chunks)
-        return [pass_ if pass_[1] < num_micro_batches else None for pass_ in found]
+        pairs = ((stages[chunk], next(numbers[chunk])) for chunk in chunks)
+        return [pass_ if pass_[1] < num_micro_batches else None for pass_ in pairs]
 
-    return Turns(passes(forwards), passes(backwards), 2 * pp - 1 + more, **options)
+    return Turns(passes(forwards), passes(backwards), 2 * pp - 1 + num_extra, **options)
 
 
 class Rule(NamedTuple):
@@ -161,7 +161,9 @@ RULES: dict[str, Rule] = {
     "gpipe": Rule(None, False, _gpipe),
     "1f1b": Rule(1, False, lambda shape: _interleaved(shape, hop=1)),
     "interleaved": Rule(None, False, lambda shape: _interleaved(shape, hop=min(shape.chunks, 2))),
-    "overlapped": Rule(None, False, lambda shape: _interleaved(shape, hop=2, more=1, alone=0)),
+    "overlapped": Rule(
+        None, False, lambda shape: _interleaved(shape, hop=2, num_extra=1, first_pair=0)
+    ),
     "zero-bubble": Rule(
         1, False, lambda shape: _interleaved(shape, hop=1, lag=shape.rank, last_lag=shape.rank)
     ),
@@ -171,11 +173,11 @@ RULES: dict[str, Rule] = {
         True,
         lambda shape: _v(
             shape,
-            more=1,
+            num_extra=1,
             lag=0,
             last_lag=shape.rank,
-            last_whole=shape.rank + 1,
-            alone=shape.pp - 1 - shape.rank,
+            num_unsplit_last=shape.rank + 1,
+            first_pair=shape.pp - 1 - shape.rank,
         ),
     ),
 }

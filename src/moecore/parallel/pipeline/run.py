@@ -28,7 +28,7 @@ from moecore.parallel.fsdp.deferred import WeightGradients
 from moecore.parallel.fsdp.engine import UnitEngine
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
-from moecore.parallel.pipeline.offload import backwards_ahead, leaves_whole
+from moecore.parallel.pipeline.offload import next_backwards, offloads_last_block
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.stages import StagedModel, hidden_shape
@@ -42,8 +42,10 @@ SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor 
 class StageOffload(Protocol):
     """Offloads the saved tensors of a stage's forward until its backward."""
 
-    def chunk(self, *, leaves_whole: bool, held: Tensor | None) -> AbstractContextManager[Any]:
-        """Return a context of a forward, which gives its chunk; `held` is not offloaded."""
+    def chunk(
+        self, *, offloads_last_block: bool, hidden: Tensor | None
+    ) -> AbstractContextManager[Any]:
+        """Return a context of a forward, which gives its chunk; `hidden` is not offloaded."""
 
     def bring_back(self, chunk: Any) -> None:
         """Start to copy a forward's offloaded tensors back to the device."""
@@ -148,40 +150,43 @@ class _ScheduleRun:
             dtype=pipeline.dtype,
             device=pipeline.device,
         )
-        self._waiting: dict[tuple[int, int], _StageForward] = {}
+        self._forwards: dict[tuple[int, int], _StageForward] = {}
         self._engine = pipeline.engine
-        self._later: dict[tuple[int, int], WeightGradients] = {}
+        self._deferred: dict[tuple[int, int], WeightGradients] = {}
         self._offload = pipeline.offload
-        self._left: Any = None  # the chunk of this item's forward
-        self._leaves = False  # whether that chunk's last block is offloaded too
+        self._forward_chunk: Any = None  # the chunk of this item's forward
+        self._offloads_last = False  # whether that chunk's last block is offloaded too
         self._losses = torch.zeros(len(micro_batches), dtype=torch.float32, device=pipeline.device)
         self._do: dict[str, Callable[[Action], Tensor | None]] = {
             "F": self._forward,
             "B": self._backward,
             "D": self._backward_of_inputs,
-            "W": lambda action: self._later.pop((action.stage, action.micro_batch)).run(),
+            "W": lambda action: self._deferred.pop((action.stage, action.micro_batch)).run(),
         }
 
     def all(self, items: Sequence[Item]) -> None:
         """Run the items of a rank's order."""
-        for item, ahead, leaves in zip(
-            items, backwards_ahead(items), leaves_whole(items), strict=True
+        for item, backward, offloads_last in zip(
+            items, next_backwards(items), offloads_last_block(items), strict=True
         ):
-            left, self._left, self._leaves = self._left, None, leaves
-            self._bring_back(ahead)
+            chunk, self._forward_chunk = self._forward_chunk, None
+            self._offloads_last = offloads_last
+            self._bring_back(backward)
             with mark(mark_name(item)):
                 for action, result in self._run(item):
                     if result is not None:
                         self._transport.send(action, result)
-            if self._offload is not None and left is not None:
-                self._offload.free(left)
+            if self._offload is not None and chunk is not None:
+                self._offload.free(chunk)
         self._transport.finish()
 
-    def _bring_back(self, ahead: Action | None) -> None:
+    def _bring_back(self, backward: Action | None) -> None:
         """Start to bring back the saved tensors of the next item's backward, if they exist."""
-        found = None if ahead is None else self._waiting.get((ahead.stage, ahead.micro_batch))
-        if self._offload is not None and found is not None:
-            self._offload.bring_back(found.chunk)
+        forward = (
+            None if backward is None else self._forwards.get((backward.stage, backward.micro_batch))
+        )
+        if self._offload is not None and forward is not None:
+            self._offload.bring_back(forward.chunk)
 
     def _run(self, item: Item) -> list[tuple[Action, Tensor | None]]:
         """Return the actions of an item with the tensors to send, None = nothing to send."""
@@ -208,22 +213,22 @@ class _ScheduleRun:
             hidden.requires_grad_()
         with self._chunk(hidden) as chunk:
             out = self._pipeline.model(hidden=hidden, stage=stage, **inputs)
-        sent = None if stage.loss else self._checked(out.detach(), action)
+        output = None if stage.loss else self._checked(out.detach(), action)
         if stage.loss:
             self._losses[action.micro_batch] = out.detach()
             out = self._scale(out)
         if torch.is_grad_enabled():
             place = action.stage, action.micro_batch
             edge = get_gradient_edge(out) if out.requires_grad else None
-            self._waiting[place] = _StageForward(hidden, edge, chunk)
-            self._left = chunk
-        return sent
+            self._forwards[place] = _StageForward(hidden, edge, chunk)
+            self._forward_chunk = chunk
+        return output
 
     def _chunk(self, hidden: Tensor | None) -> AbstractContextManager[Any]:
         """Return the context of a stage's forward, whose input is not offloaded."""
         if self._offload is None or not torch.is_grad_enabled():
             return nullcontext()
-        return self._offload.chunk(leaves_whole=self._leaves, held=hidden)
+        return self._offload.chunk(offloads_last_block=self._offloads_last, hidden=hidden)
 
     def _checked(self, out: Tensor, action: Action) -> Tensor:
         """Return hidden states, after a check of the shape and dtype that the next stage needs."""
@@ -238,17 +243,17 @@ class _ScheduleRun:
 
     def _backward(self, action: Action) -> Tensor | None:
         grad = self._transport.receive(action)
-        found = self._waiting.pop((action.stage, action.micro_batch))
-        if found.edge is not None:
-            torch.autograd.backward([found.edge], [grad])
-        return None if found.hidden is None else found.hidden.grad
+        forward = self._forwards.pop((action.stage, action.micro_batch))
+        if forward.edge is not None:
+            torch.autograd.backward([forward.edge], [grad])
+        return None if forward.hidden is None else forward.hidden.grad
 
     def _backward_of_inputs(self, action: Action) -> Tensor | None:
-        later = self._later[action.stage, action.micro_batch] = WeightGradients()
-        with self._engine.deferring(later):
+        deferred = self._deferred[action.stage, action.micro_batch] = WeightGradients()
+        with self._engine.deferring(deferred):
             return self._backward(action)
 
     def _shape_of(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         """Return the shape of a stage's input; an empty stage has the input of the next stage."""
-        found = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
-        return hidden_shape(self._pipeline.model, found, self._micro_batches[micro_batch])
+        next_stage = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
+        return hidden_shape(self._pipeline.model, next_stage, self._micro_batches[micro_batch])

@@ -40,21 +40,27 @@ class Schedule:
 
     def in_time(self) -> Iterator[tuple[int, Item]]:
         """Yield (rank, item) in an order that dependencies allow; stop where every rank waits."""
-        done: set[Action] = set()
+        finished_actions: set[Action] = set()
         position = [0] * self.pp
-        moved = True
-        while moved:
-            moved = False
+        has_progress = True
+        while has_progress:
+            has_progress = False
             for rank, order in enumerate(self.orders):
                 while position[rank] < len(order):
                     item = order[position[rank]]
                     actions = actions_of(item)
-                    if any(i not in done for action in actions for i in self.inputs_of(action)):
+                    if any(
+                        i not in finished_actions
+                        for action in actions
+                        for i in self.inputs_of(action)
+                    ):
                         break
                     yield rank, item
-                    done.update(actions, (a._replace(kind="D") for a in actions if a.kind == "B"))
+                    finished_actions.update(
+                        actions, (a._replace(kind="D") for a in actions if a.kind == "B")
+                    )
                     position[rank] += 1
-                    moved = True
+                    has_progress = True
 
     def check(self) -> None:
         """Raise unless every pass runs once, on its rank, and no rank waits forever.
@@ -64,24 +70,24 @@ class Schedule:
         Raises:
             ValueError: of one line, with what is wrong.
         """
-        found: dict[tuple[int, int], str] = {}
+        kind_of: dict[tuple[int, int], str] = {}
         for rank, order in enumerate(self.orders):
             for kind, stage, micro_batch in chain.from_iterable(map(actions_of, order)):
                 if not (0 <= stage < self.num_stages and self.rank_of[stage] == rank):
                     raise ValueError(f"stage ({stage}) must not run on rank {rank}: fix orders")
                 key = stage, micro_batch
-                found[key] = found.get(key, "") + kind
+                kind_of[key] = kind_of.get(key, "") + kind
         for stage in range(self.num_stages):
             for micro_batch in range(self.num_micro_batches):
-                kinds = found.pop((stage, micro_batch), "")
+                kinds = kind_of.pop((stage, micro_batch), "")
                 if sorted(kinds) not in (["B", "F"], ["D", "F", "W"]):
                     raise ValueError(
                         f"passes ({kinds!r}) of stage {stage} and micro-batch {micro_batch} must be"
                         " F and B, or F, D and W, once each: fix orders"
                     )
-        if found:
+        if kind_of:
             raise ValueError(
-                f"passes ({min(found)}) must be of micro-batches of the step: fix them"
+                f"passes ({min(kind_of)}) must be of micro-batches of the step: fix them"
             )
         ran = [0] * self.pp
         for rank, _ in self.in_time():
@@ -93,8 +99,8 @@ class Schedule:
                     f"{order[ran[rank]]}: move it after what it needs"
                 )
 
-    def peak_held(
-        self, sizes: Sequence[int], waiting: Sequence[int] | None = None
+    def peak_live(
+        self, sizes: Sequence[int], deferred_sizes: Sequence[int] | None = None
     ) -> tuple[int, ...]:
         """Return the most that each rank holds at once, from each forward to the end of its B or W.
 
@@ -102,16 +108,17 @@ class Schedule:
 
         Args:
             sizes: what a micro-batch leaves on each stage for its backward, in bytes for example.
-            waiting: what its D leaves there for its W (`WeightGradients.nbytes`); None = `sizes`.
+            deferred_sizes: what its D leaves there for its W (`WeightGradients.nbytes`);
+                None = `sizes`.
         """
-        waiting = sizes if waiting is None else waiting
+        deferred_sizes = sizes if deferred_sizes is None else deferred_sizes
         peaks = []
         for order in self.orders:
-            held = peak = 0
+            live = peak = 0
             for kind, stage, _ in chain.from_iterable(map(actions_of, order)):
-                first, second = sizes[stage], waiting[stage]
-                held += {"F": first, "B": -first, "D": second - first, "W": -second}[kind]
-                peak = max(peak, held)
+                first, second = sizes[stage], deferred_sizes[stage]
+                live += {"F": first, "B": -first, "D": second - first, "W": -second}[kind]
+                peak = max(peak, live)
             peaks.append(peak)
         return tuple(peaks)
 

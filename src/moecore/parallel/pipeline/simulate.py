@@ -88,8 +88,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     spans = spans_of(schedule, lambda item: _duration(item, costs)[1], costs.transfer)
     for rank, items in enumerate(spans):
         for _, _, item in items:
-            compute, taken = _duration(item, costs)
-            exposed[rank] += taken - compute
+            compute, seconds = _duration(item, costs)
+            exposed[rank] += seconds - compute
     return Timeline(spans=spans, exposed_exchange=tuple(exposed))
 
 
@@ -98,18 +98,18 @@ def spans_of(
 ) -> tuple[tuple[Span, ...], ...]:
     """Return when each rank runs what; `transfer` is the time of a message between ranks."""
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
-    done: dict[Action, tuple[int, float]] = {}  # rank and end
+    ends: dict[Action, tuple[int, float]] = {}  # rank and end
     for rank, item in schedule.in_time():
         before = spans[rank][-1].end if spans[rank] else 0.0
         actions = actions_of(item)
-        arrivals = (done[i] for action in actions for i in schedule.inputs_of(action))
+        arrivals = (ends[i] for action in actions for i in schedule.inputs_of(action))
         start = max(before, *(end + transfer * (source != rank) for source, end in arrivals), 0.0)
         end = start + duration(item)
         spans[rank].append(Span(start, end, item))
         for action in actions:
-            done[action] = rank, end
+            ends[action] = rank, end
             if action.kind == "B":
-                done[action._replace(kind="D")] = rank, end
+                ends[action._replace(kind="D")] = rank, end
     return tuple(map(tuple, spans))
 
 
@@ -117,7 +117,7 @@ def _duration(item: Item, costs: Costs) -> tuple[float, float]:
     """Return the computation of an item, and how long it takes with what is exposed."""
     parts = [costs.of(action) for action in actions_of(item)]
     computes, exchanges = zip(*parts, strict=True)
-    alone = [compute + exchange for compute, exchange in parts]
+    unpaired = [compute + exchange for compute, exchange in parts]
     compute = sum(computes)
-    taken = max(compute, sum(exchanges), *alone) if isinstance(item, Overlap) else alone[0]
-    return compute, taken
+    seconds = max(compute, sum(exchanges), *unpaired) if isinstance(item, Overlap) else unpaired[0]
+    return compute, seconds

@@ -48,8 +48,8 @@ class AllStages:
         """Return one value per parameter of the whole model, 0 for those of other stages."""
         order = {name: i for i, name in enumerate(self.num_holders)}
         index = torch.tensor([order[clean_name(name)] for name in names], dtype=torch.int64)
-        found = values.new_zeros(len(order))
-        return found.index_copy_(0, to_device(index, values.device), values)
+        placed = values.new_zeros(len(order))
+        return placed.index_copy_(0, to_device(index, values.device), values)
 
 
 def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
@@ -59,8 +59,8 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     forms = gather({name: _form(p) for name, p in named.items()}, peers)
     raise_on_all(_odd_copy(forms), device_type, group=peers)
     stages_of: dict[str, list[int]] = {}
-    for pp_rank, theirs in enumerate(forms):
-        for name in theirs:
+    for pp_rank, forms_of_rank in enumerate(forms):
+        for name in forms_of_rank:
             stages_of.setdefault(name, []).append(pp_rank)
     groups = {}
     for stages in sorted({tuple(s) for s in stages_of.values() if len(s) > 1}):
@@ -100,8 +100,8 @@ def _peers_of(stages: tuple[int, ...], meshes: Meshes) -> Any:
         ranks = [stage * size + place for stage in stages]
         group = dist.new_group(ranks, timeout=default_timeout())
         if dist.get_rank() in ranks:
-            own = group
-    return own if meshes.pp_rank in stages else None
+            local_group = group
+    return local_group if meshes.pp_rank in stages else None
 
 
 def lay_out_as_parameter(param: nn.Parameter) -> None:
@@ -116,20 +116,20 @@ def lay_out_as_parameter(param: nn.Parameter) -> None:
 def _form(param: nn.Parameter) -> str:
     """Return what copies of a parameter must have in common."""
     kind = "trained" if param.requires_grad else "frozen"
-    where = "on meta" if param.is_meta else "real"
-    cut = f"sharded as {param.placements}" if isinstance(param, DTensor) else "not sharded"
-    return f"{param.dtype} {tuple(param.shape)} {kind} {where} {cut}"
+    memory = "on meta" if param.is_meta else "real"
+    sharding = f"sharded as {param.placements}" if isinstance(param, DTensor) else "not sharded"
+    return f"{param.dtype} {tuple(param.shape)} {kind} {memory} {sharding}"
 
 
 def _odd_copy(forms: list[dict[str, str]]) -> str | None:
     """Return in words how a copy differs from the first one."""
     first: dict[str, tuple[int, str]] = {}
-    for pp_rank, theirs in enumerate(forms):
-        for name, form in theirs.items():
-            before, wanted = first.setdefault(name, (pp_rank, form))
-            if form != wanted:
+    for pp_rank, forms_of_rank in enumerate(forms):
+        for name, form in forms_of_rank.items():
+            before, expected_form = first.setdefault(name, (pp_rank, form))
+            if form != expected_form:
                 return (
                     f"{name} of pp rank {pp_rank} ({form}) must be as that of pp rank {before} "
-                    f"({wanted}): build the model alike everywhere"
+                    f"({expected_form}): build the model alike everywhere"
                 )
     return None

@@ -51,7 +51,9 @@ class StageParts:
 
     embedding: str
     layers: str  # the ModuleList of transformer layers
-    behind: tuple[str, ...]  # what runs between the last layer and the head, the final norm last
+    final_modules: tuple[
+        str, ...
+    ]  # what runs between the last layer and the head, the final norm last
     head: str
     mtp: str | None = None  # the ModuleList of multi-token prediction modules
     tied: bool = False  # whether the head reads the embedding table
@@ -96,12 +98,12 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     """Keep of a model what these stages need, in place; call it before `parallelize_moe`."""
     check_arguments(take_stages, locals())
     parts, (num_layers, num_mtp) = model.stage_parts(), num_parts(model)
-    kept: dict[str, nn.Module] = {}
+    local_modules: dict[str, nn.Module] = {}
     for stage in stages:
         _check_range(stage, "layers", stage.layers, num_layers)
         _check_range(stage, "mtp", stage.mtp, num_mtp)
-        kept |= dict(_needed(model, parts, stage, num_mtp))
-    for name, module in kept.items():
+        local_modules |= dict(_input_problem(model, parts, stage, num_mtp))
+    for name, module in local_modules.items():
         if isinstance(module, Elsewhere):
             raise ValueError(
                 f"stages ({[stage.index for stage in stages]}) must be of a model that has {name}: "
@@ -109,8 +111,8 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
             )
     lists = [name for name in (parts.layers, parts.mtp) if name is not None]
     entries = [f"{name}.{i}" for name in lists for i in range(_length(model, name))]
-    for name in (parts.embedding, *entries, *parts.behind, parts.head):
-        if name not in kept:
+    for name in (parts.embedding, *entries, *parts.final_modules, parts.head):
+        if name not in local_modules:
             model.set_submodule(name, parts.elsewhere(name, model.get_submodule(name)))
 
 
@@ -146,11 +148,11 @@ def runs_norm(stage: Stage, num_mtp: int) -> bool:
     return 0 in stage.mtp or (stage.loss and num_mtp == 0)
 
 
-def check_held(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
+def check_stage(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
     """Raise ValueError when a part of a stage is elsewhere, but not under torch.compile."""
     if torch.compiler.is_compiling():
         return
-    for name, module in _needed(model, parts, stage, num_mtp):
+    for name, module in _input_problem(model, parts, stage, num_mtp):
         if isinstance(module, Elsewhere):
             raise ValueError(
                 f"stage ({stage.index}) must be one that this rank has, but {name} is elsewhere: "
@@ -161,7 +163,7 @@ def check_held(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 def need(inputs: Mapping[str, Any], *names: str) -> None:
     """Raise ValueError for a micro-batch without one of these; "a or b" is either."""
     for name in names:
-        if all(inputs.get(one) is None for one in name.split(" or ")):
+        if all(inputs.get(part) is None for part in name.split(" or ")):
             raise ValueError(
                 f"{name} (None) must be in every micro-batch of pipeline stages, which return "
                 "losses: pass it on all ranks"
@@ -171,23 +173,23 @@ def need(inputs: Mapping[str, Any], *names: str) -> None:
 def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) -> None:
     """Raise ValueError for hidden states that are not those that enter a stage."""
     if (hidden is None) != stage.embedding:
-        shown = None if hidden is None else tuple(hidden.shape)
+        shape_text = None if hidden is None else tuple(hidden.shape)
         raise ValueError(
-            f"hidden ({shown}) must be None in the stage with the embedding and given in every "
-            f"other: stage {stage.index} {'has it' if stage.embedding else 'is another'}"
+            f"hidden ({shape_text}) must be None in the stage with the embedding and given in "
+            f"every other: stage {stage.index} {'has it' if stage.embedding else 'is another'}"
         )
     if hidden is None:
         return
     is_empty = not (stage.layers or stage.mtp or stage.loss)  # a stack may enter it too
-    found = hidden.shape[-len(shape) :] if is_empty else hidden.shape
-    if found != shape or not hidden.is_floating_point():
+    received_shape = hidden.shape[-len(shape) :] if is_empty else hidden.shape
+    if received_shape != shape or not hidden.is_floating_point():
         raise ValueError(
             f"hidden {tuple(hidden.shape)} ({hidden.dtype}) must be floating with the shape "
             f"{shape}, which enters stage {stage.index}: pass what the stage before returns"
         )
 
 
-def _needed(
+def _input_problem(
     model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that a stage needs, with their names."""
@@ -198,7 +200,7 @@ def _needed(
             entries = list(cast(nn.ModuleList, model.get_submodule(name)))
             yield from ((f"{name}.{index}", entries[index]) for index in indices)
     if runs_norm(stage, num_mtp):
-        yield from ((name, model.get_submodule(name)) for name in parts.behind)
+        yield from ((name, model.get_submodule(name)) for name in parts.final_modules)
     if stage.loss:
         yield parts.head, model.get_submodule(parts.head)
 

@@ -46,12 +46,12 @@ class Timeline:
     def from_spans(cls, spans: Iterable[tuple[int, Item, float, float]]) -> Timeline:
         """Return a timeline of (rank, item, start, end), in any order and with any origin."""
         of_ranks = ((rank, Span(start, end, item)) for rank, item, start, end in spans)
-        found = sorted(of_ranks, key=lambda found: (found[0], *found[1][:2]))
-        if not found:
+        pair = sorted(of_ranks, key=lambda pair: (pair[0], *pair[1][:2]))
+        if not pair:
             raise ValueError("spans (()) must have at least one: record a step")
-        origin = min(span.start for _, span in found)
-        ranks: list[list[Span]] = [[] for _ in range(found[-1][0] + 1)]
-        for rank, (start, end, item) in found:
+        origin = min(span.start for _, span in pair)
+        ranks: list[list[Span]] = [[] for _ in range(pair[-1][0] + 1)]
+        for rank, (start, end, item) in pair:
             before = ranks[rank][-1].end if ranks[rank] else 0.0
             if not before <= start - origin <= end - origin:
                 raise ValueError(
@@ -110,10 +110,10 @@ ACTION = re.compile(r"([FBDW]) stage (\d+) micro-batch (\d+)")
 
 def _traced(trace: Mapping[str, Any]) -> Iterator[tuple[Item, float, float]]:
     """Yield the items of a Chrome trace, with start and end in microseconds."""
-    found = [(e, list(ACTION.finditer(str(e.get("name"))))) for e in trace["traceEvents"]]
-    events = [(e, matches) for e, matches in found if matches]
-    on_gpu = [each for each in events if each[0].get("cat") == "gpu_user_annotation"]
-    on_host = [each for each in events if each[0].get("cat") == "user_annotation"]
+    traced_events = [(e, list(ACTION.finditer(str(e.get("name"))))) for e in trace["traceEvents"]]
+    events = [(e, matches) for e, matches in traced_events if matches]
+    on_gpu = [event for event in events if event[0].get("cat") == "gpu_user_annotation"]
+    on_host = [event for event in events if event[0].get("cat") == "user_annotation"]
     for event, matches in on_gpu or on_host:
         actions = [Action(cast(Kind, m[1]), int(m[2]), int(m[3])) for m in matches]
         item = actions[0] if len(actions) == 1 else Overlap(*actions)
@@ -161,8 +161,8 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     except ImportError as error:
         raise ImportError("draw needs matplotlib: pip install 'moecore[bench]'") from error
 
-    found = list(boxes(timeline))
-    chunks = 1 + max(box.chunk for box in found)
+    rectangles = list(boxes(timeline))
+    chunks = 1 + max(box.chunk for box in rectangles)
 
     def shade(box: Box) -> tuple[float, ...]:
         light = 0.6 * box.chunk / chunks
@@ -175,19 +175,19 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     axes = figure.add_subplot()
     corners = [
         [(b.start, b.bottom), (b.end, b.bottom), (b.end, top), (b.start, top)]
-        for b in found
+        for b in rectangles
         for top in (b.bottom + b.height,)
     ]
-    fills = [shade(box) for box in found]
+    fills = [shade(box) for box in rectangles]
     axes.add_collection(PolyCollection(corners, facecolors=fills, edgecolors="white", lw=0.5))
-    for box in found:
+    for box in rectangles:
         label = str(box.action.micro_batch)
         if (box.end - box.start) / end * width > 0.06 * len(label):  # else it would not fit
             x, y = (box.start + box.end) / 2, box.bottom + box.height / 2
             axes.text(x, y, label, ha="center", va="center", fontsize=6, clip_on=True)
     axes.set(xlim=(0, end), ylim=(ranks + ROW - 1, 0), xlabel="time", ylabel="pp rank")
     axes.set_yticks([rank + ROW / 2 for rank in range(ranks)], [str(rank) for rank in range(ranks)])
-    kinds = [kind for kind in COLOURS if any(box.action.kind == kind for box in found)]
+    kinds = [kind for kind in COLOURS if any(box.action.kind == kind for box in rectangles)]
     patches = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
     figure.legend(handles=patches, loc="outside upper left", ncols=len(kinds), fontsize=7)
     figure.savefig(path, format="png")

@@ -43,12 +43,12 @@ class _Message(NamedTuple):
     micro_batch: int
 
     def __str__(self) -> str:
-        what = "output" if self.is_forward else "gradient"
-        return f"{what} of stage {self.stage} of micro-batch {self.micro_batch}"
+        kind = "output" if self.is_forward else "gradient"
+        return f"{kind} of stage {self.stage} of micro-batch {self.micro_batch}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Received:
+class _ReceivedMessage:
     tensor: Tensor
     work: dist.Work
 
@@ -62,14 +62,14 @@ class _SentMessage:
 
 
 @contextmanager
-def _reaching(what: str, rank: int) -> Iterator[None]:
+def _reaching(operation: str, rank: int) -> Iterator[None]:
     """Turn errors of communication into a `PipelineError` that names the message and the rank."""
     try:
         yield
     except RuntimeError as error:
-        what += f" pipeline rank {rank}"
-        cause = explained(f"the exchange of {what}", error)
-        raise PipelineError(f"{what}, which is gone or did not answer: {cause}") from error
+        operation += f" pipeline rank {rank}"
+        cause = explained(f"the exchange of {operation}", error)
+        raise PipelineError(f"{operation}, which is gone or did not answer: {cause}") from error
 
 
 class StageTransport:
@@ -88,11 +88,13 @@ class StageTransport:
         self._schedule, self._rank, self._groups = schedule, rank, groups
         self._shape_of, self._dtype, self._device = shape_of, dtype, device
         self._to_come = {
-            source: deque(m for m in _sent(schedule, source) if self._target(m) == rank)
+            source: deque(
+                m for m in _outgoing_messages(schedule, source) if self._target(m) == rank
+            )
             for source in set(schedule.rank_of) - {rank}
         }
-        self._received: dict[_Message, _Received] = {}
-        self._here: dict[_Message, Tensor] = {}  # for a neighbouring stage on this rank
+        self._inbox: dict[_Message, _ReceivedMessage] = {}
+        self._local_messages: dict[_Message, Tensor] = {}  # for a neighbouring stage on this rank
         self._sends: list[_SentMessage] = []
         self._items = {source: _items_of(schedule, source) for source in self._to_come}
 
@@ -103,18 +105,18 @@ class StageTransport:
             return None
         source = self._schedule.rank_of[message.stage]
         if source == self._rank:
-            return self._here.pop(message)
+            return self._local_messages.pop(message)
         # An NCCL kernel occupies the GPU until both ranks run it. Work that waits for the whole GPU
         # meanwhile (a new communicator, the load of a kernel) waits for the other rank. So no
         # receive is posted before all work that its sender may wait for has been launched. The host
         # runs ahead of the GPU, so late posts cost no time.
-        while message not in self._received:
+        while message not in self._inbox:
             self._post(self._to_come[source].popleft(), source)
-        found = self._received.pop(message)
+        received_message = self._inbox.pop(message)
         with _reaching(f"{message} from", source):
-            found.work.wait()
-        self._free(source, self._items[source].made[message])
-        return found.tensor
+            received_message.work.wait()
+        self._free(source, self._items[source].sent_at[message])
+        return received_message.tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Send the result of an action to the rank that needs it."""
@@ -122,7 +124,7 @@ class StageTransport:
         target = self._target(message)
         assert target is not None, "the loss and the gradient of the tokens stay"
         if target == self._rank:
-            self._here[message] = tensor
+            self._local_messages[message] = tensor
             return
         tensor = tensor.contiguous()
         group = _group_of(self._groups, self._rank, target)
@@ -130,26 +132,26 @@ class StageTransport:
             work = dist.isend(tensor, group=group, group_dst=target)
         assert work is not None
         self._sends.append(_SentMessage(tensor, work, message, target))
-        self._sends = [sent for sent in self._sends if not sent.work.is_completed()]
+        self._sends = [message for message in self._sends if not message.work.is_completed()]
 
     def finish(self) -> None:
         """Let the current stream wait for all sends."""
-        self._wait_for(lambda sent: True)
+        self._wait_for(lambda message: True)
 
     def _free(self, target: int, item: int) -> None:
         """Free the messages that another rank has read in its items up to `item`."""
         # When a message from a rank has arrived, that rank has read the messages of all its items,
         # up to the item that sent it. Without this a host far ahead of the GPU would hold sent
         # tensors for a whole step.
-        read = self._items[target].read
-        self._wait_for(lambda sent: sent.target == target and read[sent.message] <= item)
+        read = self._items[target].read_at
+        self._wait_for(lambda message: message.target == target and read[message.message] <= item)
 
-    def _wait_for(self, has_left: Callable[[_SentMessage], bool]) -> None:
-        """Let the current stream wait for the sends that `has_left` selects, and free them."""
-        for sent in filter(has_left, self._sends):
-            with _reaching(f"{sent.message} for", sent.target):
-                sent.work.wait()
-        self._sends = [sent for sent in self._sends if not has_left(sent)]
+    def _wait_for(self, is_due: Callable[[_SentMessage], bool]) -> None:
+        """Let the current stream wait for the sends that `is_due` selects, and free them."""
+        for message in filter(is_due, self._sends):
+            with _reaching(f"{message.message} for", message.target):
+                message.work.wait()
+        self._sends = [message for message in self._sends if not is_due(message)]
 
     def _post(self, message: _Message, source: int) -> None:
         stage = message.stage + 1 if message.is_forward else message.stage
@@ -159,7 +161,7 @@ class StageTransport:
         with _reaching(f"{message} from", source):
             work = dist.irecv(tensor, group=group, group_src=source)
         assert work is not None
-        self._received[message] = _Received(tensor, work)
+        self._inbox[message] = _ReceivedMessage(tensor, work)
 
     def _target(self, message: _Message) -> int | None:
         """Return the rank that needs a message; None = no rank."""
@@ -190,19 +192,19 @@ def _group_of(groups: Groups, source: int, target: int) -> dist.ProcessGroup:
 class _Items(NamedTuple):
     """The item of a rank's order that makes each message, and the item that reads it."""
 
-    made: Mapping[_Message, int]
-    read: Mapping[_Message, int]
+    sent_at: Mapping[_Message, int]
+    read_at: Mapping[_Message, int]
 
 
 def _items_of(schedule: Schedule, rank: int) -> _Items:
-    made, read = dict[_Message, int](), dict[_Message, int]()
+    sent_at, read_at = dict[_Message, int](), dict[_Message, int]()
     for i, item in enumerate(schedule.orders[rank]):
         for action in actions_of(item):
             if action.kind != "W":
-                made[_made_by(action)] = i
+                sent_at[_made_by(action)] = i
             if (message := _needed_by(action, schedule.num_stages)) is not None:
-                read[message] = i
-    return _Items(made, read)
+                read_at[message] = i
+    return _Items(sent_at, read_at)
 
 
 def _made_by(action: Action) -> _Message:
@@ -218,7 +220,7 @@ def _needed_by(action: Action, num_stages: int) -> _Message | None:
     return _Message(is_forward, stage, action.micro_batch)
 
 
-def _sent(schedule: Schedule, rank: int) -> list[_Message]:
+def _outgoing_messages(schedule: Schedule, rank: int) -> list[_Message]:
     """Return the messages of a rank's stages in the order in which they are sent."""
     actions = [action for item in schedule.orders[rank] for action in actions_of(item)]
     return [_made_by(action) for action in actions if action.kind != "W"]

@@ -184,7 +184,7 @@ class _Captured:
             self.state.layers[name].tracker.num_micro_batches += count
         progress = progress_of(self.model)
         if progress is not None:
-            progress.done += self.num_in_step
+            progress.num_done += self.num_in_step
         return _map_tensors(torch.clone, self.outputs)
 
 
@@ -198,7 +198,7 @@ def _capture(
         tracker.num_captured = 0
     facts = facts_of(model, state)
     progress = progress_of(model)
-    before = 0 if progress is None else progress.done
+    before = 0 if progress is None else progress.num_done
     graph, outputs, error = _graph_of(function, inputs)
     reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
     failure = _first_of_all(reason)
@@ -211,7 +211,7 @@ def _capture(
         ) from error
     num_in_step = 0
     if progress is not None:  # the capture has computed nothing
-        progress.done, num_in_step = before, progress.done - before
+        progress.num_done, num_in_step = before, progress.num_done - before
     reshard_units(model)  # whole and cast parameters lie in the graph's memory
     _drop_copies(state)
     return _Captured(

@@ -143,7 +143,7 @@ class Layer:
 class OffloadChunk:
     """One forward of blocks whose backward is announced, such as that of a pipeline's stage."""
 
-    leaves_whole: bool  # whether the last block is offloaded, too
+    offloads_last_block: bool  # whether the last block is offloaded, too
     layers: list[Layer] = field(default_factory=list)
     leaving: list[StorageGroup] = field(default_factory=list)  # copied out, not freed yet
 

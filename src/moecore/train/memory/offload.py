@@ -110,15 +110,17 @@ class Offload(SavedStorages):
             self._previous = None
 
     @contextmanager
-    def chunk(self, *, leaves_whole: bool, held: Tensor | None = None) -> Iterator[OffloadChunk]:
+    def chunk(
+        self, *, offloads_last_block: bool, hidden: Tensor | None = None
+    ) -> Iterator[OffloadChunk]:
         """Return the context of a forward of blocks whose backward `bring_back` announces."""
-        # With `leaves_whole` the last block is offloaded, too; `free` then frees its memory. `held`
-        # stays, such as an input that the caller holds until backward.
+        # With `offloads_last_block` the last block is offloaded, too; `free` then frees its memory.
+        # `hidden`, an input that the caller needs until backward, is not offloaded.
         # Forwards and backwards of other stages run between forward and backward of a stage. Only
         # the pipeline has their order, so it announces the backward.
-        chunk, is_done = OffloadChunk(leaves_whole), False
-        if held is not None:
-            ref = StorageWeakRef(held.untyped_storage())
+        chunk, is_done = OffloadChunk(offloads_last_block), False
+        if hidden is not None:
+            ref = StorageWeakRef(hidden.untyped_storage())
             self._staying[ref.cdata] = ref
         self._chunk = chunk
         try:
@@ -162,7 +164,7 @@ class Offload(SavedStorages):
             yield
             return
         outer, previous, chunk = self._layer, self._previous, self._chunk
-        is_last = index == num_layers - 1 and not (chunk is not None and chunk.leaves_whole)
+        is_last = index == num_layers - 1 and not (chunk is not None and chunk.offloads_last_block)
         layer = Layer(index, is_last, self._streams.current())
         if index == 0:
             self._start_forward(self.fraction if fraction is None else fraction)

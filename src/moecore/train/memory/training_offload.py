@@ -169,10 +169,10 @@ class TrainingOffload:
         progress = progress_of(self._model)
         if progress is not None:
             progress.check_between("offload()")
-            if progress.done:
+            if progress.num_done:
                 raise ValueError(
-                    f"offload() must be between steps, but {progress.done} micro-batches of this "
-                    "one are done: call finish() or drop() first"
+                    f"offload() must be between steps, but {progress.num_done} micro-batches of "
+                    "this one are done: call finish() or drop() first"
                 )
         for record in parallel_states(self._model) if what != "optimizer" else ():
             if record.capacity is not None and record.capacity.graph_steps is not None:
