@@ -128,10 +128,11 @@ def test_tests_for_a_file_are_those_whose_imports_end_there() -> None:
 def test_names_of_a_package_lead_to_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that it imports, and those of a table that it imports on first use."""
+    """Names that it imports, also under TYPE_CHECKING: those are imported on first use."""
     monkeypatch.setattr(affected, "ROOT", tmp_path)
     files = {
-        "src/parcel/__init__.py": "from parcel.now import early\nHOMES = {'inner.then': 'late x'}",
+        "src/parcel/__init__.py": "from parcel.now import early\nif TYPE_CHECKING:\n"
+        "    from parcel.inner.then import late",
         "src/parcel/now.py": "",
         "src/parcel/inner/__init__.py": "",
         "src/parcel/inner/then.py": "from parcel.now import early",

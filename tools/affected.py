@@ -120,8 +120,6 @@ def imports(file: Path) -> frozenset[Path]:
 @cache
 def _imported(file: Path) -> frozenset[tuple[str, str]]:
     """Return pairs of a module and a name in it, "" for the module itself."""
-    top = ROOT / "src" if file.is_relative_to(ROOT / "src") else ROOT
-    package = ".".join(file.parent.relative_to(top).parts)
 
     def walk() -> Iterator[tuple[str, str]]:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -129,12 +127,6 @@ def _imported(file: Path) -> frozenset[tuple[str, str]]:
                 yield from ((alias.name, "") for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 yield from ((node.module, alias.name) for alias in node.names)
-            elif isinstance(node, ast.Dict) and file.name == "__init__.py":
-                # A package whose names are imported on first use has a table of them.
-                for key, value in zip(node.keys, node.values, strict=True):
-                    match key, value:
-                        case ast.Constant(str(module)), ast.Constant(str(names)):
-                            yield from ((f"{package}.{module}", name) for name in names.split())
 
     return frozenset(walk())
 

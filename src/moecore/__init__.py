@@ -3,6 +3,8 @@
 Names and rooms are imported on first use, so that a command's help waits for nothing.
 """
 
+from typing import TYPE_CHECKING
+
 from moecore.base import __version__ as __version__
 from moecore.base.first_use import first_use
 
@@ -33,5 +35,47 @@ _NAMES = {
     "train.step": "TrainStep",
     "train.step_result": "StepResult",
 }
-__all__ = [name for names in _NAMES.values() for name in names.split()]
-__getattr__ = first_use(__name__, _NAMES)
+if TYPE_CHECKING:
+    from moecore.base.options.context import ContextOptions as ContextOptions
+    from moecore.base.options.dispatch import CloneOptions as CloneOptions
+    from moecore.base.options.dispatch import DispatcherName as DispatcherName
+    from moecore.base.options.dispatch import NVLinkOptions as NVLinkOptions
+    from moecore.base.options.fsdp import FSDPOptions as FSDPOptions
+    from moecore.base.options.indexer import IndexerConfig as IndexerConfig
+    from moecore.base.options.layer import BalanceConfig as BalanceConfig
+    from moecore.base.options.layer import CapacityConfig as CapacityConfig
+    from moecore.base.options.layer import MoEConfig as MoEConfig
+    from moecore.base.options.memory import MemoryOptions as MemoryOptions
+    from moecore.base.options.memory import StashOptions as StashOptions
+    from moecore.moe.backends import ExpertBackend as ExpertBackend
+    from moecore.moe.dispatch.exchange import ExchangeError as ExchangeError
+    from moecore.moe.expert_layout import ExpertLayout as ExpertLayout
+    from moecore.moe.layer import LayerLayout as LayerLayout
+    from moecore.moe.layer import MoELayer as MoELayer
+    from moecore.moe.metrics import MoEMetrics as MoEMetrics
+    from moecore.moe.order import place_experts as place_experts
+    from moecore.moe.order import reorder_experts as reorder_experts
+    from moecore.moe.records import Dispatcher as Dispatcher
+    from moecore.moe.records import ExpertInput as ExpertInput
+    from moecore.moe.records import Routing as Routing
+    from moecore.parallel.family import ContextParallelModel as ContextParallelModel
+    from moecore.parallel.family import DynamicContextModel as DynamicContextModel
+    from moecore.parallel.family import TensorParallelModel as TensorParallelModel
+    from moecore.parallel.mesh import Meshes as Meshes
+    from moecore.parallel.mesh import ParallelConfig as ParallelConfig
+    from moecore.parallel.mesh import build_meshes as build_meshes
+    from moecore.parallel.pipeline.config import PipelineConfig as PipelineConfig
+    from moecore.parallel.pipeline.transport import PipelineError as PipelineError
+    from moecore.parallel.request import LossConvention as LossConvention
+    from moecore.parallel.shard.clip import GradientNorm as GradientNorm
+    from moecore.parallel.shard.clip import clip_grad_norm_ as clip_grad_norm_
+    from moecore.parallel.shard.plan import ShardPlan as ShardPlan
+    from moecore.parallelize import parallelize_moe as parallelize_moe
+    from moecore.parallelize import plan_sharding as plan_sharding
+    from moecore.planning.explain import explain as explain
+    from moecore.train.loss_scale import DynamicLossScale as DynamicLossScale
+    from moecore.train.step import TrainStep as TrainStep
+    from moecore.train.step_result import StepResult as StepResult
+else:  # type checkers would take any name for granted
+    __all__ = [name for names in _NAMES.values() for name in names.split()]
+    __getattr__ = first_use(__name__, _NAMES)

@@ -273,8 +273,14 @@ class MoECoreEngine(BaseEngine):
         **_: Any,
     ) -> None:
         """Save model, optimizer and schedule below a local path, also from the host."""
-        how = {"scheduler": self.lr_scheduler, "keep": max_ckpt_to_keep or 0}
-        save(local_path, global_step, self.module, self.optimizer, **how)
+        save(
+            local_path,
+            global_step,
+            self.module,
+            self.optimizer,
+            scheduler=self.lr_scheduler,
+            keep=max_ckpt_to_keep or 0,
+        )
 
     def load_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
         """Load the newest checkpoint below a path, of any layout."""

@@ -4,6 +4,8 @@ Names are imported on first use: Hugging Face directories need safetensors (extr
 model without Hugging Face does not.
 """
 
+from typing import TYPE_CHECKING
+
 from moecore.base.first_use import first_use
 
 _NAMES = {
@@ -24,5 +26,44 @@ _NAMES = {
     "upcycle.models": "MLPNames upcycle_config upcycle_decoder upcycle_modules upcycle_state_dict",
     "upcycle.upcycle": "UpcycleOptions upcycle_mlp",
 }
-__all__ = [name for names in _NAMES.values() for name in names.split()]
-__getattr__ = first_use(__name__, _NAMES)
+if TYPE_CHECKING:
+    from moecore.io.checkpoint.directory import latest as latest
+    from moecore.io.checkpoint.directory import prune as prune
+    from moecore.io.checkpoint.directory import set_latest as set_latest
+    from moecore.io.checkpoint.manifest import Manifest as Manifest
+    from moecore.io.checkpoint.manifest import read_manifest as read_manifest
+    from moecore.io.checkpoint.saver import Saver as Saver
+    from moecore.io.checkpoint.store import load as load
+    from moecore.io.checkpoint.store import save as save
+    from moecore.io.checkpoint.store import verify as verify
+    from moecore.io.hf.buckets import WeightBucket as WeightBucket
+    from moecore.io.hf.changes import WeightsVersion as WeightsVersion
+    from moecore.io.hf.config import decoder_config_from_hf as decoder_config_from_hf
+    from moecore.io.hf.convert import hf_to_native as hf_to_native
+    from moecore.io.hf.convert import native_to_hf as native_to_hf
+    from moecore.io.hf.export import export_hf as export_hf
+    from moecore.io.hf.load import LoadReport as LoadReport
+    from moecore.io.hf.load import init_hf as init_hf
+    from moecore.io.hf.load import load_hf as load_hf
+    from moecore.io.hf.lora import init_adapters as init_adapters
+    from moecore.io.hf.lora import load_adapters as load_adapters
+    from moecore.io.hf.lora import merge_adapters as merge_adapters
+    from moecore.io.hf.lora import save_adapters as save_adapters
+    from moecore.io.hf.stream import WeightStream as WeightStream
+    from moecore.io.hf.stream import stream_weights as stream_weights
+    from moecore.io.hf.transfer import open_bucket as open_bucket
+    from moecore.io.hf.transfer import receive_weights as receive_weights
+    from moecore.io.hf.transfer import send_weights as send_weights
+    from moecore.io.hf.transfer import share_bucket as share_bucket
+    from moecore.io.interchange.convert import dcp_to_native as dcp_to_native
+    from moecore.io.interchange.convert import native_to_dcp as native_to_dcp
+    from moecore.io.upcycle.models import MLPNames as MLPNames
+    from moecore.io.upcycle.models import upcycle_config as upcycle_config
+    from moecore.io.upcycle.models import upcycle_decoder as upcycle_decoder
+    from moecore.io.upcycle.models import upcycle_modules as upcycle_modules
+    from moecore.io.upcycle.models import upcycle_state_dict as upcycle_state_dict
+    from moecore.io.upcycle.upcycle import UpcycleOptions as UpcycleOptions
+    from moecore.io.upcycle.upcycle import upcycle_mlp as upcycle_mlp
+else:  # type checkers would take any name for granted
+    __all__ = [name for names in _NAMES.values() for name in names.split()]
+    __getattr__ = first_use(__name__, _NAMES)

@@ -1,0 +1,50 @@
+"""A user's type checker sees the types of public names."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import moecore
+
+SRC = Path(moecore.__file__).parents[1]
+USER = """
+from torch import nn
+from moecore import MemoryOptions, ParallelConfig, build_meshes, parallelize_moe
+from moecore.io import save
+
+meshes = build_meshes(ParallelConfig(ep=1), "cpu")
+memory = MemoryOptions(recompute="gemm_last")
+model: nn.Module = parallelize_moe(nn.Linear(2, 2), meshes, memory=memory, loss="mean")
+save("run", 1, model, None, keep=2)
+parallelize_moe(model, meshes, memry=memory)  # planted
+ParallelConfig(ep="all")  # planted
+"""
+
+
+@pytest.mark.parametrize("package", ["moecore", "moecore.io"])
+def test_type_checkers_see_the_names_that_are_imported_on_first_use(package: str) -> None:
+    module = import_module(package)
+    homes = {f"{package}.{home}": names.split() for home, names in module._NAMES.items()}
+    table = [(home, name) for home, names in homes.items() for name in names]
+    shown = re.findall(r"    from ([\w.]+) import (\w+) as \2\n", Path(module.__file__).read_text())
+    assert sorted(shown) == sorted(table)
+
+
+@pytest.mark.slow
+def test_mypy_finds_the_errors_of_a_user(tmp_path: Path) -> None:
+    """From outside of the repository, where the package and its marker `py.typed` are found."""
+    (tmp_path / "user.py").write_text(USER)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "user.py"]
+    command += ["--cache-dir", str(SRC.parent / ".mypy_cache" / "of_a_user")]
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    errors = dict(re.findall(r"user.py:(\d+): error: .*\[([\w-]+)\]", run.stdout))
+    planted = [n for n, line in enumerate(USER.splitlines(), 1) if line.endswith("# planted")]
+    assert errors == dict(zip(map(str, planted), ("call-arg", "arg-type"), strict=True)), run.stdout
