@@ -1,4 +1,4 @@
-"""A class name has one meaning in all of src, and a file at most 500 lines."""
+"""A class name has one meaning in all of src, and a file at most 400 lines."""
 
 from __future__ import annotations
 
@@ -11,6 +11,41 @@ import moecore
 SRC = Path(moecore.__file__).parent
 # torchtitan finds a nested class of this name, and has a model twice, once per release.
 OF_TORCHTITAN = {"Config", "MoETrainer", "TitanMoE"}
+# Files of 401 to 500 lines. The list may only get shorter.
+LONG = {
+    "base/options/layer.py",
+    "base/torch_names.py",
+    "families/transformers/rows.py",
+    "families/transformers/tensor_parallel.py",
+    "io/hf/config.py",
+    "io/hf/lora.py",
+    "kernels/adamw.py",
+    "kernels/cross_entropy.py",
+    "kernels/grouped/pingpong.py",
+    "kernels/routing/router_logits.py",
+    "models/config.py",
+    "models/decoder.py",
+    "models/presets.py",
+    "moe/balance.py",
+    "moe/experts.py",
+    "parallel/checks.py",
+    "parallel/doctor.py",
+    "parallel/mesh.py",
+    "parallel/shard/engine.py",
+    "parallel/shard/gradients.py",
+    "parallel/shard/make.py",
+    "parallel/shard/skipped.py",
+    "planning/explain.py",
+    "planning/record.py",
+    "planning/times.py",
+    "precision/linear.py",
+    "rl/engine.py",
+    "train/graphs/forward_backward.py",
+    "train/graphs/graphed_part.py",
+    "train/memory/recompute.py",
+    "train/optim/muon.py",
+    "train/step.py",
+}
 
 
 def test_a_class_name_has_one_meaning() -> None:
@@ -25,4 +60,5 @@ def test_a_class_name_has_one_meaning() -> None:
 
 def test_a_file_is_read_in_one_sitting() -> None:
     lengths = {file: len(file.read_text().splitlines()) for file in SRC.rglob("*.py")}
-    assert [str(file.relative_to(SRC)) for file, n in lengths.items() if n > 500] == []
+    long = {str(file.relative_to(SRC)) for file, n in lengths.items() if n > 400}
+    assert long <= LONG and max(lengths.values()) <= 500
