@@ -58,18 +58,18 @@ if TYPE_CHECKING:
     from moecore.moe.records import Dispatcher as Dispatcher
     from moecore.moe.records import ExpertInput as ExpertInput
     from moecore.moe.records import Routing as Routing
-    from moecore.parallel.family import ContextParallelModel as ContextParallelModel
-    from moecore.parallel.family import DynamicContextModel as DynamicContextModel
-    from moecore.parallel.family import TensorParallelModel as TensorParallelModel
+    from moecore.parallel.fsdp.plan import ShardPlan as ShardPlan
     from moecore.parallel.mesh import Meshes as Meshes
     from moecore.parallel.mesh import ParallelConfig as ParallelConfig
     from moecore.parallel.mesh import build_meshes as build_meshes
+    from moecore.parallel.model.clip import GradientNorm as GradientNorm
+    from moecore.parallel.model.clip import clip_grad_norm_ as clip_grad_norm_
+    from moecore.parallel.model.family import ContextParallelModel as ContextParallelModel
+    from moecore.parallel.model.family import DynamicContextModel as DynamicContextModel
+    from moecore.parallel.model.family import TensorParallelModel as TensorParallelModel
+    from moecore.parallel.model.request import LossConvention as LossConvention
     from moecore.parallel.pipeline.config import PipelineConfig as PipelineConfig
     from moecore.parallel.pipeline.transport import PipelineError as PipelineError
-    from moecore.parallel.request import LossConvention as LossConvention
-    from moecore.parallel.shard.clip import GradientNorm as GradientNorm
-    from moecore.parallel.shard.clip import clip_grad_norm_ as clip_grad_norm_
-    from moecore.parallel.shard.plan import ShardPlan as ShardPlan
     from moecore.parallelize import parallelize_moe as parallelize_moe
     from moecore.parallelize import plan_sharding as plan_sharding
     from moecore.planning.explain import explain as explain

@@ -303,7 +303,8 @@ def through_hooks(param: Tensor, grad: Tensor) -> Tensor:
 
 def call_accumulate_hooks(param: Tensor) -> None:
     """Call the former hooks, for a gradient that autograd has not accumulated."""
-    for hook in _accumulate_hooks(param).values():
+    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    for hook in (hooks or {}).values():
         hook(param)
 
 
@@ -316,9 +317,12 @@ def storage_key(x: Tensor) -> int:
     return id(x.untyped_storage())  # one Python object for as long
 
 
-def version(x: Tensor) -> int:
+def version(*tensors: Tensor) -> int:
     """Return the count of changes in place; 0 for a tensor of inference mode, which has none."""
-    return 0 if x.is_inference() else x._version
+    changes = 0
+    for x in tensors:
+        changes += 0 if x.is_inference() else x._version
+    return changes
 
 
 def set_versions(tensors: list[Tensor], versions: list[int]) -> None:

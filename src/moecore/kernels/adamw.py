@@ -14,7 +14,7 @@ Source: https://arxiv.org/abs/1711.05101 (decoupled weight decay).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,10 +93,9 @@ class AdamWTensors:
     @classmethod
     def of(cls, rows: Sequence[tuple[ParamRow, int]]) -> "AdamWTensors":
         """Return the record of rows of one kind and their numbers; undoes `rows`."""
-        columns: list[list[Any]] = list(map(list, zip(*(row for row, _ in rows), strict=True)))
-        exponents, remainders = ([t for t in column if t is not None] for column in columns[5:])
-        weights, grads, exp_avgs, exp_avg_sqs, steps = columns[:5]
-        numbers = [number for _, number in rows]
+        found, numbers = zip(*rows, strict=True)
+        weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*found, strict=True)
+        exponents, remainders = ([t for t in column if t is not None] for column in optional)
         return cls(weights, grads, exp_avgs, exp_avg_sqs, steps, numbers, exponents, remainders)
 
     def rows(self) -> list[ParamRow]:
@@ -387,11 +386,9 @@ def _fits_kernel(tensors: AdamWTensors) -> bool:
 
 
 def _fits_torch(tensors: AdamWTensors) -> bool:
-    return all(
-        {t.dtype for t in row[:4]} in ({torch.float32}, {torch.float64})
-        and all(t.is_contiguous() for t in row[:4])
-        for row in tensors.rows()
-    )
+    used = (*tensors.weights, *tensors.grads, *tensors.exp_avgs, *tensors.exp_avg_sqs)
+    has_dtype = {t.dtype for t in used} in ({torch.float32}, {torch.float64})
+    return has_dtype and all(map(Tensor.is_contiguous, used))
 
 
 def _torch_adamw_(

@@ -159,7 +159,9 @@ def use_kernel(*tensors: Tensor) -> bool:
     # On meta none can, but an operation that autograd records has a form without one.
     if tensors[0].is_meta:
         return _meta.is_gpu and (torch.is_grad_enabled() or _meta.launched is not None)
-    return HAS_TRITON and (INTERPRET or all(t.is_cuda for t in tensors))
+    if not HAS_TRITON or INTERPRET:
+        return INTERPRET
+    return tensors[0].is_cuda and all(t.is_cuda for t in tensors)
 
 
 def warn_plain(x: Tensor, what: str) -> None:

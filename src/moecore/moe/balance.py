@@ -104,7 +104,7 @@ class LoadCounts:
 
     def tensors(self) -> list[Tensor]:
         """The tensors that exist."""
-        return [t for t in (getattr(self, f.name) for f in fields(self)) if t is not None]
+        return [t for f in fields(self) if (t := getattr(self, f.name)) is not None]
 
 
 class LoadTracker(LossFactors):
@@ -369,7 +369,7 @@ class _Attach(torch.autograd.Function):
         dlosses = None
         if ctx.needs_input_grad[1]:
             dlosses = ctx.tracker.losses_gradient(losses)
-        return grads[0], dlosses, None, None, *(None for _ in observed)
+        return grads[0], dlosses, None, None, *[None] * len(observed)
 
 
 def balance_losses(

@@ -237,7 +237,7 @@ class MoELayer(RoutedLayer):
 
     def part(self, role: str) -> Any:
         """Return the child with role "router", "experts" or "shared"; None if there is none."""
-        path = self.name_of(role)
+        path = getattr(self.layout, role)
         if path in self._modules:
             return self._modules[path]
         module: nn.Module | None = self

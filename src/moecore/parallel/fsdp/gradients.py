@@ -63,6 +63,8 @@ class Gradients:
         self.deferred: WeightGradients | None = None
         self._params, self._layout, self._streams = list(params), layout, streams
         self._transport, self._replicas = transport, list(replicas)
+        self.spans_ranks = transport is not None or bool(replicas)  # ranks that add to the sums
+        self._is_direct = not (self.spans_ranks or accumulates)  # not summed first
         device_type = streams.device_type
         self._host_reads = transport.host_reads if transport is not None else device_type == "cpu"
         self._host_reads &= all(is_gloo(group, device_type) for group in replicas)
@@ -84,16 +86,6 @@ class Gradients:
         self._flags: dict[Any, Tensor] = {}  # those of the last reduction
         # What other ranks alone had a gradient of then -> whether kernels had divided it.
         self._elsewhere: dict[int, bool] = {}
-
-    @property
-    def spans_ranks(self) -> bool:
-        """Whether gradients are summed over other ranks."""
-        return self._transport is not None or bool(self._replicas)
-
-    @property
-    def _is_direct(self) -> bool:
-        """Whether shards take gradients as they come."""
-        return not (self.spans_ranks or self._accumulates)
 
     def sink(self, index: int, shape: torch.Size) -> GradSink | None:
         """Return what takes a whole parameter's gradient from a kernel; None where it has none."""
@@ -168,20 +160,26 @@ class Gradients:
 
     def are_complete(self) -> bool:
         """Whether this backward has reached every trained parameter that it will reach."""
-        return all(
-            i in self._kernel_grads
-            or i in self._deferred_grads
-            or param.unsharded is None
-            or not param.unsharded.requires_grad
-            or param.unsharded.grad is not None
-            or not will_run(get_gradient_edge(param.unsharded).node)
-            for i, param in enumerate(self._params)
-        )
+        for i, param in enumerate(self._params):
+            unsharded = param.unsharded
+            if (
+                i in self._kernel_grads
+                or i in self._deferred_grads
+                or unsharded is None
+                or not unsharded.requires_grad
+            ):
+                continue
+            if unsharded.grad is None and will_run(get_gradient_edge(unsharded).node):
+                return False
+        return True
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Move what backward has computed to the shards, or wait for more. Collective."""
-        grads = {i: grad for i, p in enumerate(self._params) if (grad := p.take_grad()) is not None}
+        grads = dict[int, Tensor]()
+        for i, param in enumerate(self._params):
+            if param.unsharded is not None and param.unsharded.grad is not None:
+                grads[i] = param.take_grad(param.unsharded)
         kernel_grads, self._kernel_grads = self._kernel_grads, set()
         deferred_grads, self._deferred_grads = self._deferred_grads, set()
         if self._is_direct:
@@ -366,17 +364,17 @@ class Gradients:
         """Add autograd's gradients to those of the shards; kernels have written `kernel_grads`."""
         for i in kernel_grads.difference(grads):
             call_accumulate_hooks(self._params[i].sharded)
-        params, shards = [self._params[i] for i in grads], list(grads.values())
-        if any(grad.dtype != param.dtype for grad, param in zip(shards, params, strict=True)):
+        dtype, shards = self._params[0].dtype, list(grads.values())
+        if {grad.dtype for grad in shards} - {dtype}:
             sizes = [grad.numel() for grad in shards]
-            flat_grads = torch.empty(sum(sizes), dtype=params[0].dtype, device=self._device)
+            flat_grads = torch.empty(sum(sizes), dtype=dtype, device=self._device)
             cast = [x.view(g.shape) for x, g in zip(flat_grads.split(sizes), shards, strict=True)]
             copy_all(cast, shards)
             shards = cast
         if shards and self.divisor != 1.0:
             foreach_div_(shards, self.divisor)
-        for param, shard in zip(params, shards, strict=True):
-            param.put_grad(shard)
+        for i, shard in zip(grads, shards, strict=True):
+            self._params[i].put_grad(shard)
 
 
 class _Sink:

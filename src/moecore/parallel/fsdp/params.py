@@ -32,7 +32,6 @@ from moecore.base.torch_names import (
     local_of,
     parameter_like,
     through_hooks,
-    version,
     wrapped_like,
 )
 from moecore.moe.param_reader import gathered_blocks
@@ -77,7 +76,7 @@ class UnitParam:
         self.sharded = parameter_like(as_part(shard, *place, of=param), param)
         self.shard = local_of(self.sharded)  # this rank's part
         self.unsharded: nn.Parameter | None = None  # before the first gather
-        self.register(self.sharded)
+        register_params([self], unsharded=False)
 
     @property
     def is_strided(self) -> bool:
@@ -94,38 +93,24 @@ class UnitParam:
         """Of the sharded parameter."""
         return self.shard.dtype
 
-    @property
-    def version(self) -> int:
-        """Count of changes in place: a DTensor's own operations do not count in its part."""
-        return version(self.sharded) + version(self.shard)
-
-    def register(self, param: nn.Parameter) -> None:
-        """Let the modules have the sharded or the whole parameter."""
-        for module, attribute in self.owners:
-            module._parameters[attribute] = param
-
     def refresh(self) -> bool:
         """Take the parameter that stands in the module now; return whether its memory changed."""
         module, attribute = self.owners[0]
         param = module._parameters[attribute]
-        if param is self.sharded and _same_memory(local_of(param), self.shard):
-            return False
+        if param is self.sharded:
+            local = local_of(param)  # torch may return another object each time
+            if local is self.shard or (
+                local.data_ptr() == self.shard.data_ptr() and local.device == self.shard.device
+            ):
+                return False
         if not isinstance(param, DTensor) or param.shape != self.sharded.shape:
             raise ValueError(
                 f"{self.slot.param} ({type(param).__name__}) must stay the DTensor that "
                 "parallelize_moe has made: copy values into it"
             )
         self.sharded, self.shard = param, local_of(param)  # type: ignore[assignment]
-        self.register(self.sharded)  # at its other owners too
+        register_params([self], unsharded=False)  # at its other owners too
         return True
-
-    def follow(self) -> None:
-        """Let the whole parameter be trained if the sharded one is."""
-        if (
-            self.unsharded is not None
-            and self.unsharded.requires_grad != self.sharded.requires_grad
-        ):
-            self.unsharded.requires_grad = self.sharded.requires_grad
 
     def make_unsharded(self, data: Tensor) -> list[Tensor]:
         """Make the whole parameter of its memory; return the tensors that count its changes."""
@@ -138,13 +123,10 @@ class UnitParam:
             setattr(self.unsharded, GATHERED, blocks)
         return [self.unsharded] if self._is_plain else [self.unsharded, local_of(self.unsharded)]
 
-    def take_grad(self) -> Tensor | None:
+    def take_grad(self, unsharded: nn.Parameter) -> Tensor:
         """Return the gradient of the whole parameter, and drop it there. May communicate."""
-        unsharded = self.unsharded
-        grad = None if unsharded is None else unsharded.grad
-        if grad is None:
-            return None
-        unsharded.grad = None  # type: ignore[union-attr]
+        grad, unsharded.grad = unsharded.grad, None
+        assert grad is not None, "the caller passes a parameter that has a gradient"
         if self._inner is None:
             return grad
         if self._is_plain:
@@ -184,9 +166,11 @@ class UnitParam:
             local_of(self.sharded.grad).add_(grad)
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two parts are one, which torch may return as another object each time."""
-    return a is b or (a.data_ptr() == b.data_ptr() and a.device == b.device)
+def register_params(params: Sequence[UnitParam], *, unsharded: bool) -> None:
+    """Give the modules of each parameter its unsharded, or its sharded, form."""
+    for param in params:
+        for module, attribute in param.owners:
+            module._parameters[attribute] = param.unsharded if unsharded else param.sharded
 
 
 def _placements(

@@ -32,7 +32,7 @@ from moecore.kernels.experts.contract import SINK
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.fsdp.formats import Format
 from moecore.parallel.fsdp.gradients import Gradients
-from moecore.parallel.fsdp.params import UnitParam, UnitViews, cut_views
+from moecore.parallel.fsdp.params import UnitParam, UnitViews, cut_views, register_params
 from moecore.parallel.fsdp.plan import FlatLayout
 from moecore.parallel.fsdp.transport import UnitStreams, UnitTransport, transport_of
 
@@ -158,7 +158,8 @@ class Unit:
     def versions(self) -> list[int]:
         """Return the counts of changes of the shards whose values modules get."""
         if self.state is State.SHARDED or self.buffer is None:
-            return [param.version for param in self.params]
+            # A DTensor's own operations do not count as changes of its part.
+            return [version(param.sharded, param.shard) for param in self.params]
         return self._versions
 
     def refresh(self) -> None:
@@ -172,7 +173,9 @@ class Unit:
     def follow(self) -> None:
         """Let whole parameters be trained if the sharded ones are."""
         for param in self.params:
-            param.follow()
+            unsharded, is_trained = param.unsharded, param.sharded.requires_grad
+            if unsharded is not None and unsharded.requires_grad != is_trained:
+                unsharded.requires_grad = is_trained
 
     def unshard(self) -> None:
         """Start the all-gather of a SHARDED unit. Collective."""
@@ -217,10 +220,9 @@ class Unit:
             self.state = State.UNSHARDED
 
     def register_params(self, *, unsharded: bool) -> None:
-        """Give the modules of a UNSHARDED unit its whole, or its sharded, parameters."""
+        """Give the modules of an UNSHARDED unit its unsharded, or its sharded, parameters."""
         if self.state is State.UNSHARDED:
-            for param in self.params:
-                param.register(param.unsharded if unsharded else param.sharded)  # type: ignore[arg-type]
+            register_params(self.params, unsharded=unsharded)
 
     def reshard(self) -> None:
         """Reshard: free the buffer for other units. No communication."""

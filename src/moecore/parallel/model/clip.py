@@ -253,14 +253,15 @@ def _norms(params: list[nn.Parameter]) -> list[Tensor]:
     """Return the L2 norm of this rank's part of each gradient, in at least fp32; 0 = none."""
     zero = torch.zeros((), dtype=torch.float32, device=local_of(params[0]).device)
     norms = [zero] * len(params)
-    of_dtype: dict[torch.dtype, list[int]] = {}
+    of_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
     for i, param in enumerate(params):
-        if param.grad is not None and local_of(param.grad).numel():
-            of_dtype.setdefault(param.grad.dtype, []).append(i)
-    for dtype, places in of_dtype.items():
-        grads = [local_of(params[i].grad) for i in places]  # type: ignore[arg-type]
-        local_norms = foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
-        for i, value in zip(places, local_norms, strict=True):
+        grad = None if param.grad is None else local_of(param.grad)
+        if grad is not None and grad.numel():
+            of_dtype.setdefault(grad.dtype, {})[i] = grad
+    for dtype, grads in of_dtype.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        local_norms = foreach_norm(list(grads.values()), 2, dtype=wide)
+        for i, value in zip(grads, local_norms, strict=True):
             norms[i] = value
     # fp64 gradients keep their precision; all others are fp32 here.
     return [n.double() for n in norms] if torch.float64 in of_dtype else norms

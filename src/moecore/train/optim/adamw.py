@@ -9,7 +9,8 @@ bf16 weights, master_remainder=True            2 + 2 + 2      as above
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any
 
 import torch
@@ -30,6 +31,7 @@ from moecore.kernels.adamw_formats import (
 FP8 = torch.float8_e4m3fn
 MOMENT_DTYPE = Annotated[torch.dtype, OneOf((torch.float32, torch.bfloat16, FP8))]
 MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE = (*MOMENTS, "step", "exponents", "remainder")  # as in `ParamRow`
 CHUNK = MOMENT_BLOCK << 17  # elements that are converted at a time
 
 
@@ -79,7 +81,7 @@ class AdamW(torch.optim.AdamW):
         AdamWOptions(lr=lr, betas=pair, eps=eps, weight_decay=weight_decay)
         self.moment_dtype, self.master_remainder = moment_dtype, master_remainder
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
-        if master_remainder and not any(map(self._is_split, self._params())):
+        if master_remainder and not any("remainder" in self._dtypes(p) for p in self._params()):
             raise ValueError(
                 "master_remainder (True) must have parameters in bf16: convert the model with "
                 "model.to(torch.bfloat16), or leave it out"
@@ -100,7 +102,8 @@ class AdamW(torch.optim.AdamW):
 
     def moment_dtype_of(self, param: Tensor) -> torch.dtype:
         """Return the dtype of a parameter's moments in a checkpoint."""
-        return torch.bfloat16 if self._is_fp8(param) else self._moment_dtype(param)
+        dtypes = self._dtypes(param)
+        return torch.bfloat16 if "exponents" in dtypes else dtypes["exp_avg"]
 
     @torch.no_grad()
     def stored_state(self, param: Tensor) -> dict[str, Tensor]:
@@ -120,14 +123,15 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def restore_state(self, param: Tensor, stored: dict[str, Tensor]) -> None:
         """Set a parameter's state from that of any AdamW; tensors that fit are not copied."""
-        state = self.state[param] = dict(stored)
+        state, dtypes = dict(stored), self._dtypes(param)
+        self.state[param] = state
         state["step"] = state["step"].to(param.device, torch.float32)
-        if self._is_fp8(param):
+        if "exponents" in dtypes:
             state |= _encoded(param, [state[name] for name in MOMENTS])
         else:
             for name in MOMENTS:
-                state[name] = state[name].to(param.device, self._moment_dtype(param))
-        if not self._is_split(param):
+                state[name] = state[name].to(param.device, dtypes[name])
+        if "remainder" not in dtypes:
             state.pop("remainder", None)
         elif "remainder" not in state:
             state["remainder"] = zeros_like(param, torch.int16)
@@ -201,51 +205,57 @@ class AdamW(torch.optim.AdamW):
         for number, param in enumerate(group["params"], first):
             if param.grad is None:
                 continue
-            grad, state = grad_of(param), self.state_of(param)
-            optional = (state.get(name) for name in ("exponents", "remainder"))
-            parts = (param, grad, *(state[name] for name in MOMENTS), state["step"], *optional)
-            row = ParamRow(*map(local_of, parts))
+            state = self.state_of(param)
+            parts = (param, grad_of(param), *map(state.get, STATE))
+            row = ParamRow(*[t.to_local() if isinstance(t, DTensor) else t for t in parts])
             # One record per kind: parameters that no kernel can update stay out of the others'.
-            kind = (
-                param.device,
-                *((t.dtype, t.is_contiguous()) for t in row[:4]),
-                row.remainder is None,
-            )
-            rows.setdefault(kind, []).append((row, number))
+            kind: list[Any] = [param.device, row.remainder is None]
+            for t in row[:4]:
+                kind += (t.dtype, t.is_contiguous())
+            rows.setdefault(tuple(kind), []).append((row, number))
         return [AdamWTensors.of(found) for found in rows.values()]
 
     def state_of(self, param: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter: new, or converted to this optimizer's format."""
         state: dict[str, Tensor] = self.state[param]
-        kept = {"step": torch.float32, **dict.fromkeys(MOMENTS, self._moment_dtype(param))}
-        if self._is_split(param):
-            kept["remainder"] = torch.int16
+        dtypes = self._dtypes(param)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state |= {name: zeros_like(param, kept[name]) for name in kept.keys() - {"step"}}
-            if self._is_fp8(param):
+            shaped = dtypes.keys() - {"step", "exponents"}
+            state |= {name: zeros_like(param, dtypes[name]) for name in shaped}
+            if "exponents" in dtypes:
                 blocks = num_moment_blocks(local_of(param).numel())
                 state["exponents"] = torch.zeros(blocks, 2, dtype=torch.uint8, device=param.device)
-        fits = {name: (dtype, param.device) for name, dtype in kept.items()}
-        found = {name: (t.dtype, t.device) for name, t in state.items() if name in fits}
-        if found != fits or ("exponents" in state) != self._is_fp8(param):
+        fits = ("exponents" in state) == ("exponents" in dtypes)
+        for name, dtype in dtypes.items():
+            t = state.get(name)
+            fits &= t is not None and t.dtype == dtype and t.device == param.device
+        if not fits:
             self.restore_state(param, self.stored_state(param))
         return self.state[param]
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _is_fp8(self, param: Tensor) -> bool:
-        return self.moment_dtype == FP8 and param.dtype != torch.float64
+    def _dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
+        """Return the dtypes of the tensors of a parameter's state, by name."""
+        return _state_dtypes(param.dtype, self.moment_dtype, self.master_remainder)
 
-    def _is_split(self, param: Tensor) -> bool:
-        return self.master_remainder and param.dtype == torch.bfloat16
 
-    def _moment_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype of the tensors that store a parameter's moments."""
-        if self._is_fp8(param):
-            return torch.uint8  # torch pickles no FP8
-        return torch.float64 if param.dtype == torch.float64 else self.moment_dtype
+@cache
+def _state_dtypes(
+    dtype: torch.dtype, moment_dtype: torch.dtype, master_remainder: bool
+) -> Mapping[str, torch.dtype]:
+    """Return the dtype of each tensor of the state of a parameter of one dtype."""
+    is_fp8 = moment_dtype == FP8 and dtype != torch.float64
+    moments = torch.float64 if dtype == torch.float64 else moment_dtype
+    dtypes = dict.fromkeys(MOMENTS, torch.uint8 if is_fp8 else moments)  # torch pickles no FP8
+    dtypes["step"] = torch.float32
+    if is_fp8:
+        dtypes["exponents"] = torch.uint8
+    if master_remainder and dtype == torch.bfloat16:
+        dtypes["remainder"] = torch.int16
+    return dtypes
 
 
 def _options_of(group: dict[str, Any]) -> AdamWOptions:
