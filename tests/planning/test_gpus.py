@@ -58,7 +58,7 @@ def test_a_file_has_what_differs(tmp_path: Path) -> None:
         (f'{"h" * 10**5} = "{"v" * 10**5}"', r"hhh.* \('vvv.*\.\.\.\) must be a field"),
         (".".join("a" * 2000) + " = 1", "must be"),
         ("a = " + "[" * 10**5, "must be TOML"),
-        ("#" * 2**20 + "\n", "must have at most 1048576 bytes"),
+        ("#" * 2**20 + "\n", "must be a file of at most 1048576 bytes"),
     ],
 )
 def test_a_wrong_file_is_one_line(text: str, error: str, tmp_path: Path) -> None:

@@ -40,15 +40,14 @@ from moecore.base.fields import (
     shown,
 )
 from moecore.base.options.names import GpuName
-from moecore.io.checkpoint.files import read_regular
-from moecore.planning.gpus import Gpu, gpu_of
+from moecore.planning.gpus import Gpu, gpu_of, read_bytes
 from moecore.planning.record import ALL_TO_ALL, SLICES, Kind, Work
 
 KINDS = get_args(Kind)
 # Numbers outside of these bounds are no measurements, and would make a step's seconds 0 or inf.
 Share = Annotated[float, Bound(">=", 1e-6), Bound("<=", 1)]
 Seconds = Annotated[float, Bound(">", 0), Bound("<=", 1e6)]
-MOST_BYTES = 10**7  # of a table's file
+MAX_TABLE_BYTES = 10**7
 ShareOrZero = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 Wall = Literal["launch", "compute", "memory", "nvlink", "network", "pcie"]
 SHIPPED = "h200"  # the table in tables/
@@ -137,12 +136,7 @@ class CostTable(CheckedRecord):
         """Return the table of a file that `write` or `moecore measure` has written."""
         check_arguments(CostTable.read, locals())
         where = f"table ({shown(os.fspath(path))})"
-        try:
-            text = read_regular(Path(path), follow=True, most=MOST_BYTES + 1)
-        except (OSError, ValueError):
-            raise ValueError(f"{where} must be a file: `moecore measure` writes one") from None
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"{where} must have at most {MOST_BYTES} bytes: measure again")
+        text = read_bytes(path, where, MAX_TABLE_BYTES, "`moecore measure` writes one")
         return _parsed(text, os.fspath(path))
 
     def on(self, gpu: GpuName | Gpu) -> CostTable:

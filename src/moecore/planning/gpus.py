@@ -22,7 +22,7 @@ from moecore.io.checkpoint.files import read_regular
 
 GIB = 1 << 30
 TERA, GIGA = 10**12, 10**9
-MOST_TEXT = 1 << 20  # bytes of a file of `Gpu`
+MAX_GPU_BYTES = 1 << 20  # of a file of `Gpu`
 # A step's seconds are work over rates. A rate of another size is in another unit.
 Rate = Annotated[float, Bound(">=", 1e6), Bound("<=", 1e24), "pass operations or bytes per second"]
 NumNeighbours = Annotated[int, Bound(">=", 1), Bound("<=", 2**16)]
@@ -171,6 +171,14 @@ def gpu_of(gpu: GpuName | Gpu) -> Gpu:
     return gpu if isinstance(gpu, Gpu) else GPUS[gpu]
 
 
+def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str) -> bytes:
+    """Return the bytes of a user's file; errors begin with the name and end with the fix."""
+    try:
+        return read_regular(Path(path), follow=True, most=max_bytes)
+    except (OSError, ValueError):
+        raise ValueError(f"{name} must be a file of at most {max_bytes} bytes: {fix}") from None
+
+
 def read_gpu(path: str | os.PathLike[str]) -> Gpu:
     """Return the GPU of a TOML file: fields of `Gpu`, and `like`, whose fields the others have.
 
@@ -178,12 +186,7 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
         ValueError: when there is no such file, or it has another field or value than `Gpu` has.
     """
     where = f"gpu-spec ({shown(os.fspath(path))})"
-    try:
-        text = read_regular(Path(path), follow=True, most=MOST_TEXT + 1)
-    except (OSError, ValueError):
-        raise ValueError(f"{where} must be a file: write fields of Gpu there") from None
-    if len(text) > MOST_TEXT:
-        raise ValueError(f"{where} must have at most {MOST_TEXT} bytes: write fields of Gpu there")
+    text = read_bytes(path, where, MAX_GPU_BYTES, "write fields of Gpu there")
     try:
         given = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
