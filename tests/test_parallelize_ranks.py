@@ -432,6 +432,35 @@ def refused() -> dict[str, list[Any]]:
     with pytest.raises(ValueError) as info:
         TrainStep(model, num_micro_batches=0 if is_last else 1)
     found["step"] = of_ranks((type(info.value), str(info.value)))
+    return found | of_wrong_calls(model)
+
+
+def of_wrong_calls(model: nn.Module) -> dict[str, list[Any]]:
+    """Return type and text of each rank's error where only the last rank calls as nobody may."""
+    is_last, meshes = dist.get_rank() == WORLD - 1, build_meshes(ParallelConfig(), "cpu")
+    calls: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+        "parallelize_moe": (
+            parallelize_moe,
+            dict(model=make_model(), meshes=meshes),
+            dict(dispatch="local"),
+        ),
+        "build_meshes": (build_meshes, dict(parallel=ParallelConfig()), dict(device="cpu")),
+        "TrainStep.__init__": (TrainStep, dict(model=model), dict(max_nrom=1.0)),
+        "save": (
+            save,
+            dict(root="runs", step=1, model=model, optimizer=None),
+            dict(optimiser=None),
+        ),
+        "load": (load, dict(path="runs", model=model), dict(optimiser=None)),
+    }
+    found = {}
+    for name, (call, arguments, wrong) in calls.items():
+        with pytest.raises(TypeError) as info:
+            call(**arguments | (wrong if is_last else {}))
+        found[name] = of_ranks((type(info.value), str(info.value)))
+    with pytest.raises(TypeError) as info:
+        parallelize_moe(*(make_model(), meshes)[: 1 if is_last else 2])
+    found["missing"] = of_ranks((type(info.value), str(info.value)))
     return found
 
 
@@ -629,6 +658,15 @@ def test_another_model_of_the_same_shapes_is_refused_before_its_weights_change(
 
 REFUSALS = {name: case[2:] for name, case in REFUSED.items()}
 REFUSALS["degrees"] = (ValueError, "ParallelConfig expert view (ep=3 = 3) must divide")
+for name, wrong in (
+    ("parallelize_moe", "dispatch"),
+    ("build_meshes", "device"),
+    ("TrainStep.__init__", "max_nrom"),
+    ("save", "optimiser"),
+    ("load", "optimiser"),
+):
+    REFUSALS[name] = (TypeError, f"{name}() got an unexpected keyword argument '{wrong}'")
+REFUSALS["missing"] = (TypeError, "parallelize_moe() missing 1 required positional argument")
 REFUSALS["step"] = (ValueError, "num_micro_batches (0) must be a whole number >= 1")
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import wraps
 from inspect import signature
 from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from torch import nn
 
 from moecore.base.copies import copy_modules, on_meta
-from moecore.base.failures import known_to_others, share_errors
+from moecore.base.failures import known_to_others, share_call_errors, share_errors
 from moecore.base.fields import check_arguments
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
@@ -53,6 +54,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@share_call_errors
 def parallelize_moe(
     model: nn.Module,
     meshes: Annotated[Meshes, "pass build_meshes(ParallelConfig(...))"],
@@ -143,18 +145,24 @@ def parallelize_moe(
 
 
 def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Return a decorator that shows another function's arguments as a function's own."""
+    """Return a decorator that binds another function's arguments, and passes them by name."""
 
     def decorate(function: Any) -> Any:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+            bound = signature(other).bind(*args, **kwargs)
+            bound.apply_defaults()
+            return function(bound.arguments)
+
         returns = get_type_hints(function)["return"]
-        function.__signature__ = signature(other).replace(return_annotation=returns)
-        return function
+        call.__signature__ = signature(other).replace(return_annotation=returns)  # type: ignore[attr-defined]
+        return call
 
     return decorate
 
 
 @_with_arguments_of(parallelize_moe)
-def plan_sharding(*args: Any, **kwargs: Any) -> ShardPlan:
+def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
     """Return what `parallelize_moe` does when it is called with the same arguments, as plain data.
 
     The model stays as it is: adapters get blocks of a copy on meta, and `apply_tensor_parallel` is
@@ -165,9 +173,6 @@ def plan_sharding(*args: Any, **kwargs: Any) -> ShardPlan:
         ValueError, NotImplementedError: as `parallelize_moe`, but for what must be the same on
             every rank and what only the GPUs of all ranks can tell.
     """
-    bound = signature(parallelize_moe).bind(*args, **kwargs)
-    bound.apply_defaults()
-    arguments = bound.arguments
     check_arguments(parallelize_moe, arguments)
     request = _request(arguments)
     root = request.family.unwrapped(arguments["model"])
@@ -209,7 +214,7 @@ def _plan(
     precision = request.precision
     may_be_wide = precision is None or (precision.only_faster and layers)  # a log line says why
     if not plan.is_in_fp8 and not may_be_wide:
-        warnings.warn("precision is not used: the model has none of its roles", stacklevel=3)
+        warnings.warn("precision is not used: the model has none of its roles", stacklevel=4)
     known: dict[str, Any] = dict(plan=plan, layers=layers, dtype=dtype)
     return ParallelState(request=request, layout=layout, stages=stages, **known)
 

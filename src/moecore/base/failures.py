@@ -20,12 +20,15 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from moecore.base.agreement import Group, gather
 
+P = ParamSpec("P")
 T = TypeVar("T")
 KEY = "moecore/failures"
 GRACE_S = 2.0  # how long a rank waits for the others' records: they see one event at one time
@@ -93,6 +96,25 @@ def share_errors(group: Group = None) -> Iterator[None]:
     if not is_named and first.args == (str(first),):
         first.args = (f"{first} (on rank {rank})",)
     raise first
+
+
+def share_call_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function of which every rank raises the TypeError of one rank's wrong arguments.
+
+    Other ranks receive the error in the function's first collective, which must be `share_errors`.
+    """
+    parameters = signature(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            parameters.bind(*args, **kwargs)
+        except TypeError:
+            with share_errors():
+                return function(*args, **kwargs)  # raises Python's error, which names the function
+        return function(*args, **kwargs)
+
+    return call
 
 
 def on_every_rank(action: Callable[[], T], group: Group = None) -> T:

@@ -52,7 +52,7 @@ def replace_blocks(
         if cls not in used:
             warnings.warn(
                 f"adapter of {cls.__name__} is not used: no block is of this very class",
-                stacklevel=5,
+                stacklevel=6,
             )
     # All adapters before any swap: one may raise.
     swaps = {model.get_submodule(n): _make_layer(n, model, adapter) for n, adapter in found.items()}
@@ -103,7 +103,7 @@ def _find_blocks(
             f"{_blocks(dense)} {verb} like a router and a list of experts without an adapter, so "
             "every rank computes all of them: pass parallelize_moe(..., adapters={...}), see "
             "docs/adapters.md",
-            stacklevel=6,
+            stacklevel=7,
         )
     if "" in found:
         raise ValueError(

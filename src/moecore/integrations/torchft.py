@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.failures import share_errors
+from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Count, CountOrZero, Positive, check_arguments
 from moecore.base.torch_names import local_of
 from moecore.io.checkpoint.in_memory import load_rank_state, rank_state
@@ -94,6 +94,7 @@ class Replicas:
             done = replicas.finish()  # None: a replica left, and the step comes again
     """
 
+    @share_call_errors
     def __init__(
         self,
         model: nn.Module,

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moecore.base.agreement import check_same, fields_of, gather
 from moecore.base.fabric import own_fabric
-from moecore.base.failures import share_errors
+from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, shown
 from moecore.base.torch_names import (
     default_timeout,
@@ -180,6 +180,7 @@ class Meshes:
         return torch.device("meta" if is_inside() else self.device_type)
 
 
+@share_call_errors
 def build_meshes(
     parallel: ParallelConfig,
     device_type: DeviceType | None = None,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.agreement import check_same
-from moecore.base.failures import known_to_others, share_errors
+from moecore.base.failures import known_to_others, share_call_errors, share_errors
 from moecore.base.fields import Count, check_arguments, shown
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.fsdp.progress import check_grad_mode
@@ -108,6 +108,7 @@ class Engine:
             step.finish()
     """
 
+    @share_call_errors
     def __init__(
         self,
         model: nn.Module,

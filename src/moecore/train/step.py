@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore.base.failures import known_to_others, share_errors
+from moecore.base.failures import known_to_others, share_call_errors, share_errors
 from moecore.base.fields import Count, MaxNorm, check_arguments
 from moecore.base.torch_names import mark
 from moecore.moe.pairs import Pairs
@@ -82,6 +82,7 @@ class TrainStep:
             done = step.finish()
     """
 
+    @share_call_errors
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],

@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.failures import share_errors
+from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.torch_names import default_timeout
 from moecore.io.checkpoint.directory import Step, directory_of, discard
@@ -66,6 +66,7 @@ class Saver:
         OSError: on every rank, naming the owner, when another job or `Saver` writes to `root`.
     """
 
+    @share_call_errors
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -128,6 +129,7 @@ class Saver:
         self._finish()
         on_every_rank(lambda: self._copies.reserve(locals_of(self._snapshot(0, None))), self._group)
 
+    @share_call_errors
     def save(self, step: Step, extra: Mapping[str, Any] | None = None, *, wait: bool) -> Path:
         """Save a step and return where it will be. Collective.
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from moecore.base.failures import share_errors
+from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.torch_names import local_of
 from moecore.io.checkpoint.comparison import (
@@ -81,6 +81,7 @@ _THREADS = 4
 logger = logging.getLogger("moecore.io")
 
 
+@share_call_errors
 def save(
     root: str | os.PathLike[str],
     step: Step,
@@ -138,6 +139,7 @@ def save(
     return directory_of(Path(root), step)
 
 
+@share_call_errors
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -200,7 +202,7 @@ def load(
         )
     on_every_rank(lambda: check_fit(fit, path, strict=strict))
     if fit.uncompared and is_first_rank():
-        warnings.warn(f"path ({path}): {fit.uncompared}", stacklevel=2)
+        warnings.warn(f"path ({path}): {fit.uncompared}", stacklevel=3)
     verify_files(path, manifest, verify, meter)
     drop_step(model)
     for layer in model.modules():
@@ -214,7 +216,7 @@ def load(
         assert manifest.facts.scheduler is not None
         fit.scheduler.load_state_dict(scheduler_state(fit.scheduler, manifest.facts.scheduler))
     if fit.left_out and is_first_rank():
-        warnings.warn(f"path ({path}): {summary(fit.left_out)}: left as it was", stacklevel=2)
+        warnings.warn(f"path ({path}): {summary(fit.left_out)}: left as it was", stacklevel=3)
     meter.log(f"loaded {path}, verify={verify}")
     return extra
 
@@ -226,7 +228,7 @@ def _refresh_buffers(path: Path, model: nn.Module) -> None:
         for buffer, value in fresh_buffers(model):
             buffer.copy_(value)
     except NotImplementedError as error:
-        warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=3)
+        warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=4)
 
 
 def begin(lock: RunLock, step: int, group: Group = None) -> Path:
@@ -316,6 +318,7 @@ def _read(
     return {**manifest.facts.extra, **extra}
 
 
+@share_call_errors
 def verify(
     path: str | os.PathLike[str], how: Verify = "full", *, progress: Progress | None = None
 ) -> Manifest:

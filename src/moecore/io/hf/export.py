@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.base.failures import share_errors
+from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import NumBytes, check_arguments
 from moecore.io.checkpoint.files import sync, write_new
 from moecore.io.checkpoint.meter import Meter, Progress
@@ -58,6 +58,7 @@ class ExportReport:
 
 
 @torch.no_grad()
+@share_call_errors
 def export_hf(
     model: nn.Module,
     path: str | os.PathLike[str],

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.failures import share_errors
+from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Seed, check_arguments
 from moecore.base.params import (
     clean_name,
@@ -95,6 +95,7 @@ class _LoadPlan:
 
 
 @torch.no_grad()
+@share_call_errors
 def load_hf(
     path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True, cast: bool = False
 ) -> LoadReport:
@@ -170,7 +171,7 @@ def _config_problems(
     if strict or not problems:
         return problems
     if is_first_rank():
-        warnings.warn(f"path ({path}): {listed(problems)}: loaded all the same", stacklevel=3)
+        warnings.warn(f"path ({path}): {listed(problems)}: loaded all the same", stacklevel=4)
     return []
 
 

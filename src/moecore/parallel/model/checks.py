@@ -144,15 +144,15 @@ def _check_arguments(request: Request) -> None:
             "expert, so raise ep, or use 'alltoall'"
         )
     if request.fp8_dispatch and p.ep * p.etp == 1:
-        warnings.warn("fp8_dispatch (True) is not used: ep * etp is 1", stacklevel=4)
+        warnings.warn("fp8_dispatch (True) is not used: ep * etp is 1", stacklevel=5)
     if dispatcher not in ("auto", "local") and p.ep * p.etp == 1:
-        warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=4)
+        warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=5)
     if dispatcher == "local" and p.ep * p.etp > 1:
         raise ValueError(
             f"dispatcher ('local') must go with ep * etp ({p.ep * p.etp}) = 1: use 'alltoall'"
         )
     if request.clones is not None and p.ep == 1:
-        warnings.warn(f"clones ({request.clones}) are not used: ep is 1", stacklevel=4)
+        warnings.warn(f"clones ({request.clones}) are not used: ep is 1", stacklevel=5)
     device_type = request.meshes.device_type
     if request.overlap_shared and device_type != "cuda":
         raise ValueError(
@@ -209,10 +209,10 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
             "one number where ParallelConfig.pp is 1, which has no stages: pass a float"
         )
     if p.pp == 1 and request.pipeline is not None and request.pipeline.schedule != "overlapped":
-        warnings.warn("pipeline is not used: pp is 1", stacklevel=4)
+        warnings.warn("pipeline is not used: pp is 1", stacklevel=5)
     elif p.pp == 1 and request.pipeline is not None and request.dispatcher == "nvlink":
         warnings.warn(
-            "pipeline is not used: 'nvlink' has no exchange to compute beside", stacklevel=4
+            "pipeline is not used: 'nvlink' has no exchange to compute beside", stacklevel=5
         )
     pipeline = request.pipeline
     for name in ("compile_dense", "graph_dense"):
@@ -268,7 +268,7 @@ def _check_context(model: nn.Module, request: Request) -> None:
     cp, dynamic = request.meshes.parallel.cp, "ContextOptions.dynamic (True)"
     if cp == 1 and not request.is_dynamic:
         if request.context is not None:
-            warnings.warn("context is not used: cp is 1", stacklevel=4)
+            warnings.warn("context is not used: cp is 1", stacklevel=5)
         return
     protocol: type = ContextParallelModel
     field, needs = f"ParallelConfig.cp ({cp}) must be 1", "parallel(cp)"
@@ -337,7 +337,7 @@ def _check_dense(request: Request) -> None:
         )
     unused = [n for n in ("nvlink", "balance", "moe") if getattr(request, n)]
     if unused:
-        warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=5)
+        warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=6)
 
 
 def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:

@@ -73,7 +73,7 @@ def apply_stash(
             "MemoryOptions.stash is not used: no MoE layer of a block has room for more rows than "
             "come (dispatcher 'nvlink', or a capacity with pad), and experts 'triton' or 'torch' "
             "without biases",
-            stacklevel=5,
+            stacklevel=6,
         )
         return None
     stash = Stash(device, options.stash, sum(layer.runs for layer in found))
@@ -112,7 +112,7 @@ def _apply_recompute(
     unused = [part for part in options.parts if part in wanted - used]
     if unused:
         warnings.warn(
-            f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it", stacklevel=6
+            f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it", stacklevel=7
         )
 
 
@@ -137,7 +137,7 @@ def _offloaded(
         warnings.warn(
             f"MemoryOptions.offload ({unused[0]!r}) is not used: no block has it outside of what "
             "is compiled",
-            stacklevel=6,
+            stacklevel=7,
         )
     return found
 
