@@ -49,7 +49,15 @@ from moecore.planning.foldings import (
 )
 from moecore.planning.gpus import GPUS
 from moecore.planning.run import MOST_IN_FLIGHT, MOST_LAYERS, MOST_STAGES, flags_of
-from moecore.planning.search import Fitting, _changes, explained, fit, planned, planned_with
+from moecore.planning.search import (
+    MAX_DIVISORS,
+    Fitting,
+    _changes,
+    explained,
+    fit,
+    planned,
+    planned_with,
+)
 from moecore.planning.stored import stages_of
 from moecore.planning.times import layouts_of
 from tests.helpers.grids import beside
@@ -238,6 +246,7 @@ def test_advice_does_not_lead_in_circles() -> None:
         own = [size for size in sizes if size[0]]
         assert sizes[: len(own)] == own and own == sorted(own) and own[0][2] == 32
         assert all(memory > GPUS[gpu].memory for _, memory, _ in sizes[len(own) :])
+    assert max(changed.num_gpus for _, changed in _changes(replace(SMALL, num_gpus=2**15))) == 2**16
 
 
 def test_a_search_ranks_what_fits() -> None:
@@ -481,15 +490,30 @@ def test_the_page_has_the_bounds() -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     section = page.partition("\n## Bounds\n")[2].partition("\n## ")[0]
     numbers = [int(n.replace(",", "")) for n in re.findall(r"\| ([\d,]+) \|", section)]
-    bounds = [2**16, MOST_LAYERS, MOST_STAGES, 2**24, 2**16, MOST_IN_FLIGHT, MOST_MICRO_BATCHES]
+    bounds = [
+        2**16,
+        MAX_DIVISORS,
+        MOST_LAYERS,
+        MOST_STAGES,
+        2**24,
+        2**16,
+        MOST_IN_FLIGHT,
+        MOST_MICRO_BATCHES,
+    ]
     assert numbers == bounds
 
 
 def test_large_numbers_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     call = ["plan", "--preset", "tiny", "--gpus"]
-    for gpus, more in (("1048576", ["--ep", "2"]), (str(2**31 - 1), [])):
-        assert main([*call, gpus, *more]) == 1
-        assert "num_gpus" in (error := capsys.readouterr().err) and error.count("\n") == 1
+    for name, numbers in (
+        ("TrainingRun.num_gpus (1048576) must be", ["1048576", "--ep", "2"]),
+        ("SearchRequest.num_gpus (2147483647) must be", ["2147483647"]),
+        ("num_gpus (55440) must have at most 64 divisors", ["55440"]),
+        ("SearchRequest.seq_len (16777217) must be", ["4", "--seq-len", "16777217"]),
+        ("SearchRequest.gpus_per_node (65537) must be", ["4", "--gpus-per-node", "65537"]),
+    ):
+        assert main([*call, *numbers]) == 1
+        assert name in (error := capsys.readouterr().err) and error.count("\n") == 1
     assert main([*call, "9" * 5000]) == 2
     assert max(map(len, capsys.readouterr().err.splitlines())) < 500
     # No tokens are made: these would be of 70 TB.

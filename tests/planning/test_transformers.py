@@ -133,6 +133,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"num_hidden_layers": 10**20}, r"num_hidden_layers.* must be "),
     ("afmoe", {"moe_intermediate_size": 10**20}, "config.json must be one that transformers reads"),
     ("afmoe", {"vocab_size": 10**20}, "config.json must be one that transformers reads"),
+    # Python's errors name no field, so the line of transformers is shown.
+    ("dots1", {"n_routed_experts": None}, r"in `.*num_experts.*`"),
+    ("gemma4", {"vocab_size_per_layer_input": 10**6, "hidden_size": -1}, "transformers reads: "),
     ("afmoe", {"hidden_size": -1}, "config.json must be one that transformers reads"),
 ]
 

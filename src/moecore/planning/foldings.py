@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -25,10 +26,10 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.costs import CostTable
-from moecore.planning.gpus import Gpu, are_peers, domain_of, gpu_of, peers_of
+from moecore.planning.gpus import Gpu, NumNeighbours, are_peers, domain_of, gpu_of, peers_of
 from moecore.planning.levers import FIELDS, TWICE, Levers, Option, fewer, ladder, levers_with
 from moecore.planning.model import PlannedModel
-from moecore.planning.run import AnyModel, NumGpus, OptimizerOptions, TrainingRun, planned
+from moecore.planning.run import AnyModel, NumGpus, OptimizerOptions, SeqLen, TrainingRun, planned
 
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
 BATCH_SIZES = (1, 2, 4)  # rows of a micro-batch that are tried
@@ -63,8 +64,8 @@ class SearchRequest(CheckedRecord):
     model: AnyModel
     num_gpus: NumGpus
     gpu: GpuName | Gpu = "h100-80"
-    gpus_per_node: Count | None = None
-    seq_len: Count = 4096
+    gpus_per_node: NumNeighbours | None = None
+    seq_len: SeqLen = 4096
     global_batch: Count | None = None
     fsdp: FSDPOptions | Literal["any"] = ANY
     memory: MemoryOptions | Literal["any"] = ANY
@@ -140,17 +141,24 @@ class Refusal(NamedTuple):
     reason: str
 
 
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, ascending."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
 def foldings(num_gpus: int) -> Iterator[Folding]:
-    """Yield every way to fold so many GPUs, legal for a model or not."""
-    sizes = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0]
-    for pp in sizes:
-        stage = num_gpus // pp
-        pairs = [(a, b) for a in sizes if stage % a == 0 for b in sizes if stage % (a * b) == 0]
-        for tp, cp in pairs:
-            for ep, etp in pairs:
-                for chunks in CHUNKS if pp > 1 else (1,):
-                    for batch_size in BATCH_SIZES:
-                        yield Folding(pp, tp, cp, ep, etp, chunks, batch_size)
+    """Yield every way to fold so many GPUs with etp 1, legal for a model or not."""
+    for pp in divisors(num_gpus):
+        sizes = divisors(num_gpus // pp)
+        for tp in sizes:
+            for cp in divisors(num_gpus // (pp * tp)):
+                for ep in sizes:
+                    for chunks in CHUNKS if pp > 1 else (1,):
+                        for batch_size in BATCH_SIZES:
+                            yield Folding(
+                                pp=pp, tp=tp, cp=cp, ep=ep, chunks=chunks, batch_size=batch_size
+                            )
 
 
 def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:

@@ -37,7 +37,8 @@ from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.state_offload import StateOffload
 
 # A plan builds meshes of all ranks: of more it would take minutes.
-NumGpus = Annotated[int, Bound(">=", 1), Bound("<=", 2**16), "plan a part of so many ranks"]
+MAX_GPUS = 2**16
+NumGpus = Annotated[int, Bound(">=", 1), Bound("<=", MAX_GPUS), "plan a part of so many ranks"]
 # Largest runs that a plan simulates: a larger run would take minutes, or exceed host memory.
 SeqLen = Annotated[int, Bound(">=", 1), Bound("<=", 2**24), "plan rows of so many tokens"]
 MOST_LAYERS = 1024

@@ -27,6 +27,7 @@ from moecore.planning.foldings import (
     Folding,
     Refusal,
     SearchRequest,
+    divisors,
     fewer_of,
     foldings,
     refuse,
@@ -37,10 +38,11 @@ from moecore.planning.foldings import (
 from moecore.planning.gpus import GPUS, Gpu, gpu_of, time_refusal
 from moecore.planning.levers import LEAST, Levers
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
-from moecore.planning.run import TrainingRun, lever_flags
+from moecore.planning.run import MAX_GPUS, TrainingRun, lever_flags
 from moecore.planning.times import TimePlan, layouts_of, plan_time
 
 PLANNED = 4  # foldings that are planned for each one that is wanted
+MAX_DIVISORS = 64  # of a number of GPUs: the foldings of more would take many minutes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,18 +156,13 @@ def search(
         progress: called with a line before each step of the search that takes seconds.
 
     Raises:
+        ValueError: for a number of GPUs that has too many divisors.
         NotImplementedError: for a precision whose time on the GPU is not modelled.
     """
     check_arguments(search, locals())
     _refuse_untimed(request)
     table = request.costs if table is None else table
-    refused, open_foldings = Counter[str](), list[Folding]()
-    for folding in foldings(request.num_gpus):
-        refusal = refuse(request, folding)
-        if refusal is None:
-            open_foldings.append(folding)
-        else:
-            refused[refusal.rule] += 1
+    open_foldings, refused = _open_foldings(request)
     most_planned = PLANNED * wanted if most_planned is None else most_planned
     estimate = Estimate(request, table)
     waiting = [(estimate.key(folding), folding) for folding in open_foldings]
@@ -208,6 +205,23 @@ def search(
         not_planned=len(open_foldings) - len(planned) - refused["parallelize_moe"],
         change=None if fitting else smallest_change(request, table),
     )
+
+
+def _open_foldings(request: SearchRequest) -> tuple[list[Folding], Counter[str]]:
+    """Return the foldings that no rule refuses, and how many each rule refuses."""
+    if (number := len(divisors(request.num_gpus))) > MAX_DIVISORS:
+        raise ValueError(
+            f"num_gpus ({request.num_gpus}) must have at most {MAX_DIVISORS} divisors to be "
+            f"searched, not {number}: take a multiple of a higher power of 2, or give degrees"
+        )
+    refused, open_foldings = Counter[str](), list[Folding]()
+    for folding in foldings(request.num_gpus):
+        refusal = refuse(request, folding)
+        if refusal is None:
+            open_foldings.append(folding)
+        else:
+            refused[refusal.rule] += 1
+    return open_foldings, refused
 
 
 def _refuse_untimed(request: SearchRequest) -> None:
@@ -381,7 +395,8 @@ def _changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
     facts = gpu_of(request.gpu)
     larger = (gpu for gpu in GPUS if GPUS[gpu].memory > facts.memory)
     # More of the GPUs that were asked for come before others, all of which have more memory.
-    more = [(request.gpu, request.num_gpus * 2**n) for n in range(1, 7)]
+    numbers = (request.num_gpus * 2**n for n in range(1, 7))
+    more = [(request.gpu, n) for n in numbers if n <= MAX_GPUS and len(divisors(n)) <= MAX_DIVISORS]
     for gpu, num_gpus in [*more, *((gpu, request.num_gpus) for gpu in larger)]:
         rows = max(request.rows, num_gpus)
         changed = replace(request, gpu=gpu, num_gpus=num_gpus, global_batch=rows)

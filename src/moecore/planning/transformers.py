@@ -31,7 +31,7 @@ from moecore.families.family import family_of, swap_blocks
 from moecore.families.transformers.rows import why_whole
 from moecore.families.transformers.tensor_parallel import find_cuts
 from moecore.io.hf.config_fields import HFConfig, read_config
-from moecore.io.hf.files import one_line
+from moecore.io.hf.files import shown_with_source
 from moecore.io.hf.stock import reader_of
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.fsdp.units import find_blocks
@@ -87,7 +87,7 @@ def refusing(model: object) -> Iterator[None]:
         model_type = json.loads(model.values).get("model_type")
         raise ValueError(
             f"config.json of model_type ({shown(model_type)}) must have values with which a step "
-            f"runs, not {type(error).__name__} ({one_line(error):.200}): correct them"
+            f"runs, not {type(error).__name__} ({shown_with_source(error)}): correct them"
         ) from error
 
 

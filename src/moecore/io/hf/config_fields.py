@@ -13,7 +13,7 @@ from moecore.base.fields import shown
 from moecore.io.hf.files import CONFIG, read_json
 
 HFConfig = str | os.PathLike[str] | Mapping[str, Any]
-LAYER_COUNT = re.compile("layer|depth|block|group|stage")
+LAYER_COUNT = re.compile("(?<!per_)(layer|depth|block|group|stage)")
 MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # above, a config is wrong, and lists would not end
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,3 +212,11 @@ def _header(file: Path) -> dict[str, FileTensor]:
 def one_line(error: BaseException) -> str:
     """Return the text of an error without line breaks, cut where it is long."""
     return bounded_line(str(error), 1000)
+
+
+def shown_with_source(error: BaseException) -> str:
+    """Return an error of transformers' code in one line, with the source line that raised it."""
+    # Python's own errors name no field of a config, but the source line does.
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.line for frame in frames if "/transformers/models/" in frame.filename]
+    return f"{one_line(error):.200}" + (f" in `{lines[-1]:.100}`" if lines else "")

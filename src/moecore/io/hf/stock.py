@@ -26,7 +26,7 @@ from moecore.base.fields import shown_name
 from moecore.base.torch_names import DispatchMode
 from moecore.families.transformers.experts import find_experts_adapter, used_tensors
 from moecore.io.hf.config_fields import check_layers
-from moecore.io.hf.files import one_line
+from moecore.io.hf.files import shown_with_source
 from moecore.io.hf.names import FileRecipe, FileView, TensorPiece, ViewDim, routed_pieces
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -73,7 +73,7 @@ def reader_of(
             reader = kind and kind._from_config(config, dtype=dtype)
     except Exception as error:  # of many kinds, some of them no ValueError
         raise ValueError(
-            f"config.json must be one that transformers reads: {one_line(error):.200}"
+            f"config.json must be one that transformers reads: {shown_with_source(error)}"
         ) from None
     if reader is not None and not any(map(find_experts_adapter, model.modules() if model else ())):
         for experts in filter(find_experts_adapter, reader.modules()):
