@@ -77,7 +77,7 @@ from torch import Tensor
 
 from moecore import BalanceConfig, Meshes, build_meshes
 from moecore.base.agreement import difference
-from moecore.families.transformers.rows import why_whole
+from moecore.families.transformers.rows import packing_problem
 from moecore.io import load_hf
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledBatch, ScheduledCollator
@@ -297,7 +297,7 @@ def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: Bat
         (f"--dynamic-cp ({args.dynamic_cp})", args.dynamic_cp is not None),
         ("--cuda-graph", args.cuda_graph),
     ):
-        if is_given and (other := why_whole(model)) is not None:
+        if is_given and (other := packing_problem(model)) is not None:
             raise ValueError(
                 f"{option} must be left out for {type(model).__name__}, because {other} needs rows "
                 "of one example each"

@@ -15,7 +15,7 @@ from files import check_directory
 from torch import Tensor, nn
 
 from moecore.families import use_causal_attention
-from moecore.families.transformers.rows import why_whole
+from moecore.families.transformers.rows import packing_problem
 from moecore.io import decoder_config_from_hf, export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import DecoderConfig
@@ -109,7 +109,7 @@ def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.
 
 def packs(hf: nn.Module) -> bool:
     """Return whether a model keeps several documents of a row apart."""
-    return why_whole(hf) is None
+    return packing_problem(hf) is None
 
 
 def decoder_of(path: Path) -> DecoderConfig | None:

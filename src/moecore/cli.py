@@ -47,8 +47,13 @@ examples:
 exit codes: 0 all is well, 1 a problem was found, 2 wrong usage"""
 
 TARGETS = ("hf", "megatron", "dcp", "dcp-transformers", "native")
-MOST_SHOWN = 400  # characters of a usage error
-TOLD = (ValueError, NotImplementedError, OSError, MemoryError)  # in one line, without a traceback
+MAX_ERROR_LENGTH = 400  # characters of a usage error
+USER_ERRORS = (
+    ValueError,
+    NotImplementedError,
+    OSError,
+    MemoryError,
+)  # in one line, without a traceback
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # as shells have it
     except Exception as error:
         code = getattr(error, "exit_code", 1)  # of a `UsageError`
-        if code == 1 and not isinstance(error, TOLD):
+        if code == 1 and not isinstance(error, USER_ERRORS):
             raise
         text = str(error) or type(error).__name__
         if isinstance(error, MemoryError):
@@ -91,7 +96,9 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors show the beginning of what was typed, in place of all of it."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(message if len(message) <= MOST_SHOWN else f"{message[:MOST_SHOWN]}...")
+        super().error(
+            message if len(message) <= MAX_ERROR_LENGTH else f"{message[:MAX_ERROR_LENGTH]}..."
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -187,10 +194,10 @@ def _add_convert(commands: Any) -> None:
 
 
 def _command(
-    commands: Any, name: str, run: str, text: str, more: str = ""
+    commands: Any, name: str, run: str, text: str, epilog: str = ""
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip()
+        name, help=text, description=f"{text[0].upper()}{text[1:]}. {epilog}".strip()
     )
     parser.set_defaults(run=run)
     return parser

@@ -124,19 +124,19 @@ def parallelize_moe(
     with share_errors():
         check_arguments(parallelize_moe, arguments)
         request = _request(arguments)
-        root = request.family.unwrapped(model)
+        root = request.family.unwrap(model)
         before = list(model.parameters())
         check_request(root, request)
         layers, fp32 = _swap_blocks(root, request, adapters or {})
     compare_models(root, layers, request)
     with share_errors():
-        found = _plan(root, layers, fp32, request)
-        request.family.swapped(root)
-    compare_stages(root, found.plan, request)
+        state = _plan(root, layers, fp32, request)
+        request.family.prepare(root)
+    compare_stages(root, state.plan, request)
     with known_to_others("parallelize_moe()"):
         for phase in PHASES:
-            phase(root, found)
-    setattr(root, PARALLEL_STATE, found)
+            phase(root, state)
+    setattr(root, PARALLEL_STATE, state)
     drops_cache = bool(compile_dense or request.memory.parts or request.memory.offload)
     request.family.parallel_state(root, wrapper=model, drops_cache=drops_cache)
     mark_replaced(before)
@@ -175,7 +175,7 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
     """
     check_arguments(parallelize_moe, arguments)
     request = _request(arguments)
-    root = request.family.unwrapped(arguments["model"])
+    root = request.family.unwrap(arguments["model"])
     check_request(root, request)
     twin = copy_modules(root, on_meta)[root]
     layers, fp32 = _swap_blocks(twin, request, arguments["adapters"] or {})
@@ -208,8 +208,8 @@ def _plan(
     """Remove the stages of other ranks from a model in place; return what phases begin with."""
     dtype = next(model.parameters()).dtype
     layout, stages = cut_stages(model, request)
-    kept = set(model.modules())
-    layers = {name: layer for name, layer in layers.items() if layer in kept}
+    local_modules = set(model.modules())
+    layers = {name: layer for name, layer in layers.items() if layer in local_modules}
     plan = make_plan(model, layers, request, fp32)
     precision = request.precision
     may_be_wide = precision is None or (precision.only_faster and layers)  # a log line says why
@@ -219,35 +219,35 @@ def _plan(
     return ParallelState(request=request, layout=layout, stages=stages, **known)
 
 
-def _cut(model: nn.Module, found: ParallelState) -> None:
-    cut_model(model, found.layers, found.request)
+def _cut(model: nn.Module, state: ParallelState) -> None:
+    cut_model(model, state.layers, state.request)
 
 
-def _quantise(model: nn.Module, found: ParallelState) -> None:
-    if found.request.precision is not None:
-        apply_precision(model, found.request.precision)
+def _quantise(model: nn.Module, state: ParallelState) -> None:
+    if state.request.precision is not None:
+        apply_precision(model, state.request.precision)
 
 
-def _train_indexers(model: nn.Module, found: ParallelState) -> None:
-    if found.request.indexer is not None:
-        found.request.family.train_indexers(model, found.request.indexer)
+def _train_indexers(model: nn.Module, state: ParallelState) -> None:
+    if state.request.indexer is not None:
+        state.request.family.train_indexers(model, state.request.indexer)
 
 
-def _defer(model: nn.Module, found: ParallelState) -> None:
-    pipeline = found.request.pipeline
-    if found.layout is not None and pipeline is not None and pipeline.defers:
+def _defer(model: nn.Module, state: ParallelState) -> None:
+    pipeline = state.request.pipeline
+    if state.layout is not None and pipeline is not None and pipeline.defers:
         defer_linears(model)
 
 
-def _shard(model: nn.Module, found: ParallelState) -> None:
-    found.engine = shard_model(model, found.plan, found.request.meshes)
+def _shard(model: nn.Module, state: ParallelState) -> None:
+    state.engine = shard_model(model, state.plan, state.request.meshes)
 
 
-def _fuse_loss(model: nn.Module, found: ParallelState) -> None:
-    precision = found.request.precision
-    if found.request.memory.fused_loss:
+def _fuse_loss(model: nn.Module, state: ParallelState) -> None:
+    precision = state.request.precision
+    if state.request.memory.fused_loss:
         recipe = precision.recipe if precision is not None and precision.fp8_head else None
-        found.request.family.fuse_loss(model, recipe)
+        state.request.family.fuse_loss(model, recipe)
 
 
 PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (

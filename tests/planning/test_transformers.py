@@ -20,7 +20,7 @@ from moecore.cli import main
 from moecore.families import use_causal_attention
 from moecore.families.family import family_of, swap_blocks
 from moecore.families.transformers.experts import find_experts_adapter, used_tensors
-from moecore.families.transformers.rows import why_whole
+from moecore.families.transformers.rows import packing_problem
 from moecore.io import decoder_config_from_hf
 from moecore.models import flops_per_token
 from moecore.parallel.fsdp.units import find_blocks
@@ -225,7 +225,7 @@ def test_a_model_whose_layers_are_not_alike_is_run_whole() -> None:
 def test_activations_are_those_that_a_forward_keeps(family: str) -> None:
     """A forward on a CPU, to the byte; and the plan has what such a count has of a GPU."""
     model, positions = tiny_model(family), {"position_ids": torch.arange(48)[None]}
-    if why_whole(model) is None:
+    if packing_problem(model) is None:
         use_causal_attention(model)
         positions = {}
     swap_blocks(model, {})

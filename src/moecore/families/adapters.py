@@ -44,18 +44,20 @@ def replace_blocks(
     why_refused: WhyRefused,
 ) -> dict[str, RoutedLayer]:
     """Replace every known MoE block in place and return all MoE layers by qualified name."""
-    found = _find_blocks(
+    adapters_of = _find_blocks(
         model, lambda block: adapters.get(type(block)) or adapter_of(block), why_refused
     )
-    used = {type(model.get_submodule(name)) for name in found}
+    adapted_types = {type(model.get_submodule(name)) for name in adapters_of}
     for cls in adapters:
-        if cls not in used:
+        if cls not in adapted_types:
             warnings.warn(
                 f"adapter of {cls.__name__} is not used: no block is of this very class",
                 stacklevel=6,
             )
     # All adapters before any swap: one may raise.
-    swaps = {model.get_submodule(n): _make_layer(n, model, adapter) for n, adapter in found.items()}
+    swaps = {
+        model.get_submodule(n): _make_layer(n, model, adapter) for n, adapter in adapters_of.items()
+    }
     for parent in list(model.modules()):
         for child, module in parent._modules.items():
             if module in swaps:
@@ -67,7 +69,7 @@ def _find_blocks(
     model: nn.Module, adapter_of: AdapterOf, why_refused: WhyRefused
 ) -> dict[str, Adapter]:
     """Return qualified name -> adapter of each block to swap; refuse or warn of look-alikes."""
-    found: dict[str, Adapter] = {}
+    adapters_of: dict[str, Adapter] = {}
     unknown: dict[str, str] = {}  # name -> class
     dense: dict[str, str] = {}
     inside: list[str] = []
@@ -79,7 +81,7 @@ def _find_blocks(
         if isinstance(module, RoutedLayer) or adapter:
             inside.append(f"{name}." if name else "")
             if adapter:
-                found[name] = adapter
+                adapters_of[name] = adapter
         elif any(isinstance(m, RoutedLayer) or adapter_of(m) for m in module.children()):
             continue  # a block whose experts are swapped alone
         elif why_refused(module) is not None:
@@ -105,23 +107,23 @@ def _find_blocks(
             "docs/adapters.md",
             stacklevel=7,
         )
-    if "" in found:
+    if "" in adapters_of:
         raise ValueError(
             "model (a MoE block itself) must be held by a parent module to be swapped: wrap it in "
             "nn.Sequential, or build a MoELayer"
         )
-    return found
+    return adapters_of
 
 
 def _refuse_beside(dense: Mapping[str, str], inside: Sequence[str]) -> None:
     """Raise for a look-alike in an entry of a list whose other entries hold known MoE blocks."""
-    known = [name.rstrip(".").split(".") for name in inside]
+    paths = [name.rstrip(".").split(".") for name in inside]
     for name, class_name in dense.items():
         path = name.split(".")
         # The outermost entry of a list that holds the look-alike and no known block.
         places = [i for i, part in enumerate(path) if part.isdecimal()]
-        i = next((i for i in places if not any(k[: i + 1] == path[: i + 1] for k in known)), None)
-        beside = [k for k in known if i is not None and k[:i] == path[:i] and k[i].isdecimal()]
+        i = next((i for i in places if not any(k[: i + 1] == path[: i + 1] for k in paths)), None)
+        beside = [k for k in paths if i is not None and k[:i] == path[:i] and k[i].isdecimal()]
         if beside:
             raise ValueError(
                 f"MoE block {name} ({class_name}) must have an adapter, as {'.'.join(beside[0])} "
@@ -148,7 +150,7 @@ def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
         raise ValueError(
             f"adapter of {name} ({type(block).__name__}) must pass every parameter and buffer of "
             f"its block to the {type(layer).__name__}, which lacks {', '.join(missing[:MAX_NAMES])}"
-            f"{_more(missing, MAX_NAMES)}: pass them to adopt, or delete them from the block "
+            f"{_and_others(missing, MAX_NAMES)}: pass them to adopt, or delete them from the block "
             "before parallelize_moe if the model needs none of them"
         )
     _refuse_hooks(name, block, layer)
@@ -159,9 +161,9 @@ def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
 
 def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
     """Refuse hooks of all that the swap leaves behind: they would never run again."""
-    kept = set(layer.modules())
+    layer_modules = set(layer.modules())
     for path, module in block.named_modules(prefix=name):
-        hooks = [] if module in kept else hooks_around(module)
+        hooks = [] if module in layer_modules else hooks_around(module)
         if any(getattr(hook, "__module__", None) != RECORDING for hook in hooks):
             raise ValueError(
                 f"{path} must have no hooks, because a MoELayer takes its place: remove them, or "
@@ -183,8 +185,8 @@ def _routes_densely(module: nn.Module) -> bool:
     # child named router beside stacks of E such matrices.
     for name, child in module.named_children():
         if "router" in name or "gate" in name or "gating" in name:
-            others = [m for m in module.children() if m is not child]
-            if any(_has_experts(others, *s, stacked="router" in name) for s in _shapes(child, 2)):
+            siblings = [m for m in module.children() if m is not child]
+            if any(_has_experts(siblings, *s, stacked="router" in name) for s in _shapes(child, 2)):
                 return True
     return False
 
@@ -214,11 +216,11 @@ def _blocks(classes: Mapping[str, str]) -> str:
     """Return the first of some blocks with its class, and the number of the others, as text."""
     name, class_name = next(iter(classes.items()))
     word = "block" if len(classes) == 1 else "blocks"
-    return f"{word} {name} ({class_name}){_more(list(classes))}"
+    return f"{word} {name} ({class_name}){_and_others(list(classes))}"
 
 
-def _more(names: list[str], shown: int = 1) -> str:
-    return f" and {len(names) - shown} more" if len(names) > shown else ""
+def _and_others(names: list[str], num_listed: int = 1) -> str:
+    return f" and {len(names) - num_listed} more" if len(names) > num_listed else ""
 
 
 @dataclass(frozen=True)
@@ -248,10 +250,10 @@ class OriginRecorder(DispatchMode):
         for name, tensor in tensors.items():
             self._add(tensor, frozenset([name]))
 
-    def names_behind(self, value: Any) -> frozenset[str]:
+    def origins_of(self, value: Any) -> frozenset[str]:
         """Return the names of the block tensors from which the tensors of a tree were computed."""
-        found = [name for tensor in _tensors_in(value) for name in self._names_of(tensor)]
-        return frozenset(found)
+        names = [name for tensor in _tensors_in(value) for name in self._names_of(tensor)]
+        return frozenset(names)
 
     @override
     def __torch_dispatch__(
@@ -261,12 +263,12 @@ class OriginRecorder(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
-        result = func(*args, **given)
+        keywords = dict(kwargs or {})
+        result = func(*args, **keywords)
         operator = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
         if operator.endswith(SHAPE_READERS):
             return result
-        if names := self.names_behind((args, given)):
+        if names := self.origins_of((args, keywords)):
             if operator in HOST_READS:
                 self.host_reads |= names
             # Operators on lists write to their first argument and return nothing.
@@ -283,7 +285,9 @@ class OriginRecorder(DispatchMode):
     def _names_of(self, tensor: Tensor) -> frozenset[str]:
         origins = self._origins.get(StorageWeakRef(tensor.untyped_storage()), ())
         begin, end = _bytes_of(tensor)
-        overlapping = (one.names for one in origins if one.begin < end and begin < one.end)
+        overlapping = (
+            origin.names for origin in origins if origin.begin < end and begin < origin.end
+        )
         return frozenset[str]().union(*overlapping)
 
 
@@ -302,13 +306,13 @@ def _tensors_without_place(
     A tensor without elements holds no value. A buffer whose values Python has read, such as a
     factor that went into the layer's config, has a place too.
     """
-    placed = recorder.names_behind([*layer.parameters(), *layer.buffers()])
-    kept = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+    placed = recorder.origins_of([*layer.parameters(), *layer.buffers()])
+    layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
     read = recorder.host_reads - {name for name, _ in block.named_parameters()}
     return [
         name
         for name, tensor in state.items()
-        if tensor.numel() and id(tensor) not in kept and name not in placed | read
+        if tensor.numel() and id(tensor) not in layer_tensors and name not in placed | read
     ]
 
 

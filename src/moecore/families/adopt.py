@@ -118,17 +118,17 @@ def _class_name(module: nn.Module | None) -> str:
 
 def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     assert isinstance(module, Router | Experts)
-    expected = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
-    if expected.keys() != tensors.keys():
+    slots = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
+    if slots.keys() != tensors.keys():
         raise ValueError(
-            f"{type(module).__name__} tensors {sorted(tensors)} must be {sorted(expected)}: "
+            f"{type(module).__name__} tensors {sorted(tensors)} must be {sorted(slots)}: "
             "match the adapter's config and layout to the block"
         )
     for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
+        if tensor.shape != slots[name].shape:
             raise ValueError(
                 f"{type(module).__name__} {name} {tuple(tensor.shape)} must have the shape "
-                f"{tuple(expected[name].shape)} that the adapter's config gives"
+                f"{tuple(slots[name].shape)} that the adapter's config gives"
             )
         if module._parameters.pop(name, None) is None:
             # The selection bias, whose small steps need fp32, or the table of experts by token id.

@@ -58,7 +58,7 @@ class Plain(Family):
     """Models that declare what moecore asks of them, such as its own decoder."""
 
     @override
-    def unwrapped(self, model: nn.Module) -> nn.Module:
+    def unwrap(self, model: nn.Module) -> nn.Module:
         return model
 
     @override
@@ -68,7 +68,7 @@ class Plain(Family):
         return replace_blocks(model, adapters, lambda _: None, lambda _: None)
 
     @override
-    def swapped(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> None:
         pass
 
     @override
@@ -153,7 +153,7 @@ class Transformers(Plain):
     """The family of models with modules of transformers, also with adapters of peft."""
 
     @override
-    def unwrapped(self, model: nn.Module) -> nn.Module:
+    def unwrap(self, model: nn.Module) -> nn.Module:
         return adapted(model)
 
     @override
@@ -166,7 +166,7 @@ class Transformers(Plain):
         return layers
 
     @override
-    def swapped(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> None:
         refuse_lost_outputs(model)
         tell_layers(model)
         run_vision_experts(model)
@@ -187,12 +187,12 @@ class Transformers(Plain):
     @override
     def arguments(self, batch: PackedBatch) -> dict[str, Any]:
         names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
-        found: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
-        return found | {"use_cache": False}
+        inputs: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
+        return inputs | {"use_cache": False}
 
     @override
     def vocab_size(self, model: nn.Module) -> int | None:
-        config: Any = getattr(self.unwrapped(model), "config", None)
+        config: Any = getattr(self.unwrap(model), "config", None)
         if not hasattr(config, "get_text_config"):
             return super().vocab_size(model)
         size: int | None = getattr(config.get_text_config(), "vocab_size", None)
@@ -219,10 +219,10 @@ class Transformers(Plain):
 
     @override
     def context(self, model: nn.Module) -> Any:
-        if any(hasattr(model, f"apply_context_{what}") for what in ("parallel", "groups")):
+        if any(hasattr(model, f"apply_context_{suffix}") for suffix in ("parallel", "groups")):
             return model
-        needed = ("loss_function", "get_output_embeddings")
-        is_causal = all(hasattr(type(model), name) for name in needed)
+        attributes = ("loss_function", "get_output_embeddings")
+        is_causal = all(hasattr(type(model), name) for name in attributes)
         return CausalContext(model) if is_causal else model
 
     @override

@@ -51,16 +51,18 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     if half is None:
         return frozenset()
     stocks = _stocks(model, half)
-    kept = _kept(model, stocks)
+    fp32_names = _fp32_names(model, stocks)
     for name, tensor in _named(model).items():
-        if name in kept and tensor.dtype in HALF:
+        if name in fp32_names and tensor.dtype in HALF:
             tensor.data = tensor.data.float()
     for hf, stock in stocks.items():
-        for where, module in hf.named_modules():
-            own = [n for n, b in module._buffers.items() if b is not None and b.dtype != half]
-            if cast := [n for n in own if f"{where}.{n}" in stock.half]:
+        for prefix, module in hf.named_modules():
+            buffer_names = [
+                n for n, b in module._buffers.items() if b is not None and b.dtype != half
+            ]
+            if cast := [n for n in buffer_names if f"{prefix}.{n}" in stock.half]:
                 _cast_in_forward(module, cast, half)
-    return kept
+    return fp32_names
 
 
 def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
@@ -68,35 +70,35 @@ def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype
     # A method and not hooks or a wrapper: a recomputed region calls only the forward again, and
     # copies of a module (`copy_modules`) have its methods without what wraps them.
     forward: Any = module.forward
-    is_own = isinstance(forward, MethodType) and forward.__self__ is module
+    is_class_forward = isinstance(forward, MethodType) and forward.__self__ is module
 
     def unbound(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A wrapper is bound to the module; a copy of the module has the forward of its class.
         return (forward if self is module else partial(type(self).forward, self))(*args, **kwargs)
 
-    function = forward.__func__ if is_own else unbound
+    function = forward.__func__ if is_class_forward else unbound
 
     def forward_with_cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        stored = {name: self._buffers[name] for name in names}
-        self._buffers.update({n: b.to(dtype) for n, b in stored.items() if b is not None})
+        buffers = {name: self._buffers[name] for name in names}
+        self._buffers.update({n: b.to(dtype) for n, b in buffers.items() if b is not None})
         try:
             return function(self, *args, **kwargs)
         finally:
-            self._buffers.update(stored)
+            self._buffers.update(buffers)
 
-    if is_own:  # transformers reads the names of arguments
+    if is_class_forward:  # transformers reads the names of arguments
         forward_with_cast.__signature__ = signature(function)  # type: ignore[attr-defined]
     module.forward = MethodType(forward_with_cast, module)  # type: ignore[method-assign]
 
 
-def _kept(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:
+def _fp32_names(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:
     tensors = _named(model)
-    kept = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
+    fp32_ids = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
     for hf, stock in stocks.items():
-        own = _named(hf)
-        for originals in (without_adapters(hf, own), trained_copies(hf, own)):
-            kept |= {id(t) for n, t in originals.items() if stock.keeps(n)}
-    return frozenset(n for n, t in tensors.items() if id(t) in kept)
+        hf_tensors = _named(hf)
+        for originals in (without_adapters(hf, hf_tensors), trained_copies(hf, hf_tensors)):
+            fp32_ids |= {id(t) for n, t in originals.items() if stock.keeps(n)}
+    return frozenset(n for n, t in tensors.items() if id(t) in fp32_ids)
 
 
 def _half(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -108,8 +110,8 @@ def _half(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
 
 def _named(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by name."""
-    both = (f(remove_duplicate=False) for f in (model.named_parameters, model.named_buffers))
-    return dict(itertools.chain(*both))
+    iterators = (f(remove_duplicate=False) for f in (model.named_parameters, model.named_buffers))
+    return dict(itertools.chain(*iterators))
 
 
 @dataclass(frozen=True)

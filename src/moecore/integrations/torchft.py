@@ -119,9 +119,9 @@ class Replicas:
         self._model, self._optimizer, self._step = model, optimizer, step
         self._scheduler = scheduler
         self._device = request.meshes.device
-        own = torch.tensor([secrets.randbits(LINEAGE_BITS)], device=self._device)
-        dist.broadcast(own, 0)
-        self._name = int(own)  # of this start of the replica
+        local_name = torch.tensor([secrets.randbits(LINEAGE_BITS)], device=self._device)
+        dist.broadcast(local_name, 0)
+        self._name = int(local_name)  # of this start of the replica
         self._lineage = self._first_lineage(first_step)
         self._place: ReplicaPlace | None = None
         timeout = timedelta(seconds=timeout_s)
@@ -147,12 +147,12 @@ class Replicas:
     @property
     def step(self) -> int:
         """Steps that have been made, by whichever replicas."""
-        found: int = self._manager.current_step()
-        return found
+        current: int = self._manager.current_step()
+        return current
 
     def begin(self) -> ReplicaPlace:
         """Begin a step with the replicas that are there; waits for `min_replicas`."""
-        if any(getattr(one, "observe_scores", None) for one in self._model.modules()):
+        if any(getattr(module, "observe_scores", None) for module in self._model.modules()):
             raise ValueError(
                 "QKClip must not watch the model of Replicas, each of which would clip by logits "
                 "of its own: call its close()"
@@ -189,8 +189,7 @@ class Replicas:
         return rank_state(self._model, self._optimizer, extra, scheduler=self._scheduler)
 
     def _load(self, state: dict[str, Any]) -> None:
-        how: Any = dict(scheduler=self._scheduler)
-        extra = load_rank_state(state, self._model, self._optimizer, **how)
+        extra = load_rank_state(state, self._model, self._optimizer, scheduler=self._scheduler)
         self._step.load_state_dict(extra)
         self._lineage = int(extra["lineage"])
 
@@ -198,17 +197,17 @@ class Replicas:
         """Return a number of the step and of the weights of all ranks of this replica."""
         tensors = [local_of(x.detach()) for x in self._model.state_dict().values()]
         sums = torch.stack([x.double().sum() for x in tensors]).cpu()
-        found = hashlib.sha256(bytes(sums.view(torch.uint8).tolist())).digest()
-        number = int.from_bytes(found[:4], "big")
+        digest = hashlib.sha256(bytes(sums.view(torch.uint8).tolist())).digest()
+        number = int.from_bytes(digest[:4], "big")
         total = torch.tensor([number], device=self._device)
         dist.all_reduce(total)
         return hash((first_step, int(total))) % (1 << LINEAGE_BITS)
 
     def _check_peers(self) -> None:
         """Raise if ranks of this replica have the state of replicas that differ."""
-        own = torch.tensor([self._lineage, -self._lineage], device=self._device)
-        dist.all_reduce(own, dist.ReduceOp.MAX)
-        largest, smallest = own[0], -own[1]
+        local_lineage = torch.tensor([self._lineage, -self._lineage], device=self._device)
+        dist.all_reduce(local_lineage, dist.ReduceOp.MAX)
+        largest, smallest = local_lineage[0], -local_lineage[1]
         if largest != smallest:
             raise RuntimeError(STRAY)
 
@@ -216,8 +215,8 @@ class Replicas:
         """Return lineage and name of each replica of this step."""
         assert self._place is not None, "begin() comes before finish()"
         seen_2R = torch.zeros(2, self._place.num_replicas, dtype=torch.int64, device=self._device)
-        mine = torch.tensor([self._lineage, self._name], device=self._device)
-        seen_2R[:, self._place.replica] = mine
+        local_entry = torch.tensor([self._lineage, self._name], device=self._device)
+        seen_2R[:, self._place.replica] = local_entry
         self._reduce([seen_2R], dist.ReduceOp.SUM)
         lineages, names = seen_2R.tolist()
         return lineages, names
@@ -227,8 +226,8 @@ class Replicas:
         if len(set(lineages)) == 1:
             return False
         self._manager.report_error(RuntimeError(STRAY))
-        kept = max(lineages, key=lineages.count)  # the first of those that are as many
-        return self._lineage != kept
+        majority = max(lineages, key=lineages.count)  # the first of those that are as many
+        return self._lineage != majority
 
     def _average_gradients(self) -> None:
         """Make gradients means over replicas; one that any of them has all of them have."""
@@ -246,19 +245,21 @@ class Replicas:
 
     def _mark_shortage(self, grads: list[Tensor]) -> None:
         """Let all replicas skip a step whose rows did not fit here: a nan reaches their norms."""
-        capacities = [one.capacity for one in self._records if one.capacity is not None]
-        holders = [holder for one in capacities for holder in one.holders if holder is not None]
+        capacities = [record.capacity for record in self._records if record.capacity is not None]
+        holders = [
+            holder for record in capacities for holder in record.holders if holder is not None
+        ]
         if holders and grads:
-            needed = torch.stack([holder.needed(self._device) for holder in holders])
-            grads[0].masked_fill_(needed.amax() > 0, torch.nan)
+            shortage = torch.stack([holder.needed(self._device) for holder in holders])
+            grads[0].masked_fill_(shortage.amax() > 0, torch.nan)
 
     def _add_counts(self) -> None:
         """Add the choices of all replicas, and make their auxiliary losses means."""
         states = [record.state for record in self._records if record.state is not None]
         layers = [layer for state in states for layer in state.layers.values()]
         counts = [layer.tracker.counts for layer in layers if layer.tracker.counts is not None]
-        losses = [one.losses for one in counts]
-        numbers = [x for one in counts for x in one.tensors() if x is not one.losses]
+        losses = [count.losses for count in counts]
+        numbers = [x for count in counts for x in count.tensors() if x is not count.losses]
         self._reduce(numbers, dist.ReduceOp.SUM)
         self._reduce(losses, dist.ReduceOp.AVG)
 
@@ -278,9 +279,9 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield tensors of one dtype, in order, of `BUCKET` bytes or one tensor."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for x in tensors:
-        found = by_dtype.setdefault(x.dtype, [])
-        if found and sum(y.nbytes for y in found) + x.nbytes > BUCKET:
-            yield found
-            found = by_dtype[x.dtype] = []
-        found.append(x)
-    yield from (found for found in by_dtype.values() if found)
+        buckets = by_dtype.setdefault(x.dtype, [])
+        if buckets and sum(y.nbytes for y in buckets) + x.nbytes > BUCKET:
+            yield buckets
+            buckets = by_dtype[x.dtype] = []
+        buckets.append(x)
+    yield from (buckets for buckets in by_dtype.values() if buckets)

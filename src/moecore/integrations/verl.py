@@ -104,20 +104,22 @@ class MoECoreEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Put the model of the path on the ranks, with its optimizer."""
-        own, path = self.engine_config, self.model_config.local_path
+        engine_config, path = self.engine_config, self.model_config.local_path
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(path)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         use_causal_attention(model)
-        fsdp = FSDPOptions(param_dtype=getattr(torch, own.dtype))
+        fsdp = FSDPOptions(param_dtype=getattr(torch, engine_config.dtype))
         self.module = parallelize_moe(model, self._meshes, fsdp=fsdp)
         self.module.to_empty(device=self._meshes.device)
         load_hf(path, self.module)
         self.optimizer = self.lr_scheduler = None
-        if not own.forward_only:
-            asked = self.optimizer_config
-            rates = {"lr": asked.lr, "weight_decay": asked.weight_decay}
-            rates |= {"betas": tuple(asked.betas)} | (asked.override_optimizer_config or {})
+        if not engine_config.forward_only:
+            optimizer_config = self.optimizer_config
+            rates = {"lr": optimizer_config.lr, "weight_decay": optimizer_config.weight_decay}
+            rates |= {"betas": tuple(optimizer_config.betas)} | (
+                optimizer_config.override_optimizer_config or {}
+            )
             self.optimizer = AdamW(self.module.parameters(), **rates)
             self.lr_scheduler = self._schedule(self.optimizer)
         max_norm = self.optimizer_config.clip_grad if self.optimizer else None
@@ -129,28 +131,28 @@ class MoECoreEngine(BaseEngine):
 
     def _schedule(self, optimizer: AdamW) -> LRScheduler:
         """Return verl's own schedule, as its engines have it."""
-        asked = self.optimizer_config
-        steps = asked.lr_warmup_steps or 0
+        config = self.optimizer_config
+        steps = config.lr_warmup_steps or 0
         if steps <= 0:
-            steps = int(asked.lr_warmup_steps_ratio * asked.total_training_steps)
-        if asked.lr_scheduler_type == "constant":
+            steps = int(config.lr_warmup_steps_ratio * config.total_training_steps)
+        if config.lr_scheduler_type == "constant":
             return get_constant_schedule_with_warmup(optimizer, steps)
         return get_cosine_schedule_with_warmup(
             optimizer,
             steps,
-            asked.total_training_steps,
-            min_lr_ratio=asked.min_lr_ratio,
-            num_cycles=asked.num_cycles,
-            zero_indexed_step=asked.zero_indexed_step,
+            config.total_training_steps,
+            min_lr_ratio=config.min_lr_ratio,
+            num_cycles=config.num_cycles,
+            zero_indexed_step=config.zero_indexed_step,
         )
 
-    def train_mode(self, **how: Any) -> _Mode:
+    def train_mode(self, **options: Any) -> _Mode:
         """Return the context of training."""
-        return _Mode(self, "train", **how)
+        return _Mode(self, "train", **options)
 
-    def eval_mode(self, **how: Any) -> _Mode:
+    def eval_mode(self, **options: Any) -> _Mode:
         """Return the context of log-probabilities."""
-        return _Mode(self, "eval", **how)
+        return _Mode(self, "eval", **options)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Loss | None, forward_only: bool = False
@@ -159,12 +161,15 @@ class MoECoreEngine(BaseEngine):
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(self._meshes.device)
         dist.all_reduce(num_tokens, group=group)
-        known = {"batch_num_tokens": num_tokens.item(), "dp_size": self.get_data_parallel_size()}
-        tensordict_utils.assign_non_tensor(data, **known)
+        metrics = {"batch_num_tokens": num_tokens.item(), "dp_size": self.get_data_parallel_size()}
+        tensordict_utils.assign_non_tensor(data, **metrics)
         micro_batches, indices = prepare_micro_batches(data=data, dp_group=group)
         outputs: list[dict[str, Any]] = []
         number = len(micro_batches)
-        inputs = [self._inputs(one, loss_function, outputs, number) for one in micro_batches]
+        inputs = [
+            self._inputs(micro_batch, loss_function, outputs, number)
+            for micro_batch in micro_batches
+        ]
         if forward_only:
             self._step.losses(inputs)
         else:
@@ -190,7 +195,7 @@ class MoECoreEngine(BaseEngine):
 
         def loss(log_probs_1N: Tensor, entropy_1N: Tensor | None) -> Tensor:
             named = {"log_probs": log_probs_1N, "entropy": entropy_1N}
-            found = {
+            arguments = {
                 name: torch.nested.nested_tensor_from_jagged(numbers_1N[0], cu_seqlens)
                 for name, numbers_1N in named.items()
                 if numbers_1N is not None
@@ -198,8 +203,8 @@ class MoECoreEngine(BaseEngine):
             total, metrics = log_probs_1N.new_zeros(()), dict[str, Any]()
             if loss_function is not None:
                 group = self.get_data_parallel_group()
-                total, metrics = loss_function(model_output=found, data=data, dp_group=group)
-            output = {"model_output": detach_tree(found), "loss": float(total.detach())}
+                total, metrics = loss_function(model_output=arguments, data=data, dp_group=group)
+            output = {"model_output": detach_tree(arguments), "loss": float(total.detach())}
             outputs.append(output | {"metrics": metrics})
             return total * number  # `TrainStep.forward_backward` takes the mean of micro-batches
 
@@ -258,9 +263,9 @@ class MoECoreEngine(BaseEngine):
     ) -> None:
         """Move parts of a training to the host ("cpu"), or back to the device (else)."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
-        asked: dict[Part, bool] = {"weights": model, "buffers": model}
-        asked |= {"optimizer": optimizer, "grads": grad}
-        for part, moves in asked.items():
+        has_moved: dict[Part, bool] = {"weights": model, "buffers": model}
+        has_moved |= {"optimizer": optimizer, "grads": grad}
+        for part, moves in has_moved.items():
             if moves:
                 (self._offload.offload if device == "cpu" else self._offload.onload)(part)
 
@@ -293,8 +298,8 @@ class MoECoreEngine(BaseEngine):
 class _Mode(BaseEngineCtx):
     """The model in a mode, and on the device."""
 
-    def __init__(self, engine: MoECoreEngine, mode: str, **how: Any) -> None:
-        super().__init__(engine=engine, mode=mode, **how)
+    def __init__(self, engine: MoECoreEngine, mode: str, **options: Any) -> None:
+        super().__init__(engine=engine, mode=mode, **options)
 
     def __enter__(self) -> None:
         super().__enter__()

@@ -76,7 +76,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
         return "\n".join([*_lines(model, None, _degrees(model), []), _buffers(model)])
     found = parallel_state(model)
     if found is not None:
-        model = found.request.family.unwrapped(model)
+        model = found.request.family.unwrap(model)
     how, request = how_computed(model), None if found is None else found.request
     plan, here = plan_now(model)
     layers = [module for module in model.modules() if isinstance(module, RoutedLayer)]

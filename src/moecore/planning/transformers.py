@@ -28,7 +28,7 @@ from moecore.base.fields import CheckedRecord, check_arguments, shown
 from moecore.base.options.context import ContextOptions
 from moecore.families import use_causal_attention
 from moecore.families.family import family_of, swap_blocks
-from moecore.families.transformers.rows import why_whole
+from moecore.families.transformers.rows import packing_problem
 from moecore.families.transformers.tensor_parallel import find_cuts
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.files import shown_with_source
@@ -142,7 +142,7 @@ class StockModel(PlannedModel):
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
         model = _built(self.model, dtype)
-        if why_whole(model) is None:
+        if packing_problem(model) is None:
             use_causal_attention(model)
         return model.train()
 
@@ -154,7 +154,7 @@ class StockModel(PlannedModel):
     @override
     def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
         given = {"input_ids": tokens_BT, "labels": tokens_BT, "use_cache": False}
-        if why_whole(_structure(self.model).model) is not None:
+        if packing_problem(_structure(self.model).model) is not None:
             # Real ones, in which transformers finds on the host that no row has two sequences.
             given["position_ids"] = torch.arange(tokens_BT.shape[1])[None]
         return given
@@ -181,7 +181,7 @@ class StockModel(PlannedModel):
     @override
     def source(self, dtype: torch.dtype) -> ModelSource:
         hf, path = _structure(self.model).model, self.model.source
-        packs = why_whole(hf) is None
+        packs = packing_problem(hf) is None
         imports = ["from transformers import AutoConfig, " + type(hf).__name__]
         imports += ["from moecore.families import use_causal_attention"] if packs else []
         return ModelSource(

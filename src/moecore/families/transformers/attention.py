@@ -82,13 +82,13 @@ def _causal_attention(
 
     refuse_earlier_keys(query.shape[2], key.shape[2])
     sequence: Sequence = kwargs.get(SEQUENCE) or Sequence()
-    window, sinks_H, held = kwargs.get("sliding_window"), kwargs.get("s_aux"), sequence.held
-    num_tokens = query.shape[2] * (1 if held is None else held.cp.size)
+    window, sinks_H, local_tokens = kwargs.get("sliding_window"), kwargs.get("s_aux"), sequence.held
+    num_tokens = query.shape[2] * (1 if local_tokens is None else local_tokens.cp.size)
     if window is not None and window >= (sequence.max_seqlen or num_tokens):
         window = None
     if kwargs.get("softcap") is not None:
         raise _unknown("softcap", kwargs["softcap"])
-    if held is None and sequence.cu_seqlens is None and window is None and sinks_H is None:
+    if local_tokens is None and sequence.cu_seqlens is None and window is None and sinks_H is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None:
         raise _unknown("attention_mask", tuple(attention_mask.shape))

@@ -60,9 +60,9 @@ REFUSED = {
 
 def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer] | None:
     """Return the adapter of a transformers MoE block or experts module, or None for any other."""
-    own = _ADAPTERS.get(type(module).__name__) if is_hf(module) else None
-    if own is not None and not getattr(module, "jitter_noise", 0):
-        return own
+    registered = _ADAPTERS.get(type(module).__name__) if is_hf(module) else None
+    if registered is not None and not getattr(module, "jitter_noise", 0):
+        return registered
     return find_experts_adapter(module)
 
 

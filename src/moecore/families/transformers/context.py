@@ -24,9 +24,9 @@ from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.rows import (
     READER,
     RowReader,
+    packing_problem,
     shifted_labels,
     tokens_of,
-    why_whole,
 )
 from moecore.families.transformers.sparse_attention import sparse_layers
 from moecore.families.transformers.stock import (
@@ -39,7 +39,7 @@ from moecore.models.loss import count_labels
 from moecore.models.tensor_parallel import sum_value
 
 # Tensors of whole rows that are cut with the tokens.
-CUT = ("input_ids", "labels", "shift_labels", "position_ids", "padding_mask")
+SHARDED_INPUTS = ("input_ids", "labels", "shift_labels", "position_ids", "padding_mask")
 KEYS_TRAVEL = ("p2p", "a2a+p2p")  # ways without windows
 
 
@@ -51,7 +51,7 @@ class CausalContext:
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """Return the way of attention over cp ranks; see `ContextOptions.resolve`."""
-        name, other = type(self.model).__name__, why_whole(self.model)
+        name, other = type(self.model).__name__, packing_problem(self.model)
         problem = None if other is None else f"{other} needs whole rows on a rank"
         if (problem := problem or _why_no_causal_model(self.model)) is not None:
             raise NotImplementedError(
@@ -64,21 +64,24 @@ class CausalContext:
         kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         if getattr(config, "kv_lora_rank", None):  # keys of all heads are made before attention
             kv_heads = num_heads
-        own, is_sparse = (num_heads // tp, max(kv_heads // tp, 1)), bool(sparse_layers(self.model))
-        found = options.resolve(cp, *own, has_latents=is_sparse)
-        if is_sparse and found.way != "allgather":
+        local_heads, is_sparse = (
+            (num_heads // tp, max(kv_heads // tp, 1)),
+            bool(sparse_layers(self.model)),
+        )
+        resolved = options.resolve(cp, *local_heads, has_latents=is_sparse)
+        if is_sparse and resolved.way != "allgather":
             raise ValueError(
                 f"ContextOptions.way ({options.way!r}) must be 'allgather' or 'auto' for {name}, "
                 "whose queries read keys of any rank"
             )
-        if found.way in KEYS_TRAVEL and _has_windows(self.model):
+        if resolved.way in KEYS_TRAVEL and _has_windows(self.model):
             if options.way != "auto":
                 raise ValueError(
                     f"ContextOptions.way ({options.way!r}) must be 'a2a' or 'allgather' for "
                     f"{name}, whose layers have sliding windows"
                 )
             return replace(options, way="allgather")
-        return found
+        return resolved
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
         """Take whole rows, and work on the tokens that this rank holds, from now on."""
@@ -122,8 +125,8 @@ class CausalContext:
         shifted_BT = shifted_labels(kwargs)
         if kwargs.get("num_items_in_batch") is None:
             kwargs["num_items_in_batch"] = count_labels(shifted_BT).clamp(min=1)
-        own_BT = sequence.own(shifted_BT)
-        return args, kwargs | {"labels": own_BT, "shift_labels": own_BT}
+        local_labels_BT = sequence.own(shifted_BT)
+        return args, kwargs | {"labels": local_labels_BT, "shift_labels": local_labels_BT}
 
     def _leave(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -152,19 +155,20 @@ def _why_no_causal_model(model: Any) -> str | None:
     return None
 
 
-def _refuse_tensors_of_rows(given: Mapping[str, Any], tokens: Tensor) -> None:
+def _refuse_tensors_of_rows(inputs: Mapping[str, Any], tokens: Tensor) -> None:
     """Raise for a tensor of all tokens which would not be cut with them."""
-    for name, value in given.items():
+    for name, value in inputs.items():
         is_of_rows = isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]
-        if is_of_rows and name not in CUT:
+        if is_of_rows and name not in SHARDED_INPUTS:
             raise ValueError(
                 f"{name} {tuple(value.shape)} must be left out under context parallelism, where a "
-                f"rank has a part of each row: of tensors of tokens only {', '.join(CUT)} are cut"
+                f"rank has a part of each row: of tensors of tokens only "
+                f"{', '.join(SHARDED_INPUTS)} are cut"
             )
 
 
-def _refuse_router_logits(asked: Any) -> None:
-    if asked:
+def _refuse_router_logits(output_router_logits: Any) -> None:
+    if output_router_logits:
         raise ValueError(
             "output_router_logits (True) must be False under context parallelism, where that "
             "balance loss would see a rank's tokens alone: use parallelize_moe(balance=...)"
@@ -172,6 +176,6 @@ def _refuse_router_logits(asked: Any) -> None:
 
 
 def _has_windows(model: nn.Module) -> bool:
-    own = (getattr(module, "sliding_window", None) for module in model.modules())
+    windows = (getattr(module, "sliding_window", None) for module in model.modules())
     of_config = getattr(getattr(model, "config", None), "sliding_window", None)
-    return of_config is not None or any(window is not None for window in own)
+    return of_config is not None or any(window is not None for window in windows)

@@ -48,24 +48,24 @@ FUSED_BY_HEAD = {
 
 def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], list[str]]:
     """Return how modules of decoder layers are cut, and why others are not, one of each class."""
-    found, whole = dict[nn.Module, ModuleCut](), dict[type, str]()
+    cuts, uncut_types = dict[nn.Module, ModuleCut](), dict[type, str]()
     names = {module: name for name, module in model.named_modules()}
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-    skipped = {m for layer in layers for m in layer.modules()}
+    layer_modules = {m for layer in layers for m in layer.modules()}
     for block in find_blocks(model):
         for module in block.modules():
-            if module in skipped or not is_hf(module):
+            if module in layer_modules or not is_hf(module):
                 continue
             is_attention = not module._modules.keys().isdisjoint(OUTPUTS)
-            cut = cut_attention if is_attention else cut_mlp
-            cut = cut_linear_attention if rule_of(module) else cut
-            how = cut(names[module], module, tp)
-            if isinstance(how, ModuleCut):
-                found[module] = how
-            elif how is not None:
+            make_cut = cut_attention if is_attention else cut_mlp
+            make_cut = cut_linear_attention if rule_of(module) else make_cut
+            module_cut = make_cut(names[module], module, tp)
+            if isinstance(module_cut, ModuleCut):
+                cuts[module] = module_cut
+            elif module_cut is not None:
                 of = f"{names[module]} ({type(module).__name__})"
-                whole.setdefault(type(module), f"{of}, whose {how}")
-    return found, list(whole.values())
+                uncut_types.setdefault(type(module), f"{of}, whose {module_cut}")
+    return cuts, list(uncut_types.values())
 
 
 def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
@@ -110,10 +110,12 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     _check_heads(name, H, kv_heads, tp)
     shared = {} if kv_heads % tp == 0 else {"k_proj": key_dim, "v_proj": value_dim}
     columns = tuple(n for n in (*BY_HEAD, *BY_KV_HEAD) if n in linears and n not in shared)
-    own = tuple(module._parameters)
+    param_names = tuple(module._parameters)
     shared = {n: d for n, d in shared.items() if n in linears}
     num_shared = kv_heads if shared else 0
-    return ModuleCut(columns, row, own=own, norms=norms, shared=shared, num_shared=num_shared)
+    return ModuleCut(
+        columns, row, params_by_head=param_names, norms=norms, shared=shared, num_shared=num_shared
+    )
 
 
 def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
@@ -125,12 +127,12 @@ def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
 
 
 def _cut_heads(name: str, module: Any, tp: int) -> ModuleCut | str:
-    cut = FUSED_BY_HEAD[type(module).__name__]
-    if not {*cut.columns, cut.row} <= named_linears(module).keys():
+    fused_cut = FUSED_BY_HEAD[type(module).__name__]
+    if not {*fused_cut.columns, fused_cut.row} <= named_linears(module).keys():
         return "linears are not plain"
     H = module.num_attention_heads
     _check_heads(name, H, H, tp)
-    return replace(cut, counts={"num_attention_heads": H // tp})
+    return replace(fused_cut, counts={"num_attention_heads": H // tp})
 
 
 def _cut_stack(name: str, module: Any, tp: int) -> ModuleCut | str:
@@ -140,16 +142,16 @@ def _cut_stack(name: str, module: Any, tp: int) -> ModuleCut | str:
     H = linears["o_proj"].in_features // d
     _check_heads(name, H, kv_heads, tp)
     stacks = {"qkv_proj": ((H, d), (kv_heads, d), (kv_heads, d))}
-    how: Any = dict(stacks=stacks, num_shared=kv_heads if kv_heads % tp else 0)
     counts = {"num_key_value_heads": max(1, kv_heads // tp)}
-    return ModuleCut((), "o_proj", counts=counts, **how)
+    num_shared = kv_heads if kv_heads % tp else 0
+    return ModuleCut((), "o_proj", counts=counts, stacks=stacks, num_shared=num_shared)
 
 
 def _gated(module: Any, size: int) -> tuple[int, ...]:
     """Return the size of queries with gates, if transformers cuts them by heads too."""
     # Gates may also be in another order, which no size tells.
     plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
-    is_by_head = any(n.endswith(".q_proj") and how == "colwise" for n, how in plan.items())
+    is_by_head = any(n.endswith(".q_proj") and style == "colwise" for n, style in plan.items())
     return (2 * size,) if is_by_head else ()
 
 
@@ -160,11 +162,11 @@ def _is_of_all(module: nn.Module, name: str, linears: Mapping[str, nn.Linear]) -
     return linear is not None and weight is not None and weight.numel() == linear.out_features
 
 
-def _unknown(module: nn.Module, known: set[str], num_heads: int) -> str | None:
+def _unknown(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
     """Return what of an attention module may depend on all heads, or None."""
     for child, part in module.named_children():
         is_norm = "Norm" in type(part).__name__ and not list(part.children())
-        if not (child in known or is_norm) and next(part.parameters(), None) is not None:
+        if not (child in known_names or is_norm) and next(part.parameters(), None) is not None:
             return f"{child} ({type(part).__name__}) may read all heads"
     for child, tensor in (*module._parameters.items(), *module._buffers.items()):
         if child in module._buffers or (tensor is not None and tensor.shape != (num_heads,)):
@@ -206,5 +208,5 @@ def _has_halves(module: Any, name: str) -> bool:
     # Columns in turns (gate, up, gate, ..) are no halves. Data ranks cut dim 1 of such a weight,
     # which a bias lacks, and of a factor of LoRA is small.
     linear = module.get_submodule(name)
-    is_alone = type(linear) is nn.Linear and linear.bias is None
-    return "chunk" in names_in_forward(module) and is_alone and HAS_SEPARATE_PIECES
+    is_plain_linear = type(linear) is nn.Linear and linear.bias is None
+    return "chunk" in names_in_forward(module) and is_plain_linear and HAS_SEPARATE_PIECES

@@ -78,8 +78,8 @@ def used_tensors(experts: Any) -> dict[str, nn.Parameter]:
     tensors = dict(experts.named_parameters(recurse=False))
     if getattr(experts, "zero_expert_num", 0):
         for name, tensor in tensors.items():
-            used = tensor.detach()[: experts.num_routed_experts].clone()
-            tensors[name] = nn.Parameter(used, requires_grad=tensor.requires_grad)
+            trimmed = tensor.detach()[: experts.num_routed_experts].clone()
+            tensors[name] = nn.Parameter(trimmed, requires_grad=tensor.requires_grad)
     return tensors
 
 
@@ -89,17 +89,17 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
     gated = getattr(experts, "has_gate", True)
     interleaved = layout.gate_up == "interleaved"
-    own = _activation_of(experts, gated=gated)
-    options = _known_options(own, experts, gated, interleaved)
+    activation = _activation_of(experts, gated=gated)
+    options = _known_options(activation, experts, gated, interleaved)
     if options is None:
-        if not _is_elementwise(own, gated, interleaved):
+        if not _is_elementwise(activation, gated, interleaved):
             raise NotImplementedError(
                 f"activation of {type(experts).__name__} must compute each column from its own "
                 "gate and up columns, along which experts may be cut: pass an adapter of yours, "
                 "see docs/adapters.md"
             )
         kind = "swiglu" if gated else "silu"  # has or has no gate, like the module's own
-        options = ActivationOptions(kind=kind, function=own)
+        options = ActivationOptions(kind=kind, function=activation)
     fields: dict[str, Any] = {
         "dim": dim,
         "hidden_dim": fc1_dim // 2 if gated else fc1_dim,
@@ -136,11 +136,11 @@ def _gate(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) -> Tensor:
 
 
 def _known_options(
-    own: Callable[[Tensor], Tensor], experts: Any, gated: bool, interleaved: bool
+    stock_activation: Callable[[Tensor], Tensor], experts: Any, gated: bool, interleaved: bool
 ) -> ActivationOptions | None:
     """Return the activation of moecore whose values equal the module's own, or None."""
     h_RC = _samples(gated)
-    expected = own(h_RC)
+    reference = stock_activation(h_RC)
     limit, alpha = (_number_of(experts, names) for names in (LIMITS, SLOPES))
     for kind in get_args(Activation):
         options = ActivationOptions(
@@ -148,7 +148,7 @@ def _known_options(
         )
         if options.gated != gated:
             continue
-        if torch.allclose(activation(h_RC, options), expected, rtol=1e-6, atol=1e-7):
+        if torch.allclose(activation(h_RC, options), reference, rtol=1e-6, atol=1e-7):
             return options
     return None
 
@@ -159,14 +159,14 @@ def _number_of(experts: Any, names: Sequence[str]) -> float | None:
     return next((v for v in values if isinstance(v, int | float) and 0 < v < inf), None)
 
 
-def _is_elementwise(own: Callable[[Tensor], Tensor], gated: bool, interleaved: bool) -> bool:
+def _is_elementwise(activation: Callable[[Tensor], Tensor], gated: bool, interleaved: bool) -> bool:
     """Return whether the output of a column does not depend on other columns."""
     h_RC = _samples(gated)
     if not gated:
-        return torch.equal(own(h_RC[:, :3]), own(h_RC)[:, :3])
+        return torch.equal(activation(h_RC[:, :3]), activation(h_RC)[:, :3])
     F_ = h_RC.shape[1] // 2
-    kept = range(6) if interleaved else [*range(3), *range(F_, F_ + 3)]
-    return torch.equal(own(h_RC[:, list(kept)]), own(h_RC)[:, :3])
+    columns = range(6) if interleaved else [*range(3), *range(F_, F_ + 3)]
+    return torch.equal(activation(h_RC[:, list(columns)]), activation(h_RC)[:, :3])
 
 
 def _samples(gated: bool) -> Tensor:
@@ -200,8 +200,8 @@ def _run_vision_experts(
 ) -> tuple[Any, ...]:
     (hidden_BTD, *_), kinds_BT = (*args, *kwargs.values()), kinds_of(args, kwargs)
     layers = (m for m in block.vision_moe.modules() if isinstance(m, RoutedLayer))
-    is_alone = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)
-    if is_alone or (kinds_BT is not None and kinds_BT.any()):  # as of the block
+    is_local = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)
+    if is_local or (kinds_BT is not None and kinds_BT.any()):  # as of the block
         return output
     nothing, _ = block.vision_moe(hidden_BTD.flatten(0, 1)[:0])
     return output[0] + nothing.sum(), *output[1:]

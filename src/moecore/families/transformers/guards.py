@@ -43,8 +43,8 @@ def _save_pretrained(
     **kwargs: Any,
 ) -> Any:
     """Stand before transformers' own, with its arguments."""
-    is_whole = state_dict and not any(isinstance(t, DTensor) for t in state_dict.values())
-    if not is_whole and not kwargs.get("distributed_checkpoint"):
+    is_unsharded = state_dict and not any(isinstance(t, DTensor) for t in state_dict.values())
+    if not is_unsharded and not kwargs.get("distributed_checkpoint"):
         raise NotImplementedError(
             f"state_dict ({'sharded' if state_dict else None}) of save_pretrained must hold the "
             "parallelized model's whole tensors: use moecore.io.export_hf(model, path)"
@@ -94,9 +94,9 @@ def warn_about_cache(model: nn.Module) -> None:
 
 def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a base model."""
-    asked = named(module, args, kwargs).get("use_cache")
-    asked = getattr(module.config, "use_cache", False) if asked is None else asked
-    if asked and module.training and torch.is_grad_enabled():
+    use_cache = named(module, args, kwargs).get("use_cache")
+    use_cache = getattr(module.config, "use_cache", False) if use_cache is None else use_cache
+    if use_cache and module.training and torch.is_grad_enabled():
         warnings.warn(
             f"use_cache (True) of {type(module).__name__} must be False to train it with "
             "compile_dense=True, or most of its layers stay uncompiled, and with MemoryOptions, or "

@@ -36,7 +36,7 @@ ABOUT = frozenset(
     + [getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta")]
     + [getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "__len__")]
 )
-_NOW = threading.local()
+_STATE = threading.local()
 TP = "_moecore_vocabulary_ranks"  # attribute of a head: the tp ranks that have parts of its rows
 IS_SCORED = "_moecore_is_scored"  # attribute of a model in a forward with a `log_prob_loss`
 
@@ -50,7 +50,7 @@ class Source:
     version: int  # of its values
     tp: TensorParallel | None = None  # ranks that have parts of the weight, by rows; None = whole
     recipe: Recipe | None = None  # of the loss's products; None = as they are
-    has_left: bool = False  # whether the model's forward has ended
+    has_ended: bool = False  # whether the model's forward has ended
     is_over: bool = False  # whether the loss's backward has begun, after which weights change
 
     @property
@@ -58,7 +58,7 @@ class Source:
         """The ranks that have parts of the weight."""
         return None if self.tp is None else self.tp.group
 
-    def begun(self, loss: Tensor) -> Tensor:
+    def start_backward(self, loss: Tensor) -> Tensor:
         """Return a loss of all parts, equal on all ranks, whose gradients are those of one part."""
         # Of the gradient each rank begins with its share (`tensor_parallel.EqualLosses`).
         if self.tp is None:
@@ -81,11 +81,11 @@ class Logits(Tensor):
         """Return logits of a shape and dtype, whose last dim is V."""
         # What torch's functions do not pass by finds nan everywhere.
         memory = source.hidden.new_full((), math.nan, dtype=dtype, requires_grad=False)
-        found = memory.expand(shape).as_subclass(Logits)
-        found.source = source
-        return found
+        logits = memory.expand(shape).as_subclass(Logits)
+        logits.source = source
+        return logits
 
-    def computed(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Return the values; inside of the model's forward with their gradient.
 
         Raises:
@@ -93,13 +93,13 @@ class Logits(Tensor):
         """
         source = self.source
         is_gone = source.is_over or version(source.weight) != source.version
-        if source.has_left and (is_gone or torch.is_grad_enabled()):
+        if source.has_ended and (is_gone or torch.is_grad_enabled()):
             raise ValueError(
                 "logits of a training forward with labels must be read before backward and under "
                 "torch.no_grad(), because the loss was computed without them: pass "
                 "parallelize_moe(memory=MemoryOptions(fused_loss=False))"
             )
-        if source.recipe is not None and not source.has_left:
+        if source.recipe is not None and not source.has_ended:
             warnings.warn(
                 "Precision.fp8_head (True) is not used: the model does more with its logits than "
                 "transformers' standard loss does",
@@ -126,12 +126,15 @@ class Logits(Tensor):
         if func in ABOUT:
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in WITHOUT_VALUES and (found := WITHOUT_VALUES[func](*args, **kwargs)) is not None:
-            return found
+        if (
+            func in WITHOUT_VALUES
+            and (shape_only := WITHOUT_VALUES[func](*args, **kwargs)) is not None
+        ):
+            return shape_only
         if func is Tensor.detach:  # as good as no_grad for who reads them
             with torch.no_grad():
                 return args[0].computed()
-        values = tree_map_only(Logits, Logits.computed, (args, dict(kwargs)))
+        values = tree_map_only(Logits, Logits.compute, (args, dict(kwargs)))
         return func(*values[0], **values[1])
 
 
@@ -157,17 +160,25 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """Return the loss of logits [N, V], or None for one that needs their values."""
-    others = (weight, size_average, reduce)
-    is_plain = all(other is None for other in others) and label_smoothing == 0.0
+    unsupported = (weight, size_average, reduce)
+    is_plain = all(other is None for other in unsupported) and label_smoothing == 0.0
     is_known = reduction in ("mean", "sum") and ignore_index == IGNORE_INDEX
-    is_logits = isinstance(logits, Logits) and logits.ndim == 2 and not logits.source.has_left
+    is_logits = isinstance(logits, Logits) and logits.ndim == 2 and not logits.source.has_ended
     if not (is_plain and is_known and is_logits and labels_N.dtype == torch.int64):
         return None
     source = logits.source
     num_tokens = 1 if reduction == "sum" else None
     hidden_ND = source.hidden.flatten(0, -2)
-    how: dict[str, Any] = dict(num_tokens=num_tokens, group=source.group, recipe=source.recipe)
-    loss = source.begun(linear_cross_entropy(hidden_ND, source.weight, labels_N, **how))
+    loss = source.start_backward(
+        linear_cross_entropy(
+            hidden_ND,
+            source.weight,
+            labels_N,
+            num_tokens=num_tokens,
+            group=source.group,
+            recipe=source.recipe,
+        )
+    )
     if loss.requires_grad:
         loss.register_hook(source.end)
     return loss
@@ -187,13 +198,13 @@ class HeadWithoutLogits(nn.Linear):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        now = _forwards()
+        forwards = _forwards()
         is_cut = isinstance(self.weight, DTensor)  # over tensor parallel ranks
-        if not now or now[-1].head is not self or is_cut or torch.compiler.is_compiling():
+        if not forwards or forwards[-1].head is not self or is_cut or torch.compiler.is_compiling():
             return super().forward(input)
         tp: TensorParallel | None = getattr(self, TP, None)
         source = Source(input, self.weight, version(self.weight), tp, self.loss_recipe)
-        now[-1].sources.append(source)
+        forwards[-1].sources.append(source)
         ranks = 1 if source.tp is None else source.tp.size
         shape = torch.Size((*input.shape[:-1], ranks * self.weight.shape[0]))
         return Logits.of(source, shape, input.dtype)
@@ -210,10 +221,10 @@ class Forward:
 
 def _forwards() -> list[Forward]:
     """Return the forwards that run in this thread, outermost first."""
-    if not hasattr(_NOW, "forwards"):
-        _NOW.forwards = []
-    found: list[Forward] = _NOW.forwards
-    return found
+    if not hasattr(_STATE, "forwards"):
+        _STATE.forwards = []
+    forwards: list[Forward] = _STATE.forwards
+    return forwards
 
 
 def plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
@@ -242,8 +253,8 @@ def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _leave(model: nn.Module, _args: Any, _output: Any) -> None:
-    now = _forwards()
-    if not now or now[-1].model is not model:
+    forwards = _forwards()
+    if not forwards or forwards[-1].model is not model:
         return  # another hook has refused the arguments
-    for source in now.pop().sources:
-        source.hidden, source.has_left = source.hidden.detach(), True
+    for source in forwards.pop().sources:
+        source.hidden, source.has_ended = source.hidden.detach(), True

@@ -47,8 +47,8 @@ def _layer(
         return out
     mixed = partial(_mixed, layer, input_ids=input_ids)
     # Since transformers 5.23 the class checkpoints in its forward, before that in `__call__`.
-    is_here = type(layer).__call__ is nn.Module.__call__
-    if not (is_here and layer.gradient_checkpointing and layer.training):
+    is_plain_call = type(layer).__call__ is nn.Module.__call__
+    if not (is_plain_call and layer.gradient_checkpointing and layer.training):
         return mixed(hidden_states, **kwargs)
     kwargs["past_key_values"] = None  # as the class does: to recompute would fill a cache twice
     out = layer._gradient_checkpointing_func(partial(mixed, **kwargs), hidden_states)
@@ -70,8 +70,8 @@ def _collapse(
 ) -> tuple[Tensor, CollapsedStreams] | tuple[Tensor, Tensor, Tensor]:
     """Return a sublayer's input and its collapsed streams; as the class does where not `fused`."""
     if not fused:
-        own: tuple[Tensor, Tensor, Tensor] = type(connection).forward(connection, hidden_streams)
-        return own
+        parts: tuple[Tensor, Tensor, Tensor] = type(connection).forward(connection, hidden_streams)
+        return parts
     options = SinkhornOptions(
         iterations=max(1, connection.hc_sinkhorn_iters),
         eps=connection.hc_eps,

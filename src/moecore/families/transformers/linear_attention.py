@@ -59,17 +59,17 @@ def refuse_shortcut(module: nn.Module) -> None:
         of_file[SHORTCUT] = _no_shortcut
 
 
-def _before(own: Function, function: Function) -> Function:
-    """Return what calls `function` with a `Sequence` that has documents or ranks, else `own`."""
+def _before(stock: Function, function: Function) -> Function:
+    """Return what calls `function` with a `Sequence` that has documents or ranks, else `stock`."""
 
-    @wraps(own)
+    @wraps(stock)
     def called(*args: Any, **kwargs: Any) -> Any:
         sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
         if sequence is None or (sequence.cu_seqlens is None and sequence.held is None):
-            return own(*args, **kwargs)
+            return stock(*args, **kwargs)
         return function(sequence, *args, **kwargs)
 
-    called.stands_before = own  # type: ignore[attr-defined]
+    called.stands_before = stock  # type: ignore[attr-defined]
     return called
 
 
@@ -107,8 +107,17 @@ def _delta_rule(
 ) -> tuple[Tensor, None]:
     """Stand before a chunked delta rule."""
     _refuse_cache(initial_state is not None or output_final_state)
-    how = dict(scale=key.shape[-1] ** -0.5, norm_qk=use_qk_l2norm_in_kernel)
-    return attend_linear(query, key, value, g, beta, sequence, **how), None  # type: ignore[arg-type]
+    out = attend_linear(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        sequence,
+        scale=key.shape[-1] ** -0.5,
+        norm_qk=use_qk_l2norm_in_kernel,
+    )
+    return out, None
 
 
 def _state_space_scan(

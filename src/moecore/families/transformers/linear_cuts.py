@@ -26,8 +26,8 @@ from moecore.families.transformers.module_cut import (
     ModuleCut,
     Stack,
     adapters,
+    local_rows,
     named_linears,
-    own_rows,
 )
 
 FILTERS = "conv1d"
@@ -42,9 +42,9 @@ class _LinearHeads:
     row: str
     values: Stack  # what `row` reads
     channels: Stack  # of the convolution
-    own: Mapping[str, Stack]  # parameters
+    params_by_head: Mapping[str, Stack]  # parameters
     counts: Mapping[str, int]  # attributes, on a rank
-    whole: tuple[str, ...]  # what knows no heads
+    replicated: tuple[str, ...]  # what knows no heads
     kinds: tuple[str, ...] = ()  # columns in the order of kinds, not of heads
     groups: Mapping[str, int] = field(default_factory=dict)  # norms of heads of several ranks
 
@@ -76,7 +76,9 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
         row=layer.row,
         travel=travel,
         read={FILTERS: layer.channels},
-        own=tuple(n for n in layer.own if n in dict(module.named_parameters())),
+        params_by_head=tuple(
+            n for n in layer.params_by_head if n in dict(module.named_parameters())
+        ),
         groups=layer.groups,
         counts=layer.counts,
     )
@@ -96,14 +98,20 @@ def _unknown(module: Any, layer: _LinearHeads) -> str | None:
     filters = getattr(module, FILTERS, None)
     if type(filters) is not nn.Conv1d or filters.groups != _rows(layer.channels):
         return f"{FILTERS} is not plain"
-    for child, stack in layer.own.items():
+    for child, stack in layer.params_by_head.items():
         if child in params and params[child].numel() != _rows(stack):
             return f"{child} may not have an element per head"
     if not all(_is_gated_norm(module.get_submodule(n), size) for n, size in layer.groups.items()):
         return "norm is not known"
-    known = (*sizes.keys() & linears.keys(), layer.row, FILTERS, *layer.own, *layer.whole)
+    known_names = (
+        *sizes.keys() & linears.keys(),
+        layer.row,
+        FILTERS,
+        *layer.params_by_head,
+        *layer.replicated,
+    )
     for child in params:
-        if not any(child == n or child.startswith(f"{n}.") for n in known):
+        if not any(child == n or child.startswith(f"{n}.") for n in known_names):
             return f"{child} may read all heads"
     return None
 
@@ -112,71 +120,76 @@ def _rows(stack: Stack) -> int:
     return sum(heads * size for heads, size in stack)
 
 
-def _own(stack: Stack, tp: int) -> int:
-    return sum(rows.stop - rows.start for rows in own_rows(stack, 0, tp))
+def _local_size(stack: Stack, tp: int) -> int:
+    return sum(rows.stop - rows.start for rows in local_rows(stack, 0, tp))
 
 
 def _delta_net(module: Any, tp: int) -> _LinearHeads:
     k, v = (module.num_k_heads, module.head_k_dim), (module.num_v_heads, module.head_v_dim)
-    each = (module.num_v_heads, 1)
+    per_head = (module.num_v_heads, 1)
     counts = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
     return _LinearHeads(
         heads=(module.num_k_heads, module.num_v_heads),
         columns={
             "in_proj_qkvz": (k, k, v, v),  # as `in_proj_ba` in the order of key heads
-            "in_proj_ba": (each, each),
+            "in_proj_ba": (per_head, per_head),
             "in_proj_qkv": (k, k, v),
             "in_proj_z": (v,),
-            "in_proj_b": (each,),
-            "in_proj_a": (each,),
+            "in_proj_b": (per_head,),
+            "in_proj_a": (per_head,),
         },
         kinds=("in_proj_qkv",),
         row="out_proj",
         values=(v,),
         channels=(k, k, v),
-        own={"A_log": (each,), "dt_bias": (each,)},
+        params_by_head={"A_log": (per_head,), "dt_bias": (per_head,)},
         counts={n: getattr(module, n) // tp for n in counts},
-        whole=("norm",),
+        replicated=("norm",),
     )
 
 
 def _kimi_delta(module: Any, tp: int) -> _LinearHeads:
-    x, each = (module.num_heads, module.head_dim), (module.num_heads, 1)
+    x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     counts = {n: getattr(module, n) // tp for n in ("num_heads", "qkv_dim")}
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
     gate = ("forget_gate.f_proj", "forget_gate.f_b_proj")
     return _LinearHeads(
         heads=(module.num_heads,),
-        columns={**dict.fromkeys((*linears, *gate), (x,)), "b_proj": (each,)},
+        columns={**dict.fromkeys((*linears, *gate), (x,)), "b_proj": (per_head,)},
         row="o_proj",
         values=(x,),
         channels=(x, x, x),
-        own={"forget_gate.A_log": (each,), "forget_gate.dt_bias": (x,)},
+        params_by_head={"forget_gate.A_log": (per_head,), "forget_gate.dt_bias": (x,)},
         counts=counts | {f"forget_gate.{n}": number for n, number in counts.items()},
-        whole=("o_norm", "g_a_proj", "forget_gate.f_a_proj"),
+        replicated=("o_norm", "g_a_proj", "forget_gate.f_a_proj"),
     )
 
 
 def _mamba2(module: Any, tp: int) -> _LinearHeads:
-    x, each = (module.num_heads, module.head_dim), (module.num_heads, 1)
+    x, per_head = (module.num_heads, module.head_dim), (module.num_heads, 1)
     group = (module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)
     is_shared = module.n_groups % tp > 0
     return _LinearHeads(
         heads=(module.num_heads,),
-        columns={"in_proj": (x, *channels, each)},  # gates first
+        columns={"in_proj": (x, *channels, per_head)},  # gates first
         kinds=("in_proj",),
         row="out_proj",
         values=(x,),
         channels=channels,
-        own={"A_log": (each,), "D": (each,), "dt_bias": (each,), "norm.weight": (x,)},
+        params_by_head={
+            "A_log": (per_head,),
+            "D": (per_head,),
+            "dt_bias": (per_head,),
+            "norm.weight": (x,),
+        },
         counts=dict(
             num_heads=module.num_heads // tp,
-            intermediate_size=_own((x,), tp),
+            intermediate_size=_local_size((x,), tp),
             n_groups=max(1, module.n_groups // tp),
-            conv_dim=_own(channels, tp),
+            conv_dim=_local_size(channels, tp),
         ),
-        whole=(),
+        replicated=(),
         groups={"norm": _rows((x,)) // module.n_groups} if is_shared else {},
     )
 
@@ -200,9 +213,9 @@ def _is_gated_norm(norm: Any, size: int) -> bool:
         def mean(squares: torch.Tensor) -> torch.Tensor:
             return squares.view(-1, size).mean(-1).repeat_interleave(size)
 
-        expected = gated_norm(x[None], gate[None], weight, eps, mean)
+        reference = gated_norm(x[None], gate[None], weight, eps, mean)
         y = functional_call(norm, {"weight": weight}, (x[None], gate[None]))
-    return torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
+    return torch.allclose(y, reference, rtol=1e-5, atol=1e-5)
 
 
 def gated_norm(

@@ -83,19 +83,22 @@ def _leave(model: Any, _args: Any, _output: Any) -> None:
 def _function(loss: LogProbLoss) -> Callable[..., Tensor]:
     """Return a loss function of a causal language model of transformers."""
 
-    def of(logits: Tensor, labels: Tensor, *_: Any, **given: Any) -> Tensor:
+    def of(logits: Tensor, labels: Tensor, *_: Any, **keywords: Any) -> Tensor:
         if isinstance(logits, DTensor):
             raise NotImplementedError(
                 "log_prob_loss must be of a model whose head is whole: use tp with a Decoder"
             )
-        held = getattr(given.get(SEQUENCE), "held", None)
-        whole: Callable[[Tensor], Tensor] = (lambda x: x) if held is None else held.gather
+        local_tokens = getattr(keywords.get(SEQUENCE), "held", None)
+        gather: Callable[[Tensor], Tensor] = (
+            (lambda x: x) if local_tokens is None else local_tokens.gather
+        )
         if isinstance(logits, Logits):
             source = logits.source
-            how: Any = dict(group=source.group)
-            found = source.begun(loss.of_head(source.hidden, source.weight, labels, whole, **how))
+            log_probs = source.start_backward(
+                loss.of_head(source.hidden, source.weight, labels, gather, group=source.group)
+            )
         else:
-            found = loss.of_logits(logits, labels, whole)
-        return found if held is None else found / held.cp.size
+            log_probs = loss.of_logits(logits, labels, gather)
+        return log_probs if local_tokens is None else log_probs / local_tokens.cp.size
 
     return of

@@ -23,8 +23,8 @@ POSITIONS = "position_ids"  # argument of a rotary embedding
 def longest_position_readers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield name, rope type and module of each embedding that reads the longest position."""
     for name, module in model.named_modules():
-        found = getattr(module, "rope_type", None)
-        types = found.values() if isinstance(found, dict) else [found]
+        kind = getattr(module, "rope_type", None)
+        types = kind.values() if isinstance(kind, dict) else [kind]
         for rope_type in types:
             if isinstance(rope_type, str) and _reads_longest(module, rope_type):
                 yield name, rope_type, module
@@ -57,10 +57,10 @@ class LongestPosition:
             return None
         positions: Tensor = kwargs[POSITIONS] if POSITIONS in kwargs else args[1]
         last = positions.new_full((*positions.shape[:-1], 1), self._num_tokens - 1)
-        given = torch.cat((positions, last), dim=-1)
+        extended = torch.cat((positions, last), dim=-1)
         if POSITIONS in kwargs:
-            return args, kwargs | {POSITIONS: given}
-        return (args[0], given, *args[2:]), kwargs
+            return args, kwargs | {POSITIONS: extended}
+        return (args[0], extended, *args[2:]), kwargs
 
     def _drop(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._num_tokens is None:

@@ -42,7 +42,7 @@ REPLACED = {
     "delete_adapter": "it before parallelize_moe",
 }
 # Those that would take merged adapters out of shards again.
-REPLACED_WHEN_MERGED = dict.fromkeys(
+MERGE_METHODS = dict.fromkeys(
     ("disable_adapter", "disable_adapter_layers", "set_adapter"),
     "the base weights and adapters anew (load_hf, load_adapters in a new model)",
 )
@@ -62,41 +62,41 @@ class _Wrapped:
 @contextmanager
 def experts_unwrapped(model: nn.Module) -> Iterator[list[_Wrapped]]:
     """Within, experts stand where peft's wrappers of them stood; after an error these are back."""
-    found = list(_find_wrapped(model)) if "peft" in sys.modules else []
-    for one in found:
-        one.parent._modules[one.child] = one.experts
+    wrappers = list(_find_wrapped(model)) if "peft" in sys.modules else []
+    for wrapper in wrappers:
+        wrapper.parent._modules[wrapper.child] = wrapper.experts
     try:
-        yield found
+        yield wrappers
     except BaseException:
-        for one in found:
-            one.parent._modules[one.child] = one.wrappers[0]
+        for wrapper in wrappers:
+            wrapper.parent._modules[wrapper.child] = wrapper.wrappers[0]
         raise
 
 
 def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) -> None:
     """Give the experts of MoE layers the updates of peft's wrappers."""
     places = {f"{name}.{m.name_of('experts')}".rstrip("."): m for name, m in layers.items()}
-    for one in wrapped:
-        layer = places.get(f"{one.block}.{one.child}")
+    for wrap in wrapped:
+        layer = places.get(f"{wrap.block}.{wrap.child}")
         if layer is None:
             raise ValueError(
-                f"LoRA on parameters of {one.block}.{one.child} must be on a MoE layer's experts: "
-                "use LoraConfig.target_modules, or register an adapter for the block, see "
+                f"LoRA on parameters of {wrap.block}.{wrap.child} must be on a MoE layer's experts"
+                ": use LoraConfig.target_modules, or register an adapter for the block, see "
                 "docs/adapters.md"
             )
         experts = layer.part("experts")
-        for depth, wrapper in enumerate(one.wrappers):
-            is_transposed = getattr(one.experts, "is_transposed", False)  # as peft reads it
+        for depth, wrapper in enumerate(wrap.wrappers):
+            is_transposed = getattr(wrap.experts, "is_transposed", False)  # as peft reads it
             if is_transposed != experts.layout.transposed:
                 raise ValueError(
-                    f"is_transposed ({is_transposed}) of {type(one.experts).__name__}, by which "
+                    f"is_transposed ({is_transposed}) of {type(wrap.experts).__name__}, by which "
                     f"peft tells A from B, must be {experts.layout.transposed}: set it before "
                     "get_peft_model"
                 )
             num_experts = layer.config.num_experts
             if wrapper.num_experts != num_experts:
                 raise NotImplementedError(
-                    f"LoRA on {one.block}.{one.child}.{wrapper.parameter_name} "
+                    f"LoRA on {wrap.block}.{wrap.child}.{wrapper.parameter_name} "
                     f"({wrapper.num_experts} matrices) must be on {num_experts} experts, since "
                     "experts that return their input have none: leave it out of "
                     "LoraConfig.target_parameters"
@@ -115,10 +115,10 @@ def refuse_peft_methods(model: nn.Module) -> None:
 
 def refuse_unmerging(model: nn.Module) -> None:
     """Make methods of peft that would take merged adapters out of shards raise."""
-    _replace_methods(model, REPLACED_WHEN_MERGED, "after merge_adapters")
+    _replace_methods(model, MERGE_METHODS, "after merge_adapters")
 
 
-def _replace_methods(model: nn.Module, replaced: Mapping[str, str], where: str) -> None:
+def _replace_methods(model: nn.Module, replaced: Mapping[str, str], context: str) -> None:
     """Let methods of a PeftModel and its tuner raise: name -> what to use."""
     for module in model.modules():
         if is_pretrained(module):
@@ -126,11 +126,11 @@ def _replace_methods(model: nn.Module, replaced: Mapping[str, str], where: str) 
         for name, instead in replaced.items():
             of_peft = getattr(type(module), name, None)
             if getattr(of_peft, "__module__", "").startswith("peft."):
-                setattr(module, name, functools.partial(_refuse_method, name, where, instead))
+                setattr(module, name, functools.partial(_refuse_method, name, context, instead))
 
 
-def _refuse_method(name: str, where: str, instead: str, *args: Any, **kwargs: Any) -> None:
-    raise NotImplementedError(f"{name} of peft must not be called {where}: use {instead}")
+def _refuse_method(name: str, context: str, instead: str, *args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError(f"{name} of peft must not be called {context}: use {instead}")
 
 
 def _refuse_late(module: nn.Module, args: Any) -> None:
@@ -148,8 +148,8 @@ def adapted(model: nn.Module) -> nn.Module:
         from peft import PeftModel
 
         if isinstance(model, PeftModel) and not model.active_peft_config.is_prompt_learning:
-            found: nn.Module = model.get_base_model()
-            return found
+            base_model: nn.Module = model.get_base_model()
+            return base_model
     return model
 
 
@@ -168,14 +168,14 @@ def adapters_off(model: Any) -> Iterator[None]:
 def without_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors, by name in a model, under their names before peft adapted it."""
     holders, homes = _peft_paths(model)
-    kept = {n: t for n, t in tensors.items() if not n.startswith(holders)}
-    return {_renamed(n, homes): t for n, t in kept.items()}
+    base_tensors = {n: t for n, t in tensors.items() if not n.startswith(holders)}
+    return {_renamed(n, homes): t for n, t in base_tensors.items()}
 
 
 def trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return those tensors, by name in a model, that `modules_to_save` trains, by original name."""
     _, homes = _peft_paths(model)
-    found = {}
+    copy_of = {}
     for path, module in model.named_modules():
         copies = getattr(module, "modules_to_save", None)
         if not isinstance(copies, nn.ModuleDict) or not hasattr(module, "original_module"):
@@ -184,8 +184,8 @@ def trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
         active = f"{path}.modules_to_save.{module.active_adapters[0]}"
         for name, tensor in tensors.items():
             if name.startswith(f"{active}."):
-                found[_renamed(path + name.removeprefix(active), homes)] = tensor
-    return found
+                copy_of[_renamed(path + name.removeprefix(active), homes)] = tensor
+    return copy_of
 
 
 def _peft_paths(model: nn.Module) -> tuple[tuple[str, ...], list[str]]:

@@ -16,13 +16,13 @@ from moecore.base.torch_names import StridedShard
 Stack = tuple[tuple[int, int], ...]
 
 
-def own_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
+def local_rows(stack: Stack, rank: int, tp: int) -> Iterator[slice]:
     """Yield the rows of a rank's heads of each kind. Heads fewer than ranks are shared."""
     # Example: 4 heads of 8 rows above 1 of 8. Rank 1 of 2 has rows 16:32 and 32:40.
     start = 0
     for heads, size in stack:
-        own, first = max(1, heads // tp), rank * heads // tp
-        yield slice(start + first * size, start + (first + own) * size)
+        num_local, first = max(1, heads // tp), rank * heads // tp
+        yield slice(start + first * size, start + (first + num_local) * size)
         start += heads * size
 
 
@@ -33,7 +33,7 @@ class ModuleCut:
     columns: tuple[str, ...]  # linears, of whose outputs a rank has some
     row: str  # the linear that reads these, and whose outputs are added
     halves: tuple[str, ...] = ()  # columns of gates above as many others: a rank has some of both
-    own: tuple[str, ...] = ()  # parameters, by head
+    params_by_head: tuple[str, ...] = ()  # parameters, by head
     norms: tuple[str, ...] = ()  # that compare all heads
     # Linears of so few key or value heads that ranks share them -> elements of a head. Whole; a
     # rank takes the one head that its query heads read.
@@ -56,14 +56,14 @@ class ModuleCut:
 
 def named_linears(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the linears of a module by name, those in peft's LoRA too."""
-    found = dict[str, nn.Linear]()
+    linears = dict[str, nn.Linear]()
     for name, child in module.named_children():
         base = lora_base(child) or child
         if type(base) is nn.Linear:
-            found[name] = base
+            linears[name] = base
         elif base is child:
-            found |= {f"{name}.{inner}": part for inner, part in named_linears(child).items()}
-    return found
+            linears |= {f"{name}.{inner}": part for inner, part in named_linears(child).items()}
+    return linears
 
 
 def linears_of(module: nn.Module) -> list[Any]:
@@ -85,21 +85,23 @@ def owner_of(module: nn.Module, name: str) -> tuple[Any, str]:
 
 
 def cut_placements(
-    module: nn.Module, cut: ModuleCut
+    module: nn.Module, module_cut: ModuleCut
 ) -> Iterator[tuple[tuple[nn.Module, str], Placement]]:
     """Yield parameters that are cut, with their placements."""
     linears, adapted = named_linears(module), adapters(module)
     halves = StridedShard(0, split_factor=2)
-    columns = {name: halves if name in cut.halves else Shard(0) for name in cut.columns}
+    columns = {
+        name: halves if name in module_cut.halves else Shard(0) for name in module_cut.columns
+    }
     for name, placement in columns.items():
         yield (linears[name], "weight"), placement
         yield (linears[name], "bias"), placement
-    yield (linears[cut.row], "weight"), Shard(1)
+    yield (linears[module_cut.row], "weight"), Shard(1)
     # y = W x + s B A x: of columns a rank has rows of B and all of A, of a row the reverse.
-    for name in adapted.keys() & {*cut.columns, cut.row}:
+    for name in adapted.keys() & {*module_cut.columns, module_cut.row}:
         for pair in adapted[name]:
-            yield (pair[name != cut.row], "weight"), columns.get(name, Shard(1))
-    for name in cut.own:
+            yield (pair[name != module_cut.row], "weight"), columns.get(name, Shard(1))
+    for name in module_cut.params_by_head:
         owner, attribute = owner_of(module, name)
         shape = getattr(owner, attribute).shape
         yield (owner, attribute), Shard(next(dim for dim, n in enumerate(shape) if n > 1))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 EPS = ("variance_epsilon", "eps")  # as classes name it
-APART = 1e-5  # of classes that compute in fp32, whatever they get
+FP32_DISTANCE = 1e-5  # of classes that compute in fp32, whatever they get
 SIZES = (1.0, 1e-3)  # of elements: with the second one eps counts
 
 
@@ -36,25 +36,27 @@ def fuse_norms(model: nn.Module) -> None:
 def is_rms_norm(module: nn.Module) -> bool:
     """Return whether a module on any device, also meta, computes what `F.rms_norm` does."""
     eps, weight = _eps(module), getattr(module, "weight", None)
-    has_more = len(list(module.parameters())) + len(list(module.buffers())) != 1
-    takes_more = len(signature(type(module).forward).parameters) != 2  # self and x
-    if eps is None or weight is None or weight.ndim != 1 or has_more or takes_more:
+    has_other_tensors = len(list(module.parameters())) + len(list(module.buffers())) != 1
+    has_other_inputs = len(signature(type(module).forward).parameters) != 2  # self and x
+    if eps is None or weight is None or weight.ndim != 1 or has_other_tensors or has_other_inputs:
         return False
     with torch.no_grad(), torch.device("cpu"):
         g = torch.Generator().manual_seed(0)
         weight_D = torch.randn(weight.shape, generator=g)
         x_TD = torch.randn(2, len(weight_D), generator=g)
         for size in SIZES:
-            expected_TD = F.rms_norm(size * x_TD, weight_D.shape, weight_D, eps)
+            reference_TD = F.rms_norm(size * x_TD, weight_D.shape, weight_D, eps)
             y_TD = functional_call(module, {"weight": weight_D}, (size * x_TD,))
-            if not torch.allclose(y_TD, expected_TD, rtol=APART, atol=APART * size):
+            if not torch.allclose(
+                y_TD, reference_TD, rtol=FP32_DISTANCE, atol=FP32_DISTANCE * size
+            ):
                 return False
     return True
 
 
 def _eps(module: nn.Module) -> float | None:
     return next(
-        (found for name in EPS if isinstance(found := getattr(module, name, None), float)), None
+        (value for name in EPS if isinstance(value := getattr(module, name, None), float)), None
     )
 
 

@@ -47,14 +47,16 @@ def _check_recorded(
 ) -> None:
     """Forward hook of a base model; its output's `router_logits` has one tensor per MoE layer."""
     layers_of = (m for m in module.modules() if isinstance(m, RoutedLayer))
-    found = [m for m in layers_of if m.config.assignment != "hash"]  # stock records none of those
-    given = named(module, args, kwargs)
-    if not found or not given.get(OPTION, getattr(module.config, OPTION, False)):
+    recordable = [
+        m for m in layers_of if m.config.assignment != "hash"
+    ]  # stock records none of those
+    keywords = named(module, args, kwargs)
+    if not recordable or not keywords.get(OPTION, getattr(module.config, OPTION, False)):
         return  # not parallelized in the end, or not asked for
     if refusal is not None:
         raise NotImplementedError(refusal)
     # Routers that the model keeps are recorded as ever.
-    layers = len(found) if any(isinstance(m, MoELayer) for m in found) else 0
+    layers = len(recordable) if any(isinstance(m, MoELayer) for m in recordable) else 0
     recorded = len(getattr(output, "router_logits", None) or ())
     if layers and recorded != layers:
         raise NotImplementedError(
@@ -87,9 +89,9 @@ def record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
     for name in HOOKS:
         if "forward_hooks" in name:  # and how to call them
             vars(recorder)[name].update(vars(router)[name])
-    own = layer.part("router")
-    own.recorder = recorder
-    own.register_forward_hook(_pass_to_recorder)
+    router_module = layer.part("router")
+    router_module.recorder = recorder
+    router_module.register_forward_hook(_pass_to_recorder)
     return layer
 
 

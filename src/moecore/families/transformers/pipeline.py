@@ -67,15 +67,15 @@ class StagedCausal:
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the model by its name."""
-        found: nn.Module = self.model.get_submodule(target)
-        return found
+        module: nn.Module = self.model.get_submodule(target)
+        return module
 
     def set_submodule(self, target: str, module: nn.Module) -> None:
         """Put a module in the place of one of the model."""
         self.model.set_submodule(target, module)
         if isinstance(module, Elsewhere) and not hasattr(self.model, IS_CUT):
             setattr(self.model, IS_CUT, True)
-            self.model.register_forward_pre_hook(_refuse_whole)
+            self.model.register_forward_pre_hook(_refuse_direct_call)
 
     def stage_parts(self) -> StageParts:
         """Return what pipeline stages are made of."""
@@ -96,10 +96,10 @@ class StagedCausal:
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Raise ValueError for a micro-batch that stages cannot run."""
-        given = [n for n in REFUSED if not (inputs.get(n) is None or inputs[n] is False)]
+        refused_inputs = [n for n in REFUSED if not (inputs.get(n) is None or inputs[n] is False)]
         if getattr(self.model.config.get_text_config(), "output_router_logits", False):
-            given.append("output_router_logits")
-        for name in given:
+            refused_inputs.append("output_router_logits")
+        for name in refused_inputs:
             raise ValueError(
                 f"{name} must be left out of a pipeline stage, which has a part of the layers: "
                 "pass input_ids, and balance experts by parallelize_moe(balance=...)"
@@ -114,28 +114,28 @@ class StagedCausal:
         check_hidden(hidden, stage, self.hidden_shape(stage, inputs))
         if not stage.loss:
             inputs = {n: v for n, v in inputs.items() if n not in LABELS}
-        with self._alone(stage, hidden) as left:
+        with self._only_stage(stage, hidden) as outputs:
             setattr(self.model, RUNS_STAGE, True)
             try:
                 out = self.model(**{**inputs, "use_cache": False, "return_dict": True})
             finally:
                 setattr(self.model, RUNS_STAGE, False)
         if not stage.loss:
-            (found,) = left
+            (output,) = outputs
         else:
-            found = out.logits if getattr(out, "loss", None) is None else out.loss
-        return found
+            output = out.logits if getattr(out, "loss", None) is None else out.loss
+        return output
 
     @contextmanager
-    def _alone(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
+    def _only_stage(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
         """Put `Elsewhere` in the place of what no part of a stage is; yield what leaves a stage."""
         parts, get = self.stage_parts(), self.get_submodule
         layers = _names_of_layers(self, parts)
         line = [parts.embedding, *layers, *parts.final_modules, parts.head]
-        mine = [parts.embedding] * stage.embedding + [layers[i] for i in stage.layers]
-        mine += [*parts.final_modules, parts.head] * stage.loss
-        first, last = line.index(mine[0]), line.index(mine[-1])
-        left: list[Tensor] = []
+        stage_names = [parts.embedding] * stage.embedding + [layers[i] for i in stage.layers]
+        stage_names += [*parts.final_modules, parts.head] * stage.loss
+        first, last = line.index(stage_names[0]), line.index(stage_names[-1])
+        outputs: list[Tensor] = []
         with ExitStack() as ends:
 
             def hook(name: str, run: Callable[..., Any]) -> None:
@@ -143,13 +143,13 @@ class StagedCausal:
 
             for name in line:
                 module = get(name)
-                if name not in mine and not isinstance(module, Elsewhere):
+                if name not in stage_names and not isinstance(module, Elsewhere):
                     ends.callback(self.model.set_submodule, name, module)
                     if name not in self._elsewhere:
                         self._elsewhere[name] = parts.elsewhere(name, module)
                     self.model.set_submodule(name, self._elsewhere[name])
             for i in stage.layers:
-                hook(layers[i], self._refuse_more)
+                hook(layers[i], self._check_output)
             if hidden is not None:
                 nothing = hidden.new_zeros(()).expand(*hidden.shape[:2], self._width)
                 instead: Any = get(parts.embedding)
@@ -162,14 +162,14 @@ class StagedCausal:
                 head.weight = torch.empty(0)  # models read its dtype
                 ends.callback(delattr, head, "weight")
                 # An embedding's output leaves as it is.
-                hook(line[last and last + 1], lambda *call: left.append(_first(call[-1])))
-            yield left
+                hook(line[last and last + 1], lambda *call: outputs.append(_first(call[-1])))
+            yield outputs
 
-    def _refuse_more(self, layer: nn.Module, _args: Any, output: Any) -> None:
+    def _check_output(self, layer: nn.Module, _args: Any, output: Any) -> None:
         """Raise for a layer with results that the next stage would not get."""
         if (1 if isinstance(output, Tensor) else len(output)) != self.stage_parts().results:
-            what = f"{type(layer).__name__} returns more than hidden states"
-            raise _refusal(self.model, what)
+            problem = f"{type(layer).__name__} returns more than hidden states"
+            raise _refusal(self.model, problem)
 
 
 @dataclass
@@ -198,7 +198,7 @@ def _run_shell(model: Any, parts: StageParts) -> _Shell:
     config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
     # One row: what a model unpacks of it in the place of several tensors is an error.
     ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
-    found = _Shell(torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu"))
+    stage_shell = _Shell(torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu"))
     line = [*_names_of_layers(shell, parts), *parts.final_modules, parts.head]
     for name in (parts.embedding, *line):
         shell.set_submodule(name, parts.elsewhere(name, shell.get_submodule(name)))
@@ -206,19 +206,19 @@ def _run_shell(model: Any, parts: StageParts) -> _Shell:
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     for name in line:
-        shell.get_submodule(name).register_forward_pre_hook(partial(found.enter, name))
+        shell.get_submodule(name).register_forward_pre_hook(partial(stage_shell.enter, name))
     for name in (parts.embedding, parts.head):  # models read its device, or its dtype
-        shell.get_submodule(name).weight = found.embedded
-    shell.get_submodule(parts.embedding).register_forward_hook(lambda *_: found.embedded)
-    asked = {"use_cache": False, "return_dict": True}
+        shell.get_submodule(name).weight = stage_shell.embedded
+    shell.get_submodule(parts.embedding).register_forward_hook(lambda *_: stage_shell.embedded)
+    keywords = {"use_cache": False, "return_dict": True}
     if hasattr(config, "output_router_logits"):  # else `check_inputs` refuses it
-        asked["output_router_logits"] = False
+        keywords["output_router_logits"] = False
     try:
         with torch.no_grad():
-            shell(ids, **asked)
+            shell(ids, **keywords)
     except Exception as error:  # of any kind: the model's own code
-        found.failed = error
-    return found
+        stage_shell.failed = error
+    return stage_shell
 
 
 def _check_between(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
@@ -233,19 +233,21 @@ def _check_between(model: Any, parts: StageParts) -> tuple[StageParts, tuple[int
     if early is not None:
         raise _refusal(model, f"it runs {early} in front of a layer")
     if shell.failed is not None:
-        where = f"where {names[-1]} returns hidden states alone" if names else "without its layers"
+        location = (
+            f"where {names[-1]} returns hidden states alone" if names else "without its layers"
+        )
         reason = " ".join(str(shell.failed).split())
-        raise _refusal(model, f"its forward fails {where} ({reason})") from shell.failed
+        raise _refusal(model, f"its forward fails {location} ({reason})") from shell.failed
     line = [*layers, *parts.final_modules, parts.head]
     if names[:num_layers] != layers or names[-1] != parts.head or sorted(names) != sorted(line):
         raise _refusal(model, "it does not run its layers in turn, once each")
-    _, hidden, written = shell.entered[0]
+    _, hidden, outputs = shell.entered[0]
     if hidden is None or hidden.shape[:2] != shell.embedded.shape[:2]:
         raise _refusal(model, f"no hidden states enter {layers[0]}")
     for name, x, _ in shell.entered[: num_layers + 1]:
         if x is None or x.shape != hidden.shape or x.data_ptr() != hidden.data_ptr():
             raise _refusal(model, f"it changes hidden states in front of {name}")
-    if version(shell.embedded) or version(hidden) != written:
+    if version(shell.embedded) or version(hidden) != outputs:
         raise _refusal(model, "it changes hidden states in place")
     return replace(parts, final_modules=tuple(names[num_layers:-1])), tuple(hidden.shape[2:])
 
@@ -276,8 +278,8 @@ def _find_parts(model: Any) -> StageParts:
     lists = [name for name in owners if isinstance(model.get_submodule(name), nn.ModuleList)]
     if len(owners) != 1 or len(lists) != 1 or len(model.get_submodule(lists[0])) != len(blocks):
         raise _refusal(model, f"has its layers in {sorted(owners)}, not in one list")
-    behind = list(model.get_submodule(lists[0].rpartition(".")[0]).children())
-    behind = behind[behind.index(model.get_submodule(lists[0])) + 1 :]
+    siblings = list(model.get_submodule(lists[0].rpartition(".")[0]).children())
+    siblings = siblings[siblings.index(model.get_submodule(lists[0])) + 1 :]
     # Layers with sparse attention may return the keys that they have chosen, for those behind them.
     hand_on = "prev_topk_indices" in signature(blocks[0].forward).parameters
     kinds = model.config.get_text_config().indexer_types if hand_on else ()
@@ -286,26 +288,26 @@ def _find_parts(model: Any) -> StageParts:
         layers=lists[0],
         results=2 if hand_on else 1,
         bound=frozenset(i for i, kind in enumerate(kinds) if kind == "shared"),
-        final_modules=tuple(name_of[m] for m in behind if next(m.parameters(), None) is not None),
+        final_modules=tuple(name_of[m] for m in siblings if next(m.parameters(), None) is not None),
         head=name_of[head],
         tied=any(p is q for p in head.parameters() for q in embedding.parameters()),
     )
     names = (parts.embedding, parts.layers, *parts.final_modules, parts.head)
-    known = tuple(f"{name}." for name in names)
+    prefixes = tuple(f"{name}." for name in names)
     for name, _ in model.named_parameters():
-        if not name.startswith(known):
+        if not name.startswith(prefixes):
             raise _refusal(model, f"has {name} beside its layers")
     return parts
 
 
-def _refusal(model: nn.Module, what: str) -> NotImplementedError:
+def _refusal(model: nn.Module, problem: str) -> NotImplementedError:
     return NotImplementedError(
         f"model ({type(model).__name__}) must be embedding, layers, norm and head alone to be cut "
-        f"to pipeline stages, but {what}"
+        f"to pipeline stages, but {problem}"
     )
 
 
-def _refuse_whole(model: nn.Module, _args: Any) -> None:
+def _refuse_direct_call(model: nn.Module, _args: Any) -> None:
     """Raise for a forward that is no stage's, such as generate's: it would skip other parts."""
     if not getattr(model, RUNS_STAGE, False):
         raise ValueError(

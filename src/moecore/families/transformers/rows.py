@@ -53,12 +53,12 @@ READER = "_moecore_rows"  # attribute of a model that has a reader
 # Names of a `PackedBatch`, and of transformers' FlashAttention. Keys are those of the queries.
 DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q")
 LONGEST = ("max_seqlen", "max_length_q")
-OWN = ("cu_seqlens", "max_seqlen", "padding_mask", "num_tokens")
+ROW_INPUTS = ("cu_seqlens", "max_seqlen", "padding_mask", "num_tokens")
 TOKENS = ("input_ids", "inputs_embeds")
 READ = (*DOCUMENTS, *LONGEST, "padding_mask", "num_tokens", "cu_seq_lens_k", "max_length_k")
 # Losses of transformers that are sums over tokens; others read a whole row, such as its last token.
 TOKEN_LOSSES = (CAUSAL_LOSS, "ForTokenClassification", "ForMaskedLMLoss")
-NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
+UNSUPPORTED_FIELDS = ("attention_dropout", "attn_logit_softcapping")
 # Layers that mix tokens by attention alone, or not at all.
 KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
 LINEAR, SPARSE = "linear_attention", "indexed_attention"
@@ -73,7 +73,7 @@ class RowReader:
     def __init__(self, model: nn.Module) -> None:
         self.cp: ContextParallel | None = None  # ranks that hold parts of rows; None = this one all
         self.groups: Mapping[int, ContextParallel] = {}  # by the cp of a forward
-        self._other = why_whole(model) or why_one_document(model)
+        self._other = packing_problem(model) or why_one_document(model)
         base: Any = model.base_model
         self._longest = LongestPosition(base)
         model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
@@ -86,21 +86,21 @@ class RowReader:
         for block in _listed(model.base_model):
             layers = [m for m in block.modules() if isinstance(m, RoutedLayer)]
             layers = [layer for layer in layers if not hasattr(layer, SEQUENCE)]
-            for told in (block, *block.children()) if layers else ():
-                told.register_forward_pre_hook(partial(_show, layers), with_kwargs=True)
+            for reader in (block, *block.children()) if layers else ():
+                reader.register_forward_pre_hook(partial(_show, layers), with_kwargs=True)
             for layer in layers:
                 setattr(layer, SEQUENCE, Sequence())
                 tell = partial(_tell, choices.get(layer, Tensor.flatten))
                 # Of whole rows, so before the hook that cuts them for tp ranks.
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
 
-    def sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
+    def sequence_of(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
         """Return where the tokens of whole rows, ids [B, T] or embeddings of them, stand."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
-        cu_seqlens, longest = _of(given, DOCUMENTS), _of(given, LONGEST)
-        sequence, mask_BT = Sequence(), given.get("padding_mask")
-        ranks = self.ranks_of(given.get("cp"))
-        _refuse_lost_labels(given)
+        cu_seqlens, longest = _of(inputs, DOCUMENTS), _of(inputs, LONGEST)
+        sequence, mask_BT = Sequence(), inputs.get("padding_mask")
+        ranks = self.ranks_of(inputs.get("cp"))
+        _refuse_lost_labels(inputs)
         if cu_seqlens is not None:
             if self._other is not None:
                 raise ValueError(
@@ -110,7 +110,7 @@ class RowReader:
             sequence = packed_sequence(cu_seqlens, longest, shape, device)
         elif longest is not None:
             raise _without_documents(longest)
-        elif given.get("position_ids") is not None:
+        elif inputs.get("position_ids") is not None:
             raise ValueError(
                 "position_ids must be None after use_causal_attention without cu_seq_lens_q, "
                 "because documents are not looked for in them: pass both, or rows of one sequence "
@@ -119,8 +119,8 @@ class RowReader:
         if ranks is not None:
             if cu_seqlens is not None:
                 check_documents(cu_seqlens, ranks.size)
-            held = HeldTokens(ranks, shape, sequence.cu_seqlens, sequence.max_seqlen)
-            sequence = replace(sequence, held=held)
+            local_tokens = HeldTokens(ranks, shape, sequence.cu_seqlens, sequence.max_seqlen)
+            sequence = replace(sequence, held=local_tokens)
         if mask_BT is not None:
             mask_BT = sequence.own(mask_BT.to(device))
         return replace(sequence, padding_mask_BT=mask_BT)
@@ -156,7 +156,7 @@ class MaskReader:
     """What forwards of a model that attends by its own means tell its MoE layers: its padding."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self._now, self._has_warned = model, threading.local(), False
+        self._model, self._state, self._has_warned = model, threading.local(), False
         base: Any = model.base_model
         model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -172,9 +172,9 @@ class MaskReader:
             if any(isinstance(module, RoutedLayer) for module in block.modules())
         }
         for block in self._unchecked:
-            block.register_forward_pre_hook(self._check_packed, with_kwargs=True)
+            block.register_forward_pre_hook(self._check_packed_rows, with_kwargs=True)
 
-    def _check_packed(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+    def _check_packed_rows(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         """Refuse documents that attention does not keep apart, in a block's first training forward.
 
         The host waits for the device there: for positions, and for one number of the mask.
@@ -201,11 +201,11 @@ class MaskReader:
                 stacklevel=2,
             )
         elif begins and text._attn_implementation in MASKED and _attends(mask, *begins[0]):
-            name, how = type(self._model).__name__, text._attn_implementation
+            name, implementation = type(self._model).__name__, text._attn_implementation
             raise ValueError(
-                f"position_ids must be of rows of one sequence each for {name} with {how!r} "
-                "attention, whose mask does not read them: call use_causal_attention(model) before "
-                "parallelize_moe"
+                f"position_ids must be of rows of one sequence each for {name} with "
+                f"{implementation!r} attention, whose mask does not read them: "
+                "call use_causal_attention(model) before parallelize_moe"
             )
 
     def _enter(
@@ -213,38 +213,38 @@ class MaskReader:
     ) -> tuple[tuple[Any, ...], Kwargs] | None:
         if hasattr(self._model, READER):  # which reads more
             return None
-        given = named(base, args, kwargs)
-        tokens = _of(given, TOKENS)
+        inputs = named(base, args, kwargs)
+        tokens = _of(inputs, TOKENS)
         if tokens is None:
             return None
-        self._now.sequence = self._sequence_of(tokens, given)
-        return args, {name: value for name, value in kwargs.items() if name not in OWN}
+        self._state.sequence = self._sequence_of(tokens, inputs)
+        return args, {name: value for name, value in kwargs.items() if name not in ROW_INPUTS}
 
-    def _sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
-        cu_seqlens, mask_BT = given.get("cu_seqlens"), given.get("padding_mask")
+    def _sequence_of(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
+        cu_seqlens, mask_BT = inputs.get("cu_seqlens"), inputs.get("padding_mask")
         if cu_seqlens is not None:
             of_documents = why_one_document(self._model)
-            other = why_whole(self._model, is_told=False) or of_documents
+            other = packing_problem(self._model, has_row_inputs=False) or of_documents
             if other is not None:
                 fix = "give rows of one sequence each"
-                if why_whole(self._model) is None and of_documents is None:
+                if packing_problem(self._model) is None and of_documents is None:
                     fix = "call use_causal_attention(model)"
                 raise ValueError(
                     f"cu_seqlens must be None for a model with {other}, which does not keep "
                     f"documents apart: {fix}"
                 )
-            if given.get("position_ids") is None:
+            if inputs.get("position_ids") is None:
                 raise ValueError(
                     "cu_seqlens must come with position_ids, by which transformers keeps documents "
                     "apart: pass both, or call use_causal_attention(model)"
                 )
             shape = tokens.shape[0], tokens.shape[1]
-            sequence = packed_sequence(cu_seqlens, given.get("max_seqlen"), shape, tokens.device)
-        elif given.get("max_seqlen") is not None:
-            raise _without_documents(given["max_seqlen"])
+            sequence = packed_sequence(cu_seqlens, inputs.get("max_seqlen"), shape, tokens.device)
+        elif inputs.get("max_seqlen") is not None:
+            raise _without_documents(inputs["max_seqlen"])
         else:
             sequence = Sequence()
-        mask = given.get("attention_mask")
+        mask = inputs.get("attention_mask")
         if mask_BT is None and isinstance(mask, Tensor) and mask.ndim == 2:
             mask_BT = mask[:, -tokens.shape[1] :] == 0  # the last of keys that a cache has
         elif mask_BT is None and mask is not None and cu_seqlens is None:
@@ -267,7 +267,7 @@ class MaskReader:
         )
 
     def _leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        sequence, self._now.sequence = getattr(self._now, "sequence", None), None
+        sequence, self._state.sequence = getattr(self._state, "sequence", None), None
         if sequence is None or (sequence.padding_mask_BT is None and sequence.cu_seqlens is None):
             return
         hidden = output if isinstance(output, Tensor) else output[0]
@@ -275,17 +275,17 @@ class MaskReader:
             hidden.register_hook(lambda _: self._begin_backward(sequence))
 
     def _begin_backward(self, sequence: Sequence) -> None:
-        self._now.sequence = sequence
+        self._state.sequence = sequence
         call_after_backward(self._clear)
 
     def _clear(self) -> None:
-        self._now.sequence = None
+        self._state.sequence = None
 
     def _tell(
         self, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, Kwargs] | None:
-        sequence = getattr(self._now, "sequence", None)
-        return None if sequence is None else _told(sequence, choose, layer, args, kwargs)
+        sequence = getattr(self._state, "sequence", None)
+        return None if sequence is None else _row_keywords(sequence, choose, layer, args, kwargs)
 
 
 def _attends(mask: Any, row: int, place: int) -> bool:
@@ -300,43 +300,43 @@ class KindReader:
     """Which tokens each MoE of a block gets whose modalities have one each."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._now = threading.local()
+        self._state = threading.local()
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        self._now.kinds_BT = kinds_of(args, kwargs)
+        self._state.kinds_BT = kinds_of(args, kwargs)
 
     def text(self, x_BT: Tensor) -> Tensor:
         """Return the entries of text, in order."""
-        kinds_BT = self._now.kinds_BT
+        kinds_BT = self._state.kinds_BT
         return x_BT.flatten() if kinds_BT is None else x_BT[kinds_BT == 0]  # syncs, as the block
 
     def images(self, x_BT: Tensor) -> Tensor:
         """Return the entries of images, in order."""
-        kinds_BT = self._now.kinds_BT
+        kinds_BT = self._state.kinds_BT
         return x_BT.flatten()[:0] if kinds_BT is None else x_BT[kinds_BT != 0]
 
 
 def _choices(base: nn.Module) -> dict[nn.Module, Choose]:
     """Return what chooses, of all tokens, those of a MoE layer that gets one modality."""
-    found = dict[nn.Module, Choose]()
+    choose_of = dict[nn.Module, Choose]()
     blocks: list[Any] = [block for block in base.modules() if has_vision_experts(block)]
     for block in blocks:
         reader = KindReader(block)
-        found |= dict.fromkeys(block.text_moe.modules(), reader.text)
-        found |= dict.fromkeys(block.vision_moe.modules(), reader.images)
-    return found
+        choose_of |= dict.fromkeys(block.text_moe.modules(), reader.text)
+        choose_of |= dict.fromkeys(block.vision_moe.modules(), reader.images)
+    return choose_of
 
 
 def _tell_loss(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], Kwargs] | None:
     """Give transformers' loss what it divides by, under its own name, and never 0."""
-    given = named(model, args, kwargs)
-    _refuse_lost_labels(given)
-    number = _of(given, ("num_items_in_batch", "num_tokens"))
-    if number is None and given.get("labels") is not None and _divides_by_labels(model):
-        number = count_labels(shifted_labels(given))
+    inputs = named(model, args, kwargs)
+    _refuse_lost_labels(inputs)
+    number = _of(inputs, ("num_items_in_batch", "num_tokens"))
+    if number is None and inputs.get("labels") is not None and _divides_by_labels(model):
+        number = count_labels(shifted_labels(inputs))
     if number is None:
         return None
     number = number.masked_fill(number == 0, 1) if isinstance(number, Tensor) else number or 1
@@ -344,21 +344,21 @@ def _tell_loss(
     return args, kwargs | {"num_items_in_batch": number}
 
 
-def _refuse_lost_labels(given: Kwargs) -> None:
+def _refuse_lost_labels(inputs: Kwargs) -> None:
     """Raise for documents across rows, whose labels are shifted within rows; on a CPU alone."""
-    cu_seqlens, labels_BT = _of(given, DOCUMENTS), given.get("labels")
-    if labels_BT is None or cu_seqlens is None or given.get("shift_labels") is not None:
+    cu_seqlens, labels_BT = _of(inputs, DOCUMENTS), inputs.get("labels")
+    if labels_BT is None or cu_seqlens is None or inputs.get("shift_labels") is not None:
         return
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     B, T = labels_BT.shape
     borders = set(cu_seqlens.tolist())
-    lost = next((row * T for row in range(1, B) if row * T not in borders), None)
-    if lost is not None and B * T in borders:  # else they are refused for that
+    position = next((row * T for row in range(1, B) if row * T not in borders), None)
+    if position is not None and B * T in borders:  # else they are refused for that
         raise ValueError(
-            f"cu_seqlens must have {lost}, where a row begins, because labels are shifted within "
-            f"rows ({T} tokens): end documents with rows, or pass labels that are shifted as "
-            "shift_labels too"
+            f"cu_seqlens must have {position}, where a row begins, because labels are shifted "
+            f"within rows ({T} tokens): end documents with rows, or pass labels "
+            "that are shifted as shift_labels too"
         )
 
 
@@ -368,10 +368,10 @@ def _divides_by_labels(model: Any) -> bool:
     return hands_on and has_causal_loss(model)
 
 
-def shifted_labels(given: Kwargs) -> Tensor:
+def shifted_labels(inputs: Kwargs) -> Tensor:
     """Return the labels of whole rows, each in the place of the token that predicts it."""
-    shifted_BT: Tensor | None = given.get("shift_labels")
-    return shift_left(given["labels"], 1, IGNORE_INDEX) if shifted_BT is None else shifted_BT
+    shifted_BT: Tensor | None = inputs.get("shift_labels")
+    return shift_left(inputs["labels"], 1, IGNORE_INDEX) if shifted_BT is None else shifted_BT
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
@@ -386,28 +386,32 @@ def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
             "arguments after input_ids must be given by name after use_causal_attention: a mask "
             "among them would be ignored"
         )
-    given = [*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
-    found: Tensor = next(x for x in given if x is not None)
-    return found
+    candidates = [*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+    tokens: Tensor = next(x for x in candidates if x is not None)
+    return tokens
 
 
-def why_whole(model: nn.Module, *, is_told: bool = True) -> str | None:
+def packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
     """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing.
 
-    `is_told`: after `use_causal_attention`, which tells linear and sparse attention of documents.
+    `has_row_inputs`: whether `use_causal_attention` was called, after which linear and sparse
+    attention read documents.
     """
     config: Any = model.config
     text = config.get_text_config()
-    linear = linear_layers(model) if is_told else []
-    told = {LINEAR: len(linear), SPARSE: len(sparse_layers(model)) if is_told else 0}
-    if (other := _other_kind(text, told)) is not None:
+    linear = linear_layers(model) if has_row_inputs else []
+    row_layers = {LINEAR: len(linear), SPARSE: len(sparse_layers(model)) if has_row_inputs else 0}
+    if (other := _other_kind(text, row_layers)) is not None:
         return other
-    for owner, field in [(config, "is_encoder_decoder"), *((text, name) for name in NOT_COMPUTED)]:
+    for owner, field in [
+        (config, "is_encoder_decoder"),
+        *((text, name) for name in UNSUPPORTED_FIELDS),
+    ]:
         if getattr(owner, field, None):
             return f"{field} ({getattr(owner, field)})"
-    apart = {part for layer in linear for part in layer.modules()}
+    linear_modules = {part for layer in linear for part in layer.modules()}
     for name, module in model.named_modules():
-        is_convolution = isinstance(module, CONVOLUTIONS) and module not in apart
+        is_convolution = isinstance(module, CONVOLUTIONS) and module not in linear_modules
         if is_convolution or getattr(module, "is_causal", True) is False:
             return f"{name} ({type(module).__name__})"
     return None
@@ -423,19 +427,21 @@ def why_one_document(model: nn.Module) -> str | None:
     return None
 
 
-def _other_kind(text: Any, told: Mapping[str, int] | None = None) -> str | None:
+def _other_kind(text: Any, row_layers: Mapping[str, int] | None = None) -> str | None:
     """Return the first layer of a config that mixes tokens by other means than attention.
 
-    A kind of which all layers of the config are `told` is none.
+    A kind of which all layers of the config are `row_layers` is none.
     """
     kinds = getattr(text, "layer_types", None) or ()
-    of_told = (kind for kind, number in (told or {}).items() if number == kinds.count(kind))
-    known = (*KINDS, *of_told)
-    return next((f"layer_types[{i}] ({k!r})" for i, k in enumerate(kinds) if k not in known), None)
+    row_kinds = (kind for kind, number in (row_layers or {}).items() if number == kinds.count(kind))
+    known_kinds = (*KINDS, *row_kinds)
+    return next(
+        (f"layer_types[{i}] ({k!r})" for i, k in enumerate(kinds) if k not in known_kinds), None
+    )
 
 
-def _of(given: Kwargs, names: tuple[str, ...]) -> Any:
-    return next((given[name] for name in names if given.get(name) is not None), None)
+def _of(inputs: Kwargs, names: tuple[str, ...]) -> Any:
+    return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
 
 def _without_documents(longest: Any) -> ValueError:
@@ -452,7 +458,7 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _show(
-    layers: list[RoutedLayer], told: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    layers: list[RoutedLayer], reader: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> None:
     """Let the MoE layers of a block know what it or its attention is told."""
     if SEQUENCE in kwargs:
@@ -464,18 +470,18 @@ def _tell(
     choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
     """Pass documents and padding to a MoE layer, behind a router of transformers' own padding."""
-    return _told(getattr(layer, SEQUENCE), choose, layer, args, kwargs)
+    return _row_keywords(getattr(layer, SEQUENCE), choose, layer, args, kwargs)
 
 
-def _told(
+def _row_keywords(
     sequence: Sequence, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
     mask_BT = sequence.padding_mask_BT
     if isinstance(layer, MoELayer):
-        told: Kwargs = {"cu_seqlens": sequence.cu_seqlens}
-        told |= {} if mask_BT is None else {"padding_mask": mask_BT}
-        told |= {} if sequence.held is None else {"cp": sequence.held.cp.size}
-        return args, told | kwargs
+        keywords: Kwargs = {"cu_seqlens": sequence.cu_seqlens}
+        keywords |= {} if mask_BT is None else {"padding_mask": mask_BT}
+        keywords |= {} if sequence.held is None else {"cp": sequence.held.cp.size}
+        return args, keywords | kwargs
     if mask_BT is None:
         return None
     x_TD, ids_TK, *rest = args

@@ -146,8 +146,8 @@ def _by_head(layer: Any) -> tuple[Tensor, Tensor]:
     # By a product with the identity: adapters, FP8 and tp have their part in it.
     linear, L = layer.kv_b_proj, layer.kv_lora_rank
     dtype = layer.kv_a_layernorm.weight.dtype
-    ones_LL = torch.eye(L, dtype=dtype, device=layer.kv_a_layernorm.weight.device)
-    of_heads = linear(ones_LL).unflatten(-1, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
+    identity_LL = torch.eye(L, dtype=dtype, device=layer.kv_a_layernorm.weight.device)
+    of_heads = linear(identity_LL).unflatten(-1, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
     up_LHn, down_LHv = of_heads.split((layer.qk_nope_head_dim, layer.v_head_dim), dim=-1)
     return up_LHn.permute(1, 2, 0), down_LHv.transpose(0, 1)
 

@@ -45,8 +45,8 @@ def outermost(module: nn.Module) -> Iterator[Any]:
 @cache
 def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a class's forward by name, in order."""
-    own = list(inspect.signature(forward).parameters.values())[1:]
-    return {parameter.name: parameter for parameter in own}
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return {parameter.name: parameter for parameter in parameters}
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,9 +100,9 @@ def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
         part = block.get_submodule(path)
         function = "act_fn" if path == layout.experts else "score_fn"
         _check(part, f"{path} ({type(part).__name__}) of {kind}", home, children=(function,))
-        if (own := part._modules.get(function)) is not None:
-            name = f"{path}.{function} ({type(own).__name__}) of {kind}"
-            _check(own, name, ACTIVATION_MODULES)
+        if (replacement := part._modules.get(function)) is not None:
+            name = f"{path}.{function} ({type(replacement).__name__}) of {kind}"
+            _check(replacement, name, ACTIVATION_MODULES)
     _check_implementation(block.get_submodule(layout.experts), kind)
 
 

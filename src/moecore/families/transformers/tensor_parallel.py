@@ -45,7 +45,7 @@ from moecore.families.transformers.module_cut import (
     Stack,
     cut_placements,
     linears_of,
-    own_rows,
+    local_rows,
     owner_of,
 )
 from moecore.families.transformers.stock import named, outermost
@@ -69,19 +69,19 @@ class CutTransformer:
         tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
         if tp.size == 1:
             return
-        cuts, whole = find_cuts(self.model, tp.size)
-        for reason in whole:
+        cuts, uncut_types = find_cuts(self.model, tp.size)
+        for reason in uncut_types:
             logger.info("tp leaves whole %s", reason)
         places = dict[tuple[nn.Module, str], Placement]()
-        for module, cut in cuts.items():
-            places |= dict(cut_placements(module, cut))
+        for module, module_cut in cuts.items():
+            places |= dict(cut_placements(module, module_cut))
         places |= {(module, "weight"): Shard(0) for module in cut_vocabulary(self.model, tp)}
         for layer in self.model.modules():
             if isinstance(layer, RoutedLayer):
                 OwnTokens(tp, layer)
         _shard(self.model, tp_mesh, places)
-        for module, cut in cuts.items():
-            _hook(tp, module, cut)
+        for module, module_cut in cuts.items():
+            _hook(tp, module, module_cut)
         EqualLosses(tp, self.model)
 
     def check(self, tp: int) -> None:
@@ -93,11 +93,11 @@ class CutTransformer:
             NotImplementedError: for a model of which nothing can be cut.
         """
         _check_drawn(self.model, tp)
-        cuts, whole = find_cuts(self.model, tp)
+        cuts, uncut_types = find_cuts(self.model, tp)
         if not (cuts or any(isinstance(m, MoELayer) for m in self.model.modules())):
             raise NotImplementedError(
                 f"ParallelConfig.tp ({tp}) must be 1 for {type(self.model).__name__}, of "
-                f"which no module can be cut: {'; '.join(whole) or 'no attention is known'}"
+                f"which no module can be cut: {'; '.join(uncut_types) or 'no attention is known'}"
             )
 
 
@@ -114,47 +114,52 @@ def _check_drawn(model: nn.Module, tp: int) -> None:
             )
 
 
-def _hook(tp: TensorParallel, module: Any, cut: ModuleCut) -> None:
+def _hook(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
     """Let the parts of a module exchange what a rank's part of the weights does not give."""
-    row: Any = module.get_submodule(cut.row)
+    row: Any = module.get_submodule(module_cut.row)
     if row.bias is None:
         row.register_forward_hook(partial(_add, tp))
     else:
         row.__class__, row.tp = BiasedRow, tp
-    for name in cut.norms:
+    for name in module_cut.norms:
         norm = module.get_submodule(name)
         norm.register_forward_pre_hook(partial(_gather_columns, tp))
         norm.register_forward_hook(partial(_own_columns, tp))
-    for name, head_dim in (cut.shared or {}).items():
+    for name, head_dim in (module_cut.shared or {}).items():
         linear = module.get_submodule(name)
         head = tp.rank * (linear.out_features // head_dim) // tp.size
         linear.register_forward_hook(partial(_own_head, head, head_dim))
-    for name, stack in (cut.stacks or {}).items():
+    for name, stack in (module_cut.stacks or {}).items():
         for linear in linears_of(module.get_submodule(name)):
-            linear.__class__, linear.rows = RowsOfWhole, list(own_rows(stack, tp.rank, tp.size))
+            linear.__class__, linear.rows = (
+                FullRowsLinear,
+                list(local_rows(stack, tp.rank, tp.size)),
+            )
         module.config = OwnHeads(module.config, stack[0][0] // tp.size)
-    if cut.num_shared and hasattr(module, "num_key_value_groups"):
-        module.num_key_value_groups = module.num_key_value_groups * cut.num_shared // tp.size
-    for name, stack in cut.travel.items():
+    if module_cut.num_shared and hasattr(module, "num_key_value_groups"):
+        module.num_key_value_groups = module.num_key_value_groups * module_cut.num_shared // tp.size
+    for name, stack in module_cut.travel.items():
         module.get_submodule(name).register_forward_hook(HeadExchange(tp, stack))
-    for name, stack in cut.read.items():
+    for name, stack in module_cut.read.items():
         part = module.get_submodule(name)
-        _read_by(part, {n: partial(_rows_of_whole, tp, n, stack) for n in part._parameters})
-    if cut.read:
+        _read_by(part, {n: partial(_full_rows_linear, tp, n, stack) for n in part._parameters})
+    if module_cut.read:
         refuse_shortcut(module)
-    for name, size in cut.groups.items():
+    for name, size in module_cut.groups.items():
         norm = module.get_submodule(name)
         norm.forward = partial(_group_norm, tp, size, norm)  # type: ignore[method-assign]
-    for name, number in cut.counts.items():
+    for name, number in module_cut.counts.items():
         setattr(*owner_of(module, name), number)
-    if cut.buffers:
-        _read_by(module, {n: partial(_own_part, tp, n, dim) for n, dim in cut.buffers.items()})
+    if module_cut.buffers:
+        _read_by(
+            module, {n: partial(_own_part, tp, n, dim) for n, dim in module_cut.buffers.items()}
+        )
 
 
 def _read_by(module: nn.Module, getters: Mapping[str, Callable[[nn.Module], Any]]) -> None:
     """Let a module's code read attributes in another way."""
-    whole, own = type(module), {name: property(getter) for name, getter in getters.items()}
-    module.__class__ = type(whole.__name__, (whole,), own | {"__module__": whole.__module__})
+    base, properties = type(module), {name: property(getter) for name, getter in getters.items()}
+    module.__class__ = type(base.__name__, (base,), properties | {"__module__": base.__module__})
 
 
 def _own_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
@@ -163,7 +168,7 @@ def _own_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Ten
     return buffer.chunk(tp.size, dim)[tp.rank]
 
 
-class RowsOfWhole(nn.Linear):
+class FullRowsLinear(nn.Linear):
     """A linear with a whole weight that multiplies with some of its rows."""
 
     rows: list[slice]
@@ -186,11 +191,11 @@ class OwnHeads:
         return getattr(self._config, name)
 
 
-def _rows_of_whole(tp: TensorParallel, name: str, stack: Stack, module: nn.Module) -> Any:
+def _full_rows_linear(tp: TensorParallel, name: str, stack: Stack, module: nn.Module) -> Any:
     param = module._parameters[name]
     if param is None or isinstance(param, DTensor):  # outside of forward, where it is initialised
         return param
-    return torch.cat([param[rows] for rows in own_rows(stack, tp.rank, tp.size)])
+    return torch.cat([param[rows] for rows in local_rows(stack, tp.rank, tp.size)])
 
 
 class HeadExchange:
@@ -202,52 +207,54 @@ class HeadExchange:
 
     def __init__(self, tp: TensorParallel, stack: Stack) -> None:
         self._group, ranks = tp.group, range(tp.size)
-        self._made = sum(heads * size for heads, size in stack) // tp.size
+        self._num_local = sum(heads * size for heads, size in stack) // tp.size
 
         def common(maker: int, taker: int) -> list[tuple[int, int]]:
             """Of what one rank makes, the columns that another one takes: starts and ends."""
-            start = maker * self._made
-            rows = list(own_rows(stack, taker, tp.size))
-            within = [(max(r.start - start, 0), min(r.stop - start, self._made)) for r in rows]
-            return [(a, b) for a, b in within if a < b]
+            start = maker * self._num_local
+            rows = list(local_rows(stack, taker, tp.size))
+            ranges = [(max(r.start - start, 0), min(r.stop - start, self._num_local)) for r in rows]
+            return [(a, b) for a, b in ranges if a < b]
 
-        self._sent = [common(tp.rank, taker) for taker in ranks]
-        self._received = [common(maker, tp.rank) for maker in ranks]
+        self._send_ranges = [common(tp.rank, taker) for taker in ranks]
+        self._receive_ranges = [common(maker, tp.rank) for maker in ranks]
 
     def __call__(self, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
         """Return [..., outputs of a rank's heads]; backward adds what ranks did with one output."""
-        return once(exchanged, y, self._there, self._back)  # type: ignore[no-any-return]
+        return once(exchanged, y, self._dispatch, self._back)  # type: ignore[no-any-return]
 
-    def _there(self, y: Tensor) -> Tensor:
+    def _dispatch(self, y: Tensor) -> Tensor:
         y_TN = y.flatten(0, -2)
-        pieces = [[y_TN[:, a:b] for a, b in to] for to in self._sent]
-        own = self._swapped(pieces, self._received)
-        return torch.cat(own, 1).unflatten(0, y.shape[:-1])
+        pieces = [[y_TN[:, a:b] for a, b in to] for to in self._send_ranges]
+        local_parts = self._swapped(pieces, self._receive_ranges)
+        return torch.cat(local_parts, 1).unflatten(0, y.shape[:-1])
 
     def _back(self, grad: Tensor) -> Tensor:
         grad_TN = grad.flatten(0, -2)
-        widths = [b - a for maker in self._received for a, b in maker]
+        widths = [b - a for maker in self._receive_ranges for a, b in maker]
         pieces = iter(grad_TN.split(widths, 1))
-        back = self._swapped([[next(pieces) for _ in to] for to in self._received], self._sent)
+        back = self._swapped(
+            [[next(pieces) for _ in to] for to in self._receive_ranges], self._send_ranges
+        )
         dtype = torch.promote_types(grad.dtype, torch.float32)  # of sums over ranks
-        summed_TN = grad_TN.new_zeros(len(grad_TN), self._made, dtype=dtype)
-        for (a, b), piece in zip(itertools.chain(*self._sent), back, strict=True):
-            summed_TN[:, a:b] += piece
-        return summed_TN.to(grad.dtype).unflatten(0, grad.shape[:-1])
+        sums_TN = grad_TN.new_zeros(len(grad_TN), self._num_local, dtype=dtype)
+        for (a, b), piece in zip(itertools.chain(*self._send_ranges), back, strict=True):
+            sums_TN[:, a:b] += piece
+        return sums_TN.to(grad.dtype).unflatten(0, grad.shape[:-1])
 
     def _swapped(
-        self, pieces: list[list[Tensor]], expected: list[list[tuple[int, int]]]
+        self, pieces: list[list[Tensor]], ranges: list[list[tuple[int, int]]]
     ) -> list[Tensor]:
         """Send each rank its pieces, [T, columns]; return what ranks send, of expected columns."""
-        sent = torch.cat([piece.flatten() for to in pieces for piece in to])
+        send_buffer = torch.cat([piece.flatten() for to in pieces for piece in to])
         T = next(len(piece) for to in pieces for piece in to)
-        receives = [sum(T * (b - a) for a, b in maker) for maker in expected]
-        received = sent.new_empty(sum(receives))
-        if not is_silent(sent):
+        receives = [sum(T * (b - a) for a, b in maker) for maker in ranges]
+        receive_buffer = send_buffer.new_empty(sum(receives))
+        if not is_silent(send_buffer):
             sends = [sum(piece.numel() for piece in to) for to in pieces]
-            dist.all_to_all_single(received, sent, receives, sends, group=self._group)
-        widths = [b - a for maker in expected for a, b in maker]
-        parts = received.split([T * width for width in widths])
+            dist.all_to_all_single(receive_buffer, send_buffer, receives, sends, group=self._group)
+        widths = [b - a for maker in ranges for a, b in maker]
+        parts = receive_buffer.split([T * width for width in widths])
         return [part.view(T, width) for part, width in zip(parts, widths, strict=True)]
 
 
@@ -298,18 +305,18 @@ def _shard(
 ) -> None:
     """Make DTensors of all parameters but those of routed experts. Tied ones stay tied."""
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
-    routed = {m for layer in layers for m in layer.part("experts").modules()}
-    made = dict[nn.Parameter, nn.Parameter]()
+    expert_modules = {m for layer in layers for m in layer.part("experts").modules()}
+    sharded_of = dict[nn.Parameter, nn.Parameter]()
     for module in model.modules():
         for name, param in list(module._parameters.items()):
-            if param is None or module in routed:
+            if param is None or module in expert_modules:
                 continue
-            if param in made:
-                module.register_parameter(name, made[param])
+            if param in sharded_of:
+                module.register_parameter(name, sharded_of[param])
                 continue
             placement = places.get((module, name), Replicate())
             shard_parameter(module, name, tp_mesh, (placement,), reads_plain=True)
-            made[param] = module._parameters[name]  # type: ignore[assignment]
+            sharded_of[param] = module._parameters[name]  # type: ignore[assignment]
 
 
 class OwnTokens:
@@ -320,7 +327,7 @@ class OwnTokens:
     """
 
     def __init__(self, tp: TensorParallel, layer: RoutedLayer) -> None:
-        self._tp, self._now = tp, threading.local()
+        self._tp, self._state = tp, threading.local()
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
         layer.register_forward_hook(self._leave)
         router: Any = layer.part("router")
@@ -330,52 +337,54 @@ class OwnTokens:
     def _enter(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = named(layer, args, kwargs)
-        x = given.pop("x" if isinstance(layer, MoELayer) else "hidden_states")
-        self._now.shape = shape = x.shape[:-1]
+        inputs = named(layer, args, kwargs)
+        x = inputs.pop("x" if isinstance(layer, MoELayer) else "hidden_states")
+        self._state.shape = shape = x.shape[:-1]
         padding = -shape[-1] % self._tp.size
         if isinstance(layer, MoELayer):
-            if padding and given.get("cu_seqlens") is not None:
+            if padding and inputs.get("cu_seqlens") is not None:
                 raise ValueError(
                     f"rows of documents ({shape[-1]} tokens) must be multiples of tp "
                     f"({self._tp.size}): pad the rows"
                 )
-            mask = given.get("padding_mask")
+            mask = inputs.get("padding_mask")
             if padding and mask is None:
                 mask = x.new_zeros(shape, dtype=bool)
             for name, of_tokens, fill in (
                 ("padding_mask", mask, True),
-                ("input_ids", given.get("input_ids"), 0),
+                ("input_ids", inputs.get("input_ids"), 0),
             ):
                 if of_tokens is not None:
-                    given[name] = self._own(of_tokens[..., None], padding, fill)[..., 0]
-            return (self._own(x, padding),), given
+                    inputs[name] = self._local_rows(of_tokens[..., None], padding, fill)[..., 0]
+            return (self._local_rows(x, padding),), inputs
         fills = {"top_k_index": -1, "top_k_weights": 0}
-        own = {name: self._own(given[name], padding, fill) for name, fill in fills.items()}
-        return (self._own(x, padding),), own
+        local_inputs = {
+            name: self._local_rows(inputs[name], padding, fill) for name, fill in fills.items()
+        }
+        return (self._local_rows(x, padding),), local_inputs
 
-    def _own(self, x_TD: Tensor, padding: int, fill: float = 0) -> Tensor:
+    def _local_rows(self, x_TD: Tensor, padding: int, fill: float = 0) -> Tensor:
         """Return this rank's slice of the tokens, which are the dim before the last."""
         x_TD = F.pad(x_TD, (0, 0, 0, padding), value=fill) if padding else x_TD
         size = x_TD.shape[-2] // self._tp.size
         return x_TD.narrow(-2, self._tp.rank * size, size).contiguous()
 
-    def _whole(self, y_tD: Tensor) -> Tensor:
+    def _gather_rows(self, y_tD: Tensor) -> Tensor:
         """Return all ranks' slices without padding, in the shape of the tokens."""
-        *B, T = self._now.shape
+        *B, T = self._state.shape
         y_BtD = y_tD.view(*B, -1, y_tD.shape[-1]) if B else y_tD[None]
         y_BTD = self._tp.gather(y_BtD)[:, :T]
         return y_BTD.reshape(*B, T, -1)
 
     def _leave(self, layer: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (self._whole(output[0]), *output[1:])
-        return self._whole(output)
+            return (self._gather_rows(output[0]), *output[1:])
+        return self._gather_rows(output)
 
     def _whole_logits(self, recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
         if len(recorder._forward_hooks) == 1:  # transformers was never asked for them
             return logits
-        logits_TE = self._whole(logits[0]).flatten(0, -2)
+        logits_TE = self._gather_rows(logits[0]).flatten(0, -2)
         return tuple(logits_TE for _ in logits)
 
 
@@ -383,7 +392,7 @@ class EqualLosses:
     """Divides the gradient by which a backward of equal ranks begins by their number."""
 
     def __init__(self, tp: TensorParallel, model: nn.Module) -> None:
-        self._size, self._now = tp.size, threading.local()
+        self._size, self._state = tp.size, threading.local()
         model.register_forward_pre_hook(self._enter)
         model.register_forward_hook(self._leave, always_call=True)
         for outer in outermost(model):
@@ -391,10 +400,10 @@ class EqualLosses:
                 outer.base_model.register_forward_pre_hook(self._check)
 
     def _enter(self, _model: nn.Module, _args: Any) -> None:
-        self._now.depth = self._depth + 1
+        self._state.depth = self._depth + 1
 
     def _leave(self, model: nn.Module, _args: Any, output: Any) -> Any:
-        self._now.depth = max(self._depth - 1, 0)  # another hook may have raised before
+        self._state.depth = max(self._depth - 1, 0)  # another hook may have raised before
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if isinstance(head, Elsewhere):  # a pipeline stage, whose gradient another one begins
             return output
@@ -402,7 +411,7 @@ class EqualLosses:
 
     @property
     def _depth(self) -> int:
-        return getattr(self._now, "depth", 0)
+        return getattr(self._state, "depth", 0)
 
     def _check(self, base: nn.Module, _args: Any) -> None:
         if not self._depth and torch.is_grad_enabled():

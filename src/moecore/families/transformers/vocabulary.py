@@ -23,7 +23,7 @@ from moecore.models.tensor_parallel import TensorParallel
 def cut_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
     """Let embeddings and heads exchange what rows of the vocabulary give; return these modules."""
     # What another class computes, and a vocabulary that tp does not divide, stay whole.
-    found = list[nn.Module]()
+    embeddings = list[nn.Module]()
     for outer in outermost(model):
         get = (getattr(outer, f"get_{side}_embeddings", None) for side in ("input", "output"))
         ends: list[Any] = [None if of is None else of() for of in get]
@@ -36,8 +36,8 @@ def cut_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
             else:
                 setattr(module, TP, tp)
                 module.register_forward_hook(_gather)
-            found.append(module)
-    return found
+            embeddings.append(module)
+    return embeddings
 
 
 def _is_plain(module: Any) -> bool:
@@ -50,23 +50,23 @@ class OwnRows:
     """Lets an embedding look up the ids of this rank's rows, and return those of all ranks."""
 
     def __init__(self, tp: TensorParallel, embedding: nn.Embedding) -> None:
-        self._tp, self._now = tp, threading.local()
+        self._tp, self._state = tp, threading.local()
         self._rows = embedding.num_embeddings // tp.size
         embedding.register_forward_pre_hook(self._enter)
         embedding.register_forward_hook(self._leave)
 
     def _enter(self, embedding: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids, *rest = args
-        own, self._now.is_other = self._tp.own_rows(ids, self._rows)
-        padding = self._now.padding_idx = embedding.padding_idx
+        local_ids, self._state.is_other = self._tp.own_rows(ids, self._rows)
+        padding = self._state.padding_idx = embedding.padding_idx
         if padding is not None:  # the row without a gradient
             padding -= self._tp.rank * self._rows
             embedding.padding_idx = padding if 0 <= padding < self._rows else None
-        return own, *rest
+        return local_ids, *rest
 
     def _leave(self, embedding: Any, _args: Any, x: Tensor) -> Tensor:
-        embedding.padding_idx = self._now.padding_idx
-        return self._tp.sum_shared(x.masked_fill(self._now.is_other[..., None], 0))
+        embedding.padding_idx = self._state.padding_idx
+        return self._tp.sum_shared(x.masked_fill(self._state.is_other[..., None], 0))
 
 
 def _gather(head: Any, _args: Any, logits: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class TitanLayer(MoELayer):
     """A MoELayer under torchtitan's names; a version's subclass has them, and fills it."""
 
     names: ClassVar[LayerLayout]
-    known: ClassVar[Mapping[str, tuple[type, ...]]]
+    known_classes: ClassVar[Mapping[str, tuple[type, ...]]]
 
     @property
     def _router(self) -> Router:
@@ -83,12 +83,12 @@ def titan_layer(
     layer_class: type[Layer], block: Any, model: nn.Module, *, update_bias: bool = True
 ) -> Layer:
     """Return a layer that holds the parameters of a torchtitan block; with a class an adapter."""
-    for path, known in layer_class.known.items():
+    for path, classes in layer_class.known_classes.items():
         part = attrgetter(path)(block)
-        if type(part) not in known:
+        if type(part) not in classes:
             raise NotImplementedError(
                 f"MoE {path.rpartition('.')[2]} ({type(part).__name__}) must be "
-                f"{known[0].__name__} for a moecore model: drop the subclass, converter or comm "
+                f"{classes[0].__name__} for a moecore model: drop the subclass, converter or comm "
                 "backend that replaced it"
             )
     names = layer_class.names

@@ -119,8 +119,8 @@ def document_inputs(starts_BT: Tensor) -> dict[str, Any]:
 
 def share_of_loss(model: nn.Module, loss: Tensor) -> Tensor:
     """Return a data rank's loss over its cp ranks: torchtitan adds it up; the gradient stays."""
-    found = request_of(model)
-    cp = 1 if found is None else found.meshes.parallel.cp
+    request = request_of(model)
+    cp = 1 if request is None else request.meshes.parallel.cp
     return loss if cp == 1 else loss + (loss / cp - loss).detach()
 
 
@@ -204,11 +204,11 @@ def _fill(
     """Load `moecore.hf_weights`, or fill from the seed that torchtitan gave every rank."""
     if hf_weights is None:
         seed = torch.tensor(torch.initial_seed() % 2**63)
-        found = request_of(owner)
-        if found is not None and found.meshes.pipeline_groups is not None:
+        request = request_of(owner)
+        if request is not None and request.meshes.pipeline_groups is not None:
             # torchtitan gives each stage a seed of its own.
-            group = found.meshes.pipeline_groups[0]
-            on_device = seed.to(found.meshes.device)
+            group = request.meshes.pipeline_groups[0]
+            on_device = seed.to(request.meshes.device)
             dist.broadcast(on_device, group=group, group_src=0)
             seed = on_device.cpu()
         from_seed(int(seed))

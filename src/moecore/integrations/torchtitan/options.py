@@ -65,7 +65,7 @@ def _switched(source: Any, **instead: Any) -> Any:
     return section(source, enable=(bool, False), **instead)
 
 
-_OTHERS = tuple(name for name in MoEConfig.__dataclass_fields__ if name not in MOE_FIELDS)
+_MODEL_FIELDS = tuple(name for name in MoEConfig.__dataclass_fields__ if name not in MOE_FIELDS)
 # Where torchtitan chooses without one, or nothing is chosen.
 _STRATEGY = (Strategy | None, None)
 _CAPACITY = _switched(CapacityConfig, factor=(float | None, None))
@@ -82,7 +82,7 @@ MoECore: Any = section(
     ),
     clones=(_switched(CloneOptions), None),
     balance=(section(BalanceConfig), None),
-    moe=(section(MoEConfig, without=_OTHERS, capacity=(_CAPACITY, None)), None),
+    moe=(section(MoEConfig, without=_MODEL_FIELDS, capacity=(_CAPACITY, None)), None),
     context=(section(ContextOptions, without=_elsewhere("context")), None),
     precision=(_switched(Precision, recipe=(section(Recipe), None)), None),
     fsdp=(
@@ -116,18 +116,22 @@ def moecore_options(job_config: Any) -> Any:
 def request_of(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[str, Any]:
     """Return a job's choices as arguments of `parallelize_moe`, but those of `balance`."""
     # `fsdp` are fields of `FSDPOptions` that torchtitan's own options decide.
-    own = arguments(options, "moecore", without=("balance", "moe", "fsdp"))
+    moecore_options = arguments(options, "moecore", without=("balance", "moe", "fsdp"))
     for name in ("nvlink", "context"):  # None where nothing is set
         if not changed(getattr(options, name)):
-            own[name] = None
+            moecore_options[name] = None
     if options.dispatcher == "nvlink":  # whose own default is a limit, which no step can raise
-        own["nvlink"] = call(options.nvlink, "moecore.nvlink")
-    own["pipeline"] = own["pipeline"] if parallel.pp > 1 else None
-    if own["dispatcher"] == "auto" and options.nvlink.row_factor is None:
-        own["dispatcher"] = "alltoall" if parallel.ep * parallel.etp > 1 else "auto"  # fits any
-    chosen = {name: value for name, value in vars(options.fsdp).items() if value is not None}
-    own["fsdp"] = named(lambda: FSDPOptions(**(fsdp | chosen)), FSDPOptions, "moecore.fsdp")
-    return own | {"moe": set_fields(options.moe, "moecore.moe")}
+        moecore_options["nvlink"] = call(options.nvlink, "moecore.nvlink")
+    moecore_options["pipeline"] = moecore_options["pipeline"] if parallel.pp > 1 else None
+    if moecore_options["dispatcher"] == "auto" and options.nvlink.row_factor is None:
+        moecore_options["dispatcher"] = (
+            "alltoall" if parallel.ep * parallel.etp > 1 else "auto"
+        )  # fits any
+    fsdp_options = {name: value for name, value in vars(options.fsdp).items() if value is not None}
+    moecore_options["fsdp"] = named(
+        lambda: FSDPOptions(**(fsdp | fsdp_options)), FSDPOptions, "moecore.fsdp"
+    )
+    return moecore_options | {"moe": set_fields(options.moe, "moecore.moe")}
 
 
 NEEDS = {

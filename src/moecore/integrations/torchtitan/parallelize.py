@@ -46,7 +46,7 @@ class Version:
     rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: the model makes its own loss
     block: type  # torchtitan's class of MoE blocks
     adapter: Callable[..., RoutedLayer]  # takes `update_bias` too, see `titan_layer`
-    cut: Callable[[nn.Module, ParallelDims, Meshes, Any], Meshes]  # a model over tp, in place
+    apply_tp: Callable[[nn.Module, ParallelDims, Meshes, Any], Meshes]  # a model over tp, in place
     checkpoint: Callable[[nn.Module, Any], None]  # activation checkpointing, in place
 
 
@@ -70,7 +70,7 @@ def parallelize_titan(
     swap_blocks(model, {version.block: partial(version.adapter, update_bias=update_bias)})
     meshes = titan_meshes(parallel_dims)
     if parallel_dims.tp > 1:
-        meshes = version.cut(model, parallel_dims, meshes, job)
+        meshes = version.apply_tp(model, parallel_dims, meshes, job)
     version.checkpoint(model, job)
     return compile_and_shard(model, meshes, job)
 
@@ -87,11 +87,12 @@ def parallelize_own_loss(
 def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_loss: bool) -> None:
     """Raise a NotImplementedError for what a job asks and cannot have, before any collective."""
     tp, rules = parallel_dims.tp, version.rules(job, parallel_dims, own_loss)
-    rules += _rules(job, parallel_dims) + _rules_of_both(job, parallel_dims, own_loss)
-    for field, value, refused, wanted in rules:
+    rules += _rules(job, parallel_dims) + _common_rules(job, parallel_dims, own_loss)
+    for field, value, refused, requirement in rules:
         if refused:
             raise NotImplementedError(
-                f"{field} ({value!r}) must be {wanted} for a moecore model: change the job config"
+                f"{field} ({value!r}) must be {requirement} for a moecore model: change the job "
+                "config"
             )
     if tp > 1 and parallel_dims.ep == 1:
         raise NotImplementedError(
@@ -112,39 +113,39 @@ def _rules(job: Any, d: ParallelDims) -> list[Rule]:
     one_pass = training.local_batch_size * d.dp_replicate * d.dp_shard
     batch = training.global_batch_size
     further = d.pp > 1 and batch not in (-1, one_pass)
-    wanted = f"{one_pass}, one pass of the pipeline (raise training.local_batch_size),"
-    rules.append(("training.global_batch_size", batch, further, wanted))
+    requirement = f"{one_pass}, one pass of the pipeline (raise training.local_batch_size),"
+    rules.append(("training.global_batch_size", batch, further, requirement))
     plain = type(job.parallelism)()
     for name in (f.name for f in fields(plain)):
         value, default = getattr(job.parallelism, name), getattr(plain, name)
         differs = value != default and not name.endswith(("_degree", "_microbatch_size"))
-        for prefix, size, own in (
+        for prefix, size, option in (
             ("context_parallel_", d.cp, "moecore.context.way"),
             ("pipeline_parallel_", d.pp, "moecore.pipeline.schedule"),
             ("module_fqns_per_model_part", d.pp, "moecore.pipeline.layout"),
         ):
             if name.startswith(prefix) and size > 1:
-                wanted = f"{default!r}, or replaced by {own},"
-                rules.append((f"parallelism.{name}", value, differs, wanted))
+                requirement = f"{default!r}, or replaced by {option},"
+                rules.append((f"parallelism.{name}", value, differs, requirement))
     return rules
 
 
-def _rules_of_both(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
+def _common_rules(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
     """Return the rules of options of moecore beside torchtitan's, and of those that do nothing."""
     options, ac, degrees = moecore_options(job), job.activation_checkpoint, job.parallelism
     reshard, backend = degrees.fsdp_reshard_after_forward, job.compile.backend
-    saves_less = _saves_less(options, d.pp)
+    recomputes = _recomputes(options, d.pp)
     mode = getattr(ac, "mode", ac)  # None or "none" = none
     checkpoints = mode is not None and mode != "none"
     wrong_backend = compiles_model(job) and backend != "inductor"
     strategies = [options.fsdp.dense_strategy, options.fsdp.experts_strategy]
     twice = reshard != "default" and strategies != [None, None]
-    own = "1 for torchtitan's own models (use moecore's decoder),"
-    less = "with moecore.memory or a pipeline,"
+    requirement = "1 for torchtitan's own models (use moecore's decoder),"
+    suffix = "with moecore.memory or a pipeline,"
     rules: list[Rule] = [
-        ("parallelism.context_parallel_degree", d.cp, d.cp > 1 and not own_loss, own),
-        ("activation_checkpoint", mode, saves_less and checkpoints, f"none {less}"),
-        ("compile.backend", backend, saves_less and wrong_backend, f"'inductor' {less}"),
+        ("parallelism.context_parallel_degree", d.cp, d.cp > 1 and not own_loss, requirement),
+        ("activation_checkpoint", mode, recomputes and checkpoints, f"none {suffix}"),
+        ("compile.backend", backend, recomputes and wrong_backend, f"'inductor' {suffix}"),
         (
             "parallelism.fsdp_reshard_after_forward",
             reshard,
@@ -166,19 +167,19 @@ def _rules_of_both(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
     return rules
 
 
-def check_model(field: str, found: type, known: Iterable[type]) -> None:
+def check_model(field: str, model_class: type, known_classes: Iterable[type]) -> None:
     """Raise NotImplementedError for a model that is none of torchtitan's which moecore knows."""
-    if not issubclass(found, tuple(known)):
+    if not issubclass(model_class, tuple(known_classes)):
         raise NotImplementedError(
-            f"{field} ({found.__qualname__}) must be one of "
-            f"{', '.join(c.__qualname__ for c in known)}: write a parallelize_fn around "
+            f"{field} ({model_class.__qualname__}) must be one of "
+            f"{', '.join(c.__qualname__ for c in known_classes)}: write a parallelize_fn around "
             "moecore.integrations.torchtitan.parallelize.parallelize_titan"
         )
 
 
-def check_replaced(field: str, value: Any, known: Container[Any]) -> None:
+def check_replaced(field: str, value: Any, known_values: Container[Any]) -> None:
     """Raise NotImplementedError for a function of the user's own in a place that moecore takes."""
-    if value not in known:
+    if value not in known_values:
         raise NotImplementedError(
             f"{field} ({value!r:.80}) must be torchtitan's own, because moecore's takes its place: "
             "set yours on what accelerated returns, around the one that it has there"
@@ -202,8 +203,8 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
         change = partial(replace, layer.config.balance, **balance)
         layer.set_balance(named(change, BalanceConfig, "moecore.balance"))
     compiled = compiles_model(job)
-    within = compiled and _saves_less(options, p.pp)
-    if compiled and not within:
+    compiles_blocks = compiled and _recomputes(options, p.pp)
+    if compiled and not compiles_blocks:
         blocks = model.get_submodule("layers").children()
         compile_blocks(map(_unwrapped, blocks), backend=job.compile.backend, dynamic=False)
     head = getattr(model, "lm_head", None)
@@ -214,7 +215,7 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
         if p.pp == 1:  # a stage may lack what others have
             warnings.filterwarnings("error", message=".* (is|are) not used")
         try:
-            parallelize_moe(model, meshes, loss="sum", compile_dense=within, **request)
+            parallelize_moe(model, meshes, loss="sum", compile_dense=compiles_blocks, **request)
         except UserWarning as unused:
             raise ValueError(f"{unused}: drop it from section moecore") from unused
     if p.cp > 1 and p.pp == 1:  # before the hook that compares what cp ranks are given
@@ -228,15 +229,15 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     return model
 
 
-def _saves_less(options: Any, pp: int) -> bool:
+def _recomputes(options: Any, pp: int) -> bool:
     """Return whether moecore decides what blocks save, so that it compiles them itself too."""
     return bool(changed(options.memory)) or pp > 1
 
 
 def _whole_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Give a model whole rows in place of those that torchtitan has cut over cp."""
-    kept = {name: value for name, value in kwargs.items() if name not in (TOKENS, "positions")}
-    return (kwargs[TOKENS],), kept
+    keywords = {name: value for name, value in kwargs.items() if name not in (TOKENS, "positions")}
+    return (kwargs[TOKENS],), keywords
 
 
 def _watch(holders: Sequence[Holder | None], *_: Any) -> None:

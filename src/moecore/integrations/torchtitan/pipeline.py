@@ -55,17 +55,19 @@ class RowSchedule(StageSchedule):
         **_: Any,
     ) -> None:
         """Add the summed loss of each micro-batch to `losses`."""
-        whole_BT = rows_BT if tokens is None else tokens
+        all_rows_BT = rows_BT if tokens is None else tokens
         num_tokens = count_labels(labels)
         if self.data_group is not None:
             dist.all_reduce(num_tokens, group=self.data_group)
         micro_batches = []
-        for first in range(0, len(whole_BT), self.rows):
+        for first in range(0, len(all_rows_BT), self.rows):
             part = slice(first, first + self.rows)
-            inputs = dict(tokens_BT=whole_BT[part], labels_BT=labels[part], num_tokens=num_tokens)
+            inputs = dict(
+                tokens_BT=all_rows_BT[part], labels_BT=labels[part], num_tokens=num_tokens
+            )
             if cu_seqlens is not None and positions is not None:
-                found = document_inputs(positions[part] == 0)  # a host sync
-                inputs |= {name: found[name] for name in ("cu_seqlens", "max_seqlen")}
+                row_inputs = document_inputs(positions[part] == 0)  # a host sync
+                inputs |= {name: row_inputs[name] for name in ("cu_seqlens", "max_seqlen")}
             micro_batches.append(inputs)
         losses += [loss * num_tokens for loss in self.run(micro_batches)]
 
@@ -85,10 +87,10 @@ class MicroBatchSchedule(StageSchedule):
         """Add the loss of each micro-batch, divided by the global number of tokens, to `losses`."""
         num_tokens = loss_kwargs["global_valid_tokens"].long()
         micro_batches = []
-        for (rows_BT,), given in zip(arg_mbs, kwarg_mbs, strict=True):
-            rows_BT = given.get("tokens", rows_BT)
-            inputs: dict[str, Any] = dict(tokens_BT=rows_BT, labels_BT=given["labels"])
-            documents = {n: given[n] for n in ("cu_seqlens", "max_seqlen") if n in given}
+        for (rows_BT,), keywords in zip(arg_mbs, kwarg_mbs, strict=True):
+            rows_BT = keywords.get("tokens", rows_BT)
+            inputs: dict[str, Any] = dict(tokens_BT=rows_BT, labels_BT=keywords["labels"])
+            documents = {n: keywords[n] for n in ("cu_seqlens", "max_seqlen") if n in keywords}
             micro_batches.append(inputs | documents | {"num_tokens": num_tokens})
         losses += self.run(micro_batches)
 

@@ -35,22 +35,22 @@ def section(
             The type may be a section, with default None: a section of its own defaults.
     """
     owner: Any = source if not isclass(source) or is_dataclass(source) else source.__init__
-    hints, made = get_type_hints(owner), {}
+    hints, fields = get_type_hints(owner), {}
     for name, parameter in signature(source).parameters.items():
         if parameter.kind is Parameter.KEYWORD_ONLY and name not in without:
-            made[name] = (_written(hints[name]), parameter.default)
-    found = [
-        (name, kind, _default(kind, value)) for name, (kind, value) in (made | instead).items()
+            fields[name] = (_config_field_type(hints[name]), parameter.default)
+    entries = [
+        (name, kind, _default(kind, value)) for name, (kind, value) in (fields | instead).items()
     ]
     names = {"__doc__": source.__doc__, SOURCE: (source, hints), "__module__": __name__}
-    return make_dataclass(f"{source.__name__}Section", found, kw_only=True, namespace=names)
+    return make_dataclass(f"{source.__name__}Section", entries, kw_only=True, namespace=names)
 
 
 def call(job: Any, path: str) -> Any:
     """Return what the call of a section makes of it; see `named`."""
     source = getattr(job, SOURCE)[0]
-    found = arguments(job, path)
-    return named(lambda: source(**found), source, path)
+    keywords = arguments(job, path)
+    return named(lambda: source(**keywords), source, path)
 
 
 def named(make: Callable[[], Any], source: Any, path: str) -> Any:
@@ -67,14 +67,14 @@ def arguments(job: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str
     A section that is not enabled is None; its other fields must have their defaults then.
     """
     hints = getattr(job, SOURCE)[1]
-    found = {}
+    values = {}
     for name in (f.name for f in fields(job) if f.name in hints and f.name not in without):
-        value, where = getattr(job, name), f"{path}.{name}"
+        value, field_path = getattr(job, name), f"{path}.{name}"
         if is_dataclass(value):
-            found[name] = None if is_off(value, where) else call(value, where)
+            values[name] = None if is_off(value, field_path) else call(value, field_path)
         else:
-            found[name] = _read(value, hints[name], where)
-    return found
+            values[name] = _read(value, hints[name], field_path)
+    return values
 
 
 def set_fields(job: Any, path: str) -> dict[str, Any]:
@@ -106,16 +106,16 @@ def is_off(job: Any, path: str) -> bool:
     return True
 
 
-def _written(hint: Any) -> Any:
+def _config_field_type(hint: Any) -> Any:
     """Return the type of a job's field for an argument of this type."""
     if hint is torch.dtype:
         return str
     if get_origin(hint) is tuple:
         first = get_args(hint)[0]
-        item = str if get_origin(first) in (Literal, tuple) else _written(first)
+        item = str if get_origin(first) in (Literal, tuple) else _config_field_type(first)
         return list[item]  # type: ignore[valid-type]
     if get_origin(hint) in (Union, types.UnionType):
-        members = [_written(member) for member in get_args(hint)]
+        members = [_config_field_type(member) for member in get_args(hint)]
         lists = [member for member in members if get_origin(member) is list]
         return lists[0] if lists else Union[tuple(members)]  # noqa: UP007
     return hint
@@ -159,9 +159,9 @@ def _takes(hint: Any, value: Any) -> bool:
 def _override(pair: str, path: str) -> tuple[str, Recipe | None]:
     """Return a pattern and its recipe of "PATTERN=SCALING"; None for "none"."""
     pattern, _, name = pair.rpartition("=")
-    found: dict[str, Recipe | None] = {"none": None}
-    found |= {scaling: Recipe(scaling=scaling) for scaling in SCALINGS}
-    if name not in found:
-        names = ", ".join(map(repr, found))
+    recipes: dict[str, Recipe | None] = {"none": None}
+    recipes |= {scaling: Recipe(scaling=scaling) for scaling in SCALINGS}
+    if name not in recipes:
+        names = ", ".join(map(repr, recipes))
         raise ValueError(f"{path} ({pair!r}) must be PATTERN=SCALING, of {names}: correct it")
-    return pattern, found[name]
+    return pattern, recipes[name]

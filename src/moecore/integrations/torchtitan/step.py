@@ -52,18 +52,21 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
 
     def state_dict() -> dict[str, Any]:
         # Names are those of every layout, because DCP loads none that a checkpoint lacks.
-        found = {f"{AMAX}degrees": _degrees_of(parts[0])}
+        entries = {f"{AMAX}degrees": _degrees_of(parts[0])}
         for name, history in histories.items():
             history.grow(device)
-            found |= {f"{AMAX}{name}.{o}": steps for o, steps in history.steps.items()}
-        return save() | found
+            entries |= {f"{AMAX}{name}.{o}": steps for o, steps in history.steps.items()}
+        return save() | entries
 
     def load_state_dict(state: dict[str, Any]) -> None:
         load({name: value for name, value in state.items() if not name.startswith(AMAX)})
-        is_same = torch.equal(state[f"{AMAX}degrees"].cpu(), _degrees_of(parts[0]))
+        has_same_degrees = torch.equal(state[f"{AMAX}degrees"].cpu(), _degrees_of(parts[0]))
         for name, history in histories.items():
-            saved = {o: state[f"{AMAX}{name}.{o}"] for o in history.operands}
-            history.load({o: s for o, s in saved.items() if is_same or o not in GRADIENTS}, device)
+            operands = {o: state[f"{AMAX}{name}.{o}"] for o in history.operands}
+            history.load(
+                {o: s for o, s in operands.items() if has_same_degrees or o not in GRADIENTS},
+                device,
+            )
 
     optimizers.state_dict, optimizers.load_state_dict = state_dict, load_state_dict
 
@@ -121,9 +124,9 @@ class MoEMetricsProcessor(MetricsProcessor):
         for metrics in getattr(self.optimizers, METRICS, ()):
             extra |= load_metrics(metrics)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
-        shown = {name: value for name, value in extra.items() if name.startswith("moe/")}
-        if shown:
-            logger.info("  ".join(f"{name}: {value:.3f}" for name, value in shown.items()))
+        moe_metrics = {name: value for name, value in extra.items() if name.startswith("moe/")}
+        if moe_metrics:
+            logger.info("  ".join(f"{name}: {value:.3f}" for name, value in moe_metrics.items()))
 
 
 def load_metrics(metrics: MoEMetrics) -> dict[str, float]:

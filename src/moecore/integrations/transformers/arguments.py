@@ -65,8 +65,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
         ("dynamo_backend", backend.lower(), "no", REFUSED["torch_compile"]),
         ("distributed_type", kind, kind if kind.startswith(_PLAIN_TYPES) else "plain", _SHARDING),
     )
-    for name, value, wanted, fix in settings:
-        if value != wanted:
+    for name, value, requirement, fix in settings:
+        if value != requirement:
             raise ValueError(
                 f"{name} ({value}) of accelerate's config must be off for MoETrainer: {fix}"
             )
@@ -106,17 +106,17 @@ def check_logits(trainer: Trainer) -> None:
     args, cp = trainer.args, moe_state(trainer.model).groups.cp
     function, smoothing = trainer.compute_loss_func, args.label_smoothing_factor
     class_name, own_loss = type(trainer).__name__, type(trainer).compute_loss
-    wanted = (
+    requirements = (
         ("compute_metrics", trainer.compute_metrics is None, "None"),
         ("preprocess_logits_for_metrics", trainer.preprocess_logits_for_metrics is None, "None"),
         (f"label_smoothing_factor ({smoothing})", not smoothing, "0"),
         (f"compute_loss_func ({shown(function)})", function is None, "None"),
         (f"compute_loss of {class_name}", own_loss is Trainer.compute_loss, "that of Trainer"),
     )
-    for name, is_met, needed in wanted:
+    for name, is_met, requirement in requirements:
         if not is_met:
             raise ValueError(
-                f"{name} must be {needed} with ParallelConfig.cp ({cp}) > 1 or "
+                f"{name} must be {requirement} with ParallelConfig.cp ({cp}) > 1 or "
                 "ContextOptions.dynamic, where a rank has the logits of its own tokens: leave it "
                 "out, or use cp=1"
             )

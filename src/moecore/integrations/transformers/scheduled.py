@@ -62,7 +62,8 @@ class ScheduledSteps:
         """Return the mean loss over the labels of a step, without gradients."""
         self._compare(batch)
         return self._loss(
-            batch, lambda given: torch.stack([loss_of(model(**one)).float() for one in given])
+            batch,
+            lambda batches: torch.stack([loss_of(model(**batch_)).float() for batch_ in batches]),
         )
 
     def _loss(self, batch: ScheduledBatch, run: Callable[[list[dict[str, Any]]], Tensor]) -> Tensor:
@@ -89,7 +90,7 @@ def _check(trainer: Trainer, data_rank: int, data_ranks: int) -> None:
             "ContextOptions.dynamic: it plans the micro-batches of a step"
         )
     meshes = "take it from the meshes"
-    wanted = [
+    requirements = [
         ("ScheduledCollator.data_rank", collator.data_rank, data_rank, meshes),
         ("ScheduledCollator.data_ranks", collator.data_ranks, data_ranks, meshes),
         (
@@ -101,10 +102,10 @@ def _check(trainer: Trainer, data_rank: int, data_ranks: int) -> None:
     ]
     if isinstance(trainer.train_dataset, IterableDataset):  # else rank 0 reads for all
         dispatch = args.accelerator_config.dispatch_batches
-        wanted.append(("accelerator_config.dispatch_batches", dispatch, False, "set it"))
-    for name, value, needed, fix in wanted:
-        if value != needed:
+        requirements.append(("accelerator_config.dispatch_batches", dispatch, False, "set it"))
+    for name, value, requirement, fix in requirements:
+        if value != requirement:
             raise ValueError(
-                f"{name} ({value}) must be {needed} with ContextOptions.dynamic, where a batch is "
-                f"a step that every rank reads: {fix}"
+                f"{name} ({value}) must be {requirement} with ContextOptions.dynamic, where a "
+                f"batch is a step that every rank reads: {fix}"
             )

@@ -149,12 +149,12 @@ class MoETrainer(Trainer):
         """Return a step's batches, fewer at the end of an epoch, and the tokens of all ranks."""
         if self._steps is not None:
             return list(islice(epoch_iterator, num_batches)), None
-        found = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if found[0]:
-            self.accelerator.owner.num_micro_batches = len(found[0])
-            if isinstance(found[0][0], Mapping):  # else prompts, of which inputs are made later
-                self.accelerator.owner.announce(found[0])
-        return found
+        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if samples[0]:
+            self.accelerator.owner.num_micro_batches = len(samples[0])
+            if isinstance(samples[0][0], Mapping):  # else prompts, of which inputs are made later
+                self.accelerator.owner.announce(samples[0])
+        return samples
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
         """Return the samples of a step, which cp and tp ranks share."""
@@ -178,7 +178,7 @@ class MoETrainer(Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the FLOPs that Trainer counts for a batch."""
-        return int(super().floating_point_ops(_counted(inputs)))
+        return int(super().floating_point_ops(_with_token_counts(inputs)))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; what the MoE layers routed in the last step goes with the training loss."""
@@ -232,7 +232,7 @@ class MoETrainer(Trainer):
             self._saver.check()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        super()._track_num_input_tokens(_counted(inputs))
+        super()._track_num_input_tokens(_with_token_counts(inputs))
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # so Trainer clips by the Accelerator, which knows both meshes
@@ -262,7 +262,7 @@ class MoETrainer(Trainer):
         load(self.state.best_model_checkpoint, self.model)
 
 
-def _counted(inputs: Any) -> Any:
+def _with_token_counts(inputs: Any) -> Any:
     """Return a batch with what Trainer counts tokens by."""
     if isinstance(inputs, ScheduledBatch):
         tokens_N = torch.ones(inputs.num_tokens, dtype=torch.bool)
@@ -274,11 +274,11 @@ def _counted(inputs: Any) -> Any:
 
 def _states(callbacks: list[Any]) -> dict[str, Any]:
     """Return the states of those that have one by their class, as Trainer reads them back."""
-    found: dict[str, Any] = {}
-    for one in callbacks:
-        if isinstance(one, ExportableState):
-            found.setdefault(type(one).__name__, []).append(one.state())
-    return {name: states if len(states) > 1 else states[0] for name, states in found.items()}
+    states: dict[str, Any] = {}
+    for callback in callbacks:
+        if isinstance(callback, ExportableState):
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+    return {name: states if len(states) > 1 else states[0] for name, states in states.items()}
 
 
 class _StepOwner(TrainerCallback):
@@ -315,11 +315,11 @@ class ShardedAccelerator(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Return tensors of all data ranks, one after the other along the first dim. Collective."""
-        gathered = super().gather(tensor)
-        return recursively_apply(self._of_data_ranks, gathered) if self.copies > 1 else gathered
+        rows = super().gather(tensor)
+        return recursively_apply(self._of_data_ranks, rows) if self.copies > 1 else rows
 
-    def _of_data_ranks(self, gathered: Tensor) -> Tensor:
-        return gathered.unflatten(0, (self.num_processes, self.copies, -1))[:, 0].flatten(0, 1)
+    def _of_data_ranks(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (self.num_processes, self.copies, -1))[:, 0].flatten(0, 1)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return False: the model is not placed by accelerate (see `ShardedDeviceMap`)."""

@@ -28,7 +28,7 @@ ADAPTER_FIX = "pass adapters={MyBlock: fn}, whose key is the class itself"  # of
 class Family(Protocol):
     """Models of one kind."""
 
-    def unwrapped(self, model: nn.Module) -> nn.Module:
+    def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that is sharded: the model without a wrapper that only calls it."""
 
     def swap_blocks(
@@ -36,7 +36,7 @@ class Family(Protocol):
     ) -> dict[str, RoutedLayer]:
         """Replace MoE blocks in place; return all MoE layers by qualified name."""
 
-    def swapped(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> None:
         """Prepare a model whose blocks were swapped, before anything is sharded."""
 
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:

@@ -76,7 +76,7 @@ class TitanMoE(TitanLayer):
         shared="shared_experts",
         expert_layout=ExpertLayout(gate_up="separate"),
     )
-    known: ClassVar = {"router": (TokenChoiceTopKRouter,), "experts": (GroupedExperts,)}
+    known_classes: ClassVar = {"router": (TokenChoiceTopKRouter,), "experts": (GroupedExperts,)}
 
     def init_weights(self, init_std: float, buffer_device: Any = None) -> None:  # type: ignore[override]
         """See `fill`; `init_std` is of all matrices but w1, and buffers follow the model."""
@@ -93,19 +93,20 @@ class TitanHFArgs(models.HFArgs, BaseModelArgs):
 
 
 def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[parallelize.Rule]:
-    degrees, saved, mode = job.parallelism, job.checkpoint, job.activation_checkpoint.mode
+    degrees, checkpoint, mode = job.parallelism, job.checkpoint, job.activation_checkpoint.mode
     backend, async_tp = degrees.expert_parallel_comm_backend, degrees.enable_async_tensor_parallel
     converters, replicas = job.model.converters, parallel_dims.dp_replicate
     # torchtitan's own reader and writer of these files know no replicas.
-    hf_replicas = saved.enable and (saved.initial_load_in_hf or saved.last_save_in_hf)
-    optimizer, own = job.optimizer, changed(moecore_options(job))
-    chosen = [n for n in own if n.startswith(("adamw.", "muon."))]
-    as_titan = bool(chosen) and not _is_fused_adamw(optimizer)
-    name = f"{optimizer.name}, {optimizer.implementation}"
-    fused = (
-        f"'AdamW', 'fused', without early_step_in_backward, beside moecore.{''.join(chosen[:1])}"
+    hf_replicas = checkpoint.enable and (
+        checkpoint.initial_load_in_hf or checkpoint.last_save_in_hf
     )
-    one = "1 with checkpoint.initial_load_in_hf or last_save_in_hf"
+    optimizer, changed_options = job.optimizer, changed(moecore_options(job))
+    optimizer_options = [n for n in changed_options if n.startswith(("adamw.", "muon."))]
+    as_titan = bool(optimizer_options) and not _is_fused_adamw(optimizer)
+    name = f"{optimizer.name}, {optimizer.implementation}"
+    changed_option = "".join(optimizer_options[:1])
+    fused = f"'AdamW', 'fused', without early_step_in_backward, beside moecore.{changed_option}"
+    requirement = "1 with checkpoint.initial_load_in_hf or last_save_in_hf"
     modes = "'none', 'full' or 'selective'"
     return [
         ("validation.enable", True, own_loss and job.validation.enable, "False"),
@@ -114,13 +115,20 @@ def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[parall
         ("model.converters", converters, bool(converters), "[], or moecore.precision.enable set,"),
         ("optimizer", name, as_titan, fused),
         ("activation_checkpoint.mode", mode, mode == "memory_budget", modes),
-        ("parallelism.data_parallel_replicate_degree", replicas, hf_replicas and replicas > 1, one),
+        (
+            "parallelism.data_parallel_replicate_degree",
+            replicas,
+            hf_replicas and replicas > 1,
+            requirement,
+        ),
     ]
 
 
 def _cut(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
     tp_mesh = meshes.dense["tp"]
-    dense_tp = next(cut for known, cut in DENSE_TP.items() if isinstance(model, known))
+    dense_tp = next(
+        plan for model_class, plan in DENSE_TP.items() if isinstance(model, model_class)
+    )
     options = dict(loss_parallel=not job.parallelism.disable_loss_parallel, cp_enabled=False)
     dense_tp(model, tp_mesh, enable_float8_tensorwise_tp=False, **options)
     for layer in (m for m in model.modules() if isinstance(m, TitanMoE)):
@@ -141,7 +149,7 @@ def _checkpoint(model: nn.Module, job: Any) -> None:
 
 titan_moe = partial(titan_layer, TitanMoE)
 V02 = parallelize.Version(
-    rules=_rules, block=MoE, adapter=titan_moe, cut=_cut, checkpoint=_checkpoint
+    rules=_rules, block=MoE, adapter=titan_moe, apply_tp=_cut, checkpoint=_checkpoint
 )
 
 
@@ -167,12 +175,12 @@ class LabelledDataLoader(BaseDataLoader):
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for inputs, labels_BT in self.loader:
             tokens_BT = inputs["input"]
-            more: dict[str, Any] = {models.LABELS: labels_BT}
+            labels: dict[str, Any] = {models.LABELS: labels_BT}
             if self.has_cp:  # torchtitan cuts the input
-                more[parallelize.TOKENS] = tokens_BT
+                labels[parallelize.TOKENS] = tokens_BT
             if self.eos is not None:
-                more |= models.document_inputs(tokens_BT.roll(1, 1) == self.eos)
-            yield {**inputs, **more}, labels_BT
+                labels |= models.document_inputs(tokens_BT.roll(1, 1) == self.eos)
+            yield {**inputs, **labels}, labels_BT
 
 
 def with_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
@@ -217,8 +225,8 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
             replaced.
     """
     parallelize.check_model("TrainSpec.model_cls", spec.model_cls, DENSE_TP)
-    for field, known in REPLACED.items():
-        parallelize.check_replaced(f"TrainSpec.{field}", getattr(spec, field), known)
+    for field, classes in REPLACED.items():
+        parallelize.check_replaced(f"TrainSpec.{field}", getattr(spec, field), classes)
     moves = spec.build_optimizers_fn is MOVING_BIAS
     return replace(
         spec,
@@ -272,19 +280,21 @@ class MuonContainer(titan_optimizer.OptimizersContainer):
     """torchtitan's container of a Muon and an AdamW per model part."""
 
     def __init__(self, model_parts: list[nn.Module], config: Any, options: Any) -> None:
-        own = arguments(options.muon, "moecore.muon")
+        muon_options = arguments(options.muon, "moecore.muon")
         self.optimizers, self.model_parts = [], [part for part in model_parts for _ in range(2)]
         for part in model_parts:
             assignment = assign_matrices(part)
-            muon = Muon(assignment, config.lr, weight_decay=config.weight_decay, **own)
+            muon = Muon(assignment, config.lr, weight_decay=config.weight_decay, **muon_options)
             self.optimizers += [muon, AdamW(assignment.others, **_adamw_options(config, options))]
         params = [p for part in model_parts for p in part.parameters() if p.requires_grad]
         self._post_init(params, {"lr": config.lr})
 
 
 def _adamw_options(config: Any, options: Any) -> dict[str, Any]:
-    betas, own = (config.beta1, config.beta2), arguments(options.adamw, "moecore.adamw")
-    return dict(lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, **own)
+    betas, keywords = (config.beta1, config.beta2), arguments(options.adamw, "moecore.adamw")
+    return dict(
+        lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, **keywords
+    )
 
 
 def build_optimizers(
@@ -293,10 +303,10 @@ def build_optimizers(
     """Return torchtitan's optimizers, which call `finish_step` of every model part first."""
     options = getattr(model_parts[0], parallelize.OPTIONS, None) or MoECore()
     has_ft = ft_manager is not None and ft_manager.enabled
-    chosen = changed(options.adamw) + changed(options.muon)
-    if has_ft and chosen:
+    changed_options = changed(options.adamw) + changed(options.muon)
+    if has_ft and changed_options:
         raise ValueError(
-            f"moecore.adamw and muon ({chosen[0]}) must be absent with torchft: drop it"
+            f"moecore.adamw and muon ({changed_options[0]}) must be absent with torchft: drop it"
         )
     optimizers: titan_optimizer.OptimizersContainer
     if has_ft or not _is_fused_adamw(optimizer_config):
@@ -306,8 +316,8 @@ def build_optimizers(
     elif options.muon.enable:
         optimizers = MuonContainer(model_parts, optimizer_config, options)
     else:
-        own = _adamw_options(optimizer_config, options)
-        optimizers = titan_optimizer.OptimizersContainer(model_parts, AdamW, own)
+        adamw_options = _adamw_options(optimizer_config, options)
+        optimizers = titan_optimizer.OptimizersContainer(model_parts, AdamW, adamw_options)
     finish_at_step(optimizers, model_parts)
     return optimizers
 

@@ -76,11 +76,11 @@ class OwnLossTrainer(MoETrainer):
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return torchtitan's inputs and labels, and what own models read among the arguments."""
-        whole = {models.LABELS: labels, TOKENS: input_dict["input"]}
+        model_inputs = {models.LABELS: labels, TOKENS: input_dict["input"]}
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
         if self.parallel_dims.cp == 1:
-            whole = {models.LABELS: labels}
-        return inputs, labels, extra | whole
+            model_inputs = {models.LABELS: labels}
+        return inputs, labels, extra | model_inputs
 
 
 class SumLoss(BaseLoss):
@@ -150,7 +150,7 @@ class TitanMoE(TitanLayer, Module):
         expert_bias="expert_bias_E",
         expert_layout=ExpertLayout(w1="w1_EFD", w2="w2_EDF", w3="w3_EFD", gate_up="separate"),
     )
-    known: ClassVar = {
+    known_classes: ClassVar = {
         "routed_experts.inner_experts": (GroupedExperts,),
         "router": (TokenChoiceTopKRouter,),
         "routed_experts.token_dispatcher": (AllToAllTokenDispatcher, LocalTokenDispatcher),
@@ -190,12 +190,15 @@ def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
     degrees, ac = job.parallelism, job.activation_checkpoint
     backend, sequence = degrees.spmd_backend, degrees.enable_sequence_parallel
     known_ac = ac is None or isinstance(ac, SelectiveAC.Config | FullAC.Config)
-    cut = parallel_dims.tp > 1 and not own_loss  # torchtitan's own tensor parallelism
-    partly, compiled = cut and backend != "partial_dtensor", cut and compiles_model(job)
-    chosen = [n for n in changed(job.moecore) if n.startswith(("adamw.", "muon."))]
+    has_titan_tp = parallel_dims.tp > 1 and not own_loss  # torchtitan's own tensor parallelism
+    partly, compiled = (
+        has_titan_tp and backend != "partial_dtensor",
+        has_titan_tp and compiles_model(job),
+    )
+    optimizer_options = [n for n in changed(job.moecore) if n.startswith(("adamw.", "muon."))]
     optimizer = "absent, because optimizers of 0.3 are its own, 'DistMuon' among them,"
     return [
-        *((f"moecore.{name}", "set", True, optimizer) for name in chosen),
+        *((f"moecore.{name}", "set", True, optimizer) for name in optimizer_options),
         ("validator.enable", True, own_loss and job.validator.enable, "False"),
         ("parallelism.spmd_backend", backend, backend == "full_dtensor", "'spmd_types'"),
         ("parallelism.enable_fsdp_symm_mem", True, degrees.enable_fsdp_symm_mem, "False"),
@@ -203,7 +206,7 @@ def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
         ("training.disable_cuda_graphs", False, not job.training.disable_cuda_graphs, "True"),
         ("activation_checkpoint", ac, not known_ac, "selective, full or none"),
         ("parallelism.spmd_backend", backend, partly, "'partial_dtensor'"),
-        ("parallelism.enable_sequence_parallel", False, cut and not sequence, "True"),
+        ("parallelism.enable_sequence_parallel", False, has_titan_tp and not sequence, "True"),
         ("compile.components", job.compile.components, compiled, "without 'model'"),
     ]
 
@@ -237,4 +240,4 @@ def _checkpoint(model: nn.Module, job: Any) -> None:
         ac.build(dump_folder=job.dump_folder).apply(model)
 
 
-V03 = Version(rules=_rules, block=MoE, adapter=titan_moe, cut=_cut, checkpoint=_checkpoint)
+V03 = Version(rules=_rules, block=MoE, adapter=titan_moe, apply_tp=_cut, checkpoint=_checkpoint)
