@@ -27,6 +27,9 @@ ALONE = {
     "two parts": ("sharding", 0),
     "a corpus": ("pretraining", 0),
     "an adapter": ("adapters", 0),
+    "an expert backend": ("extending", 0),
+    "a rule of the router": ("extending", 1),
+    "a precision by name": ("extending", 2),
     "an adapter of experts": ("adapters", 0, 1),
     "TRL": ("trainer", 1),
 }

@@ -15,7 +15,9 @@ _NAMES = {
     "base.options.indexer": "IndexerConfig",
     "base.options.layer": "BalanceConfig CapacityConfig MoEConfig",
     "base.options.memory": "MemoryOptions StashOptions",
-    "moe.backends": "ExpertBackend",
+    "base.options.precision": "register_precision",
+    "moe.assignment": "register_assignment",
+    "moe.backends": "ExpertBackend register_expert_backend",
     "moe.dispatch.exchange": "ExchangeError",
     "moe.expert_layout": "ExpertLayout",
     "moe.layer": "LayerLayout MoELayer",
@@ -47,7 +49,10 @@ if TYPE_CHECKING:
     from moecore.base.options.layer import MoEConfig as MoEConfig
     from moecore.base.options.memory import MemoryOptions as MemoryOptions
     from moecore.base.options.memory import StashOptions as StashOptions
+    from moecore.base.options.precision import register_precision as register_precision
+    from moecore.moe.assignment import register_assignment as register_assignment
     from moecore.moe.backends import ExpertBackend as ExpertBackend
+    from moecore.moe.backends import register_expert_backend as register_expert_backend
     from moecore.moe.dispatch.exchange import ExchangeError as ExchangeError
     from moecore.moe.expert_layout import ExpertLayout as ExpertLayout
     from moecore.moe.layer import LayerLayout as LayerLayout

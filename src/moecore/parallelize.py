@@ -23,7 +23,7 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.layer import BalanceConfig
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.options.precision import Precision, PrecisionName, Recipe
+from moecore.base.options.precision import NamedPrecision, Precision, Recipe
 from moecore.families.family import family_of
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.layer import RoutedLayer
@@ -72,7 +72,7 @@ def parallelize_moe(
     moe: Mapping[str, Any] | None = None,
     context: ContextOptions | None = None,
     indexer: IndexerConfig | None = None,
-    precision: Precision | Recipe | PrecisionName | None = None,
+    precision: Precision | Recipe | NamedPrecision | None = None,
     fsdp: FSDPOptions | None = None,
     loss: LossConvention = "mean",
     pipeline: PipelineConfig | None = None,

@@ -64,9 +64,9 @@ class Bound(NamedTuple):
 
 
 class OneOf(NamedTuple):
-    """A value must be one of these."""
+    """A value must be one of these, which may become more: a `Registry`."""
 
-    choices: tuple[Any, ...]
+    choices: Collection[Any]
 
 
 class Passes(NamedTuple):
@@ -323,12 +323,14 @@ def _inclusive(bound: Bound, base: type) -> float:
     )
 
 
-def _one_of(choices: tuple[Any, ...]) -> _Kind:
-    listed = ", ".join(repr(choice) for choice in choices)
-    name = f"one of {listed}" if len(choices) > 1 else listed
+def _one_of(choices: Collection[Any]) -> _Kind:
+    def name(_: object) -> str:
+        listed = ", ".join(repr(choice) for choice in choices)
+        return f"one of {listed}" if len(choices) > 1 else listed
+
     types_ = {type(choice) for choice in choices}  # an array has no truth, and True is no 1
     fix = "choose one" if len(choices) > 1 else "use it"
-    return _Kind(lambda value: type(value) in types_ and value in choices, lambda value: name, fix)
+    return _Kind(lambda value: type(value) in types_ and value in choices, name, fix)
 
 
 def _any_of(kinds: list[_Kind]) -> _Kind:

@@ -12,9 +12,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.base.options.layer import DropOrder
+from moecore.base.fields import check_arguments
+from moecore.base.options.layer import ASSIGNMENTS, AssignmentRule, DropOrder
 
 SINKHORN_ITERATIONS = 32
+
+
+def register_assignment(name: str, rule: AssignmentRule) -> None:
+    """Let `MoEConfig.assignment` name a rule that chooses the experts of tokens, on every rank.
+
+    Args:
+        name: a new name.
+        rule: called without gradients with the logits [N, E] of all tokens of a micro-batch of a
+            data rank, the number K of choices per token, and the padding mask bool [N] or None.
+            Returns ids [N, K]: each at most once per token, -1 for no choice. All ranks of a
+            micro-batch must return the same ids. Weights are computed from the scores.
+
+    Raises:
+        ValueError: when the name is taken, or the rule is no function.
+    """
+    check_arguments(register_assignment, locals())
+    ASSIGNMENTS.register(name, rule)
 
 
 def sinkhorn_ids(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:

@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from moecore.base.fields import OneOf, check_arguments
+from moecore.base.registry import Registry
 from moecore.base.streams import wait_on_host
 from moecore.kernels.common import warn_plain
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, LowRankUpdate, ProductsName
@@ -39,16 +41,35 @@ from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.records import ExpertInput, summed_input
 
-ExpertBackend = Literal["auto", "triton", "torch", "te", "sequential"]
 Computation = Callable[[ExpertInput, ExpertWeights, ActivationOptions], Tensor]
+
+
+def register_expert_backend(name: str, computation: Computation) -> None:
+    """Let `expert_backend` name a function that computes a rank's experts, on every rank.
+
+    Args:
+        name: a new name.
+        computation: called with the rows of this rank's experts, their matrices and the activation;
+            returns y_SD. Autograd computes its backward. The host may wait for the device in it, so
+            no CUDA graph captures it; it computes no experts in FP8 and recomputes no part of them.
+
+    Raises:
+        ValueError: when the name is taken, or the computation is no function.
+    """
+    check_arguments(register_expert_backend, locals())
+
+    def compute(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
+        return computation(summed_input(inp), weights, options)
+
+    EXPERT_BACKENDS.register(name, compute)
 
 
 def check_backend(name: str, spec: ExpertSpec) -> None:
     """Raise a ValueError for a backend that does not exist or cannot compute these experts."""
-    if name not in get_args(ExpertBackend):
-        shown = ", ".join(repr(n) for n in get_args(ExpertBackend))
+    if name not in EXPERT_BACKENDS:
+        shown = ", ".join(map(repr, EXPERT_BACKENDS))
         raise ValueError(f"expert_backend ({name!r}) must be one of {shown}")
-    if name != "sequential":
+    if EXPERT_BACKENDS[name] is None:
         problem = why_not(cast(ProductsName, name), spec)
     else:
         problem = None if spec.recipe is None else refuse_recipe(name, spec.recipe)
@@ -63,9 +84,7 @@ def separate_computation(name: str, spec: ExpertSpec, *, has_more: bool) -> Comp
     if name == "auto" and spec.recipe is None and is_floating and (problem := spec.ungrouped()):
         warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
         return _sequential
-    if name == "sequential":
-        return _sequential
-    return _under_autograd if has_more else None
+    return EXPERT_BACKENDS[name] or (_under_autograd if has_more else None)
 
 
 def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
@@ -127,6 +146,16 @@ def _sequential(inp: ExpertInput, weights: ExpertWeights, options: ActivationOpt
             y_RD = y_RD + (weights.b2_eD[i] * weights_R1).to(y_RD.dtype)
         parts.append(y_RD)
     return sum_plain(torch.cat(parts), index.row_ids_R[: stops[-1]], rows_SD.shape[0])
+
+
+# None = products of `kernels/experts/products.py`.
+EXPERT_BACKENDS: Registry[Computation | None] = Registry(
+    "expert_backend",
+    {**dict.fromkeys(("auto", "triton", "torch", "te")), "sequential": _sequential},
+)
+ExpertBackend = Annotated[
+    Literal["auto", "triton", "torch", "te", "sequential"] | str, OneOf(EXPERT_BACKENDS)
+]
 
 
 def _stops(index: ExpertIndex) -> list[int]:

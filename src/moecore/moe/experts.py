@@ -46,7 +46,12 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Both
 from moecore.kernels.rows.shard_blocks import as_matrices
 from moecore.moe.amax_history import AmaxHistory
-from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
+from moecore.moe.backends import (
+    EXPERT_BACKENDS,
+    ExpertBackend,
+    check_backend,
+    separate_computation,
+)
 from moecore.moe.clone_weights import with_clones
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
 from moecore.moe.low_rank import LowRank, OwnPart
@@ -116,7 +121,7 @@ class Experts(nn.Module):
     ) -> None:
         """Raise ValueError for a backend that cannot compute or recompute these experts."""
         check_backend(backend, self.spec(recipe=recipe))
-        if recompute_fc1 and (backend == "sequential" or self.has_more):
+        if recompute_fc1 and (EXPERT_BACKENDS[backend] is not None or self.has_more):
             more = "biases" if self._is_biased else "an activation of the model's own"
             wrong = f"experts with {more}" if self.has_more else f"expert_backend ({backend!r})"
             raise ValueError(
@@ -270,7 +275,8 @@ class Experts(nn.Module):
     @property
     def waits_on_host(self) -> bool:
         """Whether a forward reads on the host how many rows each expert has."""
-        return self.backend == "sequential" or uses_te(self.backend, self.recipe)
+        is_separate = EXPERT_BACKENDS[self.backend] is not None
+        return is_separate or uses_te(self.backend, self.recipe)
 
     @property
     def rows_multiple(self) -> int:

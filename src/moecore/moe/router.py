@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.base.options.layer import MoEConfig
+from moecore.base.options.layer import ASSIGNMENTS, MoEConfig
 from moecore.base.params import (
     init_normal_,
     local_param,
@@ -221,9 +221,12 @@ class Router(nn.Module):
         return bias_of_micro_batch(logits_TE, bias_E, self.config, micro_batch)
 
     def _assign(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Return ids [T, K] of Sinkhorn or expert choice, which compare tokens."""
+        """Return ids [T, K] of Sinkhorn, expert choice or a user's rule, which compare tokens."""
         config, E, K = self.config, self.config.num_experts, self.config.top_k
         logits_NE, padding_N = micro_batch.gather(logits_TE), micro_batch.gather_padding()
+        rule = ASSIGNMENTS[config.assignment]
+        if rule is not None:
+            return micro_batch.own(rule(logits_NE, K, padding_N))
         if config.assignment == "sinkhorn":
             return micro_batch.own(sinkhorn_ids(logits_NE, K, padding_N))
         scores_NE = scores_ref(logits_NE, config.score_function)

@@ -56,7 +56,7 @@ def _obstacles(model: nn.Module, found: ParallelState) -> Iterator[tuple[str, An
         yield "precision", request.precision, "be None, because scales may be of many tokens,"
     if request.fp8_dispatch:
         yield "fp8_dispatch", True, "be False, because ep would change what is rounded,"
-    if request.expert_backend in ("te", "sequential"):
+    if request.expert_backend not in ("auto", "triton", "torch"):
         yield "expert_backend", repr(request.expert_backend), "be 'auto', 'triton' or 'torch'"
     for name in ("compile_dense", "graph_dense"):
         if getattr(request, name):

@@ -6,25 +6,37 @@ Runtime handles (meshes, groups, dispatchers) are arguments elsewhere, never fie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
+
+from torch import Tensor
 
 from moecore.base.fields import (
     Bound,
     CheckedRecord,
     Count,
     CountOrZero,
+    OneOf,
     Positive,
     PositiveOrZero,
     Rules,
 )
+from moecore.base.registry import Registry
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 ScoreOrder = Literal["pre", "post"]
 GatedActivation = Literal["swiglu", "geglu", "clamped_swiglu", "limited_swiglu", "situ_glu"]
 Activation = Literal[GatedActivation, "gelu", "relu", "relu2", "silu"]
 RouterDtype = Literal["float32", "float64"]
-Assignment = Literal["learned", "sinkhorn", "expert_choice", "hash"]
+# Logits [N, E], choices per token K, padding mask [N] or None -> ids [N, K].
+AssignmentRule = Callable[[Tensor, int, Tensor | None], Tensor]
+ASSIGNMENTS: Registry[AssignmentRule | None] = Registry(
+    "assignment", dict.fromkeys(("learned", "sinkhorn", "expert_choice", "hash"))
+)
+Assignment = Annotated[
+    Literal["learned", "sinkhorn", "expert_choice", "hash"] | str, OneOf(ASSIGNMENTS)
+]
 BiasUpdate = Literal["sign", "quantile"]
 DropOrder = Literal["probability", "position"]
 
@@ -305,7 +317,7 @@ class MoEConfig(CheckedRecord):
                 f"have no loss on counts with {rule}, whose choice no loss moves: use z_loss_coef "
                 "only",
             )
-        if self.assignment in ("sinkhorn", "hash"):
+        if self.assignment != "expert_choice":
             return
         if self.capacity is not None and self.capacity.drop != "probability":
             yield (

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal, get_args
 
-from moecore.base.fields import Bound, CheckedRecord, Rules, shown
+from moecore.base.fields import Bound, CheckedRecord, OneOf, Rules, check_arguments, shown
 from moecore.base.options.names import PrecisionName as PrecisionName
+from moecore.base.registry import Registry
 
 Scaling = Literal["blockwise", "rowwise", "tensorwise", "mxfp8", "nvfp4"]
 Format = Literal["e4m3", "e5m2"]
@@ -298,14 +299,11 @@ class Precision(CheckedRecord):
             return precision
         if isinstance(precision, Recipe):
             return cls(recipe=precision)
-        if isinstance(precision, str) and precision == "auto":
-            return cls(recipe=Recipe(), roles=("experts",), only_faster=True)
-        for scaling in SCALINGS:
-            if isinstance(precision, str) and precision == scaling:
-                return cls(recipe=Recipe(scaling=scaling))
+        if isinstance(precision, str) and precision in PRECISIONS:
+            return PRECISIONS[precision]
         raise ValueError(
-            f"precision ({shown(precision)}) must be one of 'auto', "
-            f"{', '.join(map(repr, SCALINGS))}, a Recipe, a Precision or None: use 'auto'"
+            f"precision ({shown(precision)}) must be one of "
+            f"{', '.join(map(repr, PRECISIONS))}, a Recipe, a Precision or None: use 'auto'"
         )
 
     @property
@@ -323,6 +321,22 @@ class Precision(CheckedRecord):
             if fnmatchcase(name, pattern):
                 return recipe
         return self.recipe if role in self.roles else None
+
+
+PRECISIONS = Registry(
+    "precision",
+    {
+        "auto": Precision(recipe=Recipe(), roles=("experts",), only_faster=True),
+        **{scaling: Precision(recipe=Recipe(scaling=scaling)) for scaling in SCALINGS},
+    },
+)
+NamedPrecision = Annotated[PrecisionName | str, OneOf(PRECISIONS)]
+
+
+def register_precision(name: str, precision: Precision) -> None:
+    """Let `precision` name a record, on every rank; raise a ValueError if the name is taken."""
+    check_arguments(register_precision, locals())
+    PRECISIONS.register(name, precision)
 
 
 def never_quantised(part: str) -> str | None:

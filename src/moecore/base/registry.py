@@ -1,0 +1,36 @@
+"""Registry: the values that an option takes by name, moecore's own and those of users."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names of an option and what they stand for; `OneOf(registry)` checks that option."""
+
+    def __init__(self, option: str, values: Mapping[str, T]) -> None:
+        self._option, self._values = option, dict(values)
+
+    def register(self, name: str, value: T) -> None:
+        """Add a name; raise a ValueError if the name is taken."""
+        if not isinstance(name, str) or not name or name in self._values:
+            raise ValueError(
+                f"{self._option} ({name!r}) must be a new name, unlike "
+                f"{', '.join(map(repr, self))}: choose another one"
+            )
+        self._values[name] = value
+
+    def __getitem__(self, name: str) -> T:
+        return self._values[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
