@@ -83,7 +83,7 @@ def test_gpus_held_and_took_as_much(run: TrainingRun, row: dict[str, Any]) -> No
         seconds = time_step(found, CostTable.of("h200-141")).seconds
         assert seconds * 1e3 == pytest.approx(row["step_ms"], rel=0.1)
     if "held_gib" in row:
-        assert found.held / GIB == pytest.approx(row["held_gib"], rel=0.001)
+        assert found.resident_bytes / GIB == pytest.approx(row["held_gib"], rel=0.001)
 
 
 known = cache(dry_run)
@@ -143,7 +143,7 @@ def test_tokens_travel_by_stores_into_peers_memory() -> None:
     tight, wide = (
         found(replace(NEAR, nvlink=NVLinkOptions(row_factor=factor))) for factor in (1.0, 3.0)
     )
-    assert tight.queued == wide.queued and tight.held == wide.held
+    assert tight.queued == wide.queued and tight.resident_bytes == wide.resident_bytes
     moe, T = NEAR.model.moe, NEAR.seq_len
     assert moe is not None
     rows = 2 * T * moe.top_k  # more per layer, which keeps FC1's output
@@ -177,13 +177,18 @@ def test_pages_of_rows_are_planned_for_all_layers() -> None:
     )
     paged = replace(deep, memory=MemoryOptions(stash=StashOptions(factor=1.5)))
     room, pages = found(deep), found(paged)
-    assert pages.pages == pytest.approx(pages.held - room.held, rel=0.01)  # and their tables
+    assert pages.pages == pytest.approx(
+        pages.resident_bytes - room.resident_bytes, rel=0.01
+    )  # and their tables
     moe, T = deep.model.moe, deep.seq_len
     assert moe is not None
     sources = 4 * balanced_tokens(T, moe.top_k, moe.num_experts, moe.num_experts // 4)
     widths = T * moe.top_k * 2 * moe.hidden_dim + sources * moe.expert_dim  # of H and of X
     assert pages.pages == pytest.approx(1.5 * 6 * widths * 2, rel=0.01)
-    kept = [next(s.level for s in of.starts if s.part == "head") - of.held for of in (room, pages)]
+    kept = [
+        next(s.level for s in of.starts if s.part == "head") - of.resident_bytes
+        for of in (room, pages)
+    ]
     assert kept[1] < kept[0] / 2
     assert max(plan_peak(paged)) == pytest.approx(pages.peak + pages.buffers, rel=0.001)
 
@@ -198,7 +203,7 @@ def test_a_module_of_prediction_counts_as_often_as_it_runs() -> None:
     each = [16 * 128 * flops_per_token(of, 128) for of in models]
     assert flops[1] - flops[0] == pytest.approx(each[1] - each[0], rel=0.03)
     last, step = runs[1], steps[1]
-    assert step.held == pytest.approx(steps[0].held, rel=1e-3)
+    assert step.resident_bytes == pytest.approx(steps[0].resident_bytes, rel=1e-3)
     assert last.planned.sizes().params == runs[0].planned.sizes().params
     assert max(plan_peak(last)) == pytest.approx(step.peak, rel=0.01)
     assert plan_time(last, TABLE).seconds == pytest.approx(time_step(step, TABLE).seconds, rel=0.02)
@@ -234,19 +239,25 @@ def test_a_step_of_more_micro_batches_works_more_and_holds_sums() -> None:
     products = ("mm", "attention_fwd", "attention_bwd", "rms_norm_bwd")
     assert {name: twice[name] for name in products} == {n: 2 * once[n] for n in products}
     assert found(both).peak > found(TINY).peak
-    assert found(both).held == pytest.approx(found(TINY).held, rel=0.01)
+    assert found(both).resident_bytes == pytest.approx(found(TINY).resident_bytes, rel=0.01)
     assert found(both).optimizer == found(TINY).optimizer
 
 
 def test_levers_take_memory_and_cost_work() -> None:
     run = replace(TINY, num_gpus=1, seq_len=128, batch_size=8)
     levers = replace(run, memory=MemoryOptions(recompute=("norm", "mla_up_proj", "moe")))
-    assert found(levers).peak < 0.8 * found(run).peak and found(levers).held == found(run).held
+    assert (
+        found(levers).peak < 0.8 * found(run).peak
+        and found(levers).resident_bytes == found(run).resident_bytes
+    )
     assert names(levers)["rms_norm_fwd"] > names(run)["rms_norm_fwd"]
     large = replace(BIG, memory=MemoryOptions(offload=("experts", "attention")))
-    assert found(large).peak < 0.9 * found(BIG).peak and found(large).held == found(BIG).held
+    assert (
+        found(large).peak < 0.9 * found(BIG).peak
+        and found(large).resident_bytes == found(BIG).resident_bytes
+    )
     small = replace(run, optimizer=OptimizerOptions(moment_dtype="bfloat16"))
-    assert found(small).held < 0.8 * found(run).held
+    assert found(small).resident_bytes < 0.8 * found(run).resident_bytes
     away = replace(BIG, optimizer=OptimizerOptions(offload_fraction=0.5))
     copies = [work for work in found(away).forward_backward if work.kind == "copy"]
     host = plan_memory(away).largest.host["optimizer state"]
@@ -280,7 +291,7 @@ def test_worlds_of_the_same_meshes_one_after_the_other() -> None:
         replace(TINY, num_gpus=8, parallel=ParallelConfig(tp=2, etp=etp, ep=2)) for etp in (1, 2)
     )
     first = dry_run(one)
-    assert dry_run(other).held != first.held == dry_run(one).held
+    assert dry_run(other).resident_bytes != first.resident_bytes == dry_run(one).resident_bytes
 
 
 def test_pairs_multiply_what_turns_do() -> None:
@@ -295,7 +306,7 @@ def test_pairs_multiply_what_turns_do() -> None:
         Counter(work for work in step.forward_backward if work.flops) for step in (turns, pairs)
     ]
     assert products[0] == products[1]
-    assert pairs.held == turns.held and pairs.peak >= turns.peak
+    assert pairs.resident_bytes == turns.resident_bytes and pairs.peak >= turns.peak
 
 
 def test_a_laptop_needs_no_triton() -> None:
@@ -323,7 +334,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "h100-80", "--json", "--rank", "1"]) == 0
     printed = json.loads(capsys.readouterr().out)
     step = dry_run(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16), 1)
-    assert (printed["held"], printed["peak"], printed["plan"]) == (step.held, step.peak, plan)
+    assert (printed["held"], printed["peak"], printed["plan"]) == (
+        step.resident_bytes,
+        step.peak,
+        plan,
+    )
     assert sum(row[0] for row in printed["works"].values()) == len(
         (*step.forward_backward, *step.optimizer)
     )

@@ -42,7 +42,7 @@ def planned(case: str) -> tuple[int, int, int, TimePlan]:
     run, table = CASES[case], CostTable.of(GPUS[RECORDS[case]["gpu"]])
     is_small = small_of(run) == replace(run, parallel=run.resolved)
     step = small_step(run) if is_small else dry_run(run)  # the same, made once
-    return step.held, step.peak, max(plan_peak(run)) - step.buffers, plan_time(run, table)
+    return step.resident_bytes, step.peak, max(plan_peak(run)) - step.buffers, plan_time(run, table)
 
 
 def test_there_are_enough() -> None:

@@ -80,7 +80,7 @@ def test_pieces_in_their_own_order_are_the_step() -> None:
     assert ours.ends == pytest.approx(whole.ends, rel=1e-3)
     levels = list(accumulate((p.delta for p in found), initial=pieces.held))
     tops = (level + p.rise for level, p in zip(levels, [*found, pieces.end], strict=True))
-    assert max(tops) == step.peak and pieces.held == pytest.approx(step.held, abs=2**16)
+    assert max(tops) == step.peak and pieces.held == pytest.approx(step.resident_bytes, abs=2**16)
     assert pieces.num_micro_batches == 2 and len(found) == 2 * 2 * 6
 
 

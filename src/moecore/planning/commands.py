@@ -85,10 +85,10 @@ def run_plan(args: Any) -> int:
         ranks = [
             asdict(rank) | {"peak": peak} for rank, peak in zip(plan.ranks, peaks, strict=True)
         ]
-        found = {"gpu": shown_gpu(args), "memory": memory, "fits": fits, "ranks": ranks}
+        summary = {"gpu": shown_gpu(args), "memory": memory, "fits": fits, "ranks": ranks}
         change = None if isinstance(time, str) else next_change(time, table)
-        found |= _numbers(time) | {"next": None if change is None else asdict(change)}
-        print(json.dumps(found))
+        summary |= _numbers(time) | {"next": None if change is None else asdict(change)}
+        print(json.dumps(summary))
         return 0 if fits else 1
     print(plan.table())
     print(
@@ -110,31 +110,31 @@ def run_plan(args: Any) -> int:
 def _explain(args: Any) -> int:
     """Print what is planned of one folding; 1 where it is refused or too large."""
     request, folding = request_of_options(args), folding_of(args.explain)
-    found = planned(request, folding, _table(args))
-    fits = isinstance(found, Fitting)
-    if isinstance(found, Fitting):
-        _write_recipe(args, found.run)
-    text = explained(request, folding, found)
+    plan = planned(request, folding, _table(args))
+    fits = isinstance(plan, Fitting)
+    if isinstance(plan, Fitting):
+        _write_recipe(args, plan.run)
+    text = explained(request, folding, plan)
     if args.json:
-        row = _row(found) if isinstance(found, Fitting) else folding.named()
+        row = _row(plan) if isinstance(plan, Fitting) else folding.named()
         print(
             json.dumps(
                 {"gpu": shown_gpu(args), "limit": request.limit, "fits": fits, "text": text} | row
             )
         )
-    elif args.call and isinstance(found, Fitting):
-        print(call_of(found.run))
+    elif args.call and isinstance(plan, Fitting):
+        print(call_of(plan.run))
     else:
         print(text)
-        if isinstance(found, Fitting):
-            print(_command(args, found.run))
+        if isinstance(plan, Fitting):
+            print(_command(args, plan.run))
     return 0 if fits else 1
 
 
 def _support(args: Any, first: Folding) -> str:
     """Return what records of whole steps there are of a model on GPUs."""
-    asked = args.preset, shown_gpu(args), args.gpus
-    steps = [step for step in MEASURED if (step.preset, step.gpu, step.num_gpus) == asked]
+    request = args.preset, shown_gpu(args), args.gpus
+    steps = [step for step in MEASURED if (step.preset, step.gpu, step.num_gpus) == request]
     measured = "; ".join(
         f"{step.folding} in bf16 has {step.tokens_per_second:,} tokens/s ({step.record})"
         for step in steps
@@ -161,21 +161,21 @@ def _search(args: Any) -> int:
     request = request_of_options(args)
     top = 3 if args.top is None else args.top
     result = search(request, table=_table(args), wanted=top, progress=_tell)
-    found = result.fitting
-    if found:
-        _write(args, found[0].plan, found[0].time)
-        _write_recipe(args, found[0].run)
+    fitting = result.fitting
+    if fitting:
+        _write(args, fitting[0].plan, fitting[0].time)
+        _write_recipe(args, fitting[0].run)
     if args.json:
-        rows = [_row(candidate) for candidate in found]
-        others = dict(refused=result.refused, not_planned=result.not_planned, change=result.change)
+        rows = [_row(candidate) for candidate in fitting]
+        counts = dict(refused=result.refused, not_planned=result.not_planned, change=result.change)
         print(
-            json.dumps({"gpu": shown_gpu(args), "limit": request.limit, "fitting": rows, **others})
+            json.dumps({"gpu": shown_gpu(args), "limit": request.limit, "fitting": rows, **counts})
         )
-        return 0 if found else 1
-    if found and args.call:
-        print(call_of(found[0].run))
+        return 0 if fitting else 1
+    if fitting and args.call:
+        print(call_of(fitting[0].run))
         return 0
-    if found:
+    if fitting:
         print(result.table())
     for other in result.too_large:
         print(f"too large with all levers: {other.folding}")
@@ -184,27 +184,27 @@ def _search(args: Any) -> int:
         f"of {shown_bytes(request.limit)} a rank ({shown_gpu(args)} less {request.reserve:.0%}); "
         f"{refused} foldings refused by rules, {result.not_planned} behind these not planned"
     )
-    if found:
-        _print_time(args, found[0].time, request.limit)
-        print(_support(args, found[0].folding))
-        print(f"the first one: {_command(args, found[0].run)}")
+    if fitting:
+        _print_time(args, fitting[0].time, request.limit)
+        print(_support(args, fitting[0].folding))
+        print(f"the first one: {_command(args, fitting[0].run)}")
     else:
         print(f"nothing fits; the smallest change: {result.change or 'none of those tried'}")
-    return 0 if found else 1
+    return 0 if fitting else 1
 
 
-def _row(found: Fitting) -> dict[str, Any]:
-    run = found.run
-    return found.folding.named() | {
+def _row(candidate: Fitting) -> dict[str, Any]:
+    run = candidate.run
+    return candidate.folding.named() | {
         "schedule": None if run.pipeline is None else run.pipeline.schedule,
         "num_micro_batches": run.num_micro_batches,
-        "levers": shown_levers(found),
-        "overhead": found.levers.overhead,
-        "flags": flags_of(found.run),
-        "host_of_a_node": found.host,
-        "peak": max(found.peaks),
-        "headroom": found.headroom,
-        **_numbers(found.time),
+        "levers": shown_levers(candidate),
+        "overhead": candidate.levers.overhead,
+        "flags": flags_of(candidate.run),
+        "host_of_a_node": candidate.host,
+        "peak": max(candidate.peaks),
+        "headroom": candidate.headroom,
+        **_numbers(candidate.time),
     }
 
 
@@ -243,13 +243,13 @@ def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> No
 
 def _slices(table: CostTable, kind: str) -> str:
     """Return what a plan counts of exchanges beside products, and who has measured it."""
-    found = table.slices
-    if found is None:
+    slices = table.slices
+    if slices is None:
         return "exchanges of tp beside products count whole: the table has no share of them"
-    unseen = f"; no run on {kind} has shown it" if table.gpu != found.gpu else ""
+    unseen = f"; no run on {kind} has shown it" if table.gpu != slices.gpu else ""
     return (
-        f"exchanges of tp beside products count {found.share:.0%} of themselves, as measured on "
-        f"{found.gpu} ({found.record}){unseen}"
+        f"exchanges of tp beside products count {slices.share:.0%} of themselves, as measured on "
+        f"{slices.gpu} ({slices.record}){unseen}"
     )
 
 
@@ -288,24 +288,24 @@ def run_dry_run(args: Any) -> int:
     """Print what a rank holds and does; 1 where it does not fit."""
     refuse_stages(args)
     run, memory = run_of_options(args), gpu_of(kind_of(args)).memory
-    found = dry_run(run, args.rank)
+    step = dry_run(run, args.rank)
     plan = plan_peak(run)[args.rank * run.resolved.pp // run.num_gpus]
-    table, fits = CostTable.of(kind_of(args)), found.peak + found.buffers <= memory
+    table, fits = CostTable.of(kind_of(args)), step.peak + step.buffers <= memory
     refusal = time_refusal(run.precision, table.gpu)
-    rows = _rows(found, None if refusal else table)
-    time = None if refusal else time_step(found, table)
+    rows = _rows(step, None if refusal else table)
+    time = None if refusal else time_step(step, table)
     if args.json:
-        sizes = {"held": found.held, "peak": found.peak, "buffers": found.buffers}
+        sizes = {"held": step.resident_bytes, "peak": step.peak, "buffers": step.buffers}
         sizes |= {"plan": plan, "memory": memory}
-        whole = {"rank": found.rank, "gpu": shown_gpu(args), **sizes, "fits": fits}
+        summary = {"rank": step.rank, "gpu": shown_gpu(args), **sizes, "fits": fits}
         numbers = (None, None) if time is None else (time.seconds, time.parts)
-        whole |= dict(zip(("seconds", "parts"), numbers, strict=True))
-        whole |= {"works": rows, "time_refusal": refusal}
-        print(json.dumps(whole))
+        summary |= dict(zip(("seconds", "parts"), numbers, strict=True))
+        summary |= {"works": rows, "time_refusal": refusal}
+        print(json.dumps(summary))
         return 0 if fits else 1
-    print(f"rank {found.rank} of {args.gpus} holds {shown_bytes(found.held)} between steps")
-    most = shown_bytes(found.peak + found.buffers)
-    at_most = f"{most} at most in a step, of {shown_bytes(memory)} ({shown_gpu(args)})"
+    print(f"rank {step.rank} of {args.gpus} holds {shown_bytes(step.resident_bytes)} between steps")
+    peak = shown_bytes(step.peak + step.buffers)
+    at_most = f"{peak} at most in a step, of {shown_bytes(memory)} ({shown_gpu(args)})"
     print(f"{at_most}{'' if fits else ': does not fit'}")
     print(f"{shown_bytes(plan)} by the plan, from few layers")
     if time is None:
@@ -315,20 +315,20 @@ def run_dry_run(args: Any) -> int:
         line = f"{time.seconds * 1e3:.1f} ms a step, of which ms by what limits"
         print(f"{line}: {', '.join(parts)}")
     lines: list[tuple[str, ...]] = [("what runs", "times", "TFLOP", "GB moved", "ms alone")]
-    for kind, (times, flops, moved, seconds) in rows.items():
-        alone = "-" if seconds is None else f"{seconds * 1e3:.1f}"
-        sums = (f"{flops / 1e12:.1f}", f"{moved / 1e9:.1f}", alone)
+    for kind, (times, flops, num_bytes, seconds) in rows.items():
+        milliseconds = "-" if seconds is None else f"{seconds * 1e3:.1f}"
+        sums = (f"{flops / 1e12:.1f}", f"{num_bytes / 1e9:.1f}", milliseconds)
         lines.append((kind, f"{times:.0f}", *sums))
     print("\n".join(columns(lines)))
     return 0 if fits else 1
 
 
-def _rows(found: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
+def _rows(step: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
     """Return by kind: how many, FLOP, bytes, seconds of each alone, None without a table."""
     if table is not None:
         table = replace(table, slices=None)  # of which a step has what is exposed
     sums: defaultdict[str, list[Any]] = defaultdict(lambda: [0.0] * 4)
-    for part, works in (("", found.forward_backward), ("optimizer", found.optimizer)):
+    for part, works in (("", step.forward_backward), ("optimizer", step.optimizer)):
         for work in works:
             seconds = 0.0 if table is None else table.seconds(work)
             numbers = (1, work.flops, work.num_bytes, seconds)
@@ -342,14 +342,14 @@ def _rows(found: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
 def run_report(args: Any) -> int:
     """Print the report."""
     try:
-        found = report_trace(args.trace, num_steps=args.steps)
+        report = report_trace(args.trace, num_steps=args.steps)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if args.json:
-        facts = {"limit": found.limit, "limits": found.limits}
-        print(json.dumps(facts | asdict(found)))
+        facts = {"limit": report.limit, "limits": report.limits}
+        print(json.dumps(facts | asdict(report)))
     else:
-        print(found.table())
+        print(report.table())
     return 0
 
 

@@ -135,8 +135,8 @@ class CostTable(CheckedRecord):
     def read(cls, path: str | os.PathLike[str]) -> CostTable:
         """Return the table of a file that `write` or `moecore measure` has written."""
         check_arguments(CostTable.read, locals())
-        where = f"table ({shown(os.fspath(path))})"
-        text = read_bytes(path, where, MAX_TABLE_BYTES, "`moecore measure` writes one")
+        name = f"table ({shown(os.fspath(path))})"
+        text = read_bytes(path, name, MAX_TABLE_BYTES, "`moecore measure` writes one")
         return _parsed(text, os.fspath(path))
 
     def on(self, gpu: GpuName | Gpu) -> CostTable:
@@ -161,7 +161,7 @@ class CostTable(CheckedRecord):
         check_arguments(CostTable.extended, locals())
         names = {point.work.name for point in points}
         has_fp8 = gpu_of(self.gpu).fp8_flops is not None
-        kept = [
+        rescaled_points = [
             replace(point, seconds=self.seconds(point.work))
             for point in self.points
             if point.work.name not in names
@@ -172,7 +172,7 @@ class CostTable(CheckedRecord):
         return replace(
             self,
             measured_on=self.gpu,
-            points=(*points, *kept),
+            points=(*points, *rescaled_points),
             points_from=f"{source}; what it does not have: {self.source}",
             launch_seconds=min(self.launch_seconds, *(point.seconds / 2 for point in points)),
         )
@@ -240,9 +240,9 @@ class CostTable(CheckedRecord):
     def _efficiency(self, work: Work) -> float:
         """Return the share of the roofline that operations like this one reach."""
         key, place = (work.kind, work.name, work.dtype), _place(work)
-        if key not in self._known:
-            self._known[key] = [(_place(p.work), self._reached(p)) for p in self._like(work)]
-        near = [(math.dist(place, other), log) for other, log in self._known[key]]
+        if key not in self._efficiencies:
+            self._efficiencies[key] = [(_place(p.work), self._reached(p)) for p in self._like(work)]
+        near = [(math.dist(place, other), log) for other, log in self._efficiencies[key]]
         if not near:
             return self.efficiency[work.kind]
         if min(near)[0] < 1e-9:
@@ -252,7 +252,7 @@ class CostTable(CheckedRecord):
         return math.exp(sum(logs) / sum(weights))
 
     @cached_property
-    def _known(self) -> dict[tuple[str, str, str], list[tuple[tuple[float, ...], float]]]:
+    def _efficiencies(self) -> dict[tuple[str, str, str], list[tuple[tuple[float, ...], float]]]:
         """Of kinds, names and dtypes: places of the points like them, and what these reached."""
         return {}
 
@@ -266,22 +266,22 @@ class CostTable(CheckedRecord):
         """Return the points of its name, or of the one that stands for its kind; perhaps none."""
         # A point's name is within the operation's, without case and signs: "sum_rows" is that of
         # "_sum_rows_fwd_kernel". The longest counts, then those of its dtype if there are any.
-        ours = [point for point in self.points if point.work.kind == work.kind]
+        kind_points = [point for point in self.points if point.work.kind == work.kind]
         other = self.stands_for.get(work.kind, "")
         backward = "backward" if BACKWARD.search(work.name) else ""
         for name in (work.name, other + backward):
             lengths = {
-                len(_plain(p.work.name)) for p in ours if _plain(p.work.name) in _plain(name)
+                len(_plain(p.work.name)) for p in kind_points if _plain(p.work.name) in _plain(name)
             }
-            found = [
+            name_points = [
                 point
-                for point in ours
+                for point in kind_points
                 if _plain(point.work.name) in _plain(name)
                 and len(_plain(point.work.name)) == max(lengths)
             ]
-            same = [point for point in found if point.work.dtype == work.dtype]
-            if found:
-                return same or found
+            dtype_points = [point for point in name_points if point.work.dtype == work.dtype]
+            if name_points:
+                return dtype_points or name_points
         return []
 
 
@@ -324,11 +324,14 @@ def _links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall,
     ranks = work.shape[0]
     if inside == ranks:
         return {"nvlink": work.num_bytes / nvlink}
-    away = work.num_bytes * (ranks - inside) / (ranks - 1)
+    network_bytes = work.num_bytes * (ranks - inside) / (ranks - 1)
     if ALL_TO_ALL.search(work.name.lower()) or inside == 1:
-        return {"nvlink": (work.num_bytes - away) / nvlink, "network": away / network}
+        return {
+            "nvlink": (work.num_bytes - network_bytes) / nvlink,
+            "network": network_bytes / network,
+        }
     # What all ranks get, or sum, each node but one takes in and passes on, over all its cards.
-    return {"nvlink": work.num_bytes / nvlink, "network": away / (inside * network)}
+    return {"nvlink": work.num_bytes / nvlink, "network": network_bytes / (inside * network)}
 
 
 @cache

@@ -51,7 +51,7 @@ class DryRun:
 
     Attributes:
         rank: of the world.
-        held: bytes between steps.
+        resident_bytes: bytes between steps.
         peak: most bytes at once, as `torch.cuda.max_memory_allocated` counts them.
         buffers: bytes of buffers that other ranks read and write, which that does not count: of
             dispatcher "nvlink", and torch's workspace of exchanges beside products of tp ranks.
@@ -62,7 +62,7 @@ class DryRun:
     """
 
     rank: int
-    held: int
+    resident_bytes: int
     peak: int
     buffers: int
     pages: int
@@ -82,7 +82,7 @@ class DryRun:
 
 
 def _works(queued: Iterable[Queued]) -> tuple[Work, ...]:
-    return tuple(one.work for one in queued for _ in range(one.times))
+    return tuple(operation.work for operation in queued for _ in range(operation.times))
 
 
 def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
@@ -103,21 +103,21 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 
 def of_rows(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
     """Return the dry run with the memory of the capacity, and the work of the rows in use."""
-    found = dry(run)
+    capacity_step = dry(run)
     if run.even == run:
-        return found
-    used = dry(run.even)  # in which parts may queue another number of operations
-    pairs = zip(found.starts, used.starts, strict=True)
-    starts = tuple(start._replace(first=of_used.first) for start, of_used in pairs)
-    return replace(found, queued=used.queued, starts=starts)
+        return capacity_step
+    even_step = dry(run.even)  # in which parts may queue another number of operations
+    pairs = zip(capacity_step.starts, even_step.starts, strict=True)
+    starts = tuple(start._replace(first=even_start.first) for start, even_start in pairs)
+    return replace(capacity_step, queued=even_step.queued, starts=starts)
 
 
 def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
     """Return `dry_run`, but its work is that of all capacity: half the time, for memory alone."""
     recorder = WorkRecorder(run.ranks_per_domain)
     dry = launches_on_meta(recorder.launched, run.num_peers), dry_streams(recorder.queues)
-    within = refusing(run.model), fake_world(run.num_gpus, rank), quiet(), new_garbage()
-    with within[0], within[1], within[2], within[3], dry[0], dry[1]:
+    contexts = refusing(run.model), fake_world(run.num_gpus, rank), quiet(), new_garbage()
+    with contexts[0], contexts[1], contexts[2], contexts[3], dry[0], dry[1]:
         model = model_of(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.take(local_of(tensor))
@@ -141,14 +141,14 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
         record = parallel_state(model)
         assert record is not None
         exchanges, stash = record.exchanges, record.stash
-        moved = sum(_moved(optimizer, param) for param in model.parameters())
+        optimizer_bytes = sum(_optimizer_bytes(optimizer, param) for param in model.parameters())
         return DryRun(
             rank=rank,
-            held=recorder.level,
+            resident_bytes=recorder.level,
             peak=recorder.peak,
             buffers=(0 if exchanges is None else exchanges.planned_bytes) + _workspace(recorder),
             pages=stash.pages.num_bytes if isinstance(stash, Stash) else 0,
-            queued=tuple(_with_bytes(recorder.queued, moved)),
+            queued=tuple(_with_bytes(recorder.queued, optimizer_bytes)),
             starts=tuple(recorder.starts),
             precision=run.precision,
         )
@@ -156,7 +156,7 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
 
 def _workspace(recorder: WorkRecorder) -> int:
     """Return the bytes of torch's workspace of exchanges beside products."""
-    works = (one.work for one in recorder.queued if one.work.name in SLICES)
+    works = (operation.work for operation in recorder.queued if operation.work.name in SLICES)
     sizes = (workspace_bytes(work.name, work.shape[0], work.num_bytes) for work in works)
     return max(sizes, default=0)
 
@@ -166,11 +166,11 @@ def cut(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
     calls: dict[str, int] = {}
 
     def watch(module: nn.Module, part: str, last: nn.Module | None = None) -> None:
-        def before(*_: Any) -> None:
+        def begin_forward(*_: Any) -> None:
             calls[part] = calls.get(part, 0) + 1
             recorder.begin("F", name())
 
-        def behind(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def watch_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
             found = tensors_of(getattr(output, "loss", output))[0]
             if found.requires_grad:
                 own = name()
@@ -179,8 +179,8 @@ def cut(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
         def name() -> str:  # later embeddings of a micro-batch are those of predictions
             return "predictions" if part == "embedding" and calls[part] > 1 else part
 
-        module.register_forward_pre_hook(before)
-        (last or module).register_forward_hook(behind)
+        module.register_forward_pre_hook(begin_forward)
+        (last or module).register_forward_hook(watch_output)
 
     model.register_forward_pre_hook(lambda *_: calls.clear())
     watch(parts.embedding, "embedding")
@@ -192,26 +192,28 @@ def cut(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
     for layer in (*parts.layers, *parts.mtp):
         for _, kind, module in [*find_parts(layer), BlockPart("", "moe", layer)]:
             name = "rest" if module is layer else NAMES.get(kind, kind)
-            module.forward = partial(_within, recorder, name, module.forward)  # type: ignore[method-assign]
+            module.forward = partial(_run_part, recorder, name, module.forward)
 
 
-def _within(
+def _run_part(
     recorder: WorkRecorder, part: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     with recorder.within(part):
         return forward(*args, **kwargs)
 
 
-def _moved(optimizer: AdamW, param: Tensor) -> int:
+def _optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
     """Return the bytes that a step reads and writes for a parameter: itself, gradient, state."""
     state = [x for x in optimizer.state_of(param).values() if x.numel() > 1]
     return 3 * local_of(param).nbytes + 2 * sum(local_of(x).nbytes for x in state)
 
 
-def _with_bytes(queued: list[Queued], moved: int) -> Iterator[Queued]:
+def _with_bytes(queued: list[Queued], num_bytes: int) -> Iterator[Queued]:
     """Yield work, AdamW's with the bytes of the tensors whose addresses it is given."""
-    number = sum(one.work.name == ADAMW for one in queued)
-    for one in queued:
-        if one.work.name == ADAMW:
-            one = one._replace(work=replace(one.work, num_bytes=moved // number))
-        yield one
+    number = sum(operation.work.name == ADAMW for operation in queued)
+    for operation in queued:
+        if operation.work.name == ADAMW:
+            operation = operation._replace(
+                work=replace(operation.work, num_bytes=num_bytes // number)
+            )
+        yield operation

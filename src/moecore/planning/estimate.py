@@ -46,7 +46,7 @@ SPREAD = 0.95  # the least over that of another plan with the same pp and ep
 LAYERS = 3  # layers with whole weights or gradients at once, if micro-batches all-gather them
 
 
-class _Held(NamedTuple):
+class _Weights(NamedTuple):
     """Parameters with which a rank computes, the ranks that share them, and those of one node.
 
     There are two copies in memory where ranks have parts of an expert, which are no views.
@@ -61,8 +61,8 @@ class _Held(NamedTuple):
 class _Seconds(NamedTuple):
     """Seconds of passes: those of device or host without collectives, and those of collectives."""
 
-    computed: float
-    sent: float
+    compute: float
+    network: float
 
 
 class Estimate:
@@ -71,18 +71,18 @@ class Estimate:
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
         self._request, self._table = request, table
         moe = request.planned.moe
-        self._everything, self._experts, self._cut = request.planned.sizes()
+        self._everything, self._experts, self._tp_params = request.planned.sizes()
         self._ep = 1 if moe is None else gcd(moe.num_experts, request.domain)
         self._base, self._last = (rungs := rungs_of(request))[0], rungs[-1]
         self._choices = _choices(request, rungs)
         # Planned over estimated bytes, on the device and on the host, by pp.
-        self._more, self._pinned = (defaultdict[int, float](lambda: 1.0) for _ in range(2))
+        self._byte_factors, self._pinned = (defaultdict[int, float](lambda: 1.0) for _ in range(2))
         # Least planned over estimated seconds; of those that have no plan it is the least known.
         self._slower = defaultdict[Folding, float](lambda: FASTER)
         self._pieces = cache(lambda rung: passes_of(self._node(rung, MIDDLE)))
         self._part, self._share = cache(self._seconds_of), cache(self._share_of)
         self._stage, self._parts = cache(self._seconds_of_stage), cache(self._parts_of)
-        self._kept = cache(self._kept_by)
+        self._saved_bytes = cache(self._kept_by)
         self.seconds, self.num_bytes = cache(self._seconds_of_step), cache(self._bytes_of)
 
     def key(self, folding: Folding) -> tuple[float, ...]:
@@ -94,27 +94,31 @@ class Estimate:
 
     def levers(self, folding: Folding) -> Levers | None:
         """Return the fastest of a few sets with which a folding is estimated to fit, or None."""
-        request, more, pinned = self._request, self._more[folding.pp], self._pinned[folding.pp]
+        request, byte_factor, pinned = (
+            self._request,
+            self._byte_factors[folding.pp],
+            self._pinned[folding.pp],
+        )
         fitting = (
             each
             for each in self._choices
-            if more * self.num_bytes(folding, each) <= request.limit
+            if byte_factor * self.num_bytes(folding, each) <= request.limit
             and pinned * self.host_bytes(folding, each) <= request.host_limit
         )
         return min(fitting, key=lambda each: self.seconds(folding, each), default=None)
 
     def learn(self, folding: Folding, levers: Levers, num_bytes: int, host: int) -> None:
         """Correct the estimates of as many stages by a plan that did not fit."""
-        more = num_bytes / self.num_bytes(folding, levers)
-        self._more[folding.pp] = max(more, self._more[folding.pp])
+        byte_factor = num_bytes / self.num_bytes(folding, levers)
+        self._byte_factors[folding.pp] = max(byte_factor, self._byte_factors[folding.pp])
         if host:
             pinned = host / self.host_bytes(folding, levers)
             self._pinned[folding.pp] = max(pinned, self._pinned[folding.pp])
 
     def learn_seconds(self, folding: Folding, levers: Levers, seconds: float) -> None:
         """Correct the estimates of foldings whose tokens travel as far by a plan that fits."""
-        own, kin = self.seconds(folding, levers), _kin(folding)
-        self._slower[kin] = min(self._slower.get(kin, math.inf), SPREAD * seconds / own)
+        estimate, kin = self.seconds(folding, levers), _kin(folding)
+        self._slower[kin] = min(self._slower.get(kin, math.inf), SPREAD * seconds / estimate)
 
     def _bytes_of(self, folding: Folding, rung: Levers | None = None) -> float:
         """Return the estimated bytes of the largest rank with the levers of a rung; None = all."""
@@ -124,30 +128,36 @@ class Estimate:
         rung, chunks = rung or self._last, folding.chunks
         layers = self._request.planned.num_layers / folding.pp
         share = min(1.0, LAYERS / layers) if _gathers(rung) else 1.0
-        own = self._held(folding)
-        held = share * sum(one.copies * one.size for one in own)
-        sums = share * sum(one.copies * one.size for one in own if one.ranks > 1)
+        weights = self._weights(folding)
+        num_weights = share * sum(one.copies * one.size for one in weights)
+        sums = share * sum(one.copies * one.size for one in weights if one.ranks > 1)
         if folding.pp > 1:  # the first or the last stage has all of the embedding or of the head
             end = self._request.planned.vocab_size * self._request.planned.dim
-            held, sums = held + end, sums + end
-        gathered = 1 if rung.fsdp.fp8_param_gather else 2 if rung.precision is None else 3  # copies
+            num_weights, sums = num_weights + end, sums + end
+        weight_bytes = (
+            1 if rung.fsdp.fp8_param_gather else 2 if rung.precision is None else 3
+        )  # copies
         state = (1 - rung.optimizer.offload_fraction) * state_bytes(rung.optimizer, _dtype(rung))
-        stored = (2 * _dtype(rung).itemsize + state) * self._everything
+        sharded_bytes = (2 * _dtype(rung).itemsize + state) * self._everything
         in_flight = 1 + 1 / chunks if chunks > 1 else 1
-        kept, _ = self._kept(rung)
+        saved_bytes, _ = self._saved_bytes(rung)
         rows = folding.batch_size / (folding.tp * folding.cp)
-        whole = gathered * held + 4 * sums
-        return whole + stored / self._request.num_gpus + in_flight * kept * rows
+        unsharded_bytes = weight_bytes * num_weights + 4 * sums
+        return (
+            unsharded_bytes
+            + sharded_bytes / self._request.num_gpus
+            + in_flight * saved_bytes * rows
+        )
 
     def host_bytes(self, folding: Folding, rung: Levers) -> float:
         """Return the estimated bytes of host memory that the ranks of a server pin."""
-        _, away = self._kept(rung)
+        _, offloaded_bytes = self._saved_bytes(rung)
         chunks, options, num_gpus = folding.chunks, rung.optimizer, self._request.num_gpus
         in_flight = 1 + 1 / chunks if chunks > 1 else 1
         state = options.offload_fraction * state_bytes(options, _dtype(rung)) * self._everything
         rows = folding.batch_size / (folding.tp * folding.cp)
         ranks = min(gpu_of(self._request.gpu).server, num_gpus)
-        return ranks * (in_flight * away * rows + state / num_gpus)
+        return ranks * (in_flight * offloaded_bytes * rows + state / num_gpus)
 
     def _seconds_of_step(self, folding: Folding, rung: Levers) -> float:
         """Return the estimated seconds of a step without clipping and the optimizer."""
@@ -163,58 +173,58 @@ class Estimate:
         across = folding.ep * folding.etp > self._request.domain
         is_paired = across and folding.chunks > 1 and run.nvlink is None
         hides = self._table.pairs_hide if is_paired else 0.0
-        each = [c + sent - min(c, hides * sent) for c, sent in passes]
-        busiest = max(sum(each[rank::pp]) for rank in range(pp))
+        stage_seconds = [c + network - min(c, hides * network) for c, network in passes]
+        busiest = max(sum(stage_seconds[rank::pp]) for rank in range(pp))
         busiest = max(busiest, self._copies(folding, rung))
         if _gathers(rung):
-            sent = max(sum(one.sent for one in passes[rank::pp]) for rank in range(pp))
-            busiest = max(busiest, self._gathers(folding, rung) + across * sent)
+            network = max(sum(stage.network for stage in passes[rank::pp]) for rank in range(pp))
+            busiest = max(busiest, self._gathers(folding, rung) + across * network)
         # The first forward and the last backward hide the state's copies.
         waits = max(0.0, self._state(rung) - busiest)
-        fills = sum(each) * (pp - 1) / len(each)
+        fills = sum(stage_seconds) * (pp - 1) / len(stage_seconds)
         if hides:  # the first forwards and the last backwards, more than of other orders, run alone
-            alone, chunks = [c + sent for c, sent in passes], folding.chunks
-            fills = 2 * sum(alone) * (pp - 1) / len(alone)
+            serial_seconds, chunks = [c + network for c, network in passes], folding.chunks
+            fills = 2 * sum(serial_seconds) * (pp - 1) / len(serial_seconds)
             first = min(run.num_micro_batches, ((chunks + 1) * pp - 1) / chunks)
-            fills += first * (sum(alone) - sum(each)) / pp
+            fills += first * (sum(serial_seconds) - sum(stage_seconds)) / pp
         return run.num_micro_batches * busiest + fills + waits
 
-    def _held(self, folding: Folding) -> list[_Held]:
+    def _weights(self, folding: Folding) -> list[_Weights]:
         """Return the parameters with which a rank computes: dense ones, then experts."""
         pp, tp, _, ep, etp, _, _ = folding
         stage, node = self._request.num_gpus // pp, self._request.domain
-        dense = self._everything - self._experts - self._cut + self._cut / tp
-        found, experts = [], ep * etp
+        dense = self._everything - self._experts - self._tp_params + self._tp_params / tp
+        weights, experts = [], ep * etp
         for size, ranks in ((dense, tp), (self._experts / experts, experts)):
             sharing = stage // ranks
-            found.append(_Held(size / pp, sharing, max(1, min(stage, node) // ranks), 1))
+            weights.append(_Weights(size / pp, sharing, max(1, min(stage, node) // ranks), 1))
         moe = self._request.planned.moe
-        if moe is not None and found[1].ranks > moe.num_experts // ep:
-            found[1] = found[1]._replace(copies=2)
-        return found
+        if moe is not None and weights[1].ranks > moe.num_experts // ep:
+            weights[1] = weights[1]._replace(copies=2)
+        return weights
 
     def _gathers(self, folding: Folding, rung: Levers) -> float:
         """Return the seconds of a micro-batch's two all-gathers and one fp32 reduction."""
-        found, width = 0.0, 2 * (1 if rung.fsdp.fp8_param_gather else 2) + 4
-        for size, ranks, node_ranks, _ in self._held(folding):
+        seconds, width = 0.0, 2 * (1 if rung.fsdp.fp8_param_gather else 2) + 4
+        for size, ranks, node_ranks, _ in self._weights(folding):
             num_bytes = round(2 * width * size * (ranks - 1) / ranks)
             gather = Work("all_gather", "collective", 0, num_bytes, (ranks,), "bfloat16")
-            found += self._table.seconds(gather, node_ranks) if ranks > 1 else 0
-        return found
+            seconds += self._table.seconds(gather, node_ranks) if ranks > 1 else 0
+        return seconds
 
     def _copies(self, folding: Folding, rung: Levers) -> float:
         """Return the seconds of the offload of a micro-batch's activations, out and back."""
-        _, away = self._kept(rung)
+        _, offloaded_bytes = self._saved_bytes(rung)
         rows = folding.batch_size / (folding.tp * folding.cp)
-        num_bytes = round(2 * away * rows / folding.pp)
+        num_bytes = round(2 * offloaded_bytes * rows / folding.pp)
         copy = Work("copy to host", "copy", 0, num_bytes, (), "bfloat16")
         return self._table.seconds(copy) if num_bytes else 0.0
 
     def _state(self, rung: Levers) -> float:
         """Return the seconds of the copies of the optimizer's state, out and back."""
         options = rung.optimizer
-        away = 2 * options.offload_fraction * state_bytes(options, _dtype(rung))
-        num_bytes = round(away * self._everything / self._request.num_gpus)
+        param_bytes = 2 * options.offload_fraction * state_bytes(options, _dtype(rung))
+        num_bytes = round(param_bytes * self._everything / self._request.num_gpus)
         copy = Work("copy to host", "copy", 0, num_bytes, (), "uint8")
         return self._table.seconds(copy) if num_bytes else 0.0
 
@@ -227,27 +237,31 @@ class Estimate:
         self, parts: Iterable[tuple[str, Pass]], folding: Folding, rung: Levers
     ) -> _Seconds:
         """Return the seconds of a micro-batch's passes through a stage."""
-        found = [self._part(*part, folding, rung) for part in parts]
-        return _Seconds(*map(sum, zip(*found, strict=True)))
+        seconds = [self._part(*part, folding, rung) for part in parts]
+        return _Seconds(*map(sum, zip(*seconds, strict=True)))
 
     def _seconds_of(self, part: str, of: Pass, folding: Folding, rung: Levers) -> _Seconds:
         """Return the seconds of a part's pass: the larger of the host's and the device's."""
         pieces = self._pieces(rung)
-        own = (pieces.queued[i] for p in pieces.of_part(part, of, MIDDLE // 2) for i in p.place)
+        operations = (
+            pieces.queued[i] for p in pieces.of_part(part, of, MIDDLE // 2) for i in p.place
+        )
         experts, rows = (
             folding.ep * folding.etp,
             Fraction(folding.batch_size, folding.tp * folding.cp),
         )
-        computed, sent = list[float](), list[float]()
-        for one in own:
-            work = one.work
+        compute, network = list[float](), list[float]()
+        for operation in operations:
+            work = operation.work
             seconds = self._share(work, rows, experts * (work.kind in BY_EXPERTS))
             if seconds is not None:
-                found = sent if work.kind == "collective" else computed
-                found.append(one.times * seconds)
-        sent += self._messages(folding, rung) if part.startswith(("layer", "predictions")) else ()
-        host = (len(computed) + len(sent)) * self._table.host_seconds
-        return _Seconds(max(host - sum(sent), sum(computed)), sum(sent))
+                seconds_of_kind = network if work.kind == "collective" else compute
+                seconds_of_kind.append(operation.times * seconds)
+        network += (
+            self._messages(folding, rung) if part.startswith(("layer", "predictions")) else ()
+        )
+        host = (len(compute) + len(network)) * self._table.host_seconds
+        return _Seconds(max(host - sum(network), sum(compute)), sum(network))
 
     def _share_of(self, work: Work, rows: Fraction, experts: int) -> float | None:
         """Return the seconds of a rank's share of work of one node's run; None if it is empty."""
@@ -264,8 +278,8 @@ class Estimate:
             shape = (max(1, int(shape[0] * rows)), *shape[1:])
         num_bytes = max(1, int(work.num_bytes * rows))
         share = replace(work, shape=shape, flops=int(work.flops * rows), num_bytes=num_bytes)
-        here = min(self._request.domain, *shape) if work.kind == "collective" else 0
-        return self._table.seconds(share, here)
+        node_ranks = min(self._request.domain, *shape) if work.kind == "collective" else 0
+        return self._table.seconds(share, node_ranks)
 
     def _messages(self, folding: Folding, rung: Levers) -> Iterator[float]:
         """Yield the seconds of messages among the ranks of tp, and among those of cp."""
@@ -278,17 +292,17 @@ class Estimate:
             num_bytes = 2 * folding.batch_size * slice_bytes * (ranks - 1)
             message = Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
             if ranks > 1:
-                here = min(ranks, self._request.domain)
-                yield from MESSAGES * [self._table.seconds(message, here)]
+                node_ranks = min(ranks, self._request.domain)
+                yield from MESSAGES * [self._table.seconds(message, node_ranks)]
 
     def _kept_by(self, rung: Levers) -> tuple[int, int]:
         """Return the bytes that a micro-batch saves for backward: on the device, on the host."""
         small, like = timed_layers(self._node(rung, 1), 1)
-        whole = FSDPOptions(param_dtype=rung.fsdp.param_dtype)  # shards save as much
-        found = kept_of(replace(small, optimizer=OptimizerOptions(), fsdp=whole))
-        blocks = [found.blocks[i] for i in like["F"]] + [*found.blocks[small.planned.num_layers :]]
-        away = sum(sum(block.host.values()) for block in blocks)
-        return sum(block.num_bytes for block in (*blocks, found.outside)), away
+        fsdp = FSDPOptions(param_dtype=rung.fsdp.param_dtype)  # shards save as much
+        saved = kept_of(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
+        blocks = [saved.blocks[i] for i in like["F"]] + [*saved.blocks[small.planned.num_layers :]]
+        offloaded_bytes = sum(sum(block.host.values()) for block in blocks)
+        return sum(block.num_bytes for block in (*blocks, saved.outside)), offloaded_bytes
 
     def _node(self, rung: Levers, num_micro_batches: int) -> TrainingRun:
         """Return a run on one node, whose number of ranks divides the number of experts."""
@@ -321,8 +335,10 @@ def _choices(request: SearchRequest, rungs: Sequence[Levers]) -> list[Levers]:
     options = rungs[-1].options
     dear = [option for option in options if option.overhead == "medium"]
     sets = chain.from_iterable(combinations(dear, n) for n in range(len(dear) + 1))
-    cheap = (tuple(o for o in options if o.overhead == "low" or o in more) for more in sets)
-    return [rungs[0], *(levers_of(request, each) for each in cheap)]
+    cheap = (
+        tuple(o for o in options if o.overhead == "low" or o in expensive) for expensive in sets
+    )
+    return [rungs[0], *(levers_of(request, subset) for subset in cheap)]
 
 
 def _kin(folding: Folding) -> Folding:

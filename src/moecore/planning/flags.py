@@ -55,17 +55,20 @@ def has_degrees(args: Any) -> bool:
 def refuse_unread(args: Any) -> None:
     """Raise a UsageError for the first option that is given and that would not be read."""
     if args.explain is not None:
-        unread, why = (
+        unread, reason = (
             (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html"),
             "--explain has all degrees",
         )
     elif not has_degrees(args):
-        unread, why = OF_RUNS, "a search has its own: give degrees, such as --ep 8, or drop it"
+        unread, reason = OF_RUNS, "a search has its own: give degrees, such as --ep 8, or drop it"
     else:
-        unread, why = (*OF_SEARCHES, "top"), "degrees are given, so nothing is searched"
+        unread, reason = (*OF_SEARCHES, "top"), "degrees are given, so nothing is searched"
         if (args.pp or 1) == 1:
-            unread, why = (*unread, *OF_STAGES), f"{why}, and there are no stages without --pp"
-    _refuse(args, unread, why)
+            unread, reason = (
+                (*unread, *OF_STAGES),
+                f"{reason}, and there are no stages without --pp",
+            )
+    _refuse(args, unread, reason)
 
 
 def refuse_stages(args: Any) -> None:
@@ -74,11 +77,13 @@ def refuse_stages(args: Any) -> None:
         _refuse(args, OF_STAGES, "there are no stages without --pp")
 
 
-def _refuse(args: Any, unread: Sequence[str], why: str) -> None:
+def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
     for name in unread:
         value = getattr(args, name)
         if value is not None and value is not False:  # 0 equals False
-            raise UsageError(f"--{name.replace('_', '-')} ({value!s:.80}) must be left out: {why}")
+            raise UsageError(
+                f"--{name.replace('_', '-')} ({value!s:.80}) must be left out: {reason}"
+            )
 
 
 def as_folding(run: TrainingRun) -> str:
@@ -92,7 +97,7 @@ def as_folding(run: TrainingRun) -> str:
 
 def folding_of(text: str) -> Folding:
     """Return the folding of a text such as "pp=8,ep=8"."""
-    found: dict[str, int] = {}
+    degrees: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name.strip() not in FOLDING or not value.isdecimal() or len(value) > 9 or int(value) < 1:
@@ -100,9 +105,9 @@ def folding_of(text: str) -> Folding:
             raise ValueError(
                 f"--explain ({shown(part)}) must be NAME=NUMBER, of {names}: use pp=8,ep=8"
             )
-        found[name.strip()] = int(value)
-    found.setdefault("chunks", 2 if found.get("pp", 1) > 1 else 1)
-    return Folding(**found)
+        degrees[name.strip()] = int(value)
+    degrees.setdefault("chunks", 2 if degrees.get("pp", 1) > 1 else 1)
+    return Folding(**degrees)
 
 
 def _model(args: Any) -> AnyModel:
@@ -176,8 +181,8 @@ def _optimizer(args: Any) -> OptimizerOptions:
 
 def run_of_options(args: Any) -> TrainingRun:
     """Return the run of the options."""
-    given = {name: getattr(args, name) for name in DEGREES}
-    degrees = {name: value for name, value in given.items() if value is not None}
+    values = {name: getattr(args, name) for name in DEGREES}
+    degrees = {name: value for name, value in values.items() if value is not None}
     pipeline = None
     if (args.pp or 1) > 1:
         pipeline = PipelineConfig(

@@ -168,20 +168,20 @@ def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:
 
 def rungs_of(request: SearchRequest) -> tuple[Levers, ...]:
     """Return the levers of a request."""
-    return ladder(request.model, request.gpu, **_given(request))
+    return ladder(request.model, request.gpu, **_fields(request))
 
 
 def levers_of(request: SearchRequest, options: tuple[Option, ...]) -> Levers:
     """Return levers of a request with these options."""
-    return levers_with(options, request.model, request.gpu, **_given(request))
+    return levers_with(options, request.model, request.gpu, **_fields(request))
 
 
 def fewer_of(request: SearchRequest, levers: Levers, *, gains: bool) -> Iterator[Levers]:
     """Yield levers of a request with one option less."""
-    return fewer(levers, request.model, request.gpu, gains=gains, **_given(request))
+    return fewer(levers, request.model, request.gpu, gains=gains, **_fields(request))
 
 
-def _given(request: SearchRequest) -> dict[str, Any]:
+def _fields(request: SearchRequest) -> dict[str, Any]:
     return {name: getattr(request, name) for name in FIELDS}
 
 
@@ -230,8 +230,8 @@ def schedules_of(run: TrainingRun) -> list[TrainingRun]:
     chunks = run.pipeline.chunks or 1
     takes = (name for name, rule in RULES.items() if rule.chunks in (None, chunks))
     # 1F1B takes as long as "gpipe" and holds less.
-    others = (name for name in takes if name not in ("gpipe", run.pipeline.schedule))
-    pipelines = (PipelineConfig(schedule=name, chunks=chunks) for name in others)  # type: ignore[arg-type]
+    names = (name for name in takes if name not in ("gpipe", run.pipeline.schedule))
+    pipelines = (PipelineConfig(schedule=name, chunks=chunks) for name in names)  # type: ignore[arg-type]
     return [run, *(replace(run, pipeline=pipeline) for pipeline in pipelines)]
 
 

@@ -185,28 +185,31 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
     Raises:
         ValueError: when there is no such file, or it has another field or value than `Gpu` has.
     """
-    where = f"gpu-spec ({shown(os.fspath(path))})"
-    text = read_bytes(path, where, MAX_GPU_BYTES, "write fields of Gpu there")
+    file_name = f"gpu-spec ({shown(os.fspath(path))})"
+    text = read_bytes(path, file_name, MAX_GPU_BYTES, "write fields of Gpu there")
     try:
-        given = tomllib.loads(text.decode())
+        values = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} must be TOML ({error!s:.80}): correct it") from None
-    like, known = given.pop("like", None), {field.name for field in fields(Gpu)}
+        raise ValueError(f"{file_name} must be TOML ({error!s:.80}): correct it") from None
+    like, field_names = values.pop("like", None), {field.name for field in fields(Gpu)}
     like_gpu = next((gpu for name, gpu in GPUS.items() if name == like), None)
     if like is not None and like_gpu is None:
         raise ValueError(f"like ({shown(like)}) must be one of {', '.join(GPUS)}: choose one")
-    for name in given.keys() - known:
+    for name in values.keys() - field_names:
         raise ValueError(
-            f"{name:.80} ({shown(given[name])}) must be a field of Gpu: {', '.join(sorted(known))}"
+            f"{name:.80} ({shown(values[name])}) must be a field of Gpu: "
+            f"{', '.join(sorted(field_names))}"
         )
     # Nobody has measured what a file has.
-    given = {"measured": False} | given
+    values = {"measured": False} | values
     if like_gpu is not None:
-        return replace(like_gpu, **given)
-    missing = [f.name for f in fields(Gpu) if f.default is MISSING and f.name not in given]
+        return replace(like_gpu, **values)
+    missing = [f.name for f in fields(Gpu) if f.default is MISSING and f.name not in values]
     if missing:
-        raise ValueError(f'{where} must have {", ".join(missing)}: add them, or like = "h100-80"')
-    return Gpu(**given)
+        raise ValueError(
+            f'{file_name} must have {", ".join(missing)}: add them, or like = "h100-80"'
+        )
+    return Gpu(**values)
 
 
 def time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | None:

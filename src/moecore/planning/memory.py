@@ -46,10 +46,10 @@ class _Pass(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """Most bytes within a piece, and the optimizer's state that is `away`, on the host, then."""
+    """Most bytes within a piece, and the bytes of optimizer state on the host at that time."""
 
     num_bytes: int
-    away: int
+    offloaded_state: int
     passed: int  # passes before it
     at: int  # pieces of its pass before it
     piece: QueuePiece
@@ -59,22 +59,24 @@ class _Level(NamedTuple):
 class _Rank:
     """A pipeline rank: what it holds between steps by kind, and its passes."""
 
-    held: Mapping[str, int]
+    resident: Mapping[str, int]
     passes: Sequence[_Pass]
     end: QueuePiece
-    away: int  # of the optimizer's state: leaves in the first pass, comes back in the last
+    offloaded_state: (
+        int  # of the optimizer's state: leaves in the first pass, comes back in the last
+    )
 
     def levels(self) -> Iterator[_Level]:
         """Yield the most bytes within each piece."""
-        level, gone, last = sum(self.held.values()), 0, len(self.passes) - 1
+        level, offloaded, last = sum(self.resident.values()), 0, len(self.passes) - 1
         for number, (_, _, pieces) in enumerate(self.passes):
-            share = self.away // max(1, len(pieces))
+            share = self.offloaded_state // max(1, len(pieces))
             for at, piece in enumerate(pieces):
-                gone -= share * (number == last)
-                yield _Level(level - gone + piece.rise, gone, number, at, piece)
+                offloaded -= share * (number == last)
+                yield _Level(level - offloaded + piece.rise, offloaded, number, at, piece)
                 level += piece.delta
-                gone += share * (number == 0)
-        yield _Level(level - gone + self.end.rise, gone, last + 1, 0, self.end)
+                offloaded += share * (number == 0)
+        yield _Level(level - offloaded + self.end.rise, offloaded, last + 1, 0, self.end)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,8 +138,8 @@ class MemoryPlan:
             lines.append((kind, *(shown_bytes(rank.device.get(kind, 0)) for rank in self.ranks)))
         lines.append(("at once", *(shown_bytes(rank.num_bytes) for rank in self.ranks)))
         for kind in hosts:
-            found = (shown_bytes(rank.host.get(kind, 0)) for rank in self.ranks)
-            lines.append((f"host: {kind}", *found))
+            sizes = (shown_bytes(rank.host.get(kind, 0)) for rank in self.ranks)
+            lines.append((f"host: {kind}", *sizes))
         return "\n".join(columns(lines))
 
 
@@ -165,55 +167,55 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
     stages, rank_of, pieces = timed_stages(run), ranks_of(run), pieces_of(run)
     ranks = []
     for pp_rank, rank in enumerate(_ranks(run)):
-        own = [s for s in stages if rank_of[s.index] == pp_rank]
-        most = max(rank.levels(), key=lambda level: level.num_bytes)
-        device, waiting = Counter(rank.held), Counter[int]()
-        for number, (stage, of, passed) in enumerate(rank.passes[: most.passed + 1]):
-            is_last = number == most.passed
-            done = passed[: most.at] if is_last else passed
-            for piece in done:
+        rank_stages = [s for s in stages if rank_of[s.index] == pp_rank]
+        peak = max(rank.levels(), key=lambda level: level.num_bytes)
+        device, in_flight = Counter(rank.resident), Counter[int]()
+        for number, (stage, of, passed) in enumerate(rank.passes[: peak.passed + 1]):
+            is_last = number == peak.passed
+            pieces_before = passed[: peak.at] if is_last else passed
+            for piece in pieces_before:
                 device.update(piece.kinds)
-            waiting[stage] += 1 if of == "F" else -(not is_last)
-        device.update(most.piece.most)
-        device["optimizer state"] -= most.away
+            in_flight[stage] += 1 if of == "F" else -(not is_last)
+        device.update(peak.piece.most)
+        device["optimizer state"] -= peak.offloaded_state
         device["other"] += device.pop(HELD, 0)
-        device["other"] += most.num_bytes - sum(device.values())
-        host = {"activations": _copied(rank, pieces), "optimizer state": rank.away}
+        device["other"] += peak.num_bytes - sum(device.values())
+        host = {"activations": _host_peak(rank, pieces), "optimizer state": rank.offloaded_state}
         ranks.append(
             RankMemory(
                 pp_rank=pp_rank,
-                stages=("all",) if run.pipeline is None else tuple(s.letters for s in own),
-                device=_positive(device, rank.held.keys() - {"other"}),
+                stages=("all",) if run.pipeline is None else tuple(s.letters for s in rank_stages),
+                device=_positive(device, rank.resident.keys() - {"other"}),
                 host={kind: n for kind, n in host.items() if n},
-                in_flight=tuple(waiting[s.index] for s in own),
+                in_flight=tuple(in_flight[s.index] for s in rank_stages),
             )
         )
     return MemoryPlan(run=run, ranks=tuple(ranks))
 
 
-def _positive(sizes: Mapping[str, int], stored: Collection[str]) -> dict[str, int]:
+def _positive(sizes: Mapping[str, int], resident_kinds: Collection[str]) -> dict[str, int]:
     """Return bytes by kind with the same sum, each of them positive."""
     # A tensor that is allocated once per step may be freed in a layer that stands for several
     # layers, so that its kind becomes negative. The level of these pieces counts these bytes as
     # freed: they are taken from the largest kinds, and from stored ones last.
-    found = {kind: n for kind, n in sizes.items() if n > 0}
-    excess = sum(found.values()) - sum(sizes.values())
-    for kind in sorted(found, key=lambda kind: (kind in stored, -found[kind])):
-        taken = min(excess, found[kind])
-        found[kind], excess = found[kind] - taken, excess - taken
-    return {kind: n for kind, n in found.items() if n}
+    positive = {kind: n for kind, n in sizes.items() if n > 0}
+    excess = sum(positive.values()) - sum(sizes.values())
+    for kind in sorted(positive, key=lambda kind: (kind in resident_kinds, -positive[kind])):
+        deduction = min(excess, positive[kind])
+        positive[kind], excess = positive[kind] - deduction, excess - deduction
+    return {kind: n for kind, n in positive.items() if n}
 
 
-def _copied(rank: _Rank, pieces: Pieces) -> int:
+def _host_peak(rank: _Rank, pieces: Pieces) -> int:
     """Return the most bytes that forwards have copied to the host for backwards to come."""
-    level, most, copies = 0, 0, dict[int, int]()
+    level, peak, copies = 0, 0, dict[int, int]()
     for stage, of, passed in rank.passes:
         if of == "F":
             works = (pieces.queued[i].work for piece in passed for i in piece.place)
             copies[stage] = sum(work.num_bytes for work in works if work.name == HOST_COPIES[0])
         level += copies[stage] if of == "F" else -copies[stage]
-        most = max(most, level)
-    return most
+        peak = max(peak, level)
+    return peak
 
 
 def until_steady(run: TrainingRun) -> int:
@@ -233,21 +235,25 @@ def _ranks(run: TrainingRun) -> Iterator[_Rank]:
     beside -= step.pages  # which have a part for each layer
     per_byte = run.optimizer.offload_fraction * state_bytes(run.optimizer, run.dtype)
     for size, passes, pages in zip(sizes_of(run), _passes(run, pieces), _pages(run), strict=True):
-        held = held_kinds(run, size)
-        held |= {"other": beside, "pages": pages, "exchange buffers": step.buffers}
-        away = round(per_byte / run.dtype.itemsize * size.gradients)
-        yield _Rank(held=held, passes=passes, end=pieces.end, away=away)
+        resident = held_kinds(run, size)
+        resident |= {"other": beside, "pages": pages, "exchange buffers": step.buffers}
+        offloaded_state = round(per_byte / run.dtype.itemsize * size.gradients)
+        yield _Rank(
+            resident=resident, passes=passes, end=pieces.end, offloaded_state=offloaded_state
+        )
 
 
 def _pages(run: TrainingRun) -> Iterator[int]:
     """Yield the bytes of each pipeline rank's pages: as many for each run of an MoE layer."""
     model = run.planned
-    each = small_step(run).pages / max(1, small_of(run).planned.num_moe_runs)
+    bytes_per_run = small_step(run).pages / max(1, small_of(run).planned.num_moe_runs)
     stages, rank_of = timed_stages(run), ranks_of(run)
     for rank in range(run.resolved.pp):
-        own = [stage for stage, of in zip(stages, rank_of, strict=True) if of == rank]
-        layers = sum(i not in model.dense for stage in own for i in stage.layers)
-        yield round(each * (layers + model.mtp_runs * sum(len(stage.mtp) for stage in own)))
+        rank_stages = [stage for stage, of in zip(stages, rank_of, strict=True) if of == rank]
+        layers = sum(i not in model.dense for stage in rank_stages for i in stage.layers)
+        yield round(
+            bytes_per_run * (layers + model.mtp_runs * sum(len(stage.mtp) for stage in rank_stages))
+        )
 
 
 def _passes(run: TrainingRun, pieces: Pieces) -> Iterator[list[_Pass]]:
@@ -266,8 +272,8 @@ def _passes(run: TrainingRun, pieces: Pieces) -> Iterator[list[_Pass]]:
     passes: dict[str, tuple[Pass, ...]] = {"F": ("F",), "B": ("B",), "W": ("B",)}  # D and W are B
     for order, size in zip(orders, sizes_of(run), strict=True):
         actions = [action for item in order for action in actions_of(item)]
-        own = {action.stage for action in actions}
-        ends = {i for i in own if stages[i].embedding or stages[i].loss} or own
+        rank_stages = {action.stage for action in actions}
+        ends = {i for i in rank_stages if stages[i].embedding or stages[i].loss} or rank_stages
         share = (size.accumulated / sums if sums else 1 / pp) / len(ends)
         yield [
             _Pass(stage, of, _of_stage(stages[stage], of, like[i], pieces, share * (stage in ends)))
@@ -280,22 +286,22 @@ def _of_stage(
     stage: Stage, of: Pass, micro_batch: int, pieces: Pieces, share: float
 ) -> list[QueuePiece]:
     """Return the pieces of a stage's pass, and what it frees or keeps at the end of a backward."""
-    own = pieces.of_stage(stage, of, micro_batch)
+    stage_pieces = pieces.of_stage(stage, of, micro_batch)
     if of == "F" or pieces.num_micro_batches < MIDDLE:
-        return own
+        return stage_pieces
     # In the cut step, what a backward frees or keeps at its end is in the embedding's piece, for
     # all layers. A micro-batch between the first and the last keeps nothing. These keep what their
     # pieces have more than its, and of the ends' surplus the stage's share of gradient sums.
     layers, ends = replace(stage, embedding=False, loss=False), replace(WHOLE, layers=(), mtp=())
-    kept = sum(
+    net_bytes = sum(
         part_share * (_net(part, micro_batch, pieces) - _net(part, MIDDLE // 2, pieces))
         for part, part_share in ((layers, 1.0), (ends, share))
     )
-    more = round(kept) - _net(stage, micro_batch, pieces)
-    *others, last = own or [QueuePiece(range(0), 0, 0, {}, {})]
-    rise, kinds = max(0, last.rise + min(0, more)), dict(last.kinds)
-    kinds["backward"] = kinds.get("backward", 0) + more
-    return [*others, last._replace(delta=last.delta + more, rise=rise, kinds=kinds)]
+    surplus = round(net_bytes) - _net(stage, micro_batch, pieces)
+    *first_pieces, last = stage_pieces or [QueuePiece(range(0), 0, 0, {}, {})]
+    rise, kinds = max(0, last.rise + min(0, surplus)), dict(last.kinds)
+    kinds["backward"] = kinds.get("backward", 0) + surplus
+    return [*first_pieces, last._replace(delta=last.delta + surplus, rise=rise, kinds=kinds)]
 
 
 def _net(stage: Stage, micro_batch: int, pieces: Pieces) -> int:

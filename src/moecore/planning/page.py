@@ -34,7 +34,7 @@ def page_of(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes
     check_arguments(page_of, locals())
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
     colours = _colours(kinds)
-    held = [
+    rows = [
         (f"pp rank {rank.pp_rank}", _stacked(rank.device, colours, shown_bytes))
         for rank in plan.ranks
     ]
@@ -42,7 +42,7 @@ def page_of(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
         f"<h2>Memory of a GPU, of {shown_bytes(memory)}</h2>",
-        _bars(held, max(memory, *(rank.num_bytes for rank in plan.ranks)), line=memory),
+        _bars(rows, max(memory, *(rank.num_bytes for rank in plan.ranks)), line=memory),
         _legend(colours),
         *([] if isinstance(time, str) else _pictures(time, len(plan.ranks))),
     ]
@@ -55,13 +55,13 @@ def _pictures(time: TimePlan, num_ranks: int) -> list[str]:
     parts: dict[str, float] = {part: s for part, s in time.parts.items() if s}
     colours = _colours(parts)
     step = [("step", _stacked(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
-    found = ["<h2>A step of the rank that works longest</h2>"]
-    found += [_bars(step, sum(parts.values())), _legend(colours)]
+    html = ["<h2>A step of the rank that works longest</h2>"]
+    html += [_bars(step, sum(parts.values())), _legend(colours)]
     if time.timeline is not None:
         rows = [(f"pp rank {i}", _spans(time.timeline, i)) for i in range(num_ranks)]
         named = {NAMES[kind]: colour for kind, colour in COLOURS.items()}
-        found += ["<h2>Stages</h2>", _bars(rows, time.timeline.makespan), _legend(named)]
-    return found
+        html += ["<h2>Stages</h2>", _bars(rows, time.timeline.makespan), _legend(named)]
+    return html
 
 
 def _colours(names: Iterable[str]) -> dict[str, str]:
@@ -69,47 +69,47 @@ def _colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def _stacked(
-    sizes: Mapping[str, Any], colours: Mapping[str, str], shown: Callable[[Any], str]
+    sizes: Mapping[str, Any], colours: Mapping[str, str], text_of: Callable[[Any], str]
 ) -> list[Part]:
     """Return one part behind the other, those that have a size."""
-    found, start = list[Part](), 0.0
+    parts, start = list[Part](), 0.0
     for name, size in ((name, size) for name, size in sizes.items() if size > 0):
-        found.append((start, size, colours[name], f"{name}: {shown(size)}"))
+        parts.append((start, size, colours[name], f"{name}: {text_of(size)}"))
         start += size
-    return found
+    return parts
 
 
 def _spans(timeline: Timeline, rank: int) -> list[Part]:
     """Return what a rank runs; of two at once each has half of the time."""
-    found = list[Part]()
+    parts = list[Part]()
     for start, end, item in timeline.spans[rank]:
         actions = actions_of(item)
         length = (end - start) / len(actions)
         for i, (kind, stage, number) in enumerate(actions):
-            what = (
+            title = (
                 f"{NAMES[kind]}, stage {stage}, micro-batch {number}: {(end - start) * 1e3:.1f} ms"
             )
-            found.append((start + i * length, length, COLOURS[kind], what))
-    return found
+            parts.append((start + i * length, length, COLOURS[kind], title))
+    return parts
 
 
-def _bars(rows: Sequence[tuple[str, list[Part]]], whole: float, line: float | None = None) -> str:
-    """Return an SVG of rows, of which `whole` is the width."""
+def _bars(rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | None = None) -> str:
+    """Return an SVG of rows, of which `longest` is the width."""
     height = ROW * len(rows)
-    found = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
+    svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
     for i, (label, parts) in enumerate(rows):
         y = i * ROW
-        found.append(f'<text x="0" y="{y + ROW - 7}">{escape(label)}</text>')
-        for start, length, colour, what in parts:
-            x, width = LABEL + start / whole * WIDTH, length / whole * WIDTH
-            found.append(
+        svg.append(f'<text x="0" y="{y + ROW - 7}">{escape(label)}</text>')
+        for start, length, colour, title in parts:
+            x, width = LABEL + start / longest * WIDTH, length / longest * WIDTH
+            svg.append(
                 f'<rect x="{x:.2f}" y="{y + 1}" width="{width:.2f}" height="{ROW - 2}" '
-                f'fill="{colour}"><title>{escape(what)}</title></rect>'
+                f'fill="{colour}"><title>{escape(title)}</title></rect>'
             )
     if line is not None:
-        x = LABEL + line / whole * WIDTH
-        found.append(f'<path d="M{x:.2f} 0V{height}" stroke="black" stroke-dasharray="4"/>')
-    return "".join((*found, "</svg>"))
+        x = LABEL + line / longest * WIDTH
+        svg.append(f'<path d="M{x:.2f} 0V{height}" stroke="black" stroke-dasharray="4"/>')
+    return "".join((*svg, "</svg>"))
 
 
 def _legend(colours: Mapping[str, str]) -> str:

@@ -17,9 +17,9 @@ from moecore.models.config import DecoderConfig
 from moecore.planning.model import preset_of
 from moecore.planning.run import TrainingRun, dispatcher_of, precision_name
 
-TAKEN = ("param_dtype", "stash")  # fields that another line stands for
-LEFT = ("dp_shard", "edp_shard")  # degrees that are what others leave
-ONES = ("pp", "tp", "cp")  # degrees of 1 without these
+OTHER_LINES = ("param_dtype", "stash")  # fields that another line stands for
+REMAINING_DEGREES = ("dp_shard", "edp_shard")  # degrees that are what others leave
+OPTIONAL_DEGREES = ("pp", "tp", "cp")  # degrees of 1 without these
 VALUES = (bool, int, float, str)
 
 
@@ -43,7 +43,7 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
             "nvlink.row_factor (None) must be a number for a recipe, as TOML has no None: give "
             "--row-factor"
         )
-    model, others = {"hf_config": str(config)}, dict[str, int]()
+    model, changes = {"hf_config": str(config)}, dict[str, int]()
     if config is None:
         preset = preset_of(run.model) if isinstance(run.model, DecoderConfig) else None
         if preset is None:
@@ -51,9 +51,13 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
                 "model must be a preset, or be read from a config.json, for a recipe: write one "
                 "and pass config"
             )
-        model, others = {"preset": preset[0]}, preset[1]
-    found = {f.name: getattr(run.resolved, f.name) for f in fields(run.parallel)}
-    degrees = {n: d for n, d in found.items() if n not in LEFT and (d > 1 or n not in ONES)}
+        model, changes = {"preset": preset[0]}, preset[1]
+    resolved = {f.name: getattr(run.resolved, f.name) for f in fields(run.parallel)}
+    degrees = {
+        n: d
+        for n, d in resolved.items()
+        if n not in REMAINING_DEGREES and (d > 1 or n not in OPTIONAL_DEGREES)
+    }
     is_sent = run.resolved.ep * run.resolved.etp > 1
     tables: dict[str, Mapping[str, Any]] = {
         "": model
@@ -68,7 +72,7 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
             "master_remainder": run.optimizer.master_remainder or None,
             "state_offload": run.optimizer.offload_fraction or None,
         },
-        "model": others,
+        "model": changes,
         "sharding": {
             "dispatcher": _dispatcher(run) if is_sent else None,
             "fp8_dispatch": run.fp8_dispatch or None,
@@ -82,7 +86,7 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
     }
     text = list[str]()
     for table, values in tables.items():
-        lines = [f"{name} = {_shown(v)}" for name, v in values.items() if v is not None]
+        lines = [f"{name} = {_toml(v)}" for name, v in values.items() if v is not None]
         text += [*([f"[{table}]"] if table and lines else []), *lines]
     return "\n".join(text) + "\n"
 
@@ -100,11 +104,11 @@ def _changed(record: Any) -> dict[str, Any]:
         return {}
     plain = type(record)()
     values = {f.name: (getattr(record, f.name), getattr(plain, f.name)) for f in fields(record)}
-    return {n: v for n, (v, default) in values.items() if v != default and n not in TAKEN}
+    return {n: v for n, (v, default) in values.items() if v != default and n not in OTHER_LINES}
 
 
-def _shown(value: Any) -> str:
+def _toml(value: Any) -> str:
     """Return a value as TOML."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value if isinstance(value, VALUES) else str(value).removeprefix("torch."))

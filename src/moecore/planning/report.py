@@ -133,7 +133,7 @@ class Report:
     @property
     def limits(self) -> dict[str, float]:
         """Milliseconds of a step by what limits it, the most first."""
-        sums = {limit: sum(self.parts.get(p, 0.0) for p in own) for limit, own in PARTS.items()}
+        sums = {limit: sum(self.parts.get(p, 0.0) for p in names) for limit, names in PARTS.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     @property
@@ -146,8 +146,8 @@ class Report:
         """Return limits, their parts and levers, as text."""
         lines: list[tuple[str, ...]] = [("what", "ms", "share")]
         for limit, ms in self.limits.items():
-            own = [(f"  {part}", n) for part, n in self.parts.items() if part in PARTS[limit]]
-            lines += [(w, f"{n:.2f}", f"{n / self.wall:.1%}") for w, n in [(limit, ms), *own]]
+            rows = [(f"  {part}", n) for part, n in self.parts.items() if part in PARTS[limit]]
+            lines += [(w, f"{n:.2f}", f"{n / self.wall:.1%}") for w, n in [(limit, ms), *rows]]
         text = [f"{self.wall:.2f} ms a step", f"bound by {self.limit}", "", *columns(lines), ""]
         text.append("next" if self.levers else "next: no lever of the table reaches 1%")
         text += [f"  at most {x.share:.1%}: {x.lever} (docs/{x.page})" for x in self.levers]
@@ -168,8 +168,8 @@ def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
     try:
         trace = _trace(_events(Path(path)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = error if isinstance(error, ValueError) else LACKS
-        raise ValueError(f"path ({path!s:.200}) must {what}") from None
+        relation = error if isinstance(error, ValueError) else LACKS
+        raise ValueError(f"path ({path!s:.200}) must {relation}") from None
     return report(trace, num_steps or trace.num_steps)
 
 
@@ -201,8 +201,10 @@ def part_of(kernel: Kernel) -> str:
     category = category_of(kernel.name)
     if category == "dense products" and kernel.phase == "experts":
         return "experts by other products"
-    found = (p for field, p, own in NCCL if re.search(own, getattr(kernel, field) or kernel.name))
-    return next(found, "other collectives") if category == "nccl" else category
+    parts = (
+        p for field, p, pattern in NCCL if re.search(pattern, getattr(kernel, field) or kernel.name)
+    )
+    return next(parts, "other collectives") if category == "nccl" else category
 
 
 def _busy(trace: Trace) -> Iterator[tuple[str, float]]:
@@ -213,12 +215,12 @@ def _busy(trace: Trace) -> Iterator[tuple[str, float]]:
         for kernel in trace.kernels
         for time, change in ((kernel.start, 1), (kernel.end, -1))
     )
-    running, since = [0] * len(order), edges[0][0]
+    counts, since = [0] * len(order), edges[0][0]
     for time, change, place in edges:
-        part = next((p for p, number in zip(order, running, strict=True) if number), None)
+        part = next((p for p, number in zip(order, counts, strict=True) if number), None)
         if part is not None and time > since:
             yield part, time - since
-        running[place] += change
+        counts[place] += change
         since = time
 
 
@@ -250,13 +252,13 @@ def _events(path: Path) -> list[Event]:
     if raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS:  # an empty one takes 64 bytes and more
         raise ValueError(f"have at most {MOST_CONTAINERS} lists and objects: trace fewer steps")
     try:
-        found = json.loads(raw)
+        trace = json.loads(raw)
     except (ValueError, RecursionError):
         raise ValueError(f"be a Chrome trace: it is no whole JSON; {FIX}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ValueError(f"be a Chrome trace: it has no traceEvents; {FIX}")
     events: list[Event] = [
-        e for e in found["traceEvents"] if isinstance(e, dict) and e.get("ph") == "X"
+        e for e in trace["traceEvents"] if isinstance(e, dict) and e.get("ph") == "X"
     ]
     wrong = next((event for event in events if not _is_sound(event)), None)
     if wrong is not None:
@@ -314,13 +316,13 @@ def _trace(events: list[Event]) -> Trace:
     def kernel(event: Event) -> Kernel:
         number = event["args"].get("correlation")
         launched = calls[number]["ts"] if number in calls else None
-        what = (str(event["args"].get(n) or "") for n in NCCL_ARGS)
+        texts = (str(event["args"].get(n) or "") for n in NCCL_ARGS)
         start, phase = event["ts"], phases.get(number, UNMARKED)
-        return Kernel(event["name"], start, start + event["dur"], launched, phase, *what)
+        return Kernel(event["name"], start, start + event["dur"], launched, phase, *texts)
 
     def ranges(pattern: re.Pattern[str]) -> Sequence[tuple[float, float]]:
-        found = ((e["ts"], e["ts"] + e["dur"]) for e in host if pattern.search(e["name"]))
-        return sorted(found, key=itemgetter(1))
+        spans = ((e["ts"], e["ts"] + e["dur"]) for e in host if pattern.search(e["name"]))
+        return sorted(spans, key=itemgetter(1))
 
     steps = {e["name"] for e in events if str(e.get("name")).startswith("ProfilerStep#")}
     names = frozenset(e["name"] for e in calls.values())
@@ -330,21 +332,21 @@ def _trace(events: list[Event]) -> Trace:
 
 def _phases(events: list[Event], calls: Mapping[Any, Event]) -> dict[Any, str]:
     """Return the innermost mark of moecore around each launch, by correlation."""
-    ahead: dict[Any, list[Event]] = {}
+    queues: dict[Any, list[Event]] = {}
     for e in events:
         if e.get("cat") == "user_annotation" and str(e["name"]).startswith("moecore::"):
-            ahead.setdefault((e["pid"], e["tid"]), []).append(e)
-    for marks in ahead.values():
+            queues.setdefault((e["pid"], e["tid"]), []).append(e)
+    for marks in queues.values():
         marks.sort(key=lambda m: (-m["ts"], m["dur"]))  # the next one is last
-    found: dict[Any, str] = {}
-    within: dict[Any, list[Event]] = {thread: [] for thread in ahead}
+    phases: dict[Any, str] = {}
+    open_marks: dict[Any, list[Event]] = {thread: [] for thread in queues}
     for correlation, call in sorted(calls.items(), key=lambda item: item[1]["ts"]):
-        thread, now = (call["pid"], call["tid"]), call["ts"]
-        marks = within.get(thread, [])
-        while ahead.get(thread) and ahead[thread][-1]["ts"] <= now:
-            marks.append(ahead[thread].pop())
-        while marks and marks[-1]["ts"] + marks[-1]["dur"] < now:
+        thread, launch = (call["pid"], call["tid"]), call["ts"]
+        marks = open_marks.get(thread, [])
+        while queues.get(thread) and queues[thread][-1]["ts"] <= launch:
+            marks.append(queues[thread].pop())
+        while marks and marks[-1]["ts"] + marks[-1]["dur"] < launch:
             marks.pop()
         if marks:
-            found[correlation] = marks[-1]["name"].removeprefix("moecore::")
-    return found
+            phases[correlation] = marks[-1]["name"].removeprefix("moecore::")
+    return phases

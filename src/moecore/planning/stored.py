@@ -29,7 +29,9 @@ from moecore.planning.transformers import refusing
 from moecore.train.optim.adamw import AdamW
 
 WHOLE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
-FEW = 2  # layers from which on one more adds the same, beside those that are gathered ahead
+STEADY_LAYERS = (
+    2  # layers from which on one more adds the same, beside those that are gathered ahead
+)
 SAMPLE = 1 << 20  # elements whose optimizer state is counted
 
 
@@ -74,20 +76,25 @@ def _sizes(run: TrainingRun) -> tuple[RankBytes, ...]:
     """Return what each pipeline rank stores, of ranks and runs with the same parts once."""
     pp, rank_of, model = run.resolved.pp, ranks_of(run), run.model
     by_name = run.precision is not None and bool(run.precision.overrides)  # layers may differ
-    is_whole = by_name or run.fsdp.blocks_per_unit > 1
+    needs_all_layers = by_name or run.fsdp.blocks_per_unit > 1
     if isinstance(model, DecoderConfig):  # the last layer alone must be a model
-        last, both = kind_of(model, model.num_layers - 1), ("attention", "moe")
-        is_whole |= last[:2] != (both if model.moe is not None else ("attention", "dense"))
-    if run.pipeline is None or is_whole or not isinstance(model, DecoderConfig):
+        last, moe_layer = kind_of(model, model.num_layers - 1), ("attention", "moe")
+        needs_all_layers |= last[:2] != (
+            moe_layer if model.moe is not None else ("attention", "dense")
+        )
+    if run.pipeline is None or needs_all_layers or not isinstance(model, DecoderConfig):
         return tuple(_rank_size(run, rank) for rank in range(pp))
-    found, one_stage = [], replace(run, parallel=run.resolved, pipeline=PipelineConfig(layout="EL"))
+    sizes, one_stage = [], replace(run, parallel=run.resolved, pipeline=PipelineConfig(layout="EL"))
     for rank in range(pp):
-        own = [stage for stage in stages_of(run) if rank_of[stage.index] == rank]
-        kinds = tuple(kind_of(model, i) for stage in own for i in stage.layers)
-        ends = any(stage.embedding for stage in own), any(stage.loss for stage in own)
-        mtp = sum(len(stage.mtp) for stage in own)
-        found.append(_of_parts(one_stage, *ends, kinds, mtp))
-    return tuple(found)
+        rank_stages = [stage for stage in stages_of(run) if rank_of[stage.index] == rank]
+        kinds = tuple(kind_of(model, i) for stage in rank_stages for i in stage.layers)
+        ends = (
+            any(stage.embedding for stage in rank_stages),
+            any(stage.loss for stage in rank_stages),
+        )
+        mtp = sum(len(stage.mtp) for stage in rank_stages)
+        sizes.append(_of_parts(one_stage, *ends, kinds, mtp))
+    return tuple(sizes)
 
 
 @lru_cache(maxsize=1024)
@@ -96,23 +103,23 @@ def _of_parts(
 ) -> RankBytes:
     """Return what a pipeline rank with these parts stores."""
     model: Any = run.model
-    few = FEW + run.fsdp.prefetch_blocks
+    max_layers = STEADY_LAYERS + run.fsdp.prefetch_blocks
     for kind, number in Counter(kinds).items():
-        if (more := number - few) > 1:  # each one more adds the same
+        if (surplus := number - max_layers) > 1:  # each one more adds the same
             short, long = (
-                _of_parts(run, embedding, loss, _without(kinds, kind, more - n), mtp)
+                _of_parts(run, embedding, loss, _without(kinds, kind, surplus - n), mtp)
                 for n in (0, 1)
             )
-            return _extended(short, long, more)
+            return _extended(short, long, surplus)
     kind = kind_of(model, model.num_layers - 1)
     # A rank before it and one behind it have something too, which it does not see.
-    own = "E" * embedding + "t" * len(kinds) + "m" * mtp + "L" * loss
-    before, behind = "Et" * (not embedding), "" if loss else "t" * (not mtp) + "L"
-    if loss and not own.strip("L"):  # the final norm is with the predictions
-        before += "m" * (more := model.num_mtp_layers)
-        mtp += more
-    stages = [part for part in (before, own, behind) if part]
-    pp, kinds = len(stages), (kind,) * before.count("t") + kinds + (kind,) * behind.count("t")
+    letters = "E" * embedding + "t" * len(kinds) + "m" * mtp + "L" * loss
+    before, after = "Et" * (not embedding), "" if loss else "t" * (not mtp) + "L"
+    if loss and not letters.strip("L"):  # the final norm is with the predictions
+        before += "m" * (surplus := model.num_mtp_layers)
+        mtp += surplus
+    stages = [part for part in (before, letters, after) if part]
+    pp, kinds = len(stages), (kind,) * before.count("t") + kinds + (kind,) * after.count("t")
     small = replace(
         run,
         model=of_kinds(model, kinds, mtp),
@@ -125,22 +132,23 @@ def _of_parts(
 
 def _without(kinds: tuple[LayerKind, ...], kind: LayerKind, number: int) -> tuple[LayerKind, ...]:
     """Return layers without the first so many of a kind."""
-    dropped = [i for i, each in enumerate(kinds) if each == kind][:number]
-    return tuple(each for i, each in enumerate(kinds) if i not in dropped)
+    indices = [i for i, layer in enumerate(kinds) if layer == kind][:number]
+    return tuple(layer for i, layer in enumerate(kinds) if i not in indices)
 
 
 def _extended(short: RankBytes, long: RankBytes, times: int) -> RankBytes:
     """Return the bytes with so many layers more than `short`, where `long` has one more."""
 
-    def extended(one: Any, other: Any) -> Any:
-        if isinstance(one, int):
-            return one + times * (other - one)
-        if isinstance(one, tuple):
-            return tuple(map(extended, one, other))
-        names = (each.name for each in fields(one) if each.name != "role")
-        return replace(one, **{n: extended(getattr(one, n), getattr(other, n)) for n in names})
+    def extended(first: Any, second: Any) -> Any:
+        if isinstance(first, int):
+            return first + times * (second - first)
+        if isinstance(first, tuple):
+            return tuple(map(extended, first, second))
+        names = (field.name for field in fields(first) if field.name != "role")
+        return replace(first, **{n: extended(getattr(first, n), getattr(second, n)) for n in names})
 
-    return extended(short, long)
+    all_layers: RankBytes = extended(short, long)
+    return all_layers
 
 
 @lru_cache(maxsize=1024)
@@ -180,11 +188,11 @@ def ranks_of(run: TrainingRun) -> Sequence[int]:
 
 def held_kinds(run: TrainingRun, size: RankBytes) -> dict[str, int]:
     """Return what a rank holds between steps, by kind."""
-    found = {f"parameters: {role.role}": role.parameters for role in size.roles}
-    found |= {"gathered weights": size.weights, "sums of gradients": size.sums}
+    sizes = {f"parameters: {role.role}": role.parameters for role in size.roles}
+    sizes |= {"gathered weights": size.weights, "sums of gradients": size.sums}
     per_element = state_bytes(run.optimizer, run.dtype)
-    found["optimizer state"] = int(size.gradients // run.dtype.itemsize * per_element)
-    return found
+    sizes["optimizer state"] = int(size.gradients // run.dtype.itemsize * per_element)
+    return sizes
 
 
 @cache

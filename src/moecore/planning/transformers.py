@@ -141,7 +141,7 @@ class StockModel(PlannedModel):
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
-        model = _built(self.model, dtype)
+        model: nn.Module = _built(self.model, dtype)
         if packing_problem(model) is None:
             use_causal_attention(model)
         return model.train()
