@@ -45,6 +45,7 @@ from torch import Tensor
 from benchmarks.records import append_rows, results_path
 from benchmarks.trace import break_down, kernels_of
 from moecore import (
+    DispatchOptions,
     FSDPOptions,
     Meshes,
     NVLinkOptions,
@@ -408,7 +409,8 @@ def step_rows(args: argparse.Namespace, meshes: Meshes) -> Iterator[Row]:
     if world > 1:
         # Even routing needs no more room; the first forward is not the longest.
         room = NVLinkOptions(max_tokens=max(args.tokens) // world, row_factor=1.05)
-        over_ranks = {"context": ContextOptions(way=args.way), "nvlink": room}
+        over_ranks["context"] = ContextOptions(way=args.way)
+        over_ranks["dispatch"] = DispatchOptions(nvlink=room)
     parallelize_moe(model, meshes, fsdp=fsdp, **over_ranks)
     model.to_empty(device=args.device)
     model.init_weights()

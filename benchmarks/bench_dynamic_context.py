@@ -38,6 +38,7 @@ from benchmarks.records import append_rows, results_path
 from benchmarks.text import installed_folders, sorted_files
 from moecore import (
     ContextOptions,
+    DispatchOptions,
     FSDPOptions,
     NVLinkOptions,
     ParallelConfig,
@@ -159,8 +160,10 @@ class Variant(ABC):
         dtype = torch.bfloat16 if on_gpu else torch.float32
         fsdp = FSDPOptions(param_dtype=dtype, dense_strategy="optim")
         room = NVLinkOptions(max_tokens=args.row_tokens // dist.get_world_size(), row_factor=1.05)
-        how = {"fsdp": fsdp, "nvlink": room, "context": context}
-        parallelize_moe(model, self.meshes, loss="sum", **how)
+        dispatch = DispatchOptions(nvlink=room)
+        parallelize_moe(
+            model, self.meshes, dispatch=dispatch, context=context, fsdp=fsdp, loss="sum"
+        )
         model.to_empty(device=args.device)
         model.init_weights()
         force_even_load(model)

@@ -33,7 +33,14 @@ from torch import Tensor
 
 from benchmarks.harness import FULL, SMOKE, time_variants
 from benchmarks.records import RESULTS, append_rows, results_path
-from moecore import CapacityConfig, FSDPOptions, ParallelConfig, TrainStep, build_meshes
+from moecore import (
+    CapacityConfig,
+    DenseOptions,
+    FSDPOptions,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+)
 from moecore import parallelize_moe as parallelize
 from moecore.models import Decoder, preset
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
@@ -77,8 +84,8 @@ class Job:
         parallelize(
             self.model,
             build_meshes(ParallelConfig(ep=world), device.type),
-            dispatcher="alltoall",
-            compile_dense=compiled,
+            dispatch="alltoall",
+            dense=DenseOptions(compile=compiled),
             fsdp=FSDPOptions(dense_strategy="optim", experts_strategy="optim"),
         )
         self.model.to_empty(device=device)

@@ -4,7 +4,7 @@ r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: t
         --batch-size 2 --seq-len 4096 --row-factor 2
 
     transformers    each layer compiled and an FSDP2 unit; experts by transformers' grouped_mm
-    moecore         parallelize_moe(model, meshes, compile_dense=True, ...), experts over all ranks,
+    moecore         parallelize_moe(model, meshes, ...), blocks compiled, experts over all ranks,
                     with the model's own head and loss
     moecore+loss    the same, head and loss in chunks: the default
     ...+auto        the same with that precision: products of routed experts in FP8
@@ -42,6 +42,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.gate import ROOT
 from benchmarks.records import append_rows, results_path
 from moecore import (
+    DenseOptions,
+    DispatchOptions,
     FSDPOptions,
     Meshes,
     NVLinkOptions,
@@ -170,8 +172,10 @@ def build_parallel(
     parallelize_moe(
         model,
         meshes,
-        nvlink=NVLinkOptions(row_factor=args.row_factor),  # the GPUs of a host take it
-        compile_dense=True,
+        dispatch=DispatchOptions(
+            nvlink=NVLinkOptions(row_factor=args.row_factor)
+        ),  # the GPUs of a host take it
+        dense=DenseOptions(compile=True),
         precision=precision,
         memory=MemoryOptions(fused_loss=chunked),
         fsdp=FSDPOptions(

@@ -24,6 +24,8 @@ from benchmarks.bench_hf import MAX_NORM, compute_dtype, qwen3_config, summary
 from benchmarks.gate import ROOT
 from benchmarks.records import append_rows, results_path
 from moecore import (
+    DenseOptions,
+    DispatchOptions,
     FSDPOptions,
     Meshes,
     NVLinkOptions,
@@ -120,9 +122,11 @@ def build(args: argparse.Namespace, meshes: Meshes) -> Any:
     parallelize_moe(
         model,
         meshes,
-        nvlink=NVLinkOptions(row_factor=args.row_factor),  # the GPUs of a host take it
+        dispatch=DispatchOptions(
+            nvlink=NVLinkOptions(row_factor=args.row_factor)
+        ),  # the GPUs of a host take it
         precision=args.precision,
-        compile_dense=True,
+        dense=DenseOptions(compile=True),
         memory=MemoryOptions(recompute=tuple(args.recompute)),
         fsdp=FSDPOptions(
             param_dtype=compute_dtype(meshes),

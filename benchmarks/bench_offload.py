@@ -30,7 +30,15 @@ from torch import Tensor, nn
 
 from benchmarks import harness
 from benchmarks.records import append_rows, results_path
-from moecore import FSDPOptions, Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import (
+    DenseOptions,
+    FSDPOptions,
+    Meshes,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.moe.experts import Experts
 from moecore.train import AdamW
@@ -60,7 +68,7 @@ class Bench:
         parallelize_moe(
             self.model,
             meshes,
-            compile_dense=args.compile_dense,
+            dense=DenseOptions(compile=args.compile_dense),
             fsdp=FSDPOptions(param_dtype=dtype, dense_strategy="optim"),
         )
         self.model.to_empty(device=self.device)

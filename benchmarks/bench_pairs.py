@@ -298,7 +298,7 @@ def _model(args: argparse.Namespace, name: str, num_layers: int, device: torch.d
     meshes = build_meshes(ParallelConfig(ep=args.ep), device.type)
     options = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
     dispatcher = "nvlink" if "nvlink" in args.dispatchers else args.dispatchers[0]
-    parallelize_moe(model, meshes, dispatcher=dispatcher, fsdp=options)
+    parallelize_moe(model, meshes, dispatch=dispatcher, fsdp=options)
     model.to_empty(device=device)
     model.init_weights()
     if args.link_gbps is not None:

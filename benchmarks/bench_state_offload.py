@@ -36,7 +36,15 @@ from torch import Tensor
 
 from benchmarks.gate import ROOT
 from benchmarks.records import append_rows, results_path
-from moecore import FSDPOptions, Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import (
+    DenseOptions,
+    FSDPOptions,
+    Meshes,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.train import AdamW, HostAdamW, StateOffload
 
@@ -133,7 +141,7 @@ def build(config: DecoderConfig, meshes: Meshes) -> Decoder:
     parallelize_moe(
         model,
         meshes,
-        compile_dense=on_gpu,
+        dense=DenseOptions(compile=on_gpu),
         fsdp=FSDPOptions(param_dtype=torch.bfloat16 if on_gpu else torch.float32),
     )
     model.to_empty(device=meshes.device_type)

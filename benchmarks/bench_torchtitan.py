@@ -119,7 +119,8 @@ def words(args: argparse.Namespace, folder: str) -> list[str]:
     if args.variant != "stock":
         settings["job.custom_config_module"] = "moecore.integrations.torchtitan.options"
         if is_gpu and int(world) > 1:
-            settings |= {"moecore.dispatcher": "nvlink", "moecore.nvlink.row_factor": 2.0}
+            settings["moecore.dispatch.name"] = "nvlink"
+            settings["moecore.dispatch.nvlink.row_factor"] = 2.0
     found = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     return [*found, *(["--compile.enable"] if is_gpu else [])]
 

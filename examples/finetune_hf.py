@@ -75,7 +75,12 @@ from report import EXPORT, make_run_dir
 from sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 from torch import Tensor
 
-from moecore import BalanceConfig, Meshes, build_meshes
+from moecore import (
+    BalanceConfig,
+    Meshes,
+    MoEOverrides,
+    build_meshes,
+)
 from moecore.base.agreement import difference
 from moecore.families.transformers.rows import packing_problem
 from moecore.io import load_hf
@@ -304,8 +309,9 @@ def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: Bat
             )
     most = args.dynamic_cp or shape.batch_size * shape.seq_len // shape.cp
     records["nvlink"] = nvlink_of(records, most // meshes.parallel.tp)
-    balance = BalanceConfig(micro_batch_coef=args.aux_loss) if args.aux_loss else None
-    parallelize(model, meshes, args, records, balance=balance)
+    balance = BalanceConfig(micro_batch_coef=args.aux_loss)
+    moe = MoEOverrides(balance=balance) if args.aux_loss else None
+    parallelize(model, meshes, args, records, moe=moe)
     model.to_empty(device=device)
     with naming("--model"):
         load_hf(args.model, model)

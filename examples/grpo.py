@@ -194,7 +194,7 @@ def build_job(args: argparse.Namespace) -> Reinforcement:
     policy = Qwen3MoeForCausalLM(config)
     sampler = copy.deepcopy(policy)  # with a config of its own: attention with a cache
     use_causal_attention(policy)
-    parallelize_moe(policy, meshes, balance=BalanceConfig(micro_batch_coef=0.01))
+    parallelize_moe(policy, meshes, moe={"balance": BalanceConfig(micro_batch_coef=0.01)})
     return Reinforcement(
         args=args,
         meshes=meshes,

@@ -17,7 +17,9 @@ from torch import nn
 from moecore import (
     CloneOptions,
     ContextOptions,
+    DenseOptions,
     DispatcherName,
+    DispatchOptions,
     ExpertBackend,
     FSDPOptions,
     MemoryOptions,
@@ -70,7 +72,7 @@ TABLES: dict[str, type] = {
     "fp8": Precision,
     "recipe": Recipe,
 }
-RECORDS = "nvlink", "memory", "clones", "context", "pipeline", "fsdp"  # of parallelize_moe
+RECORDS = "memory", "context", "pipeline", "fsdp"  # of parallelize_moe, beside dispatch
 
 
 def records_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -131,12 +133,18 @@ def parallelize(
     parallelize_moe(
         model,
         meshes,
-        dispatcher=sharding.dispatcher,
-        fp8_dispatch=sharding.fp8_dispatch,
+        dispatch=DispatchOptions(
+            name=sharding.dispatcher,
+            nvlink=records["nvlink"],
+            fp8=sharding.fp8_dispatch,
+            clones=records["clones"],
+        ),
         expert_backend=sharding.expert_backend,
-        overlap_shared=sharding.overlap_shared,
-        compile_dense=sharding.compile_dense,
-        graph_dense=sharding.graph_dense,
+        dense=DenseOptions(
+            overlap_shared=sharding.overlap_shared,
+            compile=sharding.compile_dense,
+            graph=sharding.graph_dense,
+        ),
         precision=records["fp8"] or args.precision,
         loss="sum",
         **{name: records[name] for name in RECORDS},

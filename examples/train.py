@@ -79,6 +79,8 @@ from torch import Tensor
 
 from moecore import (
     CloneOptions,
+    DenseOptions,
+    DispatchOptions,
     FSDPOptions,
     Meshes,
     build_meshes,
@@ -189,14 +191,15 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
     parallelize_moe(
         model,
         meshes,
-        dispatcher=args.dispatcher,
-        nvlink=nvlink_options(args),
-        fp8_dispatch=args.fp8_dispatch,
+        dispatch=DispatchOptions(
+            name=args.dispatcher,
+            nvlink=nvlink_options(args),
+            fp8=args.fp8_dispatch,
+            clones=CloneOptions() if args.clones else None,
+        ),
         expert_backend=args.experts,
         memory=memory_options(args),
-        clones=CloneOptions() if args.clones else None,
-        compile_dense=args.compile,
-        graph_dense=args.graph_dense,
+        dense=DenseOptions(compile=args.compile, graph=args.graph_dense),
         loss="sum",
         precision=precision_of(args),
         pipeline=pipeline_config(args),

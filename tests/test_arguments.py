@@ -74,7 +74,7 @@ TOKENS = torch.ones(1, 4, dtype=torch.long)
 NO_CALLS = {
     *("Adapter", "Choices", "Dispatcher", "DispatcherName", "ExpertBackend", "LossConvention"),
     *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
-    *("MatrixAssignment", "WidthRates"),
+    *("MatrixAssignment", "MoEOverrides", "WidthRates"),
     *(
         "Bins",
         "CorpusError",
@@ -119,7 +119,7 @@ WRONG: list[tuple[Any, str]] = [
     (True, "bool|Any|object"),
     (-1, "int|Seed|float|Any|object"),
     ([], "Sequence|Iterable|Collection|Optimizers|Schedulers|ParamsT|Lengths|Any|object"),
-    ({}, "Mapping|HFConfig|ParamsT|Iterable|Collection|dict|Any|object"),
+    ({}, "Mapping|MoEOverrides|HFConfig|ParamsT|Iterable|Collection|dict|Any|object"),
     ([1], r"Any|object|Iterable|Lengths|Sequence\[(float|StageBytes)"),
     ({1: 2}, "Any|object|Iterable"),
     (object(), "Any|object"),

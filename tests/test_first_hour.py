@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moecore import (
     BalanceConfig,
     CapacityConfig,
+    DenseOptions,
     Meshes,
     MoEConfig,
     MoELayer,
@@ -167,7 +168,9 @@ def test_an_optimizer_that_was_made_before_to_empty(meshes: Meshes) -> None:
 def test_a_refused_call_leaves_an_optimizer_its_parameters(meshes: Meshes) -> None:
     model = make()
     early = adamw(model)
-    refused("dispatcher ('nvlink')", lambda: parallelize_moe(model, meshes, dispatcher="nvlink"))
+    refused(
+        "DispatchOptions.name ('nvlink')", lambda: parallelize_moe(model, meshes, dispatch="nvlink")
+    )
     early.step()
 
 
@@ -209,12 +212,16 @@ def test_an_optimizer_of_a_model_on_meta(meshes: Meshes) -> None:
             "meshes (None) must be a Meshes: pass build_meshes(ParallelConfig(...))",
         ),
         (
-            lambda model, meshes: parallelize_moe(model, meshes, balance={"z_loss_coef": 0.1}),
-            "balance ({'z_loss_coef': 0.1}) must be a BalanceConfig or None: pass a BalanceConfig",
+            lambda model, meshes: parallelize_moe(
+                model, meshes, moe={"balance": {"z_loss_coef": 0.1}}
+            ),
+            "MoEConfig.balance ({'z_loss_coef': 0.1}) must be a BalanceConfig: pass BalanceConfig(",
         ),
         (
-            lambda model, meshes: parallelize_moe(model, meshes, overlap_shared="no"),
-            "overlap_shared ('no') must be True or False: pass a bool",
+            lambda model, meshes: parallelize_moe(
+                model, meshes, dense=DenseOptions(overlap_shared="no")
+            ),
+            "DenseOptions.overlap_shared ('no') must be True or False: pass a bool",
         ),
         (
             lambda model, meshes: build_meshes(ParallelConfig),
@@ -363,9 +370,9 @@ def test_fields_of_layers_that_a_model_does_not_set(meshes: Meshes) -> None:
     [
         (
             {"top_k": 1},
-            "moe ('top_k') must name one of 'capacity', 'router_dtype', 'router_",
+            "moe ('top_k') must name one of 'balance', 'capacity', 'router_dtype', '",
         ),
-        ({"balance": BalanceConfig()}, "moe ('balance') must name one of 'capacity', 'router_dty"),
+        ({"balance": 0.1}, "MoEConfig.balance (0.1) must be a BalanceConfig: pass BalanceConfig("),
         (
             {"capacity": 1.25},
             "MoEConfig.capacity (1.25) must be a CapacityConfig or None: pass",

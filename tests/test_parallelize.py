@@ -20,7 +20,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import (
-    BalanceConfig,
+    CloneOptions,
+    DenseOptions,
+    DispatchOptions,
     FSDPOptions,
     MoEConfig,
     MoELayer,
@@ -73,11 +75,15 @@ def parallelize(model: nn.Module, meshes: Any, **options: Any) -> nn.Module:
 
 
 REFUSED: list[tuple[dict[str, int], dict[str, Any], str]] = [
-    (dict(ep=8), dict(dispatcher="local"), r"dispatcher \('local'\).*ep \* etp \(8\)"),
-    (dict(ep=8), dict(dispatcher="deepep"), r"dispatcher \('deepep'\) must be one of 'auto'"),
+    (dict(ep=8), dict(dispatch="local"), r"name \('local'\).*ep \* etp \(8\)"),
+    (dict(ep=8), dict(dispatch="deepep"), r"dispatch \('deepep'\) must be one of 'auto'"),
     (dict(ep=8), dict(expert_backend="fast"), r"expert_backend \('fast'\) must be one of 'auto'"),
     (dict(ep=8), dict(loss="average"), r"loss \('average'\) must be one of 'mean', 'sum'"),
-    (dict(ep=8), dict(overlap_shared=True), r"overlap_shared \(True\).*\('cpu'\) = 'cuda'"),
+    (
+        dict(ep=8),
+        dict(dense=DenseOptions(overlap_shared=True)),
+        r"shared \(True\).*\('cpu'\) = 'cuda'",
+    ),
     (dict(ep=16), {}, r"num_experts \(8\) must be divisible by ParallelConfig.ep \(16\)"),
     (dict(etp=16, ep=1), {}, r"hidden_dim / etp \(4\) must be a multiple of 8 in torch.bfloat16"),
 ]
@@ -232,10 +238,8 @@ def test_experts_ranks_are_refused_where_nothing_is_moe() -> None:
 
 
 def test_options_of_experts_warn_where_nothing_is_moe() -> None:
-    with pytest.warns(
-        UserWarning, match="balance is not used: the model has no MoE layers"
-    ) as seen:
-        parallelize(nn.Linear(4, 4), world(2), balance=BalanceConfig(sequence_coef=0.1))
+    with pytest.warns(UserWarning, match="moe is not used: the model has no MoE layers") as seen:
+        parallelize(nn.Linear(4, 4), world(2), moe={"router_jitter": 0.1})
     assert [w.filename for w in seen] == [__file__]
 
 
@@ -250,7 +254,7 @@ def test_units_of_a_dense_model() -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["nvlink", "balance", "fsdp"])
+@pytest.mark.parametrize("name", ["dense", "memory", "fsdp"])
 def test_records_are_records(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} \(0.01\) must be a .*(Options|Config) or None"):
         parallelize(meta_model(), world(2), **{name: 0.01})
@@ -332,11 +336,13 @@ def test_own_layers_under_any_name_are_known() -> None:
     parallelize(nn.Sequential(Block()), build_meshes(ParallelConfig(), "cpu"))
 
 
-@pytest.mark.parametrize("options", [dict(dispatcher="alltoall"), dict(fp8_dispatch=True)])
-def test_a_dispatcher_without_use_warns(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "dispatch", ["alltoall", DispatchOptions(fp8=True), DispatchOptions(clones=CloneOptions())]
+)
+def test_a_dispatcher_without_use_warns(dispatch: Any) -> None:
     meshes = build_meshes(ParallelConfig(), "cpu")
     with pytest.warns(UserWarning, match="not used") as seen:
-        parallelize(nn.Sequential(MoELayer(CONFIG)), meshes, **options)
+        parallelize(nn.Sequential(MoELayer(CONFIG)), meshes, dispatch=dispatch)
     assert seen[0].filename == __file__
 
 

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from moecore import (
     BalanceConfig,
+    DenseOptions,
+    DispatchOptions,
     FSDPOptions,
     Meshes,
     MoEConfig,
@@ -118,16 +120,16 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
         built(),
         "loss ('sum' on rank 3, 'mean' on rank 0) must be the same on every rank",
     ),
-    "dispatcher": (built(dispatcher="allgather"), built(), "dispatcher ('allgather' on"),
+    "dispatcher": (built(dispatch="allgather"), built(), "DispatchOptions.name ('allgather' on"),
     "domains": (
-        built(dispatcher="hierarchical"),
+        built(dispatch="hierarchical"),
         built(),
-        "dispatcher ('hierarchical' on rank 3, 'auto' on rank 0) and 1 more must",
+        "DispatchOptions.name ('hierarchical' on rank 3, 'auto' on rank 0) and 1 more must",
     ),
     "NCCL EP": (
-        built(dispatcher="nccl_ep"),
-        built(dispatcher="alltoall"),
-        "dispatcher ('nccl_ep' on rank 3, 'alltoall' on rank 0) and 1 more must",
+        built(dispatch="nccl_ep"),
+        built(dispatch="alltoall"),
+        "DispatchOptions.name ('nccl_ep' on rank 3, 'alltoall' on rank 0) and 1 more must",
     ),
     "experts": (built(expert_backend="sequential"), built(), "expert_backend ('sequential' on"),
     "recompute": (
@@ -135,13 +137,13 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
         built(),
         "MemoryOptions.recompute (('expert_fc1',) on",
     ),
-    "compile": (built(compile_dense=True), built(), "compile_dense (True on"),
+    "compile": (built(dense=DenseOptions(compile=True)), built(), "DenseOptions.compile (True on"),
     "balance": (
-        built(balance=OTHER_BALANCE),
-        built(balance=BALANCE),
-        "balance (BalanceConfig(",
+        built(moe={"balance": OTHER_BALANCE}),
+        built(moe={"balance": BALANCE}),
+        "MoEConfig.balance (BalanceConfig(",
     ),
-    "moe": (built(moe={"router_jitter": 0.1}), built(), "names in moe (['router_jitter'] on"),
+    "moe": (built(moe={"router_jitter": 0.1}), built(), "MoEConfig.router_jitter (0.1 on"),
     "precision": (
         built(precision=Precision(recipe=Recipe(), roles=("mlp",))),
         built(),
@@ -153,11 +155,11 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
         "FSDPOptions.dense_strategy ('optim' on",
     ),
     "nvlink": (
-        built(nvlink=NVLinkOptions(row_factor=3.0)),
+        built(dispatch=DispatchOptions(nvlink=NVLinkOptions(row_factor=3.0))),
         built(),
         "NVLinkOptions.row_factor (3.0 on",
     ),
-    "fp8_dispatch": (built(fp8_dispatch=True), built(), "fp8_dispatch (True on"),
+    "fp8": (built(dispatch=DispatchOptions(fp8=True)), built(), "DispatchOptions.fp8 (True on"),
     "layers": (built(make_model, layers=2), built(), "names of parameters and buffers (...'1."),
     "meta": (built(make_model, device="meta"), built(), "is_meta of 0.weight (True on"),
     "shape": (
@@ -362,14 +364,30 @@ EQUAL_MODELS: dict[str, Callable[[], nn.Module]] = {
     "what one rank has": named,
     "memory of the loss": lambda: decoder(ce_chunk_tokens=8 << dist.get_rank()),
 }
+OVERLAPPED, GRAPHS = DenseOptions(overlap_shared=True), DenseOptions(graph=True)
 # What the last rank alone asks for, and its mesh and error; the others' arguments are right.
 REFUSED: dict[str, tuple[ParallelConfig, dict[str, Any], type[Exception], str]] = {
-    "dispatcher": (FOLDED, dict(dispatcher="local"), ValueError, "dispatcher ('local') must"),
-    "type": (FOLDED, dict(compile_dense="yes"), ValueError, "compile_dense ('yes') must be True"),
+    "dispatcher": (
+        FOLDED,
+        dict(dispatch="local"),
+        ValueError,
+        "DispatchOptions.name ('local') must",
+    ),
+    "type": (FOLDED, dict(dense="yes"), ValueError, "dense ('yes') must be a DenseOptions"),
     "meshes": (FOLDED, dict(meshes=None), ValueError, "meshes (None) must be a Meshes"),
     "moe": (FOLDED, dict(moe={"bogus": 1}), ValueError, "moe ('bogus') must name one of"),
-    "device": (FOLDED, dict(overlap_shared=True), ValueError, "overlap_shared (True) must go"),
-    "graphs": (ParallelConfig(tp=2), dict(graph_dense=True), ValueError, "graph_dense (True) must"),
+    "device": (
+        FOLDED,
+        dict(dense=OVERLAPPED),
+        ValueError,
+        "DenseOptions.overlap_shared (True) must go",
+    ),
+    "graphs": (
+        ParallelConfig(tp=2),
+        dict(dense=GRAPHS),
+        ValueError,
+        "DenseOptions.graph (True) must",
+    ),
     "indexer": (FOLDED, dict(indexer=IndexerConfig()), ValueError, "indexer (IndexerConfig("),
     "no pipeline": (STAGES, dict(pipeline=None), ValueError, "ParallelConfig.pp (2) must go with"),
     "context": (

@@ -10,10 +10,11 @@ from moecore.base.first_use import first_use
 
 _NAMES = {
     "base.options.context": "ContextOptions",
-    "base.options.dispatch": "CloneOptions DispatcherName NVLinkOptions",
+    "base.options.dense": "DenseOptions",
+    "base.options.dispatch": "CloneOptions DispatchOptions DispatcherName NVLinkOptions",
     "base.options.fsdp": "FSDPOptions",
     "base.options.indexer": "IndexerConfig",
-    "base.options.layer": "BalanceConfig CapacityConfig MoEConfig",
+    "base.options.layer": "BalanceConfig CapacityConfig MoEConfig MoEOverrides",
     "base.options.memory": "MemoryOptions StashOptions",
     "base.options.precision": "register_precision",
     "moe.assignment": "register_assignment",

@@ -18,15 +18,15 @@ from moecore.base.copies import copy_modules, on_meta
 from moecore.base.failures import known_to_others, share_call_errors, share_errors
 from moecore.base.fields import check_arguments
 from moecore.base.options.context import ContextOptions
-from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
+from moecore.base.options.dense import DenseOptions
+from moecore.base.options.dispatch import DispatcherName, DispatchOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.indexer import IndexerConfig
-from moecore.base.options.layer import BalanceConfig
+from moecore.base.options.layer import MoEOverrides
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import NamedPrecision, Precision, Recipe
 from moecore.families.family import family_of
 from moecore.moe.backends import ExpertBackend
-from moecore.moe.layer import RoutedLayer
 from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.checks import check_layers, check_request
@@ -43,7 +43,7 @@ from moecore.parallel.model.phases import (
     cut_stages,
     resolve_dispatcher,
 )
-from moecore.parallel.model.plan import cut_model, make_plan
+from moecore.parallel.model.plan import Layers, cut_model, make_plan
 from moecore.parallel.model.request import LossConvention, Request, compare_models, compare_stages
 from moecore.parallel.model.shard_model import shard_model
 from moecore.parallel.pipeline.config import PipelineConfig
@@ -59,17 +59,11 @@ def parallelize_moe(
     model: nn.Module,
     meshes: Annotated[Meshes, "pass build_meshes(ParallelConfig(...))"],
     *,
-    dispatcher: DispatcherName = "auto",
-    nvlink: NVLinkOptions | None = None,
-    fp8_dispatch: bool = False,
+    dispatch: DispatcherName | DispatchOptions = "auto",
     expert_backend: ExpertBackend = "auto",
     memory: MemoryOptions | None = None,
-    clones: CloneOptions | None = None,
-    overlap_shared: bool = False,
-    compile_dense: bool = False,
-    graph_dense: bool = False,
-    balance: BalanceConfig | None = None,
-    moe: Mapping[str, Any] | None = None,
+    dense: DenseOptions | None = None,
+    moe: MoEOverrides | None = None,
     context: ContextOptions | None = None,
     indexer: IndexerConfig | None = None,
     precision: Precision | Recipe | NamedPrecision | None = None,
@@ -86,23 +80,15 @@ def parallelize_moe(
     Args:
         model: any; its MoE layers' experts go to the expert mesh, all else to the dense mesh.
         meshes: from `build_meshes`.
-        dispatcher: how tokens travel; "auto" chooses by the hardware, see docs/dispatchers.md.
-        nvlink: sizes and times of the nvlink dispatcher, for "nvlink" and "auto".
-        fp8_dispatch: tokens travel between ranks, and are kept for backward, as float8_e4m3fn with
-            a scale per 128 columns; experts multiply them in the dtype that they had, and the
-            rounding has the gradient of an identity. Gradients of the experts' output travel so too
-            where experts in FP8 ("blockwise") would round them alike; sums travel as they are.
+        dispatch: how tokens reach their experts' ranks: the name of a dispatcher, or a record with
+            its options; "auto" chooses by the hardware, see docs/dispatchers.md.
         expert_backend: which kernels multiply the experts' matrices; see `moe/backends.py`.
         memory: what backward computes again or host memory holds; None = nothing.
-        clones: of hot experts, on ranks with few tokens; None = none. See docs/balancing.md.
-        overlap_shared: on GPUs, run shared experts on a stream of their own.
-        compile_dense: run attention, norms and residual adds through torch.compile.
-        graph_dense: on GPUs, run attention, routers, shared experts and what an exchange prepares
-            as CUDA graphs of each block, for dispatchers that wait on the host.
-        balance: of every MoE layer; None keeps each one's own, as layers that choose by token id
-            do.
-        moe: fields of `MoEConfig` for every MoE layer, such as a transformers model's: capacity,
-            router_dtype, router_jitter.
+        dense: whether attention, norms, routers and shared experts are compiled, CUDA graphs, or
+            run on a stream of their own; None = nothing of these.
+        moe: fields of `MoEConfig` for every MoE layer, such as a transformers model's: balance,
+            capacity, router_dtype, router_jitter. A layer keeps its own value of a field that is
+            not given, and its balance where it chooses by token id.
         context: how attention over cp ranks communicates; None = by its heads.
         indexer: how the indexers of sparse attention learn; None = they do not.
         precision: which products are in FP8: "auto", a scaling or a recipe for all roles, or a
@@ -137,8 +123,9 @@ def parallelize_moe(
         for phase in PHASES:
             phase(root, state)
     setattr(root, PARALLEL_STATE, state)
-    drops_cache = bool(compile_dense or request.memory.parts or request.memory.offload)
-    request.family.parallel_state(root, wrapper=model, drops_cache=drops_cache)
+    memory_options = request.memory
+    drops_cache = bool(request.dense.compile or memory_options.parts or memory_options.offload)
+    request.family.finish(root, wrapper=model, drops_cache=drops_cache)
     mark_replaced(before)
     act_as_modules(model)
     return model
@@ -184,17 +171,26 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
 
 def _request(arguments: Mapping[str, Any]) -> Request:
     """Return the record of a call's arguments."""
-    asked = {name: arguments[name] for name in Request.__dataclass_fields__ if name in arguments}
-    asked["memory"] = asked["memory"] or MemoryOptions()
-    asked["moe"] = dict(asked["moe"] or {})
-    asked["precision"] = Precision.of(asked["precision"])
-    asked["fsdp"] = asked["fsdp"] or FSDPOptions()
-    return Request(family=family_of(arguments["model"]), **asked)
+    return Request(
+        family=family_of(arguments["model"]),
+        meshes=arguments["meshes"],
+        dispatch=DispatchOptions.of(arguments["dispatch"]),
+        expert_backend=arguments["expert_backend"],
+        memory=arguments["memory"] or MemoryOptions(),
+        dense=arguments["dense"] or DenseOptions(),
+        moe={**(arguments["moe"] or {})},
+        context=arguments["context"],
+        indexer=arguments["indexer"],
+        precision=Precision.of(arguments["precision"]),
+        fsdp=arguments["fsdp"] or FSDPOptions(),
+        loss=arguments["loss"],
+        pipeline=arguments["pipeline"],
+    )
 
 
 def _swap_blocks(
     model: nn.Module, request: Request, adapters: Mapping[type, Adapter]
-) -> tuple[dict[str, RoutedLayer], frozenset[str]]:
+) -> tuple[Layers, frozenset[str]]:
     """Swap MoE blocks in place; return MoE layers by name, and names of tensors that stay fp32."""
     layers = request.family.swap_blocks(model, adapters)
     fp32 = request.family.set_dtypes(model, request.fsdp.param_dtype)
@@ -203,7 +199,7 @@ def _swap_blocks(
 
 
 def _plan(
-    model: nn.Module, layers: Mapping[str, RoutedLayer], fp32: frozenset[str], request: Request
+    model: nn.Module, layers: Layers, fp32: frozenset[str], request: Request
 ) -> ParallelState:
     """Remove the stages of other ranks from a model in place; return what phases begin with."""
     dtype = next(model.parameters()).dtype

@@ -37,7 +37,8 @@ from moecore.base.fields import (
     shown,
 )
 from moecore.base.options.context import ContextOptions
-from moecore.base.options.dispatch import CloneOptions, NVLinkOptions
+from moecore.base.options.dense import DenseOptions
+from moecore.base.options.dispatch import CloneOptions, DispatchOptions, NVLinkOptions
 from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.layer import CapacityConfig
 from moecore.base.options.memory import MemoryOptions, StashOptions
@@ -232,6 +233,8 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (FSDPOptions, {}),
     (DynamicLossScale, {}),
     (CloneOptions, {}),
+    (DenseOptions, {}),
+    (DispatchOptions, {}),
     (NVLinkOptions, {}),
     (MemoryOptions, {}),
     (StashOptions, {}),

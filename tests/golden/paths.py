@@ -112,14 +112,14 @@ PATHS: dict[str, Path] = {
         world=2,
         parallel=ParallelConfig(ep=2),
         moe=BALANCED,
-        options=dict(dispatcher="alltoall", fsdp=GATHERED_ONCE),
+        options=dict(dispatch="alltoall", fsdp=GATHERED_ONCE),
         accumulate=2,
     ),
     "allgather": Path(
         world=2,
         parallel=ParallelConfig(ep=2),
         moe=BIASED,
-        options=dict(dispatcher="allgather", loss="sum"),
+        options=dict(dispatch="allgather", loss="sum"),
     ),
     "etp": Path(world=2, parallel=ParallelConfig(etp=2), moe=WITH_BIASES),
     "bf16": Path(

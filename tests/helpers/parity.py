@@ -28,6 +28,7 @@ from moecore import (
     CapacityConfig,
     CloneOptions,
     ContextOptions,
+    DispatchOptions,
     FSDPOptions,
     MemoryOptions,
     Meshes,
@@ -345,9 +346,11 @@ def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
     parallelize_moe(
         model,
         meshes,
-        dispatcher=case.dispatcher if meshes.dispatch_group else "auto",  # type: ignore[arg-type]
-        nvlink=nvlink,
-        clones=case.clones,
+        dispatch=DispatchOptions(
+            name=case.dispatcher if meshes.dispatch_group else "auto",
+            nvlink=nvlink,
+            clones=case.clones,
+        ),  # type: ignore[arg-type]
         memory=case.memory,
         expert_backend=case.expert_backend,  # type: ignore[arg-type]
         loss=case.loss,  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from moecore import (
     BalanceConfig,
+    DispatchOptions,
     MoEConfig,
     MoELayer,
     NVLinkOptions,
@@ -78,7 +79,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 if not V03:
     BLOCKS["on input"] = dict(bias=True, top_k=1, score_before_experts=True)
 CHOICES = {
-    "moecore__dispatcher": "allgather",
+    "moecore__dispatch__name": "allgather",
     "moecore__fsdp__prefetch_blocks": 2,
     "moecore__fsdp__blocks_per_unit": 2,
     "moecore__expert_backend": "sequential",
@@ -103,10 +104,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"context_parallel_degree \(2\) must be 1",
     ),
     "offload": ({"training__enable_cpu_offload": True}, r"enable_cpu_offload \(True\) must be Fal"),
-    "nvlink": ({EP: 2, "moecore__dispatcher": "nvlink"}, r"dispatcher \('nvlink'\) must"),
+    "nvlink": ({EP: 2, "moecore__dispatch__name": "nvlink"}, r"name \('nvlink'\) must"),
     "factor": (
-        {EP: 2, **CHOICES, "moecore__nvlink__row_factor": 1.5},
-        r"nvlink \(NVLinkOptions.*\) must go with dispatcher \(.allgather.\) = .nvlink.",
+        {EP: 2, **CHOICES, "moecore__dispatch__nvlink__row_factor": 1.5},
+        r"moecore.dispatch.nvlink \(NVLinkOptions.*\) must go with name \(.allgather.\) = .nvlink.",
     ),
     "length": (
         {"training__seq_len": 128},
@@ -163,12 +164,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"moecore.documents \(True\) must be False for torchtitan's own models",
     ),
     "clones": (
-        {"moecore__clones__enable": True},
-        r"clones \(.*\) are not used: ep is 1: drop it from section moecore",
+        {"moecore__dispatch__clones__enable": True},
+        r"clones \(.*\) is not used: ep is 1: drop it from section moecore",
     ),
     "off": (
-        {"moecore__clones__per_rank": 3},
-        r"moecore.clones.per_rank must go with moecore.clones.enable \(False\) = True",
+        {"moecore__dispatch__clones__per_rank": 3},
+        r"dispatch.clones.per_rank must go with moecore.dispatch.clones.enable \(False\) = True",
     ),
     "part": (
         {"moecore__memory__recompute": "attention"},
@@ -552,8 +553,8 @@ def test_histories_of_delayed_scaling_are_saved_with_optimizers(tmp_path: Path) 
     [
         (dict(), "alltoall", None),
         (dict(row_factor=1.5), "auto", NVLinkOptions(row_factor=1.5)),
-        (dict(dispatcher="nvlink"), "nvlink", NVLinkOptions(row_factor=None)),
-        (dict(dispatcher="allgather"), "allgather", None),
+        (dict(name="nvlink"), "nvlink", NVLinkOptions(row_factor=None)),
+        (dict(name="allgather"), "allgather", None),
     ],
 )
 def test_without_a_row_factor_any_routing_fits(
@@ -561,7 +562,7 @@ def test_without_a_row_factor_any_routing_fits(
 ) -> None:
     """No step of torchtitan can run again or be skipped."""
     job = MoECore()
-    job.dispatcher = options.get("dispatcher", "auto")
-    job.nvlink.row_factor = options.get("row_factor")
+    job.dispatch.name = options.get("name", "auto")
+    job.dispatch.nvlink.row_factor = options.get("row_factor")
     found = request_of(job, ParallelConfig(dp_shard=2, edp_shard=1, ep=2))
-    assert (found["dispatcher"], found["nvlink"]) == (dispatcher, nvlink)
+    assert found["dispatch"] == DispatchOptions(name=dispatcher, nvlink=nvlink)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]]
 if V03:  # a model that is cut over tp is not compiled, and torchtitan fills none on four ranks
     NUM_RANKS, TWO = 2, {BATCH: 2}
     PARTIAL = {"parallelism__spmd_backend": "partial_dtensor"}
-    CHOICES = {"moecore__dispatcher": "allgather", "moecore__expert_backend": "sequential"}
+    CHOICES = {"moecore__dispatch__name": "allgather", "moecore__expert_backend": "sequential"}
     RUNS = {
         "qwen3 stock": ("stock_tiny_qwen3", {EP: 2, **TWO}),
         "qwen3 ep": ("moecore_tiny_qwen3", {EP: 2, **TWO_BATCHES, **CLONES}),

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from moecore import CapacityConfig, MemoryOptions, NVLinkOptions, ParallelConfig, StashOptions
+from moecore import (
+    CapacityConfig,
+    DispatchOptions,
+    MemoryOptions,
+    NVLinkOptions,
+    ParallelConfig,
+    StashOptions,
+)
 from moecore.base.options.precision import Precision, Recipe
 from moecore.integrations.torchtitan.options import ELSEWHERE, MoECore, request_of
 from moecore.integrations.torchtitan.sections import SOURCE, arguments, call, changed
@@ -66,7 +73,7 @@ def test_defaults_ask_for_nothing() -> None:
     assert not changed(job)
     found = request_of(job, EP2)
     assert found.pop("memory") == MemoryOptions()
-    assert {n for n, v in found.items() if v} == {"dispatcher", "expert_backend", "fsdp"}
+    assert {n for n, v in found.items() if v} == {"dispatch", "dense", "expert_backend", "fsdp"}
 
 
 def test_values_of_a_job_become_those_of_the_call() -> None:
@@ -75,7 +82,7 @@ def test_values_of_a_job_become_those_of_the_call() -> None:
     job.memory.offload_fraction = [0.5]
     job.memory.stash.enable, job.memory.stash.page_rows = True, 8
     stash = StashOptions(page_rows=8)
-    job.dispatcher, job.nvlink.timeout_s = "nvlink", 5.0
+    job.dispatch.name, job.dispatch.nvlink.timeout_s = "nvlink", 5.0
     job.moe.capacity.enable, job.moe.capacity.factor = True, 1.5
     job.precision.enable, job.precision.roles = True, ["experts"]
     job.precision.overrides = ["*.0.*=none", "*.1.*=rowwise"]
@@ -88,7 +95,8 @@ def test_values_of_a_job_become_those_of_the_call() -> None:
     assert found["memory"] == MemoryOptions(
         recompute="gemm_last", offload=("norm",), offload_fraction=0.5, stash=stash
     )
-    assert found["nvlink"] == NVLinkOptions(row_factor=None, timeout_s=5.0)
+    nvlink = NVLinkOptions(row_factor=None, timeout_s=5.0)
+    assert found["dispatch"] == DispatchOptions(name="nvlink", nvlink=nvlink)
     assert found["moe"] == {"capacity": CapacityConfig(factor=1.5)}
     assert found["precision"] == Precision(
         recipe=Recipe(scaling="tensorwise"),
@@ -140,6 +148,6 @@ def test_a_wrong_value_is_one_line_with_the_jobs_name(
 
 
 def test_help_has_the_texts_of_the_options() -> None:
-    section = type(MoECore().clones)
+    section = type(MoECore().dispatch.clones)
     assert "most clones that a rank holds" in str(section.__doc__)
-    assert call(section(enable=True), "moecore.clones").per_rank == 2
+    assert call(section(enable=True), "moecore.dispatch.clones").per_rank == 2

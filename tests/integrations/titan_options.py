@@ -15,6 +15,7 @@ from moecore import (
     CapacityConfig,
     CloneOptions,
     ContextOptions,
+    DispatchOptions,
     FSDPOptions,
     MemoryOptions,
     ParallelConfig,
@@ -60,8 +61,8 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "moecore__fsdp__dense_strategy": "optim_grads",
             "moecore__fsdp__embedding_strategy": "optim_grads_params",
             "moecore__fsdp__experts_strategy": "optim",
-            "moecore__clones__enable": True,
-            "moecore__clones__per_rank": 1,
+            "moecore__dispatch__clones__enable": True,
+            "moecore__dispatch__clones__per_rank": 1,
             "moecore__documents": True,
         },
         dict(
@@ -78,7 +79,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 experts_strategy="optim",
                 **EXACT,
             ),
-            clones=CloneOptions(per_rank=1),
+            dispatch=DispatchOptions(clones=CloneOptions(per_rank=1)),
         ),
     ),
     "fp8": (
@@ -90,7 +91,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "moecore__precision__recipe__amax_history": 2,
             "moecore__precision__overrides": "*.experts=tensorwise,*.o_proj=none",
             "moecore__precision__roles": "attention",
-            "moecore__fp8_dispatch": True,
+            "moecore__dispatch__fp8": True,
             # Clipping rounds gradients in its own way, and FP8 moments amplify that.
             "training__max_norm": 100.0,
             "moecore__fsdp__fp8_param_gather": True,
@@ -107,7 +108,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                     ("*.o_proj", None),
                 ),
             ),
-            fp8_dispatch=True,
+            dispatch=DispatchOptions(fp8=True),
             fsdp=FSDPOptions(fp8_param_gather=True, experts_strategy="optim_grads_params", **EXACT),
             adamw=dict(moment_dtype=torch.float8_e4m3fn),
             max_norm=100.0,
@@ -123,16 +124,19 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "moecore__memory__stash__enable": True,
             "moecore__memory__stash__page_rows": 4,
             "moecore__memory__stash__factor": 2.0,
-            "moecore__balance__z_loss_coef": 0.01,
+            "moecore__moe__balance__z_loss_coef": 0.01,
             "moecore__muon__enable": True,
             "moecore__muon__momentum": 0.8,
             "moecore__muon__ns_dtype": "float32",
         },
         dict(
             degrees=dict(ep=2),
-            moe=dict(capacity=CapacityConfig(factor=1.25, pad=True), router_dtype="float64"),
+            moe=dict(
+                balance=replace(DECODER.moe.balance, z_loss_coef=0.01),
+                capacity=CapacityConfig(factor=1.25, pad=True),
+                router_dtype="float64",
+            ),
             memory=MemoryOptions(stash=StashOptions(page_rows=4, factor=2.0)),
-            balance=replace(DECODER.moe.balance, z_loss_coef=0.01),
             muon=dict(momentum=0.8, ns_dtype=torch.float32),
         ),
     ),
@@ -167,7 +171,7 @@ if V03:  # whose optimizers are its own
             del job[key]
         for key in ("adamw", "muon"):
             _own_loop.pop(key, None)
-NOT_ASKED = ("config", "degrees", "documents", "max_norm", "adamw", "muon", "balance")
+NOT_ASKED = ("config", "degrees", "documents", "max_norm", "adamw", "muon")
 
 
 # name -> the job that it resumes after a step, and what differs.

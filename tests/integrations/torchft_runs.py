@@ -28,7 +28,7 @@ def model_of(meshes: Any, **options: Any) -> tuple[Decoder, Any, TrainStep]:
     """Return a model, its AdamW and its step, with equal weights wherever it is made."""
     model = Decoder(MODEL)
     model.init_weights(0)
-    parallelize_moe(model, meshes, dispatcher="auto")
+    parallelize_moe(model, meshes, dispatch="auto")
     optimizer = AdamW(model.parameters(), lr=1e-4)
     return model, optimizer, TrainStep(model, optimizer, max_norm=1.0, **options)
 

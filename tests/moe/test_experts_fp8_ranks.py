@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import (
     CloneOptions,
+    DispatchOptions,
     FSDPOptions,
     MoEConfig,
     MoELayer,
@@ -110,11 +111,12 @@ def sharded(folding: str, dispatcher: str, clones: CloneOptions | None = None) -
     model = nn.Sequential(make_layer())
     meshes = build_meshes(ParallelConfig(**FOLDINGS[folding]), "cpu", ranks_per_domain=2)
     name, is_fp8 = dispatcher.removesuffix("-fp8"), dispatcher.endswith("-fp8")
-    how: Any = dict(dispatcher="alltoall" if name == "nvlink" else name, fp8_dispatch=is_fp8)
-    parallelize(model, meshes, precision="blockwise", loss="sum", clones=clones, **how)
+    name = "alltoall" if name == "nvlink" else name
+    dispatch = DispatchOptions(name=name, fp8=is_fp8, clones=clones)  # type: ignore[arg-type]
+    parallelize(model, meshes, precision="blockwise", loss="sum", dispatch=dispatch)
     if dispatcher in NVLINK:
         place = model[0].dispatcher.placement
-        how = dict(options=NVLINK[dispatcher], fp8=is_fp8)
+        how: Any = dict(options=NVLINK[dispatcher], fp8=is_fp8)
         pool = EmulatedExchangePool(place.group, ep=place.ep, **how)
         model[0].dispatcher = NVLinkDispatcher(place, pool)
         if clones is not None:

@@ -285,7 +285,7 @@ def refusals() -> dict[str, str]:
 def tiny(parallel: ParallelConfig, ranks_per_domain: int | None) -> Any:
     meshes = build_meshes(parallel, "cpu", ranks_per_domain=ranks_per_domain)
     layer = ranks.make_layer(ranks.CONFIG)
-    return parallelize_moe(torch.nn.Sequential(layer), meshes, dispatcher="hierarchical")
+    return parallelize_moe(torch.nn.Sequential(layer), meshes, dispatch="hierarchical")
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from torch import Tensor
 from moecore import (
     CapacityConfig,
     CloneOptions,
+    DispatchOptions,
     MemoryOptions,
     MoEConfig,
     ParallelConfig,
@@ -163,13 +164,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(dispatcher: Any, meshes: Any, **options: Any) -> list[float]:
+def trained(
+    dispatcher: Any, meshes: Any, *, clones: CloneOptions | None = None, **options: Any
+) -> list[float]:
     """Return losses and norms of two steps of a decoder."""
     config = preset("tiny")
     moe = replace(config.moe, num_experts=E)
     model = Decoder(replace(config, num_layers=3, moe=moe))  # two of MoE
     model.init_weights(0)
-    parallelize_moe(model, meshes, dispatcher=dispatcher, **options)
+    dispatch = DispatchOptions(name=dispatcher, clones=clones)
+    parallelize_moe(model, meshes, dispatch=dispatch, **options)
     step = TrainStep(model, AdamW(model.parameters(), lr=1e-2), max_norm=1.0)
     found = []
     for i in range(2):

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from moecore import (
+    DispatchOptions,
     ExchangeError,
     MoEConfig,
     MoELayer,
@@ -95,9 +96,9 @@ def test_asking_for_it_where_it_can_not_work_is_one_line(group: dist.ProcessGrou
     meshes = build_meshes(ParallelConfig(ep=4), "cpu")
     model = nn.Sequential(MoELayer(MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)))
     with pytest.raises(
-        ValueError, match=r"dispatcher \('nvlink'\) must go with device_type \('cp"
+        ValueError, match=r"DispatchOptions.name \('nvlink'\) must go with device_type \('cp"
     ) as e:
-        parallelize_moe(model, meshes, dispatcher="nvlink")
+        parallelize_moe(model, meshes, dispatch="nvlink")
     assert "\n" not in str(e.value) and "use 'alltoall'" in str(e.value)
     assert find_problem(group, "cpu") is not None
 
@@ -111,7 +112,7 @@ def test_pairs_over_it_are_none(no_group_left: None, monkeypatch: pytest.MonkeyP
         parallelize_moe(
             model,
             build_meshes(ParallelConfig(ep=4), "cpu"),
-            dispatcher="nvlink",
+            dispatch="nvlink",
             pipeline=pairs,
         )
     step = TrainStep(model, num_micro_batches=2)
@@ -176,9 +177,8 @@ def test_auto_takes_nvlink_with_any_schedule(
     with caplog.at_level(logging.INFO, logger="moecore"):
         request: Any = SimpleNamespace(
             meshes=meshes,
-            dispatcher=asked,
+            dispatch=DispatchOptions(name=asked, nvlink=given.get("nvlink")),
             pipeline=pipeline,
-            nvlink=given.get("nvlink"),
             memory=MemoryOptions(stash=given.get("stash")),
         )
         name, reason = choose_dispatcher(request)
@@ -205,11 +205,9 @@ def test_auto_takes_nvlink_with_any_schedule(
         assert lines == [f"dispatcher 'auto' is 'nvlink': {why}"]
 
 
-def test_options_for_another_dispatcher_are_refused(no_group_left: None) -> None:
-    meshes = build_meshes(ParallelConfig(), "cpu")
-    model = nn.Sequential(MoELayer(MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)))
-    with pytest.raises(ValueError, match=r"nvlink \(NVLinkOptions.*\) must go with dispatcher"):
-        parallelize_moe(model, meshes, dispatcher="alltoall", nvlink=NVLinkOptions())
+def test_options_for_another_dispatcher_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Options.nvlink \(NVLinkOptions.*\) must go with name"):
+        DispatchOptions(name="alltoall", nvlink=NVLinkOptions())
 
 
 @pytest.mark.parametrize(("programs", "push"), [(2, 1), (3, 1), (4, 1), (24, 10), (132, 66)])
@@ -282,7 +280,7 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     config = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
     model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(2)))
     options = NVLinkOptions(max_tokens=8, row_factor=1.25, timeout_s=2.0)
-    parallelize_moe(model, meshes, dispatcher="nvlink", nvlink=options)
+    parallelize_moe(model, meshes, dispatch=DispatchOptions(name="nvlink", nvlink=options))
     capacity, exchanges = capacity_of(model), parallel_state(model).exchanges  # type: ignore[union-attr]
     assert exchanges is not None and exchanges.options is options
     assert all(layer.dispatcher.exchanges is exchanges for layer in model)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore import (
     CapacityConfig,
+    DispatchOptions,
     FSDPOptions,
     MemoryOptions,
     MoEConfig,
@@ -60,6 +61,7 @@ Event = tuple[str, str, tuple[int, ...]]
 
 
 SHORT = replace(CONFIG, num_layers=2)
+FP8 = DispatchOptions(name="alltoall", fp8=True)
 
 
 def moe(**fields: Any) -> dict[str, Any]:
@@ -71,13 +73,12 @@ CASES: dict[str, dict[str, Any]] = {
     "staying": {"fsdp": STAYING},
     "freed": {"fsdp": FREED},
     "freed, blocks ahead": {"fsdp": replace(FREED, prefetch_blocks=2)},
-    "allgather": {"dispatcher": "allgather", "fsdp": STAYING, "config": SHORT},
-    "two levels": {"dispatcher": "hierarchical", "domain": 2, "fsdp": STAYING, "config": SHORT},
-    "tokens as FP8": {"fp8_dispatch": True, "config": SHORT},
+    "allgather": {"dispatch": "allgather", "fsdp": STAYING, "config": SHORT},
+    "two levels": {"dispatch": "hierarchical", "domain": 2, "fsdp": STAYING, "config": SHORT},
+    "tokens as FP8": {"dispatch": FP8, "config": SHORT},
     "two levels, tokens as FP8": {
-        "dispatcher": "hierarchical",
+        "dispatch": DispatchOptions(name="hierarchical", fp8=True),
         "domain": 2,
-        "fp8_dispatch": True,
         "config": SHORT,
     },
     "shared experts": moe(shared_hidden_dim=16, shared_gate=True),
@@ -94,7 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
     "transformers": {"family": "qwen3-moe", "fsdp": STAYING},
     "transformers, computed again": {"family": "qwen2-moe", "checkpoint": True, "fsdp": FREED},
     "no experts": {"config": replace(SHORT, moe=None, mlp_hidden_dim=48)},
-    "transformers, tokens as FP8": {"family": "qwen3-moe", "fp8_dispatch": True, "fsdp": FREED},
+    "transformers, tokens as FP8": {"family": "qwen3-moe", "dispatch": FP8, "fsdp": FREED},
     "two chunks": {"layout": "Et|tttL", "fsdp": STAYING},
     "two freed chunks": {"layout": "Ettt|tL", "fsdp": FREED},
 }
@@ -124,7 +125,7 @@ def make(
     domain: int | None = None,
     **options: Any,
 ) -> tuple[Any, TrainStep]:
-    options = {"dispatcher": "alltoall"} | options
+    options = {"dispatch": "alltoall"} | options
     ep = 1 if config.moe is None else 2 * (domain or 1)
     meshes = build_meshes(ParallelConfig(ep=ep), device.type, ranks_per_domain=domain)
     if family:

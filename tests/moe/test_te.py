@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from moecore import (
     CapacityConfig,
     CloneOptions,
+    DispatchOptions,
     FSDPOptions,
     MemoryOptions,
     MoEConfig,
@@ -100,10 +101,15 @@ def errors(
     """Relative error of each quantity, the worst of all ranks."""
     model = nn.Sequential(make_layer("torch", None))
     meshes = build_meshes(ParallelConfig(**FOLDINGS[folding]), "cpu", ranks_per_domain=2)
-    how: Any = dict(dispatcher="alltoall" if dispatcher == "nvlink" else dispatcher)
-    precision = BLOCKWISE if is_fp8 else None
-    how |= dict(clones=clones, expert_backend="te", precision=precision, loss="sum")
-    parallelize(model, meshes, **how)
+    name: Any = "alltoall" if dispatcher == "nvlink" else dispatcher
+    parallelize(
+        model,
+        meshes,
+        dispatch=DispatchOptions(name=name, clones=clones),
+        expert_backend="te",
+        precision=BLOCKWISE if is_fp8 else None,
+        loss="sum",
+    )
     if dispatcher == "nvlink":
         place = model[0].dispatcher.placement
         options = NVLinkOptions(max_tokens=50, row_factor=None)

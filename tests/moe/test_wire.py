@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore import (
     CapacityConfig,
+    DispatchOptions,
     MoEConfig,
     MoELayer,
     NVLinkOptions,
@@ -270,11 +271,11 @@ def hooked(folding: str) -> str:
 def refusals() -> dict[str, str]:
     """What is raised, by what is asked for, on this rank; nothing is sent before."""
 
-    def call(dim: int = D, fp8: bool = True, **how: Any) -> Callable[[], Any]:
+    def call(dim: int = D, fp8: bool = True, name: Any = "auto") -> Callable[[], Any]:
         meshes = build_meshes(ParallelConfig(ep=3), "cpu")
         layer = MoELayer(MoEConfig(dim=dim, hidden_dim=64, num_experts=E, top_k=2))
         model = nn.Sequential(layer)
-        return lambda: parallelize_moe(model, meshes, fp8_dispatch=fp8, **how)
+        return lambda: parallelize_moe(model, meshes, dispatch=DispatchOptions(name=name, fp8=fp8))
 
     def dispatch(folding: str) -> Callable[[], Any]:
         layer = MoELayer(MoEConfig(dim=24, hidden_dim=64, num_experts=E, top_k=2))
@@ -283,8 +284,8 @@ def refusals() -> dict[str, str]:
 
     calls = {
         "columns": call(dim=24),
-        "allgather": call(dispatcher="allgather"),
-        "differs": call(fp8=dist.get_rank() != 4, dispatcher="alltoall"),
+        "allgather": call(name="allgather"),
+        "differs": call(fp8=dist.get_rank() != 4, name="alltoall"),
         "columns over alltoall": dispatch("ep2-edp3"),
         "columns over two levels": dispatch("3 x 2"),
     }
@@ -352,22 +353,22 @@ def test_a_gradient_that_a_hook_changes_is_an_error(
 ) -> None:
     for one in results:
         assert (
-            "must not change between combine and the experts with fp8_dispatch"
+            "must not change between combine and the experts with DispatchOptions.fp8"
             in one[f"hooked/{folding}"]
         )
 
 
 def test_what_cannot_travel_is_one_line_on_every_rank(results: list[dict[str, Any]]) -> None:
     columns = (
-        "dim of the experts' rows (24) must be a multiple of 16 with fp8_dispatch (True): pad it, "
-        "or let rows travel as they are"
+        "dim of the experts' rows (24) must be a multiple of 16 with DispatchOptions.fp8 (True): "
+        "pad it, or let rows travel as they are"
     )
     for one in results:
         found = dict(one["refused"])
         for name in ("columns", "columns over alltoall", "columns over two levels"):
             assert found.pop(name) == columns
         assert found.pop("allgather") == (
-            "fp8_dispatch (True) must go with dispatcher ('allgather') = 'alltoall', 'nvlink', "
+            "DispatchOptions.fp8 (True) must go with name ('allgather') = 'alltoall', 'nvlink', "
             "'hierarchical' or 'auto': drop it"
         )
-        assert found.pop("differs").startswith("fp8_dispatch (") and not found
+        assert found.pop("differs").startswith("DispatchOptions.fp8 (") and not found

@@ -32,7 +32,7 @@ MOST = 20  # forwards after which the host has seen the difference
 def make(device: torch.device) -> tuple[Any, TrainStep]:
     torch.manual_seed(0)
     model = Decoder(CONFIG).to(device)
-    parallelize_moe(model, build_meshes(ParallelConfig(tp=2)), dispatcher="local")
+    parallelize_moe(model, build_meshes(ParallelConfig(tp=2)), dispatch="local")
     return model, TrainStep(model, AdamW(model.parameters(), lr=1e-3), max_norm=1.0)
 
 

@@ -153,7 +153,7 @@ def test_choices_are_shown() -> None:
     )
     with fake_world(0, 4):
         parallel = ParallelConfig(ep=2)
-        text = explain(parallelized(parallel, dispatcher="allgather", fsdp=fsdp))
+        text = explain(parallelized(parallel, dispatch="allgather", fsdp=fsdp))
         again = explain(parallelized(parallel, memory=MemoryOptions(recompute=("expert_fc1",))))
         slow = explain(parallelized(parallel, expert_backend="sequential"))
     assert "\ndispatcher allgather: asked for\n" in text and "auto (torch)" in text

@@ -74,7 +74,7 @@ def held(run: TrainingRun) -> dict[str, int]:
     """Train one step of a run; return what this rank holds."""
     model = Decoder(run.model, device="meta", dtype=run.dtype)
     meshes = build_meshes(run.parallel, "cpu")
-    how: dict[str, Any] = dict(fsdp=run.fsdp, pipeline=run.pipeline, dispatcher="alltoall")
+    how: dict[str, Any] = dict(fsdp=run.fsdp, pipeline=run.pipeline, dispatch="alltoall")
     parallelize_moe(model, meshes, **how)
     model.to_empty(device="cpu")
     model.init_weights(0)

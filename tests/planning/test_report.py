@@ -136,9 +136,10 @@ def test_a_step_by_hand(name: str, tmp_path: Path) -> None:
     assert found.limit == "compute, most of it experts"
     # Half of 40, 15 + 6 with SendRecv in the way of a whole graph, 15.
     assert [lever.share for lever in found.levers] == pytest.approx([0.21, 0.20, 0.15])
-    assert ["graph_dense" in found.levers[0].lever, "precision" in found.levers[1].lever] == [
-        True
-    ] * 2
+    assert [
+        "DenseOptions(graph" in found.levers[0].lever,
+        "precision" in found.levers[1].lever,
+    ] == [True] * 2
 
 
 def test_what_a_computation_hides_takes_no_time(tmp_path: Path) -> None:
@@ -405,7 +406,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["0.10 ms a step", "bound by compute, most of it experts"]
     assert any(line.split() == ["compute", "0.04", "40.0%"] for line in lines)
-    assert lines[-3].startswith("  at most 21.0%: parallelize_moe(graph_dense=True)")
+    assert lines[-3].startswith("  at most 21.0%: parallelize_moe(dense=DenseOptions(graph=True))")
     assert main(["report", str(path), "--steps", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["num_steps"] == 2 and found["wall"] == pytest.approx(50 * US)

@@ -275,7 +275,7 @@ def test_tokens_travel_by_stores_where_a_node_has_the_experts() -> None:
     smaller = replace(SMALL, gpus_per_node=4)
     assert run_of(smaller, Folding(ep=8), none).nvlink is None
     found = found_of_small()
-    assert "--row-factor 2" in found.table() and "dispatcher='nvlink'" in call_of(
+    assert "--row-factor 2" in found.table() and "DispatchOptions(name='nvlink'" in call_of(
         found.fitting[1].run
     )
 
@@ -382,7 +382,7 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     assert run_of_options(args) == run
     run = replace(run, fp8_dispatch=True)
     args = parser.parse_args(["plan", "--preset", "deepseek-v3", "--gpus", "256", *flags_of(run)])
-    assert run_of_options(args) == run and "fp8_dispatch=True" in call_of(run)
+    assert run_of_options(args) == run and "fp8=True)" in call_of(run)
     small = [*same, "--seq-len", "32"]
     assert main([*small, "--top", "1"]) == 0
     out, err = capsys.readouterr()

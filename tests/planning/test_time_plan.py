@@ -155,7 +155,9 @@ def test_the_next_change() -> None:
     small = plan_time(CASES["a dear host"], TABLE)
     assert small.wall == "host"
     change = next_change(small, TABLE)
-    assert change is not None and change.text.startswith('dispatcher="nvlink", nvlink=NVLinkOp')
+    assert change is not None and change.text.startswith(
+        'DispatchOptions(name="nvlink", nvlink=NVLinkOp'
+    )
     near = plan_time(replace(small.run, nvlink=NVLinkOptions(row_factor=2.0)), TABLE)
     assert change.gain == pytest.approx(near.tokens_per_second / small.tokens_per_second - 1)
     change = next_change(near, TABLE)  # a graph holds it, because nothing waits for sizes

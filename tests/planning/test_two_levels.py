@@ -127,7 +127,7 @@ def test_flags_and_calls_are_those_of_the_run(capsys: pytest.CaptureFixture[str]
     assert main(flags.split()) == 0
     printed = capsys.readouterr().out
     assert "ParallelConfig(ep=64), ranks_per_domain=8)" in printed
-    assert "dispatcher='hierarchical',\n    nvlink=NVLinkOptions()," in printed
+    assert "dispatch=DispatchOptions(name='hierarchical', nvlink=NVLinkOptions())," in printed
     assert "--dispatcher hierarchical" in " ".join(flags_of(RUN))
     assert "ranks_per_domain=4" in call_of(RUN)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore import (
+    DenseOptions,
     FSDPOptions,
     MemoryOptions,
     MoEConfig,
@@ -150,8 +151,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "products": ("mxfp8", dict(expert_backend="torch"), "must be 'auto' or 'triton'"),
     "history, compiled": (
         "te, delayed",
-        dict(compile_dense=True),
-        "compile_dense (True) must go with Recipe.amax_history (2) = 0",
+        dict(dense=DenseOptions(compile=True)),
+        "DenseOptions.compile (True) must go with Recipe.amax_history (2) = 0",
     ),
     "products of te": ("te, mxfp8", dict(expert_backend="triton"), "must be 'auto' or 'te'"),
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 from moecore import (
     BalanceConfig,
     CapacityConfig,
+    DispatchOptions,
     FSDPOptions,
     MoEConfig,
     NVLinkOptions,
@@ -70,7 +71,8 @@ def build(
 ) -> tuple[Decoder, TrainStep]:
     world = torch.distributed.get_world_size()
     if world > 1:
-        options |= {"dispatcher": "nvlink", "nvlink": NVLinkOptions(row_factor=4.0)}
+        room = NVLinkOptions(row_factor=4.0)
+        options["dispatch"] = DispatchOptions(name="nvlink", nvlink=room)
     model = Decoder(replace(CONFIG, moe=moe), device="meta")
     parallelize_moe(model, build_meshes(ParallelConfig(ep=world)), **{"fsdp": BF16} | options)
     model.to_empty(device=device)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import (
     BalanceConfig,
+    DispatchOptions,
     MemoryOptions,
     Meshes,
     MoEConfig,
@@ -98,7 +99,8 @@ def build(
         for block in model.model.layers:
             block.mlp.router.expert_bias[:2] = 0.3  # of one rank
     nvlink = NVLinkOptions(**dict(max_tokens=TOKENS, row_factor=None) | options)
-    how: Any = {} if is_default else dict(dispatcher="nvlink", nvlink=nvlink, memory=memory)
+    dispatch = DispatchOptions(name="nvlink", nvlink=nvlink)
+    how: Any = {} if is_default else dict(dispatch=dispatch, memory=memory)
     device = torch.get_default_device()
     meshes = meshes_on(device.type)
     with emulated() if device.type == "cpu" else nullcontext():

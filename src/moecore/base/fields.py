@@ -36,7 +36,17 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache, reduce
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import torch
 from torch import nn
@@ -221,6 +231,8 @@ def _plain_kind(hint: Any, bounds: list[Bound]) -> _Kind:
         return _Kind(lambda value: True, lambda value: "anything", "pass one")
     if isinstance(origin, type):
         return _generic(origin, args)
+    if is_typeddict(hint):  # whose keys and values the caller checks
+        return _generic(Mapping, (str, Any))
     if not isinstance(hint, type):
         raise TypeError(f"annotation {hint!r} must be one that base/fields.py knows")
     if hint is type(None):

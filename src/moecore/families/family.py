@@ -144,7 +144,7 @@ class Plain(Family):
                 module.loss_recipe = recipe
 
     @override
-    def parallel_state(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+    def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         refuse_accelerate(model)
         refuse_peft_methods(wrapper)
 
@@ -244,8 +244,8 @@ class Transformers(Plain):
         fuse_loss(model, recipe)
 
     @override
-    def parallel_state(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        super().parallel_state(model, wrapper=wrapper, drops_cache=drops_cache)
+    def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+        super().finish(model, wrapper=wrapper, drops_cache=drops_cache)
         refuse_save_pretrained(model)
         sync_generation(model)
         refuse_native_names(model)

@@ -318,8 +318,7 @@ def kept_of(run: TrainingRun) -> ModelKept:
     tokens_BT = torch.empty(run.batch_size, run.seq_len, dtype=torch.int64, device="meta")
     with refusing(run.model), fake_world(run.num_gpus), quiet(), meta_as("cuda"):
         meshes = build_meshes(run.parallel, "cpu")
-        how = dict(precision=run.precision, fsdp=run.fsdp)
-        parallelize_moe(model, meshes, dispatcher="alltoall", **how)  # type: ignore[arg-type]
+        parallelize_moe(model, meshes, dispatch="alltoall", precision=run.precision, fsdp=run.fsdp)
         parts = run.planned.parts(model)
         return kept_bytes(
             model,

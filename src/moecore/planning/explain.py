@@ -365,7 +365,7 @@ def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
     )
     if found is not None:
         options = found.request.memory
-        if found.request.compile_dense:
+        if found.request.dense.compile:
             how["compiled"] = frozenset(m for block in blocks for m in compiled_modules(block))
     more: dict[str, Any] = {}
     if isinstance(model, Decoder):

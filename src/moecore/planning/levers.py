@@ -207,14 +207,14 @@ OPTIONS = (
         page="memory.md#recompute",
     ),
     Option(
-        name=f'dispatcher="nvlink", nvlink=NVLinkOptions(row_factor={TWICE.row_factor})',
+        name=f'DispatchOptions(name="nvlink", nvlink=NVLinkOptions(row_factor={TWICE.row_factor}))',
         change=lambda run: run if run.nvlink is not None else replace(run, nvlink=TWICE),
         gains=True,
         takes_from=("dispatch by collectives",),
         page="dispatchers.md#nvlink",
     ),
     Option(
-        name='PipelineConfig(schedule="overlapped"), dispatcher="alltoall"',
+        name='PipelineConfig(schedule="overlapped"), dispatch="alltoall"',
         takes_from=("dispatch by collectives",),
         most=0.31,  # the measured share with NCCL in a node; between nodes `CostTable.pairs_hide`
         page="pipeline.md#schedules",
@@ -242,7 +242,7 @@ OPTIONS = (
         page="memory.md#offload",
     ),
     Option(
-        name="parallelize_moe(fp8_dispatch=True)",
+        name="parallelize_moe(dispatch=DispatchOptions(fp8=True))",
         takes_from=("nvlink dispatch", "copies to peers", "dispatch by collectives"),
         most=1 / 8,  # one of four transfers in half its bytes
         page="dispatchers.md#tokens-as-fp8",
@@ -273,7 +273,7 @@ OPTIONS = (
     ),
     GRAPHS,
     Option(
-        name="parallelize_moe(graph_dense=True): parts of blocks as graphs",
+        name="parallelize_moe(dense=DenseOptions(graph=True)): parts of blocks as graphs",
         takes_from=HOST[:2],
         page="cuda_graphs.md#graphs-of-parts",
         unless=r"GraphLaunch|_spread_kernel",
@@ -289,7 +289,7 @@ OPTIONS = (
         page="parallelize.md",
     ),
     Option(
-        name="parallelize_moe(compile_dense=True)",
+        name="parallelize_moe(dense=DenseOptions(compile=True))",
         takes_from=("other",),
         page="performance.md#what-each-option-does",
         unless=r"^triton_",

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from typing import Annotated, Any, get_args
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moecore.base.fields import Bound, CheckedRecord, Count, CountOrZero, Rules, check_arguments
-from moecore.base.options.dispatch import DispatcherName, NVLinkOptions
+from moecore.base.options.dispatch import DispatcherName, DispatchOptions, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions
 from moecore.base.options.names import MomentDtype, PlannedDispatcher, PrecisionName
@@ -184,16 +184,13 @@ def planned(model: AnyModel) -> PlannedModel:
 
 def model_of(run: TrainingRun, device_type: str) -> Any:
     """Return the model of a run, parallelized on meta; needs a default process group."""
-    name = dispatcher_of(run)
-    domain = run.ranks_per_domain if name == "hierarchical" else None
+    domain = run.ranks_per_domain if run.dispatcher == "hierarchical" else None
     with refusing(run.model):
         model = run.planned.build(run.dtype)
         parallelize_moe(
             model,
             build_meshes(run.parallel, device_type, ranks_per_domain=domain),
-            dispatcher=name,
-            nvlink=run.nvlink,
-            fp8_dispatch=run.fp8_dispatch,
+            dispatch=dispatch_of(run),
             memory=run.memory,
             precision=run.precision,
             fsdp=run.fsdp,
@@ -207,6 +204,11 @@ def dispatcher_of(run: TrainingRun) -> DispatcherName:
     if run.dispatcher == "hierarchical":
         return "hierarchical"
     return "alltoall" if run.nvlink is None else "nvlink"
+
+
+def dispatch_of(run: TrainingRun) -> DispatchOptions:
+    """Return the options by which a run sends tokens."""
+    return DispatchOptions(name=dispatcher_of(run), nvlink=run.nvlink, fp8=run.fp8_dispatch)
 
 
 def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
@@ -273,12 +275,10 @@ def call_of(run: TrainingRun) -> str:
         arguments["memory"] = _shown(run.memory)
     if run.precision is not None:
         arguments["precision"] = _precision(run.precision)
-    if run.resolved.ep * run.resolved.etp > 1:
-        arguments["dispatcher"] = repr(dispatcher_of(run))
-    if run.nvlink is not None:
-        arguments["nvlink"] = _shown(run.nvlink)
-    if run.fp8_dispatch:
-        arguments["fp8_dispatch"] = "True"
+    if run.resolved.ep * run.resolved.etp > 1 or run.nvlink is not None or run.fp8_dispatch:
+        dispatch = dispatch_of(run)
+        is_name = dispatch == DispatchOptions.of(dispatch.name)
+        arguments["dispatch"] = repr(dispatch.name) if is_name else _shown(dispatch)
     if run.pipeline is not None:
         arguments["pipeline"] = _shown(run.pipeline)
     options = run.optimizer
@@ -328,7 +328,8 @@ def _shown(record: Any) -> str:
         if default is MISSING and each.default_factory is not MISSING:
             default = each.default_factory()
         if value != default:
-            given.append(f"{each.name}={value!r}")
+            text = _shown(value) if is_dataclass(value) else repr(value)
+            given.append(f"{each.name}={text}")
     return f"{type(record).__name__}({', '.join(given)})"
 
 

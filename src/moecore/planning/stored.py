@@ -160,7 +160,7 @@ def _rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
         plan = plan_sharding(
             model,
             build_meshes(run.parallel, "cpu"),
-            dispatcher="alltoall",
+            dispatch="alltoall",
             memory=run.memory,
             precision=run.precision,
             fsdp=run.fsdp,

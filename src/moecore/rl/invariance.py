@@ -54,17 +54,25 @@ def _obstacles(model: nn.Module, found: ParallelState) -> Iterator[tuple[str, An
             yield axis, getattr(degrees, axis), "be 1, because its ranks each add a part of a sum,"
     if request.precision is not None:
         yield "precision", request.precision, "be None, because scales may be of many tokens,"
-    if request.fp8_dispatch:
-        yield "fp8_dispatch", True, "be False, because ep would change what is rounded,"
+    if request.dispatch.fp8:
+        yield "DispatchOptions.fp8", True, "be False, because ep would change what is rounded,"
     if request.expert_backend not in ("auto", "triton", "torch"):
         yield "expert_backend", repr(request.expert_backend), "be 'auto', 'triton' or 'torch'"
-    for name in ("compile_dense", "graph_dense"):
-        if getattr(request, name):
-            yield name, True, "be False, because what was compiled keeps its own products,"
+    for name in ("compile", "graph"):
+        if getattr(request.dense, name):
+            yield (
+                f"DenseOptions.{name}",
+                True,
+                "be False, because what was compiled keeps its own products,",
+            )
     if found.compiled:
         yield "modules that are compiled", len(found.compiled), "be none"
     if request.meshes.parallel.ep > 1 and found.plan.dispatcher == "nvlink":
-        yield "dispatcher", "'nvlink'", "be another one, because it adds experts where they are,"
+        yield (
+            "DispatchOptions.name",
+            "'nvlink'",
+            "be another one, because it adds experts where they are,",
+        )
     for name, layer in found.layers.items():
         yield from _obstacles_of(name, layer)
     config = getattr(model, "config", None)

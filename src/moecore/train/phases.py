@@ -13,7 +13,7 @@ from moecore.train.memory.compiled import inductor_options
 
 def compile_dense(model: nn.Module, found: ParallelState) -> None:
     """Compile the code between two MoE layers, if it was asked for."""
-    if not found.request.compile_dense:
+    if not found.request.dense.compile:
         return
     blocks = found.blocks(model)
     compile_blocks(blocks, options=inductor_options(blocks, found.request.memory))
@@ -31,7 +31,7 @@ def save_less(model: nn.Module, found: ParallelState) -> None:
 
 def graph_dense(model: nn.Module, found: ParallelState) -> None:
     """Make CUDA graphs of parts of each block, if they were asked for."""
-    if not found.request.graph_dense:
+    if not found.request.dense.graph:
         return
     blocks = found.blocks(model)
     chunks = chunks_of(model, blocks, found)

@@ -61,7 +61,7 @@ def test_logits_and_choices_are_transformers(meshes: Meshes) -> None:
 def test_balance_is_of_the_layers_that_choose(meshes: Meshes) -> None:
     model = deepseek_v4()
     balance = BalanceConfig(micro_batch_coef=0.1, bias_update_rate=0.01)
-    parallelize_moe(model, meshes, balance=balance)
+    parallelize_moe(model, meshes, moe={"balance": balance})
     by_id, learned = (model.get_submodule(name) for name in (BY_ID, LEARNED))
     assert by_id.config.balance == BalanceConfig() and learned.config.balance == balance
     before = learned.gate.e_score_correction_bias.clone()

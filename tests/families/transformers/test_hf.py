@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import (
     BalanceConfig,
+    DenseOptions,
     Meshes,
     MoELayer,
     ParallelConfig,
@@ -134,7 +135,7 @@ def test_two_optimizer_steps(name: str, meshes: Meshes) -> None:
 def test_balance_loss_reaches_a_transformers_model(meshes: Meshes) -> None:
     model = random_model("qwen3-moe")
     plain = copy.deepcopy(model)
-    parallelize_moe(model, meshes, balance=BalanceConfig(micro_batch_coef=0.5))
+    parallelize_moe(model, meshes, moe={"balance": BalanceConfig(micro_batch_coef=0.5)})
     found, expected = run(model), run(plain)
     assert torch.allclose(found["loss"], expected["loss"]), "the loss value does not change"
     name = "grad/model.layers.1.mlp.gate.weight"
@@ -170,7 +171,7 @@ def test_a_batch_without_labels_weighs_as_zero(by_position: bool, meshes: Meshes
 def test_deepseek_bias_follows_the_load(meshes: Meshes) -> None:
     model = random_model("deepseek-v3")
     before = {n: b.clone() for n, b in model.named_buffers() if "correction" in n}
-    parallelize_moe(model, meshes, balance=BalanceConfig(bias_update_rate=0.125))
+    parallelize_moe(model, meshes, moe={"balance": BalanceConfig(bias_update_rate=0.125)})
     run(model)
     counts = moe_state(model).finish_step().tokens_per_expert
     for name, bias in before.items():
@@ -390,7 +391,7 @@ def test_compiled_layers_share_their_code_unless_there_is_a_cache(
     model = MODELS["qwen3-moe"](num_hidden_layers=2, attn_implementation="sdpa").train()
     ids = torch.randint(0, 61, (2, 5))
     want = model(input_ids=ids).logits
-    parallelize_moe(model, meshes, compile_dense=True)
+    parallelize_moe(model, meshes, dense=DenseOptions(compile=True))
     torch._dynamo.utils.counters.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="use_cache")

@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore import ParallelConfig, build_meshes, parallelize_moe
+from moecore import (
+    DenseOptions,
+    ParallelConfig,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.parallel.model.parallel_state import capacity_of
@@ -103,9 +108,9 @@ def run_sharded(
     parallelize_moe(
         model,
         meshes,
-        dispatcher="nvlink" if device.type == "cuda" else "auto",
+        dispatch="nvlink" if device.type == "cuda" else "auto",
         loss="sum" if variant == "sum" else "mean",
-        compile_dense=variant == "compile",
+        dense=DenseOptions(compile=variant == "compile"),
     )
     if variant == "checkpointing":
         enable_checkpointing(model)

@@ -61,7 +61,7 @@ FOLDINGS: dict[str, dict[str, int]] = {
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]] = {
     "all": ("qwen3-moe", {}, "ep2-edp2", dict(modules_to_save=["lm_head"]), {}),
     "whole-experts": ("qwen3-moe", {}, "ep4", dict(use_rslora=True, r=3), {}),
-    "allgather": ("mixtral", {}, "ep2-edp2", dict(r=1), dict(dispatcher="allgather")),
+    "allgather": ("mixtral", {}, "ep2-edp2", dict(r=1), dict(dispatch="allgather")),
     "uneven": ("mixtral", dict(num_local_experts=6), "edp4", dict(lora_alpha=9), {}),
     "etp": ("qwen3-moe", {}, "ep2-etp2", {}, {}),
     "etp-replicated": ("mixtral", {}, "etp2-replicate2", {}, dict(expert_backend="sequential")),
@@ -101,7 +101,7 @@ def run_case(name: str, folder: Path, device: torch.device) -> tuple[float, str]
     plain = copy.deepcopy(model)
     meshes = build_meshes(ParallelConfig(**FOLDINGS[folding]), device.type)
     if device.type == "cuda" and meshes.dispatch_group is not None:
-        options = dict(dispatcher="nvlink") | options
+        options = dict(dispatch="nvlink") | options
     parallelize_moe(model, meshes, **options)
     found = train(model, meshes.data_rank)
     every: list[Any] = [None] * RANKS

@@ -64,7 +64,7 @@ def test_balance_losses_count_real_tokens(side: str, recompute: bool, meshes: Me
     given = [rows(side, 0), rows("left", 1)]
     wanted = [balance_loss(stock, each) for each in given]
     sum(loss for loss, _ in wanted).backward()
-    parallelize_moe(model, meshes, balance=LOSS)
+    parallelize_moe(model, meshes, moe={"balance": LOSS})
     if recompute:
         model.activation_checkpointing_enable({"use_reentrant": False})
     state = moe_state(model)
@@ -128,7 +128,7 @@ def test_a_packed_batch_is_understood(meshes: Meshes) -> None:
     documents = [torch.randint(1, 61, (n,)).tolist() for n in (7, 3, 11)]
     batch = PackedCollator(row_tokens=32, rows=1)([{"input_ids": d} for d in documents])
     model, stock = (tiny_model("qwen3_moe") for _ in range(2))
-    parallelize_moe(model, meshes, balance=LOSS)
+    parallelize_moe(model, meshes, moe={"balance": LOSS})
     packed = model(**batch)
     logits = packed.logits.detach()
     (packed.loss * 0).backward()

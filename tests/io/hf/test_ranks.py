@@ -274,7 +274,7 @@ def run_docs(root: Path) -> list[int]:
     for block in blocks:
         block = block.replace('"runs/tiny"', '"hf/Qwen3-30B-A3B"').replace('"hf/', f'"{root}/')
         # tests/families/transformers/test_hf.py compiles
-        block = block.replace("compile_dense=True", "compile_dense=False")
+        block = block.replace("compile=True", "compile=False")
         exec(block.replace("ep=-1, edp_shard=1", "ep=4"), names)
     assert names["done"].norm.finite
     return all_reports(names["report"].bytes_read)

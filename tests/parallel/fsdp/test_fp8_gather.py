@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moecore import (
+    DenseOptions,
     FSDPOptions,
     MemoryOptions,
     Meshes,
@@ -446,7 +447,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"precision": Precision(recipe=Recipe(), roles=("experts",)), "parallel": 2},
         "weights that several ranks share",
     ),
-    "compiled": (None, {"compile_dense": True}, r"compile_dense \(True\) = False"),
+    "compiled": (None, {"dense": DenseOptions(compile=True)}, r"Options.compile \(True\) = False"),
     "fp64": (torch.float64, {}, r"\(torch.float64\) must be kept in fp32 or bf16"),
     "tied": (tied, {}, "v_proj.weight must not be tied|k_proj.weight must not be tied"),
 }

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import (
+    DispatchOptions,
     FSDPOptions,
     MoEConfig,
     MoELayer,
@@ -164,9 +165,8 @@ def skipping(rank: int, asked: Collection[str]) -> dict[str, list[str]]:
         parallelize_moe(
             model,
             build_meshes(parallel, "cpu", ranks_per_domain=levels),
-            dispatcher="hierarchical" if levels else "auto",
+            dispatch=DispatchOptions(name="hierarchical" if levels else "auto", fp8="FP8" in name),
             fsdp=FSDPOptions(**options),
-            fp8_dispatch="FP8" in name,
         )
         step, found[name] = TrainStep(model, num_micro_batches=MICRO_BATCHES), list[str]()
         for start, apart in OF_EXPERTS if "elsewhere" in name else OF_ALL:

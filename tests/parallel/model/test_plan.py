@@ -224,8 +224,10 @@ def test_what_units_are_told() -> None:
     for plan_ in (plan, summed):
         (dispatcher,) = {(plan_.dispatcher, plan_.dispatcher_reason)}
         assert dispatcher == ("alltoall", "'nvlink' must go with device_type ('cpu') = 'cuda'")
-    with pytest.raises(ValueError, match=r"dispatcher \('nvlink'\) must go with device_type"):
-        planned(4, ParallelConfig(ep=4), Decoder(SMALL, device="meta"), dispatcher="nvlink")
+    with pytest.raises(
+        ValueError, match=r"DispatchOptions.name \('nvlink'\) must go with device_type"
+    ):
+        planned(4, ParallelConfig(ep=4), Decoder(SMALL, device="meta"), dispatch="nvlink")
 
 
 def test_what_is_in_fp8() -> None:

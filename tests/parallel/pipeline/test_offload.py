@@ -148,7 +148,7 @@ def trained(
     """Return losses and gradients of a step on this rank, and what offloads."""
     model = Decoder(DECODER, device="meta")
     with patch("moecore.train.memory.apply.Offload", partial(Offload, min_bytes=1)):
-        parallelize_moe(model, meshes, pipeline=config, memory=memory, dispatcher="alltoall")
+        parallelize_moe(model, meshes, pipeline=config, memory=memory, dispatch="alltoall")
     model.to_empty(device="cpu")
     model.init_weights(1)
     step = TrainStep(model, num_micro_batches=NUMBER)

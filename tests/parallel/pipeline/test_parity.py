@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moecore import (
     CloneOptions,
     ContextOptions,
+    DenseOptions,
     FSDPOptions,
     MoEConfig,
     ParallelConfig,
@@ -338,7 +339,7 @@ def refusals(rank: int) -> dict[str, str]:
         "layout": lambda: parallelized(pipeline=pipeline("1f1b", "Ettt|tmmL")),
         "chunks": lambda: parallelized(pipeline=pipeline("interleaved", "Et|tt|mmL")),
         "too many": lambda: parallelized(pipeline=pipeline("1f1b", chunks=2)),
-        "compiled": lambda: parallelized(pipeline=V, compile_dense=True),
+        "compiled": lambda: parallelized(pipeline=V, dense=DenseOptions(compile=True)),
     }
     errors = {}
     for name, call in calls.items():

@@ -22,6 +22,7 @@ from moecore import (
     BalanceConfig,
     CapacityConfig,
     CloneOptions,
+    DispatchOptions,
     ExchangeError,
     FSDPOptions,
     MoEConfig,
@@ -40,7 +41,7 @@ from tests.moe.emulated_exchange import emulated
 from tests.moe.moe_cases import make_layer
 from tests.train.graphs.graph_fakes import fake_steps
 
-CLONES = CloneOptions()
+CLONES = DispatchOptions(clones=CloneOptions())
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
 PADDED = replace(
     CONFIG,
@@ -205,16 +206,15 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(rank))
     found = {
         "alltoall": error_of(lambda: GraphedForwardBackward(print, make())),
-        "allgather": error_of(lambda: GraphedForwardBackward(print, make(dispatcher="allgather"))),
-        "clones": error_of(lambda: GraphedForwardBackward(print, make(PADDED, clones=CLONES))),
+        "allgather": error_of(lambda: GraphedForwardBackward(print, make(dispatch="allgather"))),
+        "clones": error_of(lambda: GraphedForwardBackward(print, make(PADDED, dispatch=CLONES))),
         "padded": error_of(lambda: GraphedForwardBackward(print, make(PADDED))),
         "local": error_of(lambda: GraphedForwardBackward(print, make(ep=1))),
         "changes": {change: error_after(change, x) for change in ("", *CHANGES)},
         "said": module._first_of_all("broken" if rank == 1 else ""),
     }
     with emulated():
-        over_peers = dict(dispatcher="nvlink", nvlink=NVLinkOptions(max_tokens=6), clones=CLONES)
-        model = make(**over_peers)
+        model = make(dispatch=replace(CLONES, name="nvlink", nvlink=NVLinkOptions(max_tokens=6)))
     found["clones over peers"] = error_of(lambda: GraphedForwardBackward(print, model))
     eager = make_forward_backward()
     found["eager"] = train(eager.owner, eager, x, range(6))

@@ -24,6 +24,8 @@ from moecore import (
     BalanceConfig,
     CloneOptions,
     ContextOptions,
+    DenseOptions,
+    DispatchOptions,
     DynamicLossScale,
     FSDPOptions,
     MemoryOptions,
@@ -59,6 +61,7 @@ class Case:
     balance: BalanceConfig = QUANTILE
     fsdp: dict[str, Any] = field(default_factory=dict)
     nvlink: NVLinkOptions | None = None
+    dispatch: dict[str, Any] = field(default_factory=dict)  # beside nvlink
     options: dict[str, Any] = field(default_factory=dict)
     loss_scale: DynamicLossScale | None = None
 
@@ -77,20 +80,21 @@ CASES = {
     "gradients home late, compiled": Case(
         ep=WORLD,
         nvlink=replace(ROOM, overlap_weight_grads=False),
-        options=dict(compile_dense=True),
+        options=dict(dense=DenseOptions(compile=True)),
     ),
     "shared experts beside, latent attention, two tokens ahead": Case(
         ep=WORLD,
         nvlink=ROOM,
         preset="tiny-deepseek-v3",
         balance=LOSSES,
-        options=dict(overlap_shared=True),
+        options=dict(dense=DenseOptions(overlap_shared=True)),
     ),
     "in FP8, tokens as FP8 rows, quantised weights kept": Case(
         ep=WORLD,
         nvlink=ROOM,
         fsdp=dict(dense_strategy="optim", experts_strategy="optim"),
-        options=dict(precision="blockwise", fp8_dispatch=True),
+        dispatch=dict(fp8=True),
+        options=dict(precision="blockwise"),
     ),
     "in FP8, weights quantised for every use": Case(
         ep=WORLD, nvlink=ROOM, balance=LOSSES, options=dict(precision="blockwise")
@@ -112,9 +116,9 @@ CASES = {
     "MoE layers computed again": Case(
         ep=WORLD, nvlink=ROOM, options=dict(memory=MemoryOptions(recompute=("norm", "moe")))
     ),
-    "clones of hot experts": Case(ep=WORLD, nvlink=ROOM, balance=LOSSES, options=CLONED),
+    "clones of hot experts": Case(ep=WORLD, nvlink=ROOM, balance=LOSSES, dispatch=CLONED),
     "clones of hot experts in FP8": Case(
-        ep=WORLD, nvlink=ROOM, options=CLONED | dict(precision="blockwise")
+        ep=WORLD, nvlink=ROOM, dispatch=CLONED, options=dict(precision="blockwise")
     ),
     "half the ranks": Case(
         ep=max(1, WORLD // 2), nvlink=ROOM if WORLD > 2 else None, fsdp=dict(blocks_per_unit=2)
@@ -152,8 +156,9 @@ class Job:
         parallelize_moe(
             self.model,
             self.meshes,
-            dispatcher="nvlink" if nvlink else "local",
-            nvlink=nvlink,
+            dispatch=DispatchOptions(
+                name="nvlink" if nvlink else "local", nvlink=nvlink, **case.dispatch
+            ),
             **case.options,
             fsdp=FSDPOptions(**{"param_dtype": torch.bfloat16} | case.fsdp),
         )

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from moecore import (
     CapacityConfig,
     ContextOptions,
+    DenseOptions,
     FSDPOptions,
     MemoryOptions,
     ParallelConfig,
@@ -57,6 +58,7 @@ class Case:
     dim: int = 64
     moe: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    dense: DenseOptions = field(default_factory=DenseOptions)  # beside graphs
     in_flight: bool = False
     pp: int = 1
     schedule: PipelineConfig | None = None  # "overlapped" pairs have no stages
@@ -124,10 +126,14 @@ def train(
     model = Decoder(config, device="meta", dtype=dtype)
     parallel = ParallelConfig(pp=case.pp, ep=dist.get_world_size() // case.pp)
     meshes = build_meshes(parallel, device.type)
-    how: dict[str, Any] = dict(graph_dense=graphed, pipeline=case.schedule) | case.options
-    if parallel.ep > 1:
-        how["dispatcher"] = "alltoall"
-    parallelize_moe(model, meshes, **how)
+    parallelize_moe(
+        model,
+        meshes,
+        dispatch="alltoall" if parallel.ep > 1 else "auto",
+        dense=replace(case.dense, graph=graphed),
+        pipeline=case.schedule,
+        **case.options,
+    )
     model.to_empty(device=device)
     model.init_weights(0)
     optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.1)
@@ -213,7 +219,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "Recipe.amax_history 0",
     ),
     "dynamic cp": (dict(context=ContextOptions(dynamic=True)), r"dynamic \(True\) = False"),
-    "zero bubbles": (dict(pp=2, pipeline=PipelineConfig(schedule="zbv")), "graph_dense"),
+    "zero bubbles": (dict(pp=2, pipeline=PipelineConfig(schedule="zbv")), "DenseOptions.graph"),
     "repeated": (
         dict(config=dict(num_mtp_layers=1, mtp_repeats=2, mtp_loss_coef=0.1)),
         "mtp.0 runs",
@@ -229,7 +235,9 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
         config = replace(preset("tiny"), **more.pop("config", {}))
         meshes = build_meshes(ParallelConfig(**degrees), "cpu")
         try:
-            parallelize_moe(Decoder(config, device="meta"), meshes, graph_dense=True, **more)
+            parallelize_moe(
+                Decoder(config, device="meta"), meshes, dense=DenseOptions(graph=True), **more
+            )
         except ValueError as error:
             said[name] = str(error)
     return said

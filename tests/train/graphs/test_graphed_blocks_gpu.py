@@ -15,7 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moecore import MemoryOptions
+from moecore import (
+    DenseOptions,
+    MemoryOptions,
+)
 from tests.helpers.ranks import run_ranks
 from tests.train.graphs.test_forward_backward_gpu import scribble
 from tests.train.graphs.test_graphed_blocks import CASES, SHARED, Case, parts_of, train
@@ -24,12 +27,15 @@ WORLD = 2
 pytestmark = pytest.mark.gpu
 
 CASES = CASES | {
-    "compiled": Case(options=dict(compile_dense=True)),
+    "compiled": Case(dense=DenseOptions(compile=True)),
     "compiled, computed again": Case(
         **SHARED,
-        options=dict(compile_dense=True, memory=MemoryOptions(recompute="gemm_last")),
+        dense=DenseOptions(compile=True),
+        options=dict(memory=MemoryOptions(recompute="gemm_last")),
     ),
-    "shared experts on a stream of their own": Case(**SHARED, options=dict(overlap_shared=True)),
+    "shared experts on a stream of their own": Case(
+        **SHARED, dense=DenseOptions(overlap_shared=True)
+    ),
 }
 if torch.cuda.device_count() < WORLD:
     CASES = {name: case for name, case in CASES.items() if case.pp == 1}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moecore import (
     ContextOptions,
+    DenseOptions,
     MemoryOptions,
     MoEConfig,
     MoELayer,
@@ -71,7 +72,7 @@ def train(config: DecoderConfig, compile: bool, **over_cp: Any) -> Trained:
     parallelize_moe(
         model,
         build_meshes(ParallelConfig(ep=2), "cpu"),
-        compile_dense=compile,
+        dense=DenseOptions(compile=compile),
         memory=MemoryOptions(recompute="gemm_last"),
         **over_cp,
     )

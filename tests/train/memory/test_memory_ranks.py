@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore import (
+    DispatchOptions,
     FSDPOptions,
     MemoryOptions,
     Meshes,
@@ -109,7 +110,12 @@ def in_pages(layout: str) -> list[str]:
     ):
         for memory in (MemoryOptions(), STASH):
             nvlink = NVLinkOptions(max_tokens=48, row_factor=None)
-            grads, _ = gradients("tiny-shared", layout, memory, dispatcher="nvlink", nvlink=nvlink)
+            grads, _ = gradients(
+                "tiny-shared",
+                layout,
+                memory,
+                dispatch=DispatchOptions(name="nvlink", nvlink=nvlink),
+            )
             found.append(grads)
     return [name for name in found[0] if not torch.equal(found[0][name], found[1][name])]
 

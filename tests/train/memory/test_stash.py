@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moecore import (
+    DispatchOptions,
     ExchangeError,
     MemoryOptions,
     MoEConfig,
@@ -481,8 +482,9 @@ def test_the_end_of_a_step_raises_what_was_missing(nvlink: Any) -> None:
     parallelize_moe(
         model,
         nvlink,
-        dispatcher="nvlink",
-        nvlink=NVLinkOptions(max_tokens=8, row_factor=None),
+        dispatch=DispatchOptions(
+            name="nvlink", nvlink=NVLinkOptions(max_tokens=8, row_factor=None)
+        ),
         memory=MemoryOptions(stash=StashOptions(page_rows=2, factor=0.01)),
     )
     model.to_empty(device="cpu")

@@ -110,7 +110,7 @@ def sharded_run(kind: str, folder: str) -> dict[str, Any]:
     parallelize_moe(
         model,
         build_meshes(ParallelConfig(), "cuda"),
-        dispatcher="local",
+        dispatch="local",
         fsdp=FSDPOptions(param_dtype=torch.bfloat16),
     )
     model.to_empty(device="cuda")

@@ -182,7 +182,7 @@ def graphed_run(kind: str, folder: str) -> dict[str, list[float]]:
     parallelize_moe(
         model,
         build_meshes(ParallelConfig(), "cuda"),
-        dispatcher="local",
+        dispatch="local",
         fsdp=FSDPOptions(param_dtype=torch.bfloat16),
     )
     model.to_empty(device="cuda")

@@ -1,9 +1,11 @@
 """How tokens travel, and clones of hot experts; docs/dispatchers.md has what options cost."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moecore.base.fields import Bound, CheckedRecord, Count, Positive
+from moecore.base.fields import Bound, CheckedRecord, Count, Positive, Rules
 
 DispatcherName = Literal[
     "auto", "local", "alltoall", "allgather", "nvlink", "hierarchical", "nccl_ep"
@@ -59,3 +61,42 @@ class CloneOptions(CheckedRecord):
     per_rank: Count = 2
     least: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
     refresh: Refresh = "forward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DispatchOptions(CheckedRecord):
+    """How tokens reach the ranks of their experts.
+
+    Attributes:
+        name: the dispatcher; "auto" chooses by the hardware, see docs/dispatchers.md.
+        nvlink: sizes and times of stores, for "nvlink", "hierarchical" and "auto"; None = the
+            defaults.
+        fp8: tokens travel between ranks, and are kept for backward, as float8_e4m3fn with a scale
+            per 128 columns; experts multiply them in the dtype that they had, and the rounding has
+            the gradient of an identity. Gradients of the experts' output travel so too where
+            experts in FP8 ("blockwise") would round them alike; sums travel as they are.
+        clones: clones of hot experts on ranks with few tokens; None = none. See docs/balancing.md.
+    """
+
+    name: DispatcherName = "auto"
+    nvlink: NVLinkOptions | None = None
+    fp8: bool = False
+    clones: CloneOptions | None = None
+
+    def _rules(self) -> Rules:
+        if self.nvlink is not None and self.name not in ("auto", "nvlink", "hierarchical"):
+            yield (
+                "nvlink",
+                f"go with name ({self.name!r}) = 'nvlink', 'hierarchical' or 'auto': drop it",
+            )
+        if self.fp8 and self.name in ("allgather", "nccl_ep"):
+            yield (
+                "fp8",
+                f"go with name ({self.name!r}) = 'alltoall', 'nvlink', 'hierarchical' or 'auto': "
+                "drop it",
+            )
+
+    @classmethod
+    def of(cls, dispatch: DispatchOptions | DispatcherName) -> DispatchOptions:
+        """Return the record that an argument stands for: a name alone has default options."""
+        return dispatch if isinstance(dispatch, DispatchOptions) else cls(name=dispatch)

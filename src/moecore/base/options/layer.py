@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypedDict, get_args
 
 from torch import Tensor
 
@@ -141,6 +141,10 @@ class CapacityConfig(CheckedRecord):
     pad: bool = False
 
 
+Balance = Annotated[BalanceConfig, "pass BalanceConfig(micro_batch_coef=0.01)"]
+Capacity = Annotated[CapacityConfig | None, "pass CapacityConfig(factor=1.25)"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig(CheckedRecord):
     """One Mixture-of-Experts layer.
@@ -222,7 +226,7 @@ class MoEConfig(CheckedRecord):
     router_jitter: Jitter = 0.0
     assignment: Assignment = "learned"
     hash_vocab_size: CountOrZero = 0
-    capacity: Annotated[CapacityConfig | None, "pass CapacityConfig(factor=1.25)"] = None
+    capacity: Capacity = None
     weights_on_input: bool = False
     latent_dim: CountOrZero = 0
     latent_norm_eps: Positive | None = None
@@ -235,9 +239,7 @@ class MoEConfig(CheckedRecord):
     shared_hidden_dim: CountOrZero = 0
     num_shared_experts: Count = 1
     shared_gate: bool = False
-    balance: Annotated[BalanceConfig, "pass BalanceConfig(micro_batch_coef=0.01)"] = field(
-        default_factory=BalanceConfig
-    )
+    balance: Balance = field(default_factory=BalanceConfig)
 
     def _rules(self) -> Rules:
         yield from self._group_rules()
@@ -449,3 +451,12 @@ class MoEConfig(CheckedRecord):
     def choices_per_token(self) -> int:
         """Columns of a routing decision: top_k, or all experts where the experts choose."""
         return self.num_experts if self.assignment == "expert_choice" else self.top_k
+
+
+class MoEOverrides(TypedDict, total=False):
+    """Fields of `MoEConfig` that a call may set for every MoE layer: they decide no parameter."""
+
+    balance: Balance
+    capacity: Capacity
+    router_dtype: RouterDtype
+    router_jitter: Jitter

@@ -171,7 +171,8 @@ def _refuse_router_logits(output_router_logits: Any) -> None:
     if output_router_logits:
         raise ValueError(
             "output_router_logits (True) must be False under context parallelism, where that "
-            "balance loss would see a rank's tokens alone: use parallelize_moe(balance=...)"
+            "balance loss would see a rank's tokens alone: use "
+            "parallelize_moe(moe={'balance': ...})"
         )
 
 

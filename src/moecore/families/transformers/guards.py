@@ -99,8 +99,9 @@ def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if use_cache and module.training and torch.is_grad_enabled():
         warnings.warn(
             f"use_cache (True) of {type(module).__name__} must be False to train it with "
-            "compile_dense=True, or most of its layers stay uncompiled, and with MemoryOptions, or "
-            "attention keeps all: pass use_cache=False, or set model.config.use_cache",
+            "DenseOptions(compile=True), or most of its layers stay uncompiled, and with "
+            "MemoryOptions, or attention keeps all: pass use_cache=False, or set "
+            "model.config.use_cache",
             stacklevel=2,
         )
 

@@ -62,7 +62,7 @@ def _check_recorded(
         raise NotImplementedError(
             f"router_logits recorded ({recorded}) must equal the MoE layers ({layers}) of "
             f"{type(module).__name__}: set {OPTION} to False and use "
-            "parallelize_moe(balance=BalanceConfig(...))"
+            "parallelize_moe(moe={'balance': BalanceConfig(...)})"
         )
 
 

@@ -102,7 +102,7 @@ class StagedCausal:
         for name in refused_inputs:
             raise ValueError(
                 f"{name} must be left out of a pipeline stage, which has a part of the layers: "
-                "pass input_ids, and balance experts by parallelize_moe(balance=...)"
+                "pass input_ids, and balance experts by parallelize_moe(moe={'balance': ...})"
             )
         need(inputs, "input_ids", "labels or log_prob_loss")
 

@@ -3,10 +3,10 @@
     [job]
     custom_config_module = "moecore.integrations.torchtitan.options"
 
-    [moecore]
-    dispatcher = "nvlink"
+    [moecore.dispatch]
+    name = "nvlink"
 
-    [moecore.nvlink]
+    [moecore.dispatch.nvlink]
     row_factor = 1.5
 
 Without the first two lines there is no such section, and every default holds. Its fields are the
@@ -19,22 +19,21 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from moecore.base.options.context import ContextOptions
-from moecore.base.options.dispatch import CloneOptions, NVLinkOptions, RowFactor
+from moecore.base.options.dense import DenseOptions
+from moecore.base.options.dispatch import CloneOptions, DispatchOptions, NVLinkOptions, RowFactor
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
+from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig, MoEOverrides
 from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.base.options.names import Strategy
 from moecore.base.options.precision import Precision, Recipe
 from moecore.integrations.torchtitan.sections import (
     arguments,
-    call,
     changed,
     named,
     section,
     set_fields,
 )
 from moecore.parallel.mesh import ParallelConfig
-from moecore.parallel.model.checks import MOE_FIELDS
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallelize import parallelize_moe
 from moecore.train import AdamW, Muon
@@ -42,7 +41,7 @@ from moecore.train import AdamW, Muon
 # Arguments that a job does not set here -> what it sets instead.
 ELSEWHERE = {
     "adapters": "`accelerated(spec)`, for models that moecore knows",
-    "compile_dense": "`compile.enable` with component `model`",
+    "dense.compile": "`compile.enable` with component `model`",
     "indexer": "no: indexers of sparse attention do not learn in its jobs",
     "loss": "torchtitan's: a sum over the global number of tokens",
     "fsdp.param_dtype": "`training.mixed_precision_param`",
@@ -65,7 +64,9 @@ def _switched(source: Any, **instead: Any) -> Any:
     return section(source, enable=(bool, False), **instead)
 
 
-_MODEL_FIELDS = tuple(name for name in MoEConfig.__dataclass_fields__ if name not in MOE_FIELDS)
+_MODEL_FIELDS = tuple(
+    name for name in MoEConfig.__dataclass_fields__ if name not in MoEOverrides.__annotations__
+)
 # Where torchtitan chooses without one, or nothing is chosen.
 _STRATEGY = (Strategy | None, None)
 _CAPACITY = _switched(CapacityConfig, factor=(float | None, None))
@@ -75,14 +76,28 @@ MoECore: Any = section(
     without=_elsewhere(""),
     hf_weights=(str | None, None),
     documents=(bool, False),
-    nvlink=(section(NVLinkOptions, row_factor=(get_args(RowFactor)[0] | None, None)), None),
+    dispatch=(
+        section(
+            DispatchOptions,
+            nvlink=(section(NVLinkOptions, row_factor=(get_args(RowFactor)[0] | None, None)), None),
+            clones=(_switched(CloneOptions), None),
+        ),
+        None,
+    ),
+    dense=(section(DenseOptions, without=_elsewhere("dense")), None),
     memory=(
         section(MemoryOptions, without=_elsewhere("memory"), stash=(_switched(StashOptions), None)),
         None,
     ),
-    clones=(_switched(CloneOptions), None),
-    balance=(section(BalanceConfig), None),
-    moe=(section(MoEConfig, without=_MODEL_FIELDS, capacity=(_CAPACITY, None)), None),
+    moe=(
+        section(
+            MoEConfig,
+            without=_MODEL_FIELDS,
+            balance=(section(BalanceConfig), None),
+            capacity=(_CAPACITY, None),
+        ),
+        None,
+    ),
     context=(section(ContextOptions, without=_elsewhere("context")), None),
     precision=(_switched(Precision, recipe=(section(Recipe), None)), None),
     fsdp=(
@@ -114,24 +129,29 @@ def moecore_options(job_config: Any) -> Any:
 
 
 def request_of(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[str, Any]:
-    """Return a job's choices as arguments of `parallelize_moe`, but those of `balance`."""
+    """Return a job's choices as arguments of `parallelize_moe`, without the balance."""
     # `fsdp` are fields of `FSDPOptions` that torchtitan's own options decide.
-    moecore_options = arguments(options, "moecore", without=("balance", "moe", "fsdp"))
-    for name in ("nvlink", "context"):  # None where nothing is set
-        if not changed(getattr(options, name)):
-            moecore_options[name] = None
-    if options.dispatcher == "nvlink":  # whose own default is a limit, which no step can raise
-        moecore_options["nvlink"] = call(options.nvlink, "moecore.nvlink")
-    moecore_options["pipeline"] = moecore_options["pipeline"] if parallel.pp > 1 else None
-    if moecore_options["dispatcher"] == "auto" and options.nvlink.row_factor is None:
-        moecore_options["dispatcher"] = (
-            "alltoall" if parallel.ep * parallel.etp > 1 else "auto"
-        )  # fits any
+    keywords = arguments(options, "moecore", without=("dispatch", "moe", "fsdp"))
+    keywords["dispatch"] = _dispatch_of(options.dispatch, parallel)
+    if not changed(options.context):
+        keywords["context"] = None
+    keywords["pipeline"] = keywords["pipeline"] if parallel.pp > 1 else None
     fsdp_options = {name: value for name, value in vars(options.fsdp).items() if value is not None}
-    moecore_options["fsdp"] = named(
+    keywords["fsdp"] = named(
         lambda: FSDPOptions(**(fsdp | fsdp_options)), FSDPOptions, "moecore.fsdp"
     )
-    return moecore_options | {"moe": set_fields(options.moe, "moecore.moe")}
+    moe = set_fields(options.moe, "moecore.moe")
+    return keywords | {"moe": {name: value for name, value in moe.items() if name != "balance"}}
+
+
+def _dispatch_of(options: Any, parallel: ParallelConfig) -> DispatchOptions:
+    """Return a job's dispatcher and its options, without a capacity that no step can raise."""
+    keywords = arguments(options, "moecore.dispatch")
+    if keywords["name"] != "nvlink" and not changed(options.nvlink):  # nothing is asked of stores
+        keywords["nvlink"] = None
+    if keywords["name"] == "auto" and options.nvlink.row_factor is None:
+        keywords["name"] = "alltoall" if parallel.ep * parallel.etp > 1 else "auto"  # fits any rows
+    return named(lambda: DispatchOptions(**keywords), DispatchOptions, "moecore.dispatch")
 
 
 NEEDS = {

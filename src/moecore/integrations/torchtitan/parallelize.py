@@ -199,11 +199,12 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
         experts_strategy="optim_grads_params",
     )
     for layer in (module for module in model.modules() if isinstance(module, RoutedLayer)):
-        balance = set_fields(options.balance, "moecore.balance")
+        balance = set_fields(options.moe.balance, "moecore.moe.balance")
         change = partial(replace, layer.config.balance, **balance)
-        layer.set_balance(named(change, BalanceConfig, "moecore.balance"))
+        layer.set_balance(named(change, BalanceConfig, "moecore.moe.balance"))
     compiled = compiles_model(job)
     compiles_blocks = compiled and _recomputes(options, p.pp)
+    request["dense"] = replace(request["dense"], compile=compiles_blocks)
     if compiled and not compiles_blocks:
         blocks = model.get_submodule("layers").children()
         compile_blocks(map(_unwrapped, blocks), backend=job.compile.backend, dynamic=False)
@@ -215,13 +216,13 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
         if p.pp == 1:  # a stage may lack what others have
             warnings.filterwarnings("error", message=".* (is|are) not used")
         try:
-            parallelize_moe(model, meshes, loss="sum", compile_dense=compiles_blocks, **request)
+            parallelize_moe(model, meshes, loss="sum", **request)
         except UserWarning as unused:
             raise ValueError(f"{unused}: drop it from section moecore") from unused
     if p.cp > 1 and p.pp == 1:  # before the hook that compares what cp ranks are given
         model.register_forward_pre_hook(_whole_rows, prepend=True, with_kwargs=True)
     # `finish_step` looks at shortages, which are errors.
-    if request["nvlink"] is not None and p.pp == 1:
+    if request["dispatch"].nvlink is not None and p.pp == 1:
         model.register_forward_pre_hook(partial(_watch, capacity_of(model).holders))
     local = job.training.local_batch_size * meshes.data_ranks
     moe_state(model).set_num_micro_batches(max(1, job.training.global_batch_size // local))

@@ -21,7 +21,7 @@ REFUSED = {
     "fsdp": _SHARDING,
     "deepspeed": _SHARDING,
     "parallelism_config": _SHARDING,
-    "torch_compile": "use parallelize_moe(compile_dense=True)",
+    "torch_compile": "use parallelize_moe(dense=DenseOptions(compile=True))",
     "use_liger_kernel": "it replaces modules of the sharded model",
     "auto_find_batch_size": "set per_device_train_batch_size",
     "save_only_model": "checkpoints are for resuming, save_model() exports",

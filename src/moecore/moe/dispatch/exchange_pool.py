@@ -33,7 +33,7 @@ from moecore.moe.dispatch.wire import Wire
 from moecore.moe.shortage import Holder, Shortage
 
 # What `ExchangePool._agree` compares.
-AGREED = ("D", "K", "dtype", "programs", "overlap_weight_grads", "keep_rows", "fp8_dispatch")
+AGREED = ("D", "K", "dtype", "programs", "overlap_weight_grads", "keep_rows", "fp8")
 FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 
 

@@ -55,7 +55,7 @@ class NVLinkPlan:
     peers_T: Tensor  # int64, bit g of each local token: rank g got the token
     places_S: Tensor  # int32, the number of the source row itself; -1 = a hole
     slots_SK: Tensor  # int32, expert rows of each source row; -1 = none
-    receiver: Receiver | None  # of combine's backward, with `fp8_dispatch`
+    receiver: Receiver | None  # of combine's backward, with `DispatchOptions.fp8`
 
 
 class NVLinkDispatcher(Dispatcher):

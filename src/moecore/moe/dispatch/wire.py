@@ -30,7 +30,7 @@ class Wire:
         if self.fp8 and dim % PACKED_COLUMNS:
             raise ValueError(
                 f"dim of the experts' rows ({dim}) must be a multiple of {PACKED_COLUMNS} with "
-                "fp8_dispatch (True): pad it, or let rows travel as they are"
+                "DispatchOptions.fp8 (True): pad it, or let rows travel as they are"
             )
 
     def pack(self, x_TD: Tensor) -> Tensor:
@@ -99,6 +99,6 @@ class Receiver:
         if came is not None and dy is not came[0]:
             raise RuntimeError(
                 "gradients of the experts' output must not change between combine and the experts "
-                "with fp8_dispatch (True), which brings them as FP8: remove the hook"
+                "with DispatchOptions.fp8 (True), which brings them as FP8: remove the hook"
             )
         return None if came is None else came[1]

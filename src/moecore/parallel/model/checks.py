@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import get_type_hints
 
 import torch
 from torch import nn
@@ -15,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from moecore.base import te_names
-from moecore.base.fields import shown
+from moecore.base.fields import check_value, shown
+from moecore.base.options.dispatch import DispatchOptions
 from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.layer import MoEOverrides
 from moecore.base.options.precision import Recipe
 from moecore.base.torch_names import HAS_SEPARATE_PIECES, has_gradient_hooks
 from moecore.moe.backends import check_backend
@@ -26,7 +29,7 @@ from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shared import SharedExpert
 from moecore.parallel.fsdp.units import find_ties, keeps_precision
-from moecore.parallel.mesh import Meshes
+from moecore.parallel.mesh import Meshes, ParallelConfig
 from moecore.parallel.model.family import (
     ContextParallelModel,
     DynamicContextModel,
@@ -38,7 +41,6 @@ from moecore.parallel.pipeline.layout import PipelineLayout
 from moecore.precision.head import why_not_in_fp8
 from moecore.precision.linear import why_not
 
-MOE_FIELDS = ("capacity", "router_dtype", "router_jitter")  # of MoEConfig: they decide no parameter
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
@@ -100,7 +102,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
     for name, layer in layers.items():
         _check_experts(name, layer, request.meshes)
         if request.meshes.parallel.ep * request.meshes.parallel.etp > 1:
-            Wire(request.fp8_dispatch).check(layer.config.expert_dim)
+            Wire(request.dispatch.fp8).check(layer.config.expert_dim)
         if is_tied(layer.part("experts")):  # they are cut, each module its own
             raise ValueError(
                 f"{name}: parameters of experts must not be shared with another module, because "
@@ -111,54 +113,58 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
 
 
 def _check_arguments(request: Request) -> None:
-    p, dispatcher, nvlink = request.meshes.parallel, request.dispatcher, request.nvlink
-    for name in request.moe:
-        if name not in MOE_FIELDS:
+    p, dispatch = request.meshes.parallel, request.dispatch
+    annotations = get_type_hints(MoEOverrides, include_extras=True)
+    for name, value in request.moe.items():
+        if name not in annotations:
             raise ValueError(
-                f"moe ({name!r}) must name one of {', '.join(map(repr, MOE_FIELDS))}: balance is "
-                "an argument of its own, and the model decides what else its layers compute"
+                f"moe ({name!r}) must name one of {', '.join(map(repr, annotations))}: the model "
+                "decides what else its layers compute"
             )
+        check_value(f"MoEConfig.{name}", value, annotations[name])
     recipes = [] if request.precision is None else request.precision.recipes
     for recipe in (recipe for recipe in recipes if recipe.backend == "te"):
         problem = te_names.why_not(recipe, request.meshes.device)
         if problem is not None:
             raise ValueError(problem)
-        if request.compile_dense and recipe.amax_history:
+        if request.dense.compile and recipe.amax_history:
             raise ValueError(
-                f"compile_dense (True) must go with Recipe.amax_history ({recipe.amax_history}) = "
-                "0 by backend 'te': use backend='moecore', or drop one of them"
+                "DenseOptions.compile (True) must go with Recipe.amax_history "
+                f"({recipe.amax_history}) = 0 by backend 'te': use backend='moecore', or drop one "
+                "of them"
             )
-    if nvlink is not None and dispatcher not in ("auto", "nvlink", "hierarchical"):
+    if dispatch.name == "nccl_ep" and p.etp > 1:
         raise ValueError(
-            f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink', "
-            "'hierarchical' or 'auto': drop it"
+            f"DispatchOptions.name ('nccl_ep') must go with etp ({p.etp}) = 1: NCCL EP knows one "
+            "owner of an expert, so raise ep, or use 'alltoall'"
         )
-    if request.fp8_dispatch and dispatcher in ("allgather", "nccl_ep"):
+    if dispatch.name == "local" and p.ep * p.etp > 1:
         raise ValueError(
-            f"fp8_dispatch (True) must go with dispatcher ({dispatcher!r}) = 'alltoall', 'nvlink', "
-            "'hierarchical' or 'auto': drop it"
+            f"DispatchOptions.name ('local') must go with ep * etp ({p.ep * p.etp}) = 1: use "
+            "'alltoall'"
         )
-    if dispatcher == "nccl_ep" and p.etp > 1:
-        raise ValueError(
-            f"dispatcher ('nccl_ep') must go with etp ({p.etp}) = 1: NCCL EP knows one owner of an "
-            "expert, so raise ep, or use 'alltoall'"
-        )
-    if request.fp8_dispatch and p.ep * p.etp == 1:
-        warnings.warn("fp8_dispatch (True) is not used: ep * etp is 1", stacklevel=5)
-    if dispatcher not in ("auto", "local") and p.ep * p.etp == 1:
-        warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=5)
-    if dispatcher == "local" and p.ep * p.etp > 1:
-        raise ValueError(
-            f"dispatcher ('local') must go with ep * etp ({p.ep * p.etp}) = 1: use 'alltoall'"
-        )
-    if request.clones is not None and p.ep == 1:
-        warnings.warn(f"clones ({request.clones}) are not used: ep is 1", stacklevel=5)
+    _warn_about_dispatch(dispatch, p)
     device_type = request.meshes.device_type
-    if request.overlap_shared and device_type != "cuda":
+    if request.dense.overlap_shared and device_type != "cuda":
         raise ValueError(
-            f"overlap_shared (True) must go with device_type ({device_type!r}) = 'cuda', "
-            "the only one with streams: drop it"
+            f"DenseOptions.overlap_shared (True) must go with device_type ({device_type!r}) = "
+            "'cuda', the only one with streams: drop it"
         )
+
+
+def _warn_about_dispatch(dispatch: DispatchOptions, p: ParallelConfig) -> None:
+    """Warn of options about tokens that stay on their rank."""
+    rules = (
+        ("fp8", dispatch.fp8, "ep * etp", p.ep * p.etp),
+        ("name", dispatch.name not in ("auto", "local"), "ep * etp", p.ep * p.etp),
+        ("clones", dispatch.clones is not None, "ep", p.ep),
+    )
+    for field, is_set, degree, size in rules:
+        if is_set and size == 1:
+            value = getattr(dispatch, field)
+            warnings.warn(
+                f"DispatchOptions.{field} ({value!r}) is not used: {degree} is 1", stacklevel=6
+            )
 
 
 def _check_fresh(model: nn.Module) -> None:
@@ -210,18 +216,19 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
         )
     if p.pp == 1 and request.pipeline is not None and request.pipeline.schedule != "overlapped":
         warnings.warn("pipeline is not used: pp is 1", stacklevel=5)
-    elif p.pp == 1 and request.pipeline is not None and request.dispatcher == "nvlink":
+    elif p.pp == 1 and request.pipeline is not None and request.dispatch.name == "nvlink":
         warnings.warn(
             "pipeline is not used: 'nvlink' has no exchange to compute beside", stacklevel=5
         )
     pipeline = request.pipeline
-    for name in ("compile_dense", "graph_dense"):
-        if p.pp > 1 and pipeline is not None and pipeline.defers and getattr(request, name):
+    for name in ("compile", "graph"):
+        if p.pp > 1 and pipeline is not None and pipeline.defers and getattr(request.dense, name):
             raise ValueError(
-                f"PipelineConfig.schedule ({pipeline.schedule!r}) must go with {name} (True) = "
-                "False, which computes weight gradients at once: use '1f1b' or 'interleaved'"
+                f"PipelineConfig.schedule ({pipeline.schedule!r}) must go with DenseOptions.{name} "
+                "(True) = False, which computes weight gradients at once: use '1f1b' or "
+                "'interleaved'"
             )
-    if request.graph_dense:
+    if request.dense.graph:
         _check_graphs(model, request)
     owner = request.family.tensor_parallel(model)
     if p.tp > 1 and not is_cut(model) and not isinstance(owner, TensorParallelModel):
@@ -236,31 +243,31 @@ def _check_graphs(model: nn.Module, request: Request) -> None:
     repeated = next((n for n, m in model.named_modules() if getattr(m, "runs", 1) != 1), None)
     if repeated is not None:  # the memory of graphs is that of one run of each block
         raise ValueError(
-            f"graph_dense (True) must go with modules that run once in a forward, and {repeated} "
-            "runs several times (DecoderConfig.mtp_repeats): leave it out"
+            f"DenseOptions.graph (True) must go with modules that run once in a forward, and "
+            f"{repeated} runs several times (DecoderConfig.mtp_repeats): leave it out"
         )
     p, precision = request.meshes.parallel, request.precision
     for name, size in (("tp", p.tp), ("cp", p.cp)):
         if size > 1:
             raise ValueError(
-                f"graph_dense (True) must go with ParallelConfig.{name} ({size}) = 1, because "
-                "attention of several ranks communicates: leave it out"
+                f"DenseOptions.graph (True) must go with ParallelConfig.{name} ({size}) = 1, "
+                "because attention of several ranks communicates: leave it out"
             )
     if request.is_dynamic:
         raise ValueError(
-            "graph_dense (True) must go with ContextOptions.dynamic (True) = False, because a "
-            "graph has one cp: leave one of them out"
+            "DenseOptions.graph (True) must go with ContextOptions.dynamic (True) = False, because "
+            "a graph has one cp: leave one of them out"
         )
     parts = [part for part in request.memory.offload if part != "experts"]
     if parts:
         raise ValueError(
-            f"graph_dense (True) must go with MemoryOptions.offload ({parts[0]!r}) of 'experts' "
-            "alone, because what graphs keep has an address: leave one of them out"
+            f"DenseOptions.graph (True) must go with MemoryOptions.offload ({parts[0]!r}) of "
+            "'experts' alone, because what graphs keep has an address: leave one of them out"
         )
     if precision is not None and any(recipe.amax_history for recipe in precision.recipes):
         raise ValueError(
-            "graph_dense (True) must go with Recipe.amax_history 0, because the first step has no "
-            "history: use another scaling, or leave it out"
+            "DenseOptions.graph (True) must go with Recipe.amax_history 0, because the first step "
+            "has no history: use another scaling, or leave it out"
         )
 
 
@@ -335,7 +342,8 @@ def _check_dense(request: Request) -> None:
             f"ParallelConfig.ep ({p.ep}) and etp ({p.etp}) must be 1 for a model without MoE "
             "layers: drop them, or register an adapter for its MoE blocks, see docs/adapters.md"
         )
-    unused = [n for n in ("nvlink", "balance", "moe") if getattr(request, n)]
+    unused = ["DispatchOptions.nvlink"] if request.dispatch.nvlink is not None else []
+    unused += ["moe"] if request.moe else []
     if unused:
         warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=6)
 

@@ -78,7 +78,7 @@ class Family(Protocol):
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
         """Let losses be computed in chunks of tokens, by a recipe, that read logits of all."""
 
-    def parallel_state(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+    def finish(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         """Refuse or warn of calls that a parallelized model, `unwrapped`'s, cannot follow."""
         # `wrapper` is the caller's module. `drops_cache`: whether cached keys and values defeat an
         # option.

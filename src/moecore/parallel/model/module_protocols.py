@@ -60,7 +60,7 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             state = vars(module)[PARALLEL_STATE]
             layers = {name: copies[layer] for name, layer in state.layers.items()}
             setattr(twin, PARALLEL_STATE, replace(state, engine=None, layers=layers))
-            state.request.family.parallel_state(twin, wrapper=copies[model], drops_cache=False)
+            state.request.family.finish(twin, wrapper=copies[model], drops_cache=False)
     act_as_modules(copies[model])
     return copies[model]
 

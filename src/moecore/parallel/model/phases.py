@@ -57,12 +57,12 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:
-    """Return the dispatcher and why; "auto" where only the GPUs of the group can tell."""
-    meshes, name = request.meshes, request.dispatcher
+    """Return the dispatcher and the reason for it; "auto" where only the GPUs of the group can tell."""
+    meshes, name = request.meshes, request.dispatch.name
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
     problem = find_known_problem(num_ranks, meshes.device_type)
     if name == "nvlink" and problem is not None:
-        raise ValueError(f"dispatcher ('nvlink') {problem}")
+        raise ValueError(f"DispatchOptions.name ('nvlink') {problem}")
     if num_ranks == 1:
         return "local", "ep * etp is 1"
     if name != "auto":
@@ -88,7 +88,7 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
     if plan.dispatcher == "nccl_ep":
         problem = nccl_ep.find_problem(group, meshes.device_type)
         if problem is not None:
-            raise ValueError(f"dispatcher ('nccl_ep') {problem}")
+            raise ValueError(f"DispatchOptions.name ('nccl_ep') {problem}")
         state.ep_groups = nccl_ep.EPGroups(group, meshes.ranks_per_domain)
     if plan.dispatcher in ("auto", "nvlink"):
         problem = find_problem(group, meshes.device_type)
@@ -100,12 +100,12 @@ def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
             if request.pipeline is not None and request.pipeline.schedule in PAIRING:
                 reason += f"; pairs of schedule {request.pipeline.schedule!r} take no turns over it"
             plan = replace(plan, dispatcher="nvlink", dispatcher_reason=reason)
-        elif request.dispatcher == "nvlink":
-            raise ValueError(f"dispatcher ('nvlink') {problem}")
+        elif request.dispatch.name == "nvlink":
+            raise ValueError(f"DispatchOptions.name ('nvlink') {problem}")
         else:
             reason = f"'nvlink' {_relation(problem)}"
             plan = replace(plan, dispatcher="alltoall", dispatcher_reason=reason)
-    if request.dispatcher == "auto" and dist.get_rank() == 0:
+    if request.dispatch.name == "auto" and dist.get_rank() == 0:
         logger.info("dispatcher 'auto' is %r: %s", plan.dispatcher, plan.dispatcher_reason)
     state.plan = plan
 
@@ -117,8 +117,8 @@ def _relation(problem: str) -> str:
 
 def _is_required(request: Request) -> bool:
     """Whether nvlink was asked for. A call that asks for nothing must not meet its errors."""
-    has_options = request.nvlink is not None or request.memory.stash is not None
-    return request.dispatcher == "nvlink" or has_options
+    has_options = request.dispatch.nvlink is not None or request.memory.stash is not None
+    return request.dispatch.name == "nvlink" or has_options
 
 
 def apply_layers(model: nn.Module, state: ParallelState) -> None:
@@ -128,11 +128,11 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
         state.exchanges = ExchangePool(
             state.stores_in,
             ep=meshes.parallel.ep,
-            options=_stores(request.nvlink, state.domains),
-            fp8=request.fp8_dispatch,
+            options=_stores(request.dispatch.nvlink, state.domains),
+            fp8=request.dispatch.fp8,
             is_required=_is_required(request),
         )
-    stream = torch.cuda.Stream() if request.overlap_shared else None
+    stream = torch.cuda.Stream() if request.dense.overlap_shared else None
     layers = zip(state.layers.items(), state.plan.layers, strict=True)
     for number, ((name, layer), layer_plan) in enumerate(layers):
         recipes = dict(layer_plan.recipes)
@@ -142,9 +142,9 @@ def apply_layers(model: nn.Module, state: ParallelState) -> None:
         placement = _placement(layer.config.num_experts, request, (number, name))
         layer.dispatcher = _dispatcher(layer.config.num_experts, placement, state)
         peers = state.exchanges if state.domains is None else None  # of all ranks, or none
-        if placement is not None and request.clones is not None and placement.num_clones:
-            group = meshes.expert.get_group("ep")
-            layer.cloner = Cloner(placement, group, request.clones, peers)
+        clones = request.dispatch.clones
+        if placement is not None and clones is not None and placement.num_clones:
+            layer.cloner = Cloner(placement, meshes.expert.get_group("ep"), clones, peers)
         if isinstance(layer, MoELayer) and layer.part("shared") is not None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")
@@ -176,7 +176,8 @@ def _placement(
     num_experts: int, request: Request, layer: tuple[int, str]
 ) -> ExpertPlacement | None:
     """Return which ranks own the experts of a layer; None = this rank owns all."""
-    group, p, clones = request.meshes.dispatch_group, request.meshes.parallel, request.clones
+    meshes, clones = request.meshes, request.dispatch.clones
+    group, p = meshes.dispatch_group, meshes.parallel
     if group is None:
         return None
     num_clones = 0 if clones is None or p.ep == 1 else clones.per_rank
@@ -201,7 +202,7 @@ def _dispatcher(
     inside, across = state.domains
     domain = domain_of(placement, inside, across.size())
     parts = (domain, _among(domain, state), across)
-    return HierarchicalDispatcher(placement, *parts, fp8=state.request.fp8_dispatch)
+    return HierarchicalDispatcher(placement, *parts, fp8=state.request.dispatch.fp8)
 
 
 def _among(placement: ExpertPlacement, state: ParallelState) -> Dispatcher:
@@ -212,7 +213,7 @@ def _among(placement: ExpertPlacement, state: ParallelState) -> Dispatcher:
         return nccl_ep.NCCLEPDispatcher(placement, state.ep_groups)
     if state.plan.dispatcher == "allgather":
         return AllGatherDispatcher(placement)
-    return AllToAllDispatcher(placement, fp8=state.request.fp8_dispatch)
+    return AllToAllDispatcher(placement, fp8=state.request.dispatch.fp8)
 
 
 def apply_context(model: nn.Module, state: ParallelState) -> None:

@@ -350,10 +350,11 @@ def gathered_recipes(
             "as by 'blockwise', 'tensorwise' and 'nvfp4' (others quantise rows and columns apart, "
             "as many bytes as bf16), and there are none: set precision='blockwise', or drop it"
         )
-    if request.compile_dense and any(map(_gathers, linears.values())):
+    if request.dense.compile and any(map(_gathers, linears.values())):
         raise ValueError(
-            f"{GATHER} must go with compile_dense (True) = False where linears are in FP8, which "
-            "torch.compile would read: use roles=('experts', 'shared_experts'), or drop one of them"
+            f"{GATHER} must go with DenseOptions.compile (True) = False where linears are in FP8, "
+            "which torch.compile would read: use roles=('experts', 'shared_experts'), or drop one "
+            "of them"
         )
     names = {param: name for name, param in model.named_parameters()}
     places = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)

@@ -18,10 +18,11 @@ from moecore.base import __version__
 from moecore.base.agreement import check_equal_weights, check_same, fields_of
 from moecore.base.attributes import attribute_entries
 from moecore.base.options.context import ContextOptions
-from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
+from moecore.base.options.dense import DenseOptions
+from moecore.base.options.dispatch import DispatchOptions, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.indexer import IndexerConfig
-from moecore.base.options.layer import BalanceConfig, MoEConfig
+from moecore.base.options.layer import MoEConfig, MoEOverrides
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe, Role
 from moecore.base.params import clean_name
@@ -41,21 +42,15 @@ LossConvention = Literal["mean", "sum"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The arguments of `parallelize_moe`, which documents them; `fsdp` is never None."""
+    """The arguments of `parallelize_moe`, which documents them, with records in place of None."""
 
     family: Family
     meshes: Meshes
-    dispatcher: DispatcherName
-    nvlink: NVLinkOptions | None
-    fp8_dispatch: bool
+    dispatch: DispatchOptions
     expert_backend: ExpertBackend
     memory: MemoryOptions
-    clones: CloneOptions | None
-    overlap_shared: bool
-    compile_dense: bool
-    graph_dense: bool
-    balance: BalanceConfig | None
-    moe: Mapping[str, Any]
+    dense: DenseOptions
+    moe: MoEOverrides
     context: ContextOptions | None
     indexer: IndexerConfig | None
     precision: Precision | None
@@ -100,13 +95,10 @@ class Request:
 
     def config_of(self, layer: RoutedLayer) -> MoEConfig:
         """Return what a layer trains with; raises for what its own config does not allow."""
-        layer_config = layer.config  # a layer that chooses by token id has nothing to balance
-        balance = (
-            layer_config.balance
-            if layer_config.assignment == "hash"
-            else self.balance or layer_config.balance
-        )
-        return replace(layer_config, **self.moe, balance=balance)
+        config, moe = layer.config, self.moe
+        if config.assignment == "hash":  # a choice by token id has nothing to balance
+            moe = {**moe, "balance": config.balance}
+        return replace(config, **moe)
 
     def spec_of(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
         """Return what decides which products can compute a layer's experts on this rank."""
@@ -121,14 +113,16 @@ class Request:
 
     def entries(self) -> dict[str, Any]:
         """Return what must be the same on every rank; `build_meshes` has compared the degrees."""
-        records = ("family", "meshes", "nvlink", "fsdp", "memory")
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in records}
-        nvlink = fields_of(self.nvlink or NVLinkOptions())
+        apart = ("family", "meshes", "moe", "dispatch", "dense", "fsdp", "memory")
+        entries = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
+        entries |= {f"MoEConfig.{name}": value for name, value in self.moe.items()}
+        nvlink = self.dispatch.nvlink or NVLinkOptions()
+        for record in (replace(self.dispatch, nvlink=None), nvlink, self.dense):
+            entries |= fields_of(record)
         # Hosts may have different numbers of ranks with the other dispatchers.
-        is_read = self.dispatcher in ("hierarchical", "nccl_ep")
-        names: dict[str, Any] = {"names in moe": list(self.moe)}
+        is_read = self.dispatch.name in ("hierarchical", "nccl_ep")
         domain = {"ranks_per_domain": self.meshes.ranks_per_domain if is_read else None}
-        return names | plain | fields_of(self.fsdp) | fields_of(self.memory) | nvlink | domain
+        return entries | fields_of(self.fsdp) | fields_of(self.memory) | domain
 
 
 def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:

@@ -230,7 +230,7 @@ class GraphedPart:
         except Exception as error:
             raise RuntimeError(
                 f"{self._name} could not be captured in a CUDA graph ({error}): it must launch the "
-                "same work in every call and wait for none of it; set graph_dense=False"
+                "same work in every call and wait for none of it; set DenseOptions.graph=False"
             ) from error
 
 
@@ -295,7 +295,7 @@ class _GraphReplay(torch.autograd.Function):
         if ctx.turn.has_ended or pair.holder() is not ctx.turn:
             raise RuntimeError(
                 "backward of a part that runs as a CUDA graph must come once, before the next "
-                "forward of its kind: run the forward again, or set graph_dense=False"
+                "forward of its kind: run the forward again, or set DenseOptions.graph=False"
             )
         given = [g for g, x in zip(grads, pair.outputs, strict=True) if x.requires_grad]
         foreach_copy_(pair.output_grads, given)
