@@ -4,14 +4,14 @@
     torchrun --nproc-per-node 2 examples/first.py         two ranks share the experts
 
 README.md quotes the code without its last line. Replace the model by your model and `tokens` by
-your data. Data rank `meshes.data_rank` of `meshes.data_ranks` reads its own part of the data.
+your data. Every rank reads its own part of the data.
 docs/guide.md continues from here: degrees, hosts, weights, memory, metrics and checkpoints.
 """
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import FSDPOptions, TrainStep, parallelize_moe
 from moecore.train import AdamW
 
 sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16)
@@ -20,15 +20,15 @@ config = Qwen3MoeConfig(num_hidden_layers=2, vocab_size=999, **sizes, **experts)
 
 torch.manual_seed(0)  # every rank builds the same weights
 model = Qwen3MoeForCausalLM(config)
-meshes = build_meshes(ParallelConfig(ep=-1, edp_shard=1))  # -1: experts are divided among all ranks
-model = parallelize_moe(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
+model = parallelize_moe(model, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
 step = TrainStep(model, AdamW(model.parameters(), lr=1e-4), max_norm=1.0)
-torch.manual_seed(1 + meshes.data_rank)  # each data-parallel rank draws its own tokens
+rank = torch.distributed.get_rank()
+torch.manual_seed(1 + rank)  # each rank draws its own tokens
 for _ in range(3):
-    tokens = torch.randint(0, 999, (2, 64), device=meshes.device_type)  # replace with your data
+    tokens = torch.randint(0, 999, (2, 64), device=model.device)  # replace with your data
     step.forward_backward([{"input_ids": tokens, "labels": tokens}])  # a list of micro-batches
     done = step.finish()  # clips gradients, steps the optimizer, clears gradients
-    if meshes.data_rank == 0:
+    if rank == 0:
         print(done.norm, done.metrics.load_max_over_mean())
 
 torch.distributed.destroy_process_group()

@@ -208,8 +208,8 @@ def test_an_optimizer_of_a_model_on_meta(meshes: Meshes) -> None:
         (lambda model, meshes: parallelize_moe(model, meshes.dense), "meshes (DeviceMesh("),
         (lambda model, meshes: parallelize_moe(meshes, model), "model (Meshes("),
         (
-            lambda model, meshes: parallelize_moe(model, None),
-            "meshes (None) must be a Meshes: pass build_meshes(ParallelConfig(...))",
+            lambda model, meshes: parallelize_moe(model, "meshes"),
+            "meshes ('meshes') must be a Meshes or None: pass build_meshes(ParallelConfig(...))",
         ),
         (
             lambda model, meshes: parallelize_moe(

@@ -374,7 +374,7 @@ REFUSED: dict[str, tuple[ParallelConfig, dict[str, Any], type[Exception], str]] 
         "DispatchOptions.name ('local') must",
     ),
     "type": (FOLDED, dict(dense="yes"), ValueError, "dense ('yes') must be a DenseOptions"),
-    "meshes": (FOLDED, dict(meshes=None), ValueError, "meshes (None) must be a Meshes"),
+    "meshes": (FOLDED, dict(meshes=3), ValueError, "meshes (3) must be a Meshes or None"),
     "moe": (FOLDED, dict(moe={"bogus": 1}), ValueError, "moe ('bogus') must name one of"),
     "device": (
         FOLDED,

@@ -14,7 +14,6 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from torch import nn
 
-from moecore.base.copies import copy_modules, on_meta
 from moecore.base.failures import known_to_others, share_call_errors, share_errors
 from moecore.base.fields import check_arguments
 from moecore.base.options.context import ContextOptions
@@ -27,6 +26,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import NamedPrecision, Precision, Recipe
 from moecore.families.family import family_of
 from moecore.moe.backends import ExpertBackend
+from moecore.parallel.choice import choose_meshes, start_default_group
 from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.checks import check_layers, check_request
@@ -57,7 +57,7 @@ T = TypeVar("T")
 @share_call_errors
 def parallelize_moe(
     model: nn.Module,
-    meshes: Annotated[Meshes, "pass build_meshes(ParallelConfig(...))"],
+    meshes: Annotated[Meshes | None, "pass build_meshes(ParallelConfig(...))"] = None,
     *,
     dispatch: DispatcherName | DispatchOptions = "auto",
     expert_backend: ExpertBackend = "auto",
@@ -79,7 +79,8 @@ def parallelize_moe(
 
     Args:
         model: any; its MoE layers' experts go to the expert mesh, all else to the dense mesh.
-        meshes: from `build_meshes`.
+        meshes: from `build_meshes`; None = over all ranks, with experts divided among as many
+            ranks of a host as divide their number, see docs/parallelize.md. `explain` shows it.
         dispatch: how tokens reach their experts' ranks: the name of a dispatcher, or a record with
             its options; "auto" chooses by the hardware, see docs/dispatchers.md.
         expert_backend: which kernels multiply the experts' matrices; see `moe/backends.py`.
@@ -107,13 +108,16 @@ def parallelize_moe(
     If one rank refuses its model or arguments, every rank raises its error.
     """
     arguments = locals()
+    if meshes is None:
+        arguments["meshes"] = _choose_meshes(arguments)
     with share_errors():
         check_arguments(parallelize_moe, arguments)
         request = _request(arguments)
         root = request.family.unwrap(model)
         before = list(model.parameters())
         check_request(root, request)
-        layers, fp32 = _swap_blocks(root, request, adapters or {})
+        layers = request.family.swap_blocks(root, adapters or {})
+        fp32 = _set_dtypes(root, layers, request)
     compare_models(root, layers, request)
     with share_errors():
         state = _plan(root, layers, fp32, request)
@@ -153,20 +157,33 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
     """Return what `parallelize_moe` does when it is called with the same arguments, as plain data.
 
     The model stays as it is: adapters get blocks of a copy on meta, and `apply_tensor_parallel` is
-    called on that copy. Nothing communicates, so the world may be larger than this machine: see
-    docs/parallelize.md. `explain(plan)` prints it.
+    called on that copy. With meshes nothing communicates, so the world may be larger than this
+    machine: see docs/parallelize.md. Without meshes every rank must call it. `explain(plan)` prints
+    it.
 
     Raises:
         ValueError, NotImplementedError: as `parallelize_moe`, but for what must be the same on
             every rank and what only the GPUs of all ranks can tell.
     """
+    if arguments["meshes"] is None:
+        arguments = {**arguments, "meshes": _choose_meshes(arguments)}
     check_arguments(parallelize_moe, arguments)
     request = _request(arguments)
     root = request.family.unwrap(arguments["model"])
     check_request(root, request)
-    twin = copy_modules(root, on_meta)[root]
-    layers, fp32 = _swap_blocks(twin, request, arguments["adapters"] or {})
-    return _plan(twin, layers, fp32, request).plan
+    twin, layers = request.family.copy_with_layers(root, arguments["adapters"] or {})
+    return _plan(twin, layers, _set_dtypes(twin, layers, request), request).plan
+
+
+def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
+    """Return the meshes of a call that is given none. Collective."""
+    start_default_group()  # in which ranks share errors
+    with share_errors():
+        check_arguments(parallelize_moe, arguments)
+        family, model = family_of(arguments["model"]), arguments["model"]
+        adapters = arguments["adapters"] or {}
+        _, layers = family.copy_with_layers(family.unwrap(model), adapters)
+    return choose_meshes(layer.config.num_experts for layer in layers.values())
 
 
 def _request(arguments: Mapping[str, Any]) -> Request:
@@ -188,14 +205,11 @@ def _request(arguments: Mapping[str, Any]) -> Request:
     )
 
 
-def _swap_blocks(
-    model: nn.Module, request: Request, adapters: Mapping[type, Adapter]
-) -> tuple[Layers, frozenset[str]]:
-    """Swap MoE blocks in place; return MoE layers by name, and names of tensors that stay fp32."""
-    layers = request.family.swap_blocks(model, adapters)
+def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset[str]:
+    """Check a whole model, its blocks swapped; return the names of tensors that stay fp32."""
     fp32 = request.family.set_dtypes(model, request.fsdp.param_dtype)
     check_layers(model, layers, request)
-    return layers, fp32
+    return fp32
 
 
 def _plan(

@@ -132,6 +132,7 @@ class Meshes:
         pipeline_groups: twice the ranks that differ only in pp, for messages to higher ranks and
             for those to lower ones: two communicators, so that neither waits for the other. None
             when pp is 1.
+        reason: why these degrees, where `parallelize_moe` has chosen them; None = the caller has.
     """
 
     parallel: ParallelConfig
@@ -144,6 +145,7 @@ class Meshes:
     ranks_per_domain: int
     stage_group: dist.ProcessGroup
     pipeline_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+    reason: str | None = None
 
     def __repr__(self) -> str:
         """Return both views in three lines: sizes, and where this rank is; dims of 1 left out."""

@@ -160,6 +160,7 @@ def _lines(
     where = "this rank" if here is not None else f"the first rank of {plan.world_size}"
     yield f"{plan.model}: {_numbers(plan)}, {stored} on {where}"
     yield from meshes
+    yield from [f"degrees chosen: {plan.parallel_reason}"] if plan.parallel_reason else ()
     yield from columns([HEADER, *(row.cells() for row in folded(rows))])
     each = zip_longest((_experts_here(plan, layer, here) for layer in plan.layers), products)
     for (what, how), n in Counter(each).items():

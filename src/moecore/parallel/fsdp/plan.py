@@ -212,6 +212,7 @@ class ShardPlan:
         dispatcher: name of the dispatcher; "auto" = it depends on whether nvlink works on the GPUs,
             which is found out when the plan is applied.
         dispatcher_reason: why that dispatcher was chosen.
+        parallel_reason: why moecore has chosen these degrees; None = the caller has.
     """
 
     model: str
@@ -224,6 +225,7 @@ class ShardPlan:
     blocks: tuple[str, ...]
     dispatcher: str
     dispatcher_reason: str
+    parallel_reason: str | None = None
 
     @property
     def world_size(self) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moecore.attention.context_parallel.held import ContextParallel
+from moecore.base.copies import copy_modules, on_meta
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.precision import Recipe
@@ -35,6 +36,13 @@ class Family(Protocol):
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
         """Replace MoE blocks in place; return all MoE layers by qualified name."""
+
+    def copy_with_layers(
+        self, model: nn.Module, adapters: Mapping[type, Adapter]
+    ) -> tuple[nn.Module, dict[str, RoutedLayer]]:
+        """Return a copy of a model on meta, its MoE blocks replaced, and the copy's MoE layers."""
+        copy = copy_modules(model, on_meta)[model]
+        return copy, self.swap_blocks(copy, adapters)
 
     def prepare(self, model: nn.Module) -> None:
         """Prepare a model whose blocks were swapped, before anything is sharded."""

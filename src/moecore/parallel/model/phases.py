@@ -57,7 +57,7 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:
-    """Return the dispatcher and the reason for it; "auto" where only the GPUs of the group can tell."""
+    """Return the dispatcher and a reason; "auto" if only the GPUs of the group can tell."""
     meshes, name = request.meshes, request.dispatch.name
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
     problem = find_known_problem(num_ranks, meshes.device_type)

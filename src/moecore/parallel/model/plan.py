@@ -70,6 +70,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
         blocks=tuple(maker.names[block] for block in maker.model_units.blocks),
         dispatcher=dispatcher,
         dispatcher_reason=reason,
+        parallel_reason=request.meshes.reason,
     )
 
 

@@ -1,0 +1,65 @@
+"""choose_meshes: the meshes of a call that is given none, from the experts and the hosts."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from moecore.base.agreement import gather
+from moecore.base.fabric import own_fabric
+from moecore.base.failures import share_errors
+from moecore.parallel.mesh import (
+    Meshes,
+    ParallelConfig,
+    build_meshes,
+    ranks_of_fabrics,
+    read_launcher_number,
+    start_process_group,
+)
+
+
+def start_default_group() -> None:
+    """Start the default process group when there is none, as `build_meshes` does."""
+    if not dist.is_initialized():
+        start_process_group(_device_type())
+
+
+def choose_meshes(expert_counts: Iterable[int]) -> Meshes:
+    """Build meshes for MoE layers with these numbers of experts, over all ranks. Collective.
+
+    Experts are divided among as many ranks of one host, or of one NVLink domain, as divide the
+    number of experts of every layer: 6 experts on a host of 4 ranks have ep 2 and edp_shard 2.
+    Dense parameters are sharded over all ranks. A model without MoE layers has ep 1.
+    """
+    domain, place = _domain()
+    counts = sorted(set(expert_counts))
+    ep = math.gcd(domain, *counts) if counts else 1
+    reason = "the model has no MoE layers"
+    if counts:
+        experts = f"{' and '.join(map(str, counts))} experts"
+        ranks = f"{domain} rank{'s' * (domain > 1)} of {place}"
+        reason = f"ep ({ep}) is the largest number that divides {experts} and {ranks}"
+    return replace(build_meshes(ParallelConfig(ep=ep)), reason=reason)
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _domain() -> tuple[int, str]:
+    """Return how many neighbouring ranks reach each other fast on every host, and their place."""
+    world_size = dist.get_world_size()
+    if "LOCAL_WORLD_SIZE" not in os.environ:  # a launcher that tells no hosts, or one process
+        return world_size, "the world"
+    with share_errors():
+        local_size = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
+    fabrics = ranks_of_fabrics(own_fabric()) if _device_type() == "cuda" else None
+    if fabrics is not None:
+        return fabrics, "an NVLink domain"
+    # Hosts of 8 and of 4 ranks have neighbours by 4: then no group crosses from host to host.
+    return math.gcd(world_size, *gather(local_size)), "a host"
