@@ -12,7 +12,7 @@ and all SMs, the first shape):
     ep_sum_combine    combine that also adds the expert rows of each source row, as in the layer;
                       against `combine` of the same dispatcher, which gets the sums
     ep_layer_fwd_bwd  the whole layer; nvlink against the same layer with alltoall. nvlink-none has
-                      no overlap_weight_grads; nvlink-fp8 and alltoall-fp8 have fp8_dispatch
+                      no overlap_weight_grads; nvlink-fp8 and alltoall-fp8 have DispatchOptions.fp8
     ep_experts_fwd_bwd  its experts alone, on the rows that they received; without the sums over
                       expert rows and their adjoints where the dispatcher has them
     ep_exposed        the first less the second, round by round: all that is not experts, which is

@@ -8,8 +8,8 @@ group of one rank: the same work and waits, and all experts are there. Variants 
 equal weights that take turns:
 
     eager             as it is
-    parts             `graph_dense`: a graph for attention, the router and what is sent, per block
-    compiled          `compile_dense`
+    parts             `DenseOptions.graph`: graphs of attention, router and what is sent, per block
+    compiled          `DenseOptions.compile`
     compiled parts    both
     padded            each expert has a capacity, so no size is waited for
     padded graph      that as one graph (`GraphedForwardBackward`)

@@ -732,7 +732,7 @@ def test_fp8_rows_of_odd_sizes_are_refused(dim: int, group: dist.ProcessGroup) -
         logits_TE=torch.empty(0),
         chosen_ids_TK=ids,
     )
-    message = rf"experts' rows \({dim}\) must be a multiple of 16 with fp8_dispatch \(True\)"
+    message = rf"experts' rows \({dim}\) must be a multiple of 16 with DispatchOptions.fp8 \(True\)"
     with pytest.raises(ValueError, match=message):
         dispatcher.dispatch(torch.zeros(3, dim), routing)
 

@@ -352,7 +352,7 @@ def found_on(case: Case, meshes: Meshes) -> dict[str, Tensor]:
         meshes,
         context=ContextOptions(way=case.way, dynamic=bool(case.cps)),  # type: ignore[arg-type]
         loss=case.loss,  # type: ignore[arg-type]
-        moe={"balance": case.balance},
+        moe={"balance": case.balance} if case.balance else None,
         indexer=case.indexer,
         memory=MemoryOptions(recompute=case.recompute) if case.recompute else None,
     )

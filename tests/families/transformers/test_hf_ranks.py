@@ -42,7 +42,7 @@ FOLDINGS = {
 }
 TP4 = "tp4-ep2"  # more ranks than key heads
 FOLDINGS[TP4] = dict(tp=4, ep=2)
-# Plain training; transformers' own checkpointing; loss="sum"; compile_dense.
+# Plain training; transformers' own checkpointing; loss="sum"; DenseOptions.compile.
 Variant = Literal["", "checkpointing", "sum", "compile"]
 CASES: list[tuple[str, str, Variant]] = [
     (name, folding, "")

@@ -377,7 +377,7 @@ REFUSED = {
     "layout": r"layout \('Ettt\|tmmL'\) must",
     "chunks": r"layout \(.*\) must have a number of stages that pp \(2\) divides, found 3",
     "too many": r"chunks \(2\) must be 1 for schedule '1f1b'",
-    "compiled": r"PipelineConfig.schedule \('zbv'\) must go with compile_dense",
+    "compiled": r"PipelineConfig.schedule \('zbv'\) must go with DenseOptions.compile",
 }
 
 
