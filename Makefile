@@ -62,7 +62,7 @@ golden: $(READY)  ## remake this platform's golden records (ARGS="paths"; see CO
 	$(ONE_THREAD) $(PY) -m tests.golden.make $(ARGS)
 
 # What most changes break: records, the layer, the experts' operation, units of FSDP.
-QUICK := tests/base/test_fields.py tests/test_api.py tests/base/test_torch_names.py \
+QUICK := tests/base/test_fields.py tests/test_api.py tests/base/test_torch_private.py \
 	tests/test_pages.py tests/parallel/fsdp/test_unit.py tests/kernels/experts \
 	tests/moe/test_layer.py tests/moe/test_router.py tests/moe/test_experts.py
 # The same on ranks: a step, two golden paths.

@@ -11,7 +11,7 @@ Rows `layer_fwd` and `layer_fwd_bwd` as in `bench_layer.py`, with moecore's bf16
 
 Quantised weights count as saved where a forward makes them.
 
-A way whose error against bf16 is not that of FP8 (`agreement.py`) has no numbers.
+A way whose error against bf16 is not that of FP8 (`rank_checks.py`) has no numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.shapes import Shape
 from moecore import MoELayer
 from moecore.base import te_names
 from moecore.base.options.precision import Recipe
-from moecore.base.torch_names import tree_leaves
+from moecore.base.torch_private import tree_leaves
 from moecore.kernels.common import has_hopper_kernels
 from moecore.moe.experts import Experts
 from moecore.moe.records import Routing

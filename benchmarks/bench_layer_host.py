@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.records import RESULTS, append_rows, results_path
 from benchmarks.shapes import SHAPES, Shape
 from moecore import MoELayer
-from moecore.base.torch_names import DispatchMode
+from moecore.base.torch_private import DispatchMode
 from moecore.kernels.common import launches_on_meta
 from moecore.train.memory.on_meta import OnMeta
 

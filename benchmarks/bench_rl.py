@@ -44,7 +44,7 @@ from benchmarks import harness
 from benchmarks.bench_hf import qwen3_config
 from benchmarks.records import append_rows, results_path
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.families import use_causal_attention
 from moecore.io import init_hf
 from moecore.models import preset

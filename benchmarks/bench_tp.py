@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.bench_pairs import seconds_per_step, start
 from benchmarks.records import RESULTS, append_rows, results_path
 from moecore.attention.sequence import Sequence
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.models import DecoderConfig, preset, tp_products
 from moecore.models.block import Block
 from moecore.models.layers import rotary_table

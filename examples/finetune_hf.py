@@ -81,7 +81,7 @@ from moecore import (
     MoEOverrides,
     build_meshes,
 )
-from moecore.base.agreement import difference
+from moecore.base.rank_checks import difference
 from moecore.families.transformers.rows import packing_problem
 from moecore.io import load_hf
 from moecore.models import DecoderConfig, document_cost

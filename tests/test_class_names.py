@@ -14,7 +14,7 @@ OF_TORCHTITAN = {"Config", "MoETrainer", "TitanMoE"}
 # Files of 401 to 500 lines. The list may only get shorter.
 LONG = {
     "base/options/layer.py",
-    "base/torch_names.py",
+    "base/torch_private.py",
     "families/transformers/rows.py",
     "families/transformers/tensor_parallel.py",
     "io/hf/config.py",

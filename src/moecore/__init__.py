@@ -6,7 +6,7 @@ Names and rooms are imported on first use, so that a command's help waits for no
 from typing import TYPE_CHECKING
 
 from moecore.base import __version__ as __version__
-from moecore.base.first_use import first_use
+from moecore.base.lazy_names import first_use
 
 _NAMES = {
     "base.options.context": "ContextOptions",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.models import Decoder, preset
 from moecore.train import AdamW
 

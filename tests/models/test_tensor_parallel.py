@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.attention.sequence import Sequence
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.models import Decoder, DecoderConfig, MLAConfig, YarnConfig, preset
 from moecore.models.tensor_parallel import check_tensor_parallel
 from moecore.moe.balance import BalanceGroups

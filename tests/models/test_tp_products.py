@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from moecore.base.options.precision import Recipe
 from moecore.base.regions import running_again
-from moecore.base.torch_names import storage_key
+from moecore.base.torch_private import storage_key
 from moecore.kernels.experts.contract import SINK, GradTarget
 from moecore.kernels.linear import PlainProducts
 from moecore.models.tensor_parallel import TensorParallel

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.torch_names import all_gather_single
+from moecore.base.torch_private import all_gather_single
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.kernels.exchange.clones import (
     CloneBuffer,

@@ -28,7 +28,7 @@ from moecore import (
     build_meshes,
 )
 from moecore.base.options.precision import Recipe
-from moecore.base.torch_names import tree_leaves
+from moecore.base.torch_private import tree_leaves
 from moecore.kernels.exchange.clones import Places
 from moecore.kernels.experts.contract import ExpertWeights
 from moecore.kernels.experts.products import quantise_matrices

@@ -25,7 +25,7 @@ from moecore import (
     ParallelConfig,
     build_meshes,
 )
-from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement

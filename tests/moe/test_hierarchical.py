@@ -31,7 +31,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.saved import packing
+from moecore.base.saved_tensors import packing
 from moecore.moe.dispatch import alltoall
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher

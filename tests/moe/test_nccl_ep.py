@@ -29,7 +29,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.saved import packing
+from moecore.base.saved_tensors import packing
 from moecore.models import Decoder, preset
 from moecore.moe.dispatch import nccl_ep
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher

@@ -31,7 +31,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.torch_names import is_recomputing
+from moecore.base.torch_private import is_recomputing
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.pairs import Pairs
 from moecore.parallel.fsdp.transport import PackedTransport

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from moecore import cli
-from moecore.base.agreement import gather
 from moecore.base.fields import shown
+from moecore.base.rank_checks import gather
 from moecore.parallel import doctor
 from moecore.parallel.doctor import RankFacts, _facts, problems
 from tests.helpers.ranks import run_ranks

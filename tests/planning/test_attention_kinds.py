@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moecore import MemoryOptions, ParallelConfig, PipelineConfig
-from moecore.base.saved import packing
+from moecore.base.saved_tensors import packing
 from moecore.cli import main
 from moecore.kernels.linear_attention.fla_on_meta import CHUNK
 from moecore.models import (

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers", minversion="5")
 
 from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
-from moecore.base.saved import packing
+from moecore.base.saved_tensors import packing
 from moecore.cli import main
 from moecore.families import use_causal_attention
 from moecore.families.family import family_of, swap_blocks

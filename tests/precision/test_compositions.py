@@ -29,7 +29,7 @@ from moecore import (
 )
 from moecore.base.options.memory import OFFLOADED
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW
 from moecore.train.memory import storages

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.torch_names import HAS_SEPARATE_PIECES, local_of
+from moecore.base.torch_private import HAS_SEPARATE_PIECES, local_of
 from moecore.io import export_hf, merge_adapters, save, save_adapters
 from moecore.precision import store_experts_in_fp8
 from tests.families.transformers.lora_cases import (

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.families import use_causal_attention
 from moecore.models import Decoder
 from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, OwnObjective, Rollouts, group_advantages

@@ -25,7 +25,7 @@ from moecore import (
 )
 from moecore.base.options.layer import CapacityConfig
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.families import use_causal_attention
 from moecore.models import Decoder, DecoderConfig, SparseKeysConfig, preset
 from moecore.rl import PPO, Engine, OwnObjective, Rollouts

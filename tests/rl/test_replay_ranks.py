@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moecore import Meshes, ParallelConfig, build_meshes, parallelize_moe
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.rl import Choices, RouterReplay
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks

@@ -15,7 +15,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.families import use_causal_attention
 from moecore.models import Decoder, preset
 from moecore.rl import PPO, Engine, RouterReplay

@@ -25,7 +25,7 @@ from moecore.attention.context_parallel.held import HeldTokens
 from moecore.attention.context_parallel.ring import RingAttention
 from moecore.attention.sequence import Sequence
 from moecore.base.regions import as_product
-from moecore.base.torch_names import autocast_dtype
+from moecore.base.torch_private import autocast_dtype
 from moecore.kernels.attention import (
     add_sinks,
     attention_backward,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moecore.attention.sequence import Sequence
 from moecore.base.regions import as_product
-from moecore.base.torch_names import autocast_dtype
+from moecore.base.torch_private import autocast_dtype
 from moecore.kernels.sparse_attention import (
     IndexerHeads,
     KeySpans,

@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moecore.base.agreement import Verbatim, comparable
+from moecore.base.rank_checks import Verbatim, comparable
 
 MAX_DEPTH = 8  # of records in records; deeper values are described by their class
 CLASS = "__class__"

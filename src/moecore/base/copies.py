@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from moecore.base.torch_names import HOOKS, local_of, parameter_like, wrapped_like
+from moecore.base.torch_private import HOOKS, local_of, parameter_like, wrapped_like
 
 COMPILED_OF = "_orig_mod"  # the name of its module in one that `torch.compile` returns
 NewParameter = Callable[[nn.Parameter], nn.Parameter]

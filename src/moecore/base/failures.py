@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from moecore.base.agreement import Group, gather
+from moecore.base.rank_checks import Group, gather
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from moecore.base.copies import as_part
-from moecore.base.torch_names import (
+from moecore.base.torch_private import (
     local_of,
     parameter_like,
 )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from moecore.base.torch_names import DispatchMode, hooks_around, tree_leaves
+from moecore.base.torch_private import DispatchMode, hooks_around, tree_leaves
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.model.family import Adapter
 

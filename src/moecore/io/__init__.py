@@ -6,7 +6,7 @@ model without Hugging Face does not.
 
 from typing import TYPE_CHECKING
 
-from moecore.base.first_use import first_use
+from moecore.base.lazy_names import first_use
 
 _NAMES = {
     "checkpoint.directory": "latest prune set_latest",

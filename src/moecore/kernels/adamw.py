@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moecore.base.fields import Bound, CheckedRecord, PositiveOrZero
 from moecore.base.streams import to_device
-from moecore.base.torch_names import fused_adamw_
+from moecore.base.torch_private import fused_adamw_
 from moecore.kernels.adamw_formats import (
     GOLDEN,
     MOMENT_BLOCK,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import inside_operations
+from moecore.base.torch_private import inside_operations
 from moecore.kernels.prepared import descriptor, launch_prepared
 from moecore.kernels.prepared import keep as keep_prepared
 

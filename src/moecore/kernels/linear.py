@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from moecore.base.params import local_param
 from moecore.base.regions import as_product
-from moecore.base.torch_names import autocast_dtype, is_plain_eager
+from moecore.base.torch_private import autocast_dtype, is_plain_eager
 from moecore.kernels.experts.contract import GradSink, GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import is_inside, is_plain_eager
+from moecore.base.torch_private import is_inside, is_plain_eager
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 

@@ -43,7 +43,7 @@ from moecore.base.params import (
     init_normal_,
     local_param,
 )
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
 from moecore.models.config import DecoderConfig

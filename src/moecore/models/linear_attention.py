@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moecore.attention.linear import convolve
 from moecore.attention.sequence import Sequence
 from moecore.base.params import init_uniform_, local_param
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.models.config import LinearAttentionConfig
 from moecore.models.tensor_parallel import TensorParallel
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moecore.base.fields import Count, check_arguments
 from moecore.base.options.precision import Recipe
-from moecore.base.torch_names import autocast_dtype
+from moecore.base.torch_private import autocast_dtype
 from moecore.kernels.common import no_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, row_statistics
 from moecore.kernels.rows.scaled_cast import scaled_cast

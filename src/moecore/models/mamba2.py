@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from moecore.attention.linear import scan_states
 from moecore.attention.sequence import Sequence
 from moecore.base.params import init_uniform_, local_param
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.models.config import DecoderConfig, Mamba2Config
 from moecore.models.layers import RMSNorm
 from moecore.models.linear_attention import LinearAttention, wide

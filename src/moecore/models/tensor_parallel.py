@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from moecore.base.params import shard_parameter
 from moecore.base.peft_layers import is_tuner_layer, lora_base, lora_pairs
 from moecore.base.regions import once
-from moecore.base.torch_names import is_gloo, is_silent
+from moecore.base.torch_private import is_gloo, is_silent
 from moecore.models.config import DecoderConfig
 from moecore.moe.dispatch.collectives import exchanged, gather_ranks, sum_ranks
 from moecore.moe.dispatch.peer_memory import find_peer_problem

@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from moecore.base.params import local_param
 from moecore.base.regions import is_running_again, once
-from moecore.base.torch_names import (
+from moecore.base.torch_private import (
     all_gather_single,
     autocast_dtype,
     gather_and_consume,

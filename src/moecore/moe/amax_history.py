@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.streams import wait_on_host
-from moecore.base.torch_names import foreach_copy_
+from moecore.base.torch_private import foreach_copy_
 
 OperandName = Literal["input", "weight", "gradient"]
 GRADIENTS = frozenset(("gradient", "dy", "dh"))  # of linears and of experts

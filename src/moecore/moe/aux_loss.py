@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.params import clean_name
-from moecore.base.torch_names import autocast_dtype
+from moecore.base.torch_private import autocast_dtype
 
 
 class LossFactors:

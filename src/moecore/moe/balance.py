@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.options.layer import MoEConfig
-from moecore.base.torch_names import is_recomputing
+from moecore.base.torch_private import is_recomputing
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
 from moecore.kernels.routing.counts import add_expert_counts, count_experts_and_tokens

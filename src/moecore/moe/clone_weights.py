@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.saved import Handle, packing
-from moecore.base.torch_names import storage_key, tree_leaves, tree_map_only
+from moecore.base.saved_tensors import Handle, packing
+from moecore.base.torch_private import storage_key, tree_leaves, tree_map_only
 from moecore.kernels.experts.contract import (
     ComputeGrad,
     ExpertWeights,

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.options.dispatch import CloneOptions
-from moecore.base.torch_names import all_gather_single, is_recomputing
+from moecore.base.torch_private import all_gather_single, is_recomputing
 from moecore.kernels.exchange.clones import Places
 from moecore.kernels.routing.clones import ClonePlan, physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts

@@ -27,8 +27,8 @@ from moecore.base.params import (
     init_normal_,
     shard_parameter,
 )
-from moecore.base.saved import UsedRows, counting_rows
-from moecore.base.torch_names import NOTHING, StridedShard, is_plain_eager, storage_key
+from moecore.base.saved_tensors import UsedRows, counting_rows
+from moecore.base.torch_private import NOTHING, StridedShard, is_plain_eager, storage_key
 from moecore.kernels.experts.contract import (
     OPERANDS,
     ExpertMLPOptions,

@@ -31,7 +31,7 @@ from moecore.base.fields import (
     check_arguments,
 )
 from moecore.base.options.layer import BalanceConfig, MoEConfig
-from moecore.base.torch_names import autocast_dtype, mark
+from moecore.base.torch_private import autocast_dtype, mark
 from moecore.kernels.rows.record import Rows
 from moecore.moe.balance import LoadTracker
 from moecore.moe.clones import Cloner

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.torch_names import all_gather_single, is_silent
+from moecore.base.torch_private import all_gather_single, is_silent
 from moecore.kernels.zigzag import documents_of, held_tokens, row_borders
 
 ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit

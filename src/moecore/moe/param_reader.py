@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.params import GATHERED, local_param
-from moecore.base.saved import Handle, Kept, is_packing, packing
-from moecore.base.torch_names import (
+from moecore.base.saved_tensors import Handle, Kept, is_packing, packing
+from moecore.base.torch_private import (
     NOTHING,
     local_of,
     storage_key,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import register_dataclass
+from moecore.base.torch_private import register_dataclass
 from moecore.kernels.experts.contract import GradientReceiver, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows

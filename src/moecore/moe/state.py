@@ -19,7 +19,7 @@ from torch import Tensor
 from moecore.base.fields import Count, check_value, shown
 from moecore.base.params import clean_name
 from moecore.base.streams import to_device
-from moecore.base.torch_names import foreach_add_, is_gloo
+from moecore.base.torch_private import foreach_add_, is_gloo
 from moecore.kernels.routing.entropy import UNIT
 from moecore.kernels.routing.margins import even_bias
 from moecore.moe.aux_loss import AuxLoss

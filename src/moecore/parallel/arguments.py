@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.agreement import comparable, difference, raise_on_others, where_different
 from moecore.base.failures import known_to_others
-from moecore.base.torch_names import is_inside, tree_leaves
+from moecore.base.rank_checks import comparable, difference, raise_on_others, where_different
+from moecore.base.torch_private import is_inside, tree_leaves
 from moecore.parallel.contents import Contents
 from moecore.parallel.mesh import host_group
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from moecore.base.agreement import gather
 from moecore.base.fabric import own_fabric
 from moecore.base.failures import share_errors
+from moecore.base.rank_checks import gather
 from moecore.parallel.mesh import (
     Meshes,
     ParallelConfig,

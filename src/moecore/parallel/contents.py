@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.agreement import checksum
+from moecore.base.rank_checks import checksum
 from moecore.base.streams import ToHost, current_stream, is_capturing
 
 

@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 
 from moecore.base import __version__
-from moecore.base.agreement import gather
 from moecore.base.fabric import own_fabric
 from moecore.base.fields import Bound, check_value, shown
+from moecore.base.rank_checks import gather
 from moecore.base.tables import printable
 from moecore.moe.dispatch.peer_memory import find_problem, host_id
 from moecore.parallel.mesh import read_launcher_number, start_process_group

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moecore.base.agreement import check_same, fields_of, gather
 from moecore.base.fabric import own_fabric
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, shown
-from moecore.base.torch_names import (
+from moecore.base.rank_checks import check_same, fields_of, gather
+from moecore.base.torch_private import (
     default_timeout,
     has_cpu_backend,
     inherit_timeout,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.options.precision import Precision
 from moecore.base.streams import dry_streams
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.kernels.common import launches_on_meta
 from moecore.models.tp_products import workspace_bytes
 from moecore.parallel.model.parallel_state import parallel_state

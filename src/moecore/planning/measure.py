@@ -29,7 +29,7 @@ from torch.autograd import grad
 from torch.nn.functional import grouped_mm, rms_norm
 
 from moecore.base.options.names import GpuName
-from moecore.base.torch_names import foreach_norm
+from moecore.base.torch_private import foreach_norm
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward, cudnn
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.cross_entropy import cross_entropy_

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import Bound, CheckedRecord, CountOrZero, Rules
 from moecore.base.streams import Queues, wait_on_host
-from moecore.base.torch_names import (
+from moecore.base.torch_private import (
     DispatchMode,
     is_host_memory,
     local_of,

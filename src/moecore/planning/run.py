@@ -25,7 +25,7 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions
 from moecore.base.options.names import MomentDtype, PlannedDispatcher, PrecisionName
 from moecore.base.options.precision import Precision
-from moecore.base.torch_names import clear_sharding_caches
+from moecore.base.torch_private import clear_sharding_caches
 from moecore.models.config import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig, build_meshes
 from moecore.parallel.pipeline.config import PipelineConfig

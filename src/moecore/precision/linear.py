@@ -29,7 +29,13 @@ from moecore.base.params import (
     local_param,
 )
 from moecore.base.regions import as_product
-from moecore.base.torch_names import autocast_dtype, is_plain_eager, scaled_mm, unsafe_view, version
+from moecore.base.torch_private import (
+    autocast_dtype,
+    is_plain_eager,
+    scaled_mm,
+    unsafe_view,
+    version,
+)
 from moecore.kernels.common import has_hopper_kernels, no_autocast
 from moecore.kernels.experts.contract import GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad

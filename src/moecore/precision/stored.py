@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base.copies import as_part
 from moecore.base.fields import check_arguments
 from moecore.base.params import GATHERED, clean_name
-from moecore.base.torch_names import local_of, parameter_like
+from moecore.base.torch_private import local_of, parameter_like
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_

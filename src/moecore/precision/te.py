@@ -24,7 +24,7 @@ from typing_extensions import override
 from moecore.base import te_names
 from moecore.base.options.precision import Recipe
 from moecore.base.params import check_values, local_param
-from moecore.base.torch_names import is_plain_eager
+from moecore.base.torch_private import is_plain_eager
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.linear import Gradients, linear_op

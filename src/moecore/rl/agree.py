@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.agreement import comparable, gather
-from moecore.base.torch_names import all_gather_single
+from moecore.base.rank_checks import comparable, gather
+from moecore.base.torch_private import all_gather_single
 from moecore.parallel.mesh import Meshes
 
 

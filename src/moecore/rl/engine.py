@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.agreement import check_same
 from moecore.base.failures import known_to_others, share_call_errors, share_errors
 from moecore.base.fields import Count, check_arguments, shown
+from moecore.base.rank_checks import check_same
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.fsdp.progress import check_grad_mode
 from moecore.parallel.model.parallel_state import parallel_state

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.agreement import gather
 from moecore.base.options.layer import MoEConfig
 from moecore.base.params import clean_name
+from moecore.base.rank_checks import gather
 from moecore.models.block import MTPLayer
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch

@@ -25,7 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from moecore.base.torch_names import call_after_backward, current_node, is_recomputing, tree_leaves
+from moecore.base.torch_private import (
+    call_after_backward,
+    current_node,
+    is_recomputing,
+    tree_leaves,
+)
 from moecore.moe.router import Router
 from moecore.rl.choices import Choices
 

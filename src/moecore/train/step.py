@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from moecore.base.failures import known_to_others, share_call_errors, share_errors
 from moecore.base.fields import Count, MaxNorm, check_arguments
-from moecore.base.torch_names import mark
+from moecore.base.torch_private import mark
 from moecore.moe.pairs import Pairs
 from moecore.moe.state import NumMicroBatches
 from moecore.parallel.fsdp.progress import Progress, check_grad_mode, check_trains

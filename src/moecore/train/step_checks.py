@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from moecore.base.agreement import check_same, optimizer_entries, trained_entries
+from moecore.base.rank_checks import check_same, optimizer_entries, trained_entries
 from moecore.parallel.model.parallel_state import moe_state, parallel_states
 from moecore.parallel.model.parameter_guards import refuse_earlier, refuse_on_meta
 from moecore.parallel.model.request import Request

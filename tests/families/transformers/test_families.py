@@ -32,7 +32,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from moecore import Meshes, MoELayer, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.families.kept_fp32 import SELECTION_BIASES, set_dtypes

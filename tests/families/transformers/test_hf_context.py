@@ -29,7 +29,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from tests.families.transformers.family_models import freeze_indexers, tiny_model

@@ -20,7 +20,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.parallel.model.parallel_state import capacity_of
 from tests.families.transformers.hf_models import (
     ARCHITECTURES,

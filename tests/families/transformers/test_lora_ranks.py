@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import (
     export_hf,
     init_adapters,

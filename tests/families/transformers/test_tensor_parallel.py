@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from moecore import Meshes, ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.params import shard_parameter
-from moecore.base.torch_names import StridedShard, local_of
+from moecore.base.torch_private import StridedShard, local_of
 from moecore.families import use_causal_attention
 from moecore.families.transformers.cuts import find_cuts
 from moecore.families.transformers.linear_cuts import cut_linear_attention

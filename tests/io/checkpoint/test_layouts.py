@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import BalanceConfig, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.params import global_indices
-from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import load, read_manifest, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.params import global_indices
-from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import save as save_native
 from moecore.io.hf import export as hf_export
 from moecore.io.hf import files as hf_files

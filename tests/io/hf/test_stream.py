@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moecore import ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.io import export_hf, merge_adapters, save_adapters
 from moecore.io.checkpoint.ranks import gather
 from moecore.io.hf import changes

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
 
 from moecore import parallelize
-from moecore.base.torch_names import is_gloo
+from moecore.base.torch_private import is_gloo
 from moecore.moe.param_reader import ParamReader
 from moecore.parallel.fsdp.plan import ShardPlan, UnitPlan
 from moecore.parallel.mesh import Meshes

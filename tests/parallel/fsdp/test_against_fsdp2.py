@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
-from moecore.base.torch_names import reduce_scatter_single
+from moecore.base.torch_private import reduce_scatter_single
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.fsdp import transport

@@ -30,7 +30,7 @@ from moecore import (
 )
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.params import global_indices
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.kernels.rows.cast import cast
 from moecore.kernels.rows.quantised import quantise_weights
 from moecore.kernels.rows.shard_blocks import as_matrices, as_operand

@@ -27,7 +27,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision, Recipe
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.kernels.rows.microscaling import packed_e2m1, unpacked_e2m1
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.amax_history import AmaxHistory

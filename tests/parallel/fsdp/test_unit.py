@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_names import is_recomputing, local_of
+from moecore.base.torch_private import is_recomputing, local_of
 from moecore.parallel.fsdp import params as params_module
 from moecore.parallel.fsdp import unit as unit_module
 from moecore.parallel.fsdp.buffers import Buffer

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import nn
 
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.fsdp.unit import State, Unit
 from moecore.parallel.model.parallel_state import engines_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moecore.base.options.names import ScheduleName
-from moecore.base.torch_names import mark
+from moecore.base.torch_private import mark
 from moecore.parallel.pipeline.orders import Action, Overlap
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.simulate import Costs, simulate

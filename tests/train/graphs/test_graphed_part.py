@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moecore.base.saved import packing
+from moecore.base.saved_tensors import packing
 from moecore.kernels.experts.contract import SINK
 from moecore.moe.micro_batch import MicroBatch
 from moecore.train.graphs import graphed_part as module

@@ -23,7 +23,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.saved import packing
+from moecore.base.saved_tensors import packing
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.train import compile_blocks
 from moecore.train.graphs.regions import _can_replay

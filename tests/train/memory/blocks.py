@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.models import Decoder
 from moecore.models.block import Block
 from moecore.models.layers import MLP, Attention, RMSNorm

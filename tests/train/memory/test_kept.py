@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moecore import CapacityConfig, MoEConfig
 from moecore.base.options.memory import GEMM_LAST, OFFLOADED, MemoryOptions
 from moecore.base.options.precision import Recipe
-from moecore.base.saved import packing
+from moecore.base.saved_tensors import packing
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.models import Decoder, preset

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moecore import MoEConfig, NVLinkOptions
 from moecore.base.options.memory import MemoryOptions, StashOptions
-from moecore.base.saved import packing
+from moecore.base.saved_tensors import packing
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 
 from moecore import BalanceConfig, MoEConfig
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.saved import UsedRows, counting_rows, packing
-from moecore.base.torch_names import storage_key
+from moecore.base.saved_tensors import UsedRows, counting_rows, packing
+from moecore.base.torch_private import storage_key
 from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows

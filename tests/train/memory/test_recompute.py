@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.memory import GEMM_LAST, OFFLOADED, RECOMPUTED, MemoryOptions
 from moecore.base.regions import running_again
-from moecore.base.saved import Handle, packing
+from moecore.base.saved_tensors import Handle, packing
 from moecore.models import Decoder, preset
 from moecore.train.memory.apply import apply_memory
 from moecore.train.memory.recompute import recompute, sharing_outputs

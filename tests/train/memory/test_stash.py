@@ -30,7 +30,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.saved import counting_rows, is_packing, packing, used_rows
+from moecore.base.saved_tensors import counting_rows, is_packing, packing, used_rows
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import FREE_WORD, HOST_FREE_WORD, MOST_WORD, WANTED_WORD
 from moecore.kernels.rows.index import build_index

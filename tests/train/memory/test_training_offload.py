@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore import MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.io import Saver, latest, load, save, stream_weights
 from moecore.io.checkpoint.ranks import gather
 from moecore.models import Decoder, DecoderConfig

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW, TrainingOffload
 

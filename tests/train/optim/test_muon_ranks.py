@@ -24,7 +24,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.params import global_indices
-from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import latest, load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW, Cut, Muon, QKClip, assign_matrices

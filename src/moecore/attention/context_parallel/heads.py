@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.base.regions import once
-from moecore.base.torch_names import is_silent
+from moecore.base.torch_private import is_silent
 
 
 def scatter_heads(

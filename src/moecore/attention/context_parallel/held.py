@@ -22,7 +22,7 @@ from torch import Tensor
 from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.attention.context_parallel.states import HeldPieces
 from moecore.base.regions import once
-from moecore.base.torch_names import all_gather_single, is_silent
+from moecore.base.torch_private import all_gather_single, is_silent
 from moecore.kernels.zigzag import row_borders
 from moecore.moe.dispatch.collectives import exchanged
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.attention.context_parallel.layout import ChunkLayout, Half
-from moecore.base.torch_names import is_silent
+from moecore.base.torch_private import is_silent
 from moecore.kernels.attention import (
     AttentionMask,
     add_sinks,

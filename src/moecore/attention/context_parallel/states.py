@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.base.torch_names import is_silent
+from moecore.base.torch_private import is_silent
 from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
 from moecore.moe.dispatch.collectives import exchanged, gather_ranks
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.families.transformers.linear_attention import rule_of
 from moecore.families.transformers.linear_cuts import cut_linear_attention
 from moecore.families.transformers.module_cut import ModuleCut, adapters, named_linears

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.base.torch_names import tree_map_only, version
+from moecore.base.torch_private import tree_map_only, version
 from moecore.families.transformers.stock import named, outermost
 from moecore.models.loss import IGNORE_INDEX, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel

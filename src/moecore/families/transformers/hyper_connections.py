@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.base.torch_names import autocast_dtype
+from moecore.base.torch_private import autocast_dtype
 from moecore.families.transformers.stock import runs_class_forward
 from moecore.kernels.hyper_connections import (
     CollapsedStreams,

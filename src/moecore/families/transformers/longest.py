@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.base.torch_names import tree_map_only
+from moecore.base.torch_private import tree_map_only
 from moecore.families.transformers.stock import names_in_forward
 
 POSITIONS = "position_ids"  # argument of a rotary embedding

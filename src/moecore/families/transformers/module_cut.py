@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from moecore.base.peft_layers import lora_base, lora_pairs
-from moecore.base.torch_names import StridedShard
+from moecore.base.torch_private import StridedShard
 
 # Rows of a matrix: of each kind the number of heads, and of rows of a head; kind above kind.
 Stack = tuple[tuple[int, int], ...]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moecore.base.torch_names import HOOKS
+from moecore.base.torch_private import HOOKS
 from moecore.families.transformers.stock import is_hf, named
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.records import Routing

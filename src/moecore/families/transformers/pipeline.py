@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.copies import copy_modules, on_meta
-from moecore.base.torch_names import version
+from moecore.base.torch_private import version
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.pipeline.layout import Stage

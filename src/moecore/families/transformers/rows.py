@@ -32,7 +32,7 @@ from moecore.attention.context_parallel.held import (
     ranks_of,
 )
 from moecore.attention.sequence import Sequence, packed_sequence, shift_left
-from moecore.base.torch_names import call_after_backward
+from moecore.base.torch_private import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.experts import has_vision_experts, kinds_of
 from moecore.families.transformers.linear_attention import SEQUENCE, linear_layers

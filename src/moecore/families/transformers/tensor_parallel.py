@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moecore.base.params import shard_parameter
 from moecore.base.regions import once
-from moecore.base.torch_names import is_silent, tree_map_only
+from moecore.base.torch_private import is_silent, tree_map_only
 from moecore.families.transformers.cuts import find_cuts
 from moecore.families.transformers.linear_attention import refuse_shortcut
 from moecore.families.transformers.linear_cuts import gated_norm

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from moecore.base.agreement import difference
+from moecore.base.rank_checks import difference
 from moecore.families.family import Transformers
 from moecore.packing import ScheduledBatch, ScheduledCollator
 from moecore.parallel.model.parallel_state import request_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.io.checkpoint.hyperparameters import restore_groups
 from moecore.io.checkpoint.snapshot import (
     Schedulers,

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from moecore.base.agreement import Group as Group
-from moecore.base.agreement import gather as gather
 from moecore.base.failures import on_every_rank as on_every_rank
 from moecore.base.failures import sendable
-from moecore.base.torch_names import default_timeout
+from moecore.base.rank_checks import Group as Group
+from moecore.base.rank_checks import gather as gather
+from moecore.base.torch_private import default_timeout
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
-from moecore.base.torch_names import default_timeout
+from moecore.base.torch_private import default_timeout
 from moecore.io.checkpoint.directory import Step, directory_of, discard
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.meter import Meter, Progress

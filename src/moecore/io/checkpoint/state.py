@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from moecore.base.fields import shown_name
 from moecore.base.params import clean_name
-from moecore.base.torch_names import StridedShard
+from moecore.base.torch_private import StridedShard
 from moecore.io.checkpoint.config_differences import own_config
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.moe.amax_history import GRADIENTS, AmaxHistory

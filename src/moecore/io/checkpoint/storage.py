@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from moecore.base.params import global_indices, runs_of
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.io.checkpoint.directory import publish
 from moecore.io.checkpoint.manifest import (
     Manifest,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.io.checkpoint.comparison import (
     Comparison,
     amax_target,

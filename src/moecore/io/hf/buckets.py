@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.torch_names import foreach_copy_
+from moecore.base.torch_private import foreach_copy_
 from moecore.io.checkpoint.ranks import Group, on_every_rank, rank_and_world
 from moecore.io.hf.collect import ErrorKeeper, Holders, Item, by_size, put
 from moecore.io.hf.target import PieceOverlap

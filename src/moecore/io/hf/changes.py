@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from moecore.base.torch_names import local_of, version
+from moecore.base.torch_private import local_of, version
 from moecore.moe.param_reader import gathered_blocks
 
 # Words whose products are there at once, 16 bytes each: what a CPU's cache holds, and enough for a

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from moecore.base.fields import shown_name
-from moecore.base.torch_names import DispatchMode
+from moecore.base.torch_private import DispatchMode
 from moecore.families.transformers.experts import find_experts_adapter, used_tensors
 from moecore.io.hf.config_fields import check_layers
 from moecore.io.hf.files import shown_with_source

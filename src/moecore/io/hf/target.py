@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moecore.base.fields import shown_name
 from moecore.base.params import clean_name, runs_of
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.io.hf.config import MTP_TYPES
 from moecore.io.hf.names import EMBEDDING, HEAD, TensorPiece, hf_copies
 from moecore.models.decoder import Decoder

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import cudnn_attention, cudnn_attention_backward
+from moecore.base.torch_private import cudnn_attention, cudnn_attention_backward
 from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, merge, refuse_half
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.base.torch_names import flash_attention, flash_attention_backward
+from moecore.base.torch_private import flash_attention, flash_attention_backward
 from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, refuse_half
 
 

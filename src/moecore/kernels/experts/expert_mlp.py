@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import (
+from moecore.base.torch_private import (
     have_tangents,
     is_plain_eager,
     tree_flatten,

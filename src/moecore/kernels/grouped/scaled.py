@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import is_silent, scaled_grouped_mm
+from moecore.base.torch_private import is_silent, scaled_grouped_mm
 from moecore.kernels.common import rows_of_experts, use_kernel
 from moecore.kernels.grouped.scaled_kernel import mixed_gemm, mixed_wgrad
 from moecore.kernels.rows.scaling import Blocks

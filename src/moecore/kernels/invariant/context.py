@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.base.torch_names import grouped_mm_overload
+from moecore.base.torch_private import grouped_mm_overload
 from moecore.kernels.common import KERNEL_DTYPES, has_hopper_kernels, rows_of_experts
 from moecore.kernels.grouped.gemm import grouped_gemm
 from moecore.kernels.invariant.product import invariant_product

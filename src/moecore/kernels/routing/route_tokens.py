@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import is_plain_eager
+from moecore.base.torch_private import is_plain_eager
 from moecore.kernels.common import use_kernel
 from moecore.kernels.ops import is_plain
 from moecore.kernels.routing import route as routes

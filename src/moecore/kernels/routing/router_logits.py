@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.base.torch_names import in_forward_mode
+from moecore.base.torch_private import in_forward_mode
 from moecore.kernels.common import (
     INTERPRET,
     cdiv,

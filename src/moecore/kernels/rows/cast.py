@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import is_plain_eager
+from moecore.base.torch_private import is_plain_eager
 from moecore.kernels.common import (
     INTERPRET,
     KERNEL_DTYPES,

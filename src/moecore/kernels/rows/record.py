@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import register_dataclass
+from moecore.base.torch_private import register_dataclass
 from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.rows.e4m3 import from_e4m3
 from moecore.kernels.rows.packed import gather_packed_rows, packed_views, unpack_rows

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moecore.base.options.precision import Block
-from moecore.base.torch_names import register_pytree_node
+from moecore.base.torch_private import register_pytree_node
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import BLOCK, FP8, MAX, block_scale_ref, magnitude_ref
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.agreement import DTYPES, check_notes
-from moecore.base.torch_names import all_gather_single, assert_async, is_silent
+from moecore.base.rank_checks import DTYPES, check_notes
+from moecore.base.torch_private import all_gather_single, assert_async, is_silent
 from moecore.moe.pairs import Pairs, exchange
 
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.agreement import gather
+from moecore.base.rank_checks import gather
 from moecore.base.streams import wait_on_host
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moecore.base.torch_names import version
+from moecore.base.torch_private import version
 from moecore.kernels.exchange.operations import SpreadChoices
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex, build_index

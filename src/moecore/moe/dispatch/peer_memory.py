@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.agreement import gather
-from moecore.base.torch_names import symmetric_memory
+from moecore.base.rank_checks import gather
+from moecore.base.torch_private import symmetric_memory
 from moecore.kernels.common import HAS_TRITON, INTERPRET, meta_is_gpu, num_peers_on_meta
 from moecore.kernels.exchange.buffer import MAX_RANKS, NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout

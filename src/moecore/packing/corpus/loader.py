@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from moecore.base.agreement import gather
 from moecore.base.fields import Count, CountOrZero, check_arguments, shown
+from moecore.base.rank_checks import gather
 from moecore.packing.collate import PackedBatch
 from moecore.packing.corpus.batches import RankBatches, batch_of
 from moecore.packing.corpus.files import cut

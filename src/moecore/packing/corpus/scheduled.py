@@ -14,8 +14,8 @@ from functools import partial
 
 import torch.distributed as dist
 
-from moecore.base.agreement import difference
 from moecore.base.fields import Count, CountOrZero, check_arguments
+from moecore.base.rank_checks import difference
 from moecore.packing.corpus.batches import RankBatches, Rows
 from moecore.packing.corpus.loader import PositionedLoader, check_sources
 from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moecore.base.agreement import DTYPES, check_notes
+from moecore.base.rank_checks import DTYPES, check_notes
 from moecore.parallel.fsdp.progress import Progress
 from moecore.parallel.fsdp.unit import Unit
 

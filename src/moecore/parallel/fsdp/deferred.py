@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import storage_key
+from moecore.base.torch_private import storage_key
 from moecore.kernels.experts.contract import ComputeGrad
 
 

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.failures import forget_own, known_to_others
-from moecore.base.torch_names import (
+from moecore.base.torch_private import (
     call_after_backward,
     continues,
     is_recomputing,

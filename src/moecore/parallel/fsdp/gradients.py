@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from moecore.base.torch_names import (
+from moecore.base.torch_private import (
     call_accumulate_hooks,
     foreach_div_,
     has_gradient_hooks,

@@ -24,7 +24,7 @@ from moecore.base.params import (
     READS_PLAIN,
     grad_placements,
 )
-from moecore.base.torch_names import (
+from moecore.base.torch_private import (
     StridedShard,
     call_accumulate_hooks,
     foreach_copy_,

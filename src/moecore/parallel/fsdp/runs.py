@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from moecore.base.torch_names import tree_map_only
+from moecore.base.torch_private import tree_map_only
 from moecore.parallel.fsdp.unit import Unit
 
 

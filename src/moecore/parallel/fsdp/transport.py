@@ -25,7 +25,7 @@ from moecore.base.streams import (
     on_stream,
     to_device,
 )
-from moecore.base.torch_names import (
+from moecore.base.torch_private import (
     all_gather_single,
     foreach_copy_,
     is_gloo,

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from moecore.base.torch_names import is_recomputing
+from moecore.base.torch_private import is_recomputing
 from moecore.parallel.fsdp.runs import (
     EmptyRun,
     ExchangeLayer,

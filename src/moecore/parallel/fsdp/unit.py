@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.failures import known_to_others
-from moecore.base.torch_names import no_dispatch_modes, set_versions, version
+from moecore.base.torch_private import no_dispatch_modes, set_versions, version
 from moecore.kernels.experts.contract import SINK
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.fsdp.formats import Format

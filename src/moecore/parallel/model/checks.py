@@ -21,7 +21,7 @@ from moecore.base.options.dispatch import DispatchOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import MoEOverrides
 from moecore.base.options.precision import Recipe
-from moecore.base.torch_names import HAS_SEPARATE_PIECES, has_gradient_hooks
+from moecore.base.torch_private import HAS_SEPARATE_PIECES, has_gradient_hooks
 from moecore.moe.backends import check_backend
 from moecore.moe.dispatch.wire import Wire
 from moecore.moe.expert_layout import expert_shapes

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import MaxNorm, check_arguments
 from moecore.base.streams import to_device
-from moecore.base.torch_names import foreach_mul_, foreach_norm, local_of, mark
+from moecore.base.torch_private import foreach_mul_, foreach_norm, local_of, mark
 from moecore.parallel.model.parallel_state import find_stages, rows_differ
 from moecore.parallel.model.parameter_guards import refuse_added
 from moecore.parallel.pipeline.stage_replicas import AllStages, lay_out_as_parameter

@@ -18,7 +18,7 @@ from moecore.base.params import (
     global_indices,
     seed_of,
 )
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.moe.experts import Experts
 from moecore.moe.router import Router
 from moecore.moe.shared import Latent, SharedExpert

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.params import clean_name
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nccl_ep import EPGroups
 from moecore.moe.layer import RoutedLayer

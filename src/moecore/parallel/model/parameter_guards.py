@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from moecore.base.torch_names import has_accumulate_hooks, is_inside
+from moecore.base.torch_private import has_accumulate_hooks, is_inside
 from moecore.parallel.model.parallel_state import engines_of
 
 REPLACED = "_moecore_replaced"  # attribute of a parameter that has left a model

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base import __version__
-from moecore.base.agreement import check_equal_weights, check_same, fields_of
 from moecore.base.attributes import attribute_entries
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dense import DenseOptions
@@ -26,6 +25,7 @@ from moecore.base.options.layer import MoEConfig, MoEOverrides
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe, Role
 from moecore.base.params import clean_name
+from moecore.base.rank_checks import check_equal_weights, check_same, fields_of
 from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.fp8_products import why_not_faster
 from moecore.moe.backends import ExpertBackend

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from moecore.base.torch_names import mark
+from moecore.base.torch_private import mark
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.fsdp.deferred import WeightGradients
 from moecore.parallel.fsdp.engine import UnitEngine

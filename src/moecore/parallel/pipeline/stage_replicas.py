@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.agreement import differing_tensors, gather, raise_on_all
 from moecore.base.params import clean_name
+from moecore.base.rank_checks import differing_tensors, gather, raise_on_all
 from moecore.base.streams import to_device
-from moecore.base.torch_names import default_timeout, local_of
+from moecore.base.torch_private import default_timeout, local_of
 from moecore.parallel.mesh import Meshes
 
 

@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from moecore.base.agreement import gather
 from moecore.base.fields import Bound, check_arguments
-from moecore.base.torch_names import hooks_around, local_of, num_gradient_hooks
+from moecore.base.rank_checks import gather
+from moecore.base.torch_private import hooks_around, local_of, num_gradient_hooks
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.shortage import SkippedSteps

@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from moecore.attention.sequence import RotaryTable
-from moecore.base.saved import Handle, Kept, is_packing, packing
-from moecore.base.torch_names import (
+from moecore.base.saved_tensors import Handle, Kept, is_packing, packing
+from moecore.base.torch_private import (
     autocast_dtype,
     foreach_copy_,
     hooks_around,

@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.torch_names import CustomGraphPass
+from moecore.base.torch_private import CustomGraphPass
 from moecore.train.memory.parts import find_parts, use_of
 from moecore.train.memory.recompute import SMALL
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moecore.base.saved import UsedRows
+from moecore.base.saved_tensors import UsedRows
 from moecore.base.streams import Stream
-from moecore.base.torch_names import version
+from moecore.base.torch_private import version
 from moecore.train.memory.streams import CopyMark
 
 Key = tuple[str, int]  # a part's name, and how often its layer has entered that name before

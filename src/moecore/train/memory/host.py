@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import host_memory
+from moecore.base.torch_private import host_memory
 
 SLAB_BYTES = 2**30  # large compared with a tensor, so that few bytes at its end are wasted
 ALIGN_BYTES = 64  # a cache line; no dtype needs more

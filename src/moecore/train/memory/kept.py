@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.copies import copy_modules
 from moecore.base.options.memory import MemoryOptions, StashOptions
-from moecore.base.saved import packing, used_rows
-from moecore.base.torch_names import storage_key
+from moecore.base.saved_tensors import packing, used_rows
+from moecore.base.torch_private import storage_key
 from moecore.kernels.common import cdiv, meta_as
 from moecore.moe.balance import BalanceGroups, LoadTracker
 from moecore.moe.experts import Experts

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.fields import Bound, CountOrZero, NumBytes, check_arguments
-from moecore.base.saved import packing
-from moecore.base.torch_names import is_recomputing, local_of, storage_key
+from moecore.base.saved_tensors import packing
+from moecore.base.torch_private import is_recomputing, local_of, storage_key
 from moecore.train.memory.groups import REST, Key, Layer, OffloadChunk, StorageGroup
 from moecore.train.memory.storages import SavedStorages
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moecore.base.torch_names import (
+from moecore.base.torch_private import (
     is_grouped_mm,
     run_backward,
     scaled_mm,

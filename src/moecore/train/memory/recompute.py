@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.regions import finding_products, is_in_region
-from moecore.base.saved import Handle, is_packing, keep, packing
-from moecore.base.torch_names import (
+from moecore.base.saved_tensors import Handle, is_packing, keep, packing
+from moecore.base.torch_private import (
     autocast_dtype,
     is_plain_eager,
     storage_key,

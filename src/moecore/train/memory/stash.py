@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.options.memory import StashOptions
-from moecore.base.saved import UsedRows
+from moecore.base.saved_tensors import UsedRows
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import MOST_WORD, PagePool, return_pages
 from moecore.kernels.rows.pages import MOST_MATRICES, PageLayout, copy_rows, take_rows

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moecore.base.saved import Handle, Kept, UsedRows, changed_in_place, used_rows
-from moecore.base.torch_names import storage_key, version
+from moecore.base.saved_tensors import Handle, Kept, UsedRows, changed_in_place, used_rows
+from moecore.base.torch_private import storage_key, version
 from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse, bytes_of
 from moecore.train.memory.host import HostPiece, HostPool
 from moecore.train.memory.streams import CopyStreams, Transfer

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.base.fields import check_arguments
-from moecore.base.torch_names import own_local, storage_key, tree_leaves
+from moecore.base.torch_private import own_local, storage_key, tree_leaves
 from moecore.moe.param_reader import gathered_blocks
 from moecore.parallel.fsdp.buffers import Buffer
 from moecore.parallel.model.parallel_state import (

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from moecore.base.fields import OneOf, check_value
-from moecore.base.torch_names import foreach_add_, local_of, zeros_like
+from moecore.base.torch_private import foreach_add_, local_of, zeros_like
 from moecore.kernels.adamw import AdamWOptions, AdamWTensors, ParamRow, adamw_
 from moecore.kernels.adamw_formats import (
     MOMENT_BLOCK,

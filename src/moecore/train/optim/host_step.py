@@ -25,7 +25,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from moecore.base.fields import check_value
-from moecore.base.torch_names import foreach_add_, local_of
+from moecore.base.torch_private import foreach_add_, local_of
 from moecore.train.memory.host import of_host_memory
 from moecore.train.memory.streams import CopyStream
 from moecore.train.optim.adamw import MOMENTS, AdamW, grad_of, loss_of_closure

@@ -33,7 +33,7 @@ from moecore.base.fields import (
     PositiveOrZero,
     check_arguments,
 )
-from moecore.base.torch_names import local_of, zeros_like
+from moecore.base.torch_private import local_of, zeros_like
 from moecore.kernels.momentum import momentum_
 from moecore.train.optim.adamw import grad_of, loss_of_closure, signals_of
 from moecore.train.optim.exchange import MatrixBlock, MatrixPlan, Round, make_plan

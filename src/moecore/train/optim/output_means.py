@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.train.optim.matrices import MatrixLayout
 
 EPS = 1e-10  # the least root, and the least norm, by which is divided

@@ -30,7 +30,7 @@ from moecore.attention.sequence import Sequence
 from moecore.base.fields import Positive, check_arguments
 from moecore.base.params import clean_name, global_indices
 from moecore.base.regions import once
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.kernels.ops import Op
 from moecore.kernels.zigzag import documents_of
 from moecore.models.layers import Attention

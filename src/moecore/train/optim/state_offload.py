@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.base.fields import Bound, check_arguments
-from moecore.base.torch_names import is_recomputing, local_of, tree_leaves
+from moecore.base.torch_private import is_recomputing, local_of, tree_leaves
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.model.parallel_state import engines_of
 from moecore.train.memory.host import HostCopies, of_host_memory

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from moecore.base.fields import check_arguments
 from moecore.base.params import clean_name
-from moecore.base.torch_names import local_of
+from moecore.base.torch_private import local_of
 from moecore.train.optim import matrices
 from moecore.train.optim.matrices import Decision, MatrixLayout, assign_matrices, scale_of
 from moecore.train.optim.muon import AdjustLR, Muon

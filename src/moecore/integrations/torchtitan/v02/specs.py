@@ -37,7 +37,6 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3_infra
 from torchtitan.models.utils import trunc_normal_
 from torchtitan.protocols import BaseModelArgs
 
-from moecore.base import torch_names
 from moecore.base.options.layer import BalanceConfig
 from moecore.integrations.torchtitan import models, parallelize
 from moecore.integrations.torchtitan.layer import TitanLayer, cut_dense_parts, titan_layer
@@ -57,8 +56,8 @@ DENSE_TP: dict[type, Callable[..., None]] = {
 }
 # What selective checkpointing of single operations keeps: every matrix product and attention.
 SAVED_OPS = {torch.ops.aten.mm.default, torch.ops.aten.max.default}
-SAVED_OPS |= {torch_names.grouped_mm_overload, *torch_names.attention_overloads}
-SAVED_OPS |= {torch_names.reduce_scatter_overload}
+SAVED_OPS |= {torch_private.grouped_mm_overload, *torch_private.attention_overloads}
+SAVED_OPS |= {torch_private.reduce_scatter_overload}
 MOVING_BIAS = titan_optimizer.build_optimizers_with_moe_load_balancing
 # What `accelerated` replaces, and what may be lost by it.
 REPLACED: dict[str, tuple[Any, ...]] = {

@@ -24,7 +24,7 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
-from moecore.base.torch_names import grouped_mm_overload
+from moecore.base.torch_private import grouped_mm_overload
 from moecore.integrations.torchtitan import models
 from moecore.integrations.torchtitan.layer import Fills, TitanLayer, cut_dense_parts, titan_layer
 from moecore.integrations.torchtitan.options import MoECore

@@ -1,4 +1,4 @@
-"""Private names of torch: `base/torch_names.py` alone has them; each means what it is used for.
+"""Private names of torch: `base/torch_private.py` alone has them; each means what it is used for.
 
 What counts is in its docstring; this file reads it off the syntax of all of src.
 """
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moecore
 from moecore import ParallelConfig, build_meshes
-from moecore.base import torch_names as _torch
+from moecore.base import torch_private as _torch
 from moecore.parallel.mesh import concatenate
 
 SRC = Path(moecore.__file__).parent
@@ -185,7 +185,7 @@ def names(node: ast.Assign) -> list[str]:
 def test_one_file_has_private_names_of_torch() -> None:
     trees, torchs = parse(), names_of_torch()
     own = {name for tree in trees.values() for name in defined(tree)}
-    counted = set(used(trees.pop("base/torch_names.py"), own, torchs)) - MODULES - OPERATORS
+    counted = set(used(trees.pop("base/torch_private.py"), own, torchs)) - MODULES - OPERATORS
     assert counted - ALLOWED.keys() == set(NAMES) and len(NAMES) <= MOST
     elsewhere = {file: set(used(tree, own, torchs)) for file, tree in trees.items()}
     known = ALLOWED.keys() | FOREIGN.keys()

@@ -2,7 +2,7 @@
 
 A name counts when it, or a module on the way to it, begins with one underscore: imported, looked
 up in a module, or on an object (`group._get_backend`), by dots or as a string.
-`tests/base/test_torch_names.py` reads all of src for such names, finds them here alone, and holds
+`tests/base/test_torch_private.py` reads all of src for such names, finds them here alone, and holds
 each to what it is used for: a torch that renames one fails there by name. These do not count:
 
 - Operators. torch registers them with a schema that programs exported by older releases call. They

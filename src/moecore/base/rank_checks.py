@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import shown
-from moecore.base.torch_names import tree_map_only
+from moecore.base.torch_private import tree_map_only
 
 Group = dist.ProcessGroup | None  # None = all ranks
 Groups = Group | tuple[dist.ProcessGroup, ...]  # several = the ranks of their product

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import saved_tensor_hooks, storage_key, version
+from moecore.base.torch_private import saved_tensor_hooks, storage_key, version
 
 
 class Handle(Protocol):

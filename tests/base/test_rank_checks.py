@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.agreement import checksum
+from moecore.base.rank_checks import checksum
 from moecore.train import AdamW, HostAdamW, Muon, assign_matrices
 from tests.helpers.ranks import run_ranks
 
