@@ -15,7 +15,7 @@ from data import BatchShape, StepBatch, with_borders
 from files import check_directory, named
 from hf_model import TOKENIZER_FILES
 
-from moecore.base.fields import shown
+from moecore.base.fields import quote
 from moecore.packing import (
     CorpusLoader,
     CorpusOptions,
@@ -74,13 +74,13 @@ def source_of(word: str) -> SourceOptions:
         key, _, value = pair.partition("=")
         if key not in kinds:
             known = ", ".join(kinds)
-            raise ValueError(f"{shown(word)} must have keys of {known}, not {shown(key)}")
+            raise ValueError(f"{quote(word)} must have keys of {known}, not {quote(key)}")
         if kinds[key] is bool and value.lower() not in ("true", "false"):
-            raise ValueError(f"{shown(word)} must have {key}=true or {key}=false")
+            raise ValueError(f"{quote(word)} must have {key}=true or {key}=false")
         try:
             found[key] = value.lower() == "true" if kinds[key] is bool else kinds[key](value)
         except ValueError:
-            raise ValueError(f"{shown(word)} must have a number as {key}") from None
+            raise ValueError(f"{quote(word)} must have a number as {key}") from None
     return SourceOptions(path=path, **found)
 
 
@@ -251,7 +251,7 @@ class Tokens:
         if isinstance(document, Mapping):
             if self.field not in document:
                 raise ValueError(
-                    f"a row with {shown(list(document))} must have {shown(self.field)}: set field"
+                    f"a row with {quote(list(document))} must have {quote(self.field)}: set field"
                 )
             document = document[self.field]
         if not isinstance(document, str):

@@ -25,7 +25,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 from files import named, read_text, shown_path
 
-from moecore.base.fields import shown
+from moecore.base.fields import quote
 
 MAX_CONFIG_BYTES = 1 << 24
 Records = Mapping[str, type]  # by the name of the table
@@ -157,7 +157,7 @@ def words_of(
             reason = " ".join((getattr(error, "message", "") or str(error)).split())
             reason = re.sub(r"^\(.*\) must", "must", reason)[:300]
             reason = reason if reason.startswith("must") else f"must be valid: {reason}"
-            raise ValueError(f"{name}: {key} ({shown(value)}) {reason}: correct it") from None
+            raise ValueError(f"{name}: {key} ({quote(value)}) {reason}: correct it") from None
     return words
 
 

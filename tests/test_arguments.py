@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moecore import BalanceConfig, LayerLayout, MoEConfig, MoELayer, ParallelConfig, build_meshes
-from moecore.base.fields import shown
+from moecore.base.fields import quote
 from moecore.io import (
     UpcycleOptions,
     WeightBucket,
@@ -245,7 +245,7 @@ def test_a_wrong_type_of_any_argument_is_one_line_that_names_it(
     problems, number = [], 0
     for name, parameter, function, arguments in wrong_calls():
         number += 1
-        what = f"{name}({parameter}={shown(arguments[parameter])})"
+        what = f"{name}({parameter}={quote(arguments[parameter])})"
         try:
             made = function(**arguments)
             if hasattr(made, "__enter__"):

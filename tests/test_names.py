@@ -29,7 +29,7 @@ WORDS = frozenset((PARTICIPLES + OTHER_WORDS).split())
 # How many each package may have. A number may only fall: the goal is 1 per 1,000 lines in all.
 # fmt: off
 BOUNDS = {
-    ".": 13, "attention": 46, "base": 100, "families": 183, "integrations": 88, "io": 426,
+    ".": 13, "attention": 46, "families": 183, "integrations": 88, "io": 426,
     "kernels": 440, "models": 56, "moe": 294, "packing": 92, "parallel": 331, "planning": 376,
     "precision": 40, "rl": 79, "train": 295,
 }

@@ -43,8 +43,8 @@ CASES_PER_SPAWN = 8
 GATHERED = FSDPOptions(dense_strategy="optim", prefetch_blocks=0)
 TOGETHER = FSDPOptions(blocks_per_unit=2)  # of three blocks
 STASH = MemoryOptions(stash=StashOptions(page_rows=4, factor=4.0))
-ONE, TWO = (CloneOptions(per_rank=n, least=0.0) for n in (1, 2))
-KEPT = CloneOptions(per_rank=2, least=0.0, refresh=1)
+ONE, TWO = (CloneOptions(per_rank=n, min_share=0.0) for n in (1, 2))
+KEPT = CloneOptions(per_rank=2, min_share=0.0, refresh=1)
 
 
 def case(world: int, dense: str, expert: str, **options: Any) -> Case:

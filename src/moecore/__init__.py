@@ -6,7 +6,7 @@ Names and rooms are imported on first use, so that a command's help waits for no
 from typing import TYPE_CHECKING
 
 from moecore.base import __version__ as __version__
-from moecore.base.lazy_names import first_use
+from moecore.base.lazy_names import make_lazy_getattr
 
 _NAMES = {
     "base.options.context": "ContextOptions",
@@ -84,4 +84,4 @@ if TYPE_CHECKING:
     from moecore.train.step_result import StepResult as StepResult
 else:  # type checkers would take any name for granted
     __all__ = [name for names in _NAMES.values() for name in names.split()]
-    __getattr__ = first_use(__name__, _NAMES)
+    __getattr__ = make_lazy_getattr(__name__, _NAMES)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from torch import nn
 
-from moecore.base.failures import known_to_others, share_call_errors, share_errors
+from moecore.base.failures import publish_errors, share_call_errors, share_errors
 from moecore.base.fields import check_arguments
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dense import DenseOptions
@@ -123,7 +123,7 @@ def parallelize_moe(
         state = _plan(root, layers, fp32, request)
         request.family.prepare(root)
     compare_stages(root, state.plan, request)
-    with known_to_others("parallelize_moe()"):
+    with publish_errors("parallelize_moe()"):
         for phase in PHASES:
             phase(root, state)
     setattr(root, PARALLEL_STATE, state)

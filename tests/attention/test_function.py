@@ -15,7 +15,7 @@ import moecore.attention.function as function
 from moecore.attention.function import attend
 from moecore.attention.linear import convolve
 from moecore.attention.sequence import Sequence, packed_sequence
-from moecore.base.regions import running_again
+from moecore.base.regions import recompute_products
 from moecore.train.memory.recompute import recompute, sharing_outputs
 
 LENGTHS = [5, 1, 4, 0]
@@ -90,7 +90,7 @@ def test_what_it_keeps_and_what_runs_again(monkeypatch: pytest.MonkeyPatch) -> N
         return attend(q * 8, k * 8, v * 8, PACKED, scale=SCALE, sinks_H=sinks)
 
     def part_again(*heads: Tensor) -> Tensor:
-        with running_again():
+        with recompute_products():
             return part(*heads)
 
     for run, num in ((part, 1), (part_again, 2)):

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from moecore.base import failures
-from moecore.base.failures import RankError, forget_own, known_to_others
+from moecore.base.failures import RankError, publish_errors, withdraw_records
 
 WORLD = 4
 CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
@@ -21,13 +21,13 @@ def store() -> Iterator[dist.Store]:
     one = dist.HashStore()
     with patch.multiple(failures, _store=lambda: one, GRACE_S=0.06):
         yield one
-        forget_own()
+        withdraw_records()
 
 
 def fail(rank: int, where: str, error: Exception) -> Exception:
     """Return what a rank raises that has this error."""
     with patch.multiple(dist, get_rank=lambda: rank, get_world_size=lambda: WORLD):
-        with pytest.raises(Exception) as caught, known_to_others("a step"), known_to_others(where):
+        with pytest.raises(Exception) as caught, publish_errors("a step"), publish_errors(where):
             raise error
         return caught.value
 
@@ -53,7 +53,7 @@ def test_the_first_error_counts_and_not_that_of_a_rank_that_waits() -> None:
 
 def test_an_error_that_a_rank_has_survived_is_no_cause() -> None:
     fail(1, "micro-batch 1 of 2", FloatingPointError())
-    forget_own()
+    withdraw_records()
     found = str(fail(0, "finish()", RuntimeError(CLOSED)))
     assert found.startswith("rank 0 runs finish(), but one of ranks 1, 2, 3 has ended or runs som")
     assert "recorded no error" in found and found.endswith("Connection closed by peer)")

@@ -34,7 +34,7 @@ from moecore.base.fields import (
     Positive,
     Rules,
     check_value,
-    shown,
+    quote,
 )
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dense import DenseOptions
@@ -185,9 +185,9 @@ def test_a_float_field_refuses_other_numbers(value: Any, relation: str) -> None:
 
 
 def test_a_value_is_shown_in_one_short_line() -> None:
-    assert shown("a\u2028b\n") == r"'a\u2028b\n'"
-    assert shown(10**5000) == "a value of type int"
-    assert len(shown(torch.ones(50, 50))) == 80 and "\n" not in shown(torch.ones(50, 50))
+    assert quote("a\u2028b\n") == r"'a\u2028b\n'"
+    assert quote(10**5000) == "a value of type int"
+    assert len(quote(torch.ones(50, 50))) == 80 and "\n" not in quote(torch.ones(50, 50))
 
 
 # --------------------------------------------------------------------------- every record
@@ -344,7 +344,7 @@ def test_hostile_arguments_are_one_line_or_a_layer_that_trains() -> None:
     torch.manual_seed(0)
     problems, num_built, distinct = [], 0, set()
     for record, arguments, drawn in argument_sets():
-        what = f"{record.__name__}({', '.join(f'{n}={shown(arguments[n])}' for n in drawn)})"
+        what = f"{record.__name__}({', '.join(f'{n}={quote(arguments[n])}' for n in drawn)})"
         try:
             built = record(**arguments)
         except (ValueError, NotImplementedError) as error:

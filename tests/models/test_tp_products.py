@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from moecore.base.options.precision import Recipe
-from moecore.base.regions import running_again
+from moecore.base.regions import recompute_products
 from moecore.base.torch_private import storage_key
 from moecore.kernels.experts.contract import SINK, GradTarget
 from moecore.kernels.linear import PlainProducts
@@ -304,7 +304,7 @@ def test_when_exchanges_stay_in_turn() -> None:
     assert find_exchange(tp, x, 1 << 30, 32, linears) is None  # on CPUs
     with sliced():
         assert find_exchange(tp, x, 4, 32, linears) is not None
-        with running_again():
+        with recompute_products():
             assert find_exchange(tp, x, 4, 32, linears) is None
         compiled = torch.compile(
             lambda x: find_exchange(tp, x, 4, 32, linears) is None, backend="eager"

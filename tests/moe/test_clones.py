@@ -175,7 +175,7 @@ def error_of(form: Form, *, over_peers: bool, refresh: Any = "forward") -> float
     In the first step, or, with a plan that stays, in the second.
     """
     found = []
-    for options in (None, CloneOptions(per_rank=2, least=0.0, refresh=refresh)):
+    for options in (None, CloneOptions(per_rank=2, min_share=0.0, refresh=refresh)):
         layer = skewed_layer(options, form, over_peers=over_peers)
         torch.manual_seed(dist.get_rank())
         if refresh != "forward":
@@ -219,7 +219,7 @@ class Stays:
 
 def staying(*, over_peers: bool) -> Stays:
     """Run steps whose tokens nearly all choose expert 0, and then expert 5."""
-    layer = skewed_layer(CloneOptions(per_rank=1, least=0.01, refresh=2), over_peers=over_peers)
+    layer = skewed_layer(CloneOptions(per_rank=1, min_share=0.01, refresh=2), over_peers=over_peers)
     state, plans, clones = state_of(layer), {}, []
     torch.manual_seed(dist.get_rank())
     x = torch.randn(64, D, requires_grad=True)
@@ -287,7 +287,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     dtypes = (torch.float32, torch.bfloat16)
     found["bits"] = [of_blocks(are_bits_equal(dtype)) for dtype in dtypes]
     found["plain"] = skewed(None)
-    found["cloned"] = skewed(CloneOptions(per_rank=1, least=0.01))
+    found["cloned"] = skewed(CloneOptions(per_rank=1, min_share=0.01))
     found["errors"] = {
         (name, over_peers): error_of(form, over_peers=over_peers)
         for name, form in FORMS.items()
@@ -297,7 +297,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         how = dict(over_peers=over_peers, refresh=3)
         found["error of a plan that stays", over_peers] = error_of(PLAIN, **how)
         found["stays", over_peers] = staying(over_peers=over_peers)
-    found["over peers"] = skewed(CloneOptions(per_rank=1, least=0.01), over_peers=True)
+    found["over peers"] = skewed(CloneOptions(per_rank=1, min_share=0.01), over_peers=True)
     return found
 
 

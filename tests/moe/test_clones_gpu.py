@@ -116,7 +116,7 @@ def pieces() -> bool:
 
 def cloned_layer() -> tuple[MoELayer, ExchangePool]:
     """Return a layer in which hot experts have clones."""
-    options = CloneOptions(per_rank=NUM_CLONES, least=0.0)
+    options = CloneOptions(per_rank=NUM_CLONES, min_share=0.0)
     base = place_of(NUM_RANKS, 1)
     layer = make_layer(base)
     place = replace(base, num_clones=NUM_CLONES)

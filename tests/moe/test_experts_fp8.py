@@ -450,7 +450,7 @@ def test_a_precision_that_reaches_nothing_warns() -> None:
 def test_ranks_that_decide_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What "auto" decides is compared, not only that it was asked for."""
     compared: dict[str, Any] = {}
-    monkeypatch.setattr(request_file, "check_same", lambda items, *_, **__: compared.update(items))
+    monkeypatch.setattr(request_file, "check_equal", lambda items, *_, **__: compared.update(items))
     model = nn.Sequential(MoELayer(replace(CONFIG, hidden_dim=384, shared_hidden_dim=128)))
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision="auto")
     assert compared["recipes"] == {"experts of 0": Recipe(), "shared_experts of 0": None}

@@ -69,7 +69,7 @@ CLONED = [
     ("ep3-etp2", "allgather"),
     ("ep3-edp2", "nvlink"),
 ]
-CLONES = CloneOptions(per_rank=1, least=0.0)
+CLONES = CloneOptions(per_rank=1, min_share=0.0)
 # Rows are added while they travel; they travel as FP8, and once more in backward.
 NVLINK = {
     "nvlink": NVLinkOptions(max_tokens=80, row_factor=None),

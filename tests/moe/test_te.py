@@ -61,7 +61,7 @@ CASES = [
     ("ep3-etp2", "nvlink", None, True),
     ("ep6", "hierarchical", None, True),
     ("edp6", "local", None, True),
-    ("ep3-etp2", "allgather", CloneOptions(per_rank=1, least=0.0), True),
+    ("ep3-etp2", "allgather", CloneOptions(per_rank=1, min_share=0.0), True),
     ("ep3-etp2", "alltoall", None, False),
     ("ep3-edp2", "nvlink", None, False),
 ]

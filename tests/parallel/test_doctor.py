@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moecore import cli
-from moecore.base.fields import shown
+from moecore.base.fields import quote
 from moecore.base.rank_checks import gather
 from moecore.parallel import doctor
 from moecore.parallel.doctor import RankFacts, _facts, problems
@@ -184,7 +184,7 @@ def collect_apart(rank: int, device: torch.device, folder: str) -> dict[str, lis
 def test_facts_that_one_rank_cannot_read(tmp_path: Path) -> None:
     lines = run_ranks(2, collect_apart, str(tmp_path), over_gloo=True)
     failed = "must be a directory that every rank can write, which failed: Not a directory"
-    path = f"--checkpoints ({shown(str(tmp_path / 'file' / 'x'))})"
+    path = f"--checkpoints ({quote(str(tmp_path / 'file' / 'x'))})"
     given = "must be given on all ranks: start every rank with the same command"
     assert lines == {
         "unwritable on rank 1": [f"rank 1 on node: {path} {failed}"],

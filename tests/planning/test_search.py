@@ -53,7 +53,6 @@ from moecore.planning.search import (
     MAX_DIVISORS,
     Fitting,
     _changes,
-    explained,
     fit,
     planned,
     planned_with,

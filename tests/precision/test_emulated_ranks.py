@@ -102,7 +102,7 @@ def on_ranks(name: str, recipe: Recipe, device: torch.device) -> dict[str, Any]:
     """Return of every quantity our error over that of one process, and the distance to it."""
     options: dict[str, Any] = {}
     if "cp" in name:
-        clones = CloneOptions(per_rank=1, least=0.0)
+        clones = CloneOptions(per_rank=1, min_share=0.0)
         options = dict(context=ContextOptions(way="a2a"), clones=clones, recompute=True)
     if "pp" in name:
         options = dict(pipeline=PipelineConfig(schedule="1f1b"), accumulate=2)

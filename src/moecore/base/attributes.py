@@ -51,24 +51,24 @@ ATOMS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 
 def attribute_entries(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
     """Return path -> description of the plain attributes of named modules and their records."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     records: dict[int, dict[str, Any]] = {}  # modules of one model share their config
     for path, module in modules:
         prefix = f"{path}." if path else ""
-        found[prefix + CLASS] = _name_of(type(module))
+        entries[prefix + CLASS] = _name_of(type(module))
         for name, value in vars(module).items():
-            if name in INTERNAL or not _is_compared(name, value):
+            if name in INTERNAL or not _decides_numbers(name, value):
                 continue
             if _fields_of(value) is None:
-                found |= _flat(prefix + name, value, 0)
+                entries |= _flat(prefix + name, value, 0)
                 continue
             if id(value) not in records:
                 records[id(value)] = dict(_flat("", value, 0))
-            found |= {f"{prefix}{name}{rest}": one for rest, one in records[id(value)].items()}
-    return found
+            entries |= {f"{prefix}{name}{rest}": v for rest, v in records[id(value)].items()}
+    return entries
 
 
-def _is_compared(name: str, value: Any) -> bool:
+def _decides_numbers(name: str, value: Any) -> bool:
     """Whether an attribute of this name decides numbers; objects in private ones are state."""
     if name in UNCOMPARED or OF_ONE_RANK.search(name):
         return False
@@ -81,12 +81,12 @@ def _flat(path: str, value: Any, depth: int) -> dict[str, Any]:
     values = value if isinstance(value, Mapping) else _fields_of(value)
     if values is None or depth > MAX_DEPTH:
         return {path: _described(value, depth)}
-    found = {f"{path}.{CLASS}": _name_of(type(value))}
-    for key, one in values.items():
+    descriptions = {f"{path}.{CLASS}": _name_of(type(value))}
+    for key, item in values.items():
         name = key if isinstance(key, str) else repr(_described(key, depth + 1))
-        if _is_compared(name, one):
-            found |= _flat(f"{path}.{name}", one, depth + 1)
-    return found
+        if _decides_numbers(name, item):
+            descriptions |= _flat(f"{path}.{name}", item, depth + 1)
+    return descriptions
 
 
 def _fields_of(value: Any) -> dict[str, Any] | None:
@@ -97,10 +97,12 @@ def _fields_of(value: Any) -> dict[str, Any] | None:
     is_record = any(hasattr(cls, mark) for mark in RECORD_MARKS)
     if not is_record and not cls.__name__.lower().endswith(RECORD_NAMES):
         return None
-    own = dict(getattr(value, "__dict__", {}))
+    values = dict(getattr(value, "__dict__", {}))
     if is_dataclass(value):
-        return {f.name: _field(value, f.name) for f in fields(value) if f.name not in own} | own
-    return own or {name: _field(value, name) for name in getattr(cls, "__slots__", ())}
+        return {
+            f.name: _field(value, f.name) for f in fields(value) if f.name not in values
+        } | values
+    return values or {name: _field(value, name) for name in getattr(cls, "__slots__", ())}
 
 
 def _field(record: Any, name: str) -> Any:
@@ -151,13 +153,13 @@ def _name_of_function(value: Callable[..., Any], depth: int) -> Verbatim:
     if not isinstance(name, str):
         return _name_of(type(value))
     module = getattr(value, "__module__", None)
-    found = f"{module}.{name}" if isinstance(module, str) else name
+    description = f"{module}.{name}" if isinstance(module, str) else name
     function = value.__func__ if isinstance(value, MethodType) else value
     if isinstance(function, FunctionType) and "<" in name:
         # Lambdas and functions in functions: a name stands for code with other constants.
         text = repr([*_code_of(function.__code__), *_constants_of(function, depth)])
-        found += f" {sha256(text.encode(errors='backslashreplace')).hexdigest()[:8]}"
-    return Verbatim(found)
+        description += f" {sha256(text.encode(errors='backslashreplace')).hexdigest()[:8]}"
+    return Verbatim(description)
 
 
 def _constants_of(function: FunctionType, depth: int) -> Iterator[Any]:
@@ -168,7 +170,7 @@ def _constants_of(function: FunctionType, depth: int) -> Iterator[Any]:
             value = cell.cell_contents
         except ValueError:  # a variable that has no value yet
             continue
-        if _is_compared(name, value):
+        if _decides_numbers(name, value):
             yield _described(value, depth + 1)
 
 

@@ -28,11 +28,11 @@ def copy_modules(
     that `torch.compile` has made has the copy of its original.
     """
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
-    made = dict(copies)
+    twins = dict(copies)
     for module in copies if unwrapped else ():
-        copies[module] = made[module._modules.get(COMPILED_OF) or module]
+        copies[module] = twins[module._modules.get(COMPILED_OF) or module]
     params = {param: new_parameter(param) for param in model.parameters()}
-    for module, twin in made.items():
+    for module, twin in twins.items():
         state = dict(vars(module))
         for name, value in vars(module).items():
             is_left_out = unwrapped and _shadows(module, name)

@@ -35,7 +35,7 @@ GRACE_S = 2.0  # how long a rank waits for the others' records: they see one eve
 LONGEST, SHORT = 500, 120  # characters of an error, and of one of transport
 MOST_NAMED = 8  # ranks
 OF_TRANSPORT = ("gloo", "NCCL", "Connection closed", "Connection reset")
-_own: list[tuple[dist.Store, int]] = []  # this rank's records
+_local_records: list[tuple[dist.Store, int]] = []  # this rank's records
 
 
 class RankError(RuntimeError):
@@ -43,7 +43,7 @@ class RankError(RuntimeError):
 
 
 @contextmanager
-def known_to_others(where: str) -> Iterator[None]:
+def publish_errors(activity: str) -> Iterator[None]:
     """Return a context whose errors other ranks read; errors of transport become RankErrors."""
     try:
         yield
@@ -53,10 +53,10 @@ def known_to_others(where: str) -> Iterator[None]:
         if _store() is None:
             raise
         if _is_of_transport(error):
-            raise RankError(explained(where, error)) from error
-        if not hasattr(error, "is_known_to_others"):  # else a context inside of this one wrote it
-            error.is_known_to_others = True  # type: ignore[attr-defined]
-            _write(where, error, waits=False)
+            raise RankError(explain_transport_error(activity, error)) from error
+        if not hasattr(error, "is_published"):  # else a context inside of this one wrote it
+            error.is_published = True  # type: ignore[attr-defined]
+            _write(activity, error, waits=False)
         raise
 
 
@@ -76,7 +76,7 @@ def share_errors(group: Group = None) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    if _is_alone(group):
+    if _is_single_rank(group):
         if error is not None:
             raise error
         return
@@ -85,14 +85,14 @@ def share_errors(group: Group = None) -> Iterator[None]:
         errors = gather(error, group)
     except Exception as of_transport:
         raise (of_transport if error is None else error) from None
-    ranks = [rank for rank, one in enumerate(errors) if one is not None]
+    ranks = [rank for rank, failure in enumerate(errors) if failure is not None]
     if not ranks:
         return
-    is_known = len({str(one) for one in errors}) == 1  # every rank has this error itself
+    is_common = len({str(failure) for failure in errors}) == 1  # every rank has this error itself
     first = error if error is not None and ranks[0] == dist.get_rank(group) else errors[ranks[0]]
     assert first is not None
     rank = dist.get_process_group_ranks(group or dist.group.WORLD)[ranks[0]]
-    is_named = is_known or f"rank {rank}" in str(first)
+    is_named = is_common or f"rank {rank}" in str(first)
     if not is_named and first.args == (str(first),):
         first.args = (f"{first} (on rank {rank})",)
     raise first
@@ -123,7 +123,7 @@ def on_every_rank(action: Callable[[], T], group: Group = None) -> T:
         return action()
 
 
-def _is_alone(group: Group) -> bool:
+def _is_single_rank(group: Group) -> bool:
     if not dist.is_initialized() or dist.get_backend(group) == "fake":
         return True
     return dist.get_world_size(group) == 1
@@ -134,14 +134,14 @@ def sendable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        found = RuntimeError(f"{type(error).__name__}: {error}")
-        found.__cause__ = error
-        return found
+        substitute = RuntimeError(f"{type(error).__name__}: {error}")
+        substitute.__cause__ = error
+        return substitute
     return error
 
 
 @contextmanager
-def transport_explained(where: str) -> Iterator[None]:
+def explain_transport_errors(activity: str) -> Iterator[None]:
     """Return a context whose errors of transport become RankErrors; no other error is recorded."""
     try:
         yield
@@ -150,31 +150,32 @@ def transport_explained(where: str) -> Iterator[None]:
     except Exception as error:
         if _store() is None or not _is_of_transport(error):
             raise
-        raise RankError(explained(where, error)) from error
+        raise RankError(explain_transport_error(activity, error)) from error
 
 
-def explained(where: str, error: Exception) -> str:
+def explain_transport_error(activity: str, error: Exception) -> str:
     """Return what other ranks have recorded, where this one has an error of transport."""
     if _store() is None:
         return str(error)
-    _write(where, error, waits=True)
-    deadline, found = time.monotonic() + GRACE_S, list[dict[str, Any]]()
+    _write(activity, error, waits=True)
+    deadline, records = time.monotonic() + GRACE_S, list[dict[str, Any]]()
     with suppress(dist.DistError):  # the rank of the store may be the one that has ended
-        while time.monotonic() < deadline and not (found and not found[0]["waits"]):
+        while time.monotonic() < deadline and not (records and not records[0]["waits"]):
             time.sleep(0.05)
-            found = _read()
-    mine, cause = f"rank {dist.get_rank()} runs {where}", " ".join(str(error).split())[:SHORT]
+            records = _read()
+    status, cause = f"rank {dist.get_rank()} runs {activity}", " ".join(str(error).split())[:SHORT]
     fix = "give every rank the same forwards, micro-batches and steps"
-    silent = set(range(dist.get_world_size())) - {dist.get_rank(), *(one["rank"] for one in found)}
-    if silent and all(one["waits"] and one["where"] == where for one in found):
+    recorded_ranks = {dist.get_rank(), *(record["rank"] for record in records)}
+    silent = set(range(dist.get_world_size())) - recorded_ranks
+    if silent and all(record["waits"] and record["activity"] == activity for record in records):
         return (
-            f"{mine}, but {_one_of(sorted(silent))} has ended or runs something else, and has "
+            f"{status}, but {_one_of(sorted(silent))} has ended or runs something else, and has "
             f"recorded no error: {fix}, and see what the others printed ({cause})"
         )
-    first = found[0]
+    first = records[0]
     if first["waits"]:
-        return f"{mine} and rank {first['rank']} {first['where']}: {fix} ({cause})"
-    return f"rank {first['rank']} failed in {first['where']}: {first['error']} ({mine})"
+        return f"{status} and rank {first['rank']} {first['activity']}: {fix} ({cause})"
+    return f"rank {first['rank']} failed in {first['activity']}: {first['error']} ({status})"
 
 
 def _one_of(ranks: Sequence[int]) -> str:
@@ -183,10 +184,10 @@ def _one_of(ranks: Sequence[int]) -> str:
     return f"{'one of ranks ' if len(ranks) > 1 else 'rank '}{', '.join(map(str, ranks))}"
 
 
-def forget_own() -> None:
+def withdraw_records() -> None:
     """Withdraw this rank's records: it goes on."""
-    while _own:
-        store, number = _own.pop()
+    while _local_records:
+        store, number = _local_records.pop()
         with suppress(dist.DistError):  # of a group that has ended since
             store.set(f"{KEY}/{number}", "")
 
@@ -194,8 +195,8 @@ def forget_own() -> None:
 def _store() -> dist.Store | None:
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
-    found: dist.Store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    return found
+    store: dist.Store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    return store
 
 
 def _is_of_transport(error: BaseException | None) -> bool:
@@ -207,14 +208,14 @@ def _is_of_transport(error: BaseException | None) -> bool:
     return False
 
 
-def _write(where: str, error: Exception, *, waits: bool) -> None:
+def _write(activity: str, error: Exception, *, waits: bool) -> None:
     text = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
-    record = dict(rank=dist.get_rank(), where=where, error=text, waits=waits)
+    record = dict(rank=dist.get_rank(), activity=activity, error=text, waits=waits)
     store = _store()
     assert store is not None, "callers have asked"
     with suppress(dist.DistError):  # the rank of the store may be the one that has ended
         number = store.add(KEY, 1)
-        _own.append((store, number))
+        _local_records.append((store, number))
         store.set(f"{KEY}/{number}", json.dumps(record))
 
 
@@ -222,7 +223,7 @@ def _read() -> list[dict[str, Any]]:
     """Return the records of other ranks, those of ranks that wait last."""
     store = _store()
     assert store is not None, "callers have asked"
-    written = [store.get(f"{KEY}/{n}") for n in range(1, store.add(KEY, 0) + 1)]
-    found = [json.loads(record) for record in written if record]
-    found = [record for record in found if record["rank"] != dist.get_rank()]
-    return sorted(found, key=lambda record: record["waits"])
+    texts = [store.get(f"{KEY}/{n}") for n in range(1, store.add(KEY, 0) + 1)]
+    records = [json.loads(record) for record in texts if record]
+    records = [record for record in records if record["rank"] != dist.get_rank()]
+    return sorted(records, key=lambda record: record["waits"])

@@ -51,7 +51,7 @@ from typing import (
 import torch
 from torch import nn
 
-MOST: dict[type, float] = {int: 2**31 - 1, float: 1e38}
+MAX_ABS: dict[type, float] = {int: 2**31 - 1, float: 1e38}
 EXACT = 2**53  # a float holds every int up to this one
 NAMES: dict[Any, tuple[str, str]] = {
     bool: ("True or False", "pass a bool"),
@@ -155,7 +155,7 @@ def check_value(name: str, value: object, annotation: Any) -> None:
         _check(name, value, _kind(annotation))
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """Return a value as errors show it: one line, at most 80 characters."""
     try:
         text = " ".join(repr(value).split())
@@ -167,17 +167,17 @@ def shown(value: object) -> str:
 def shown_name(name: object) -> str:
     """Return a name, such as of a tensor, as errors show it: itself, or cut and in one line."""
     text = str(name)
-    return text if len(text) <= 200 and text.isprintable() else shown(text)
+    return text if len(text) <= 200 and text.isprintable() else quote(text)
 
 
 def _check(name: str, value: object, kind: _Kind) -> None:
     if not kind.takes(value):
-        raise ValueError(f"{name} ({shown(value)}) must be {kind.name(value)}: {kind.fix}")
+        raise ValueError(f"{name} ({quote(value)}) must be {kind.name(value)}: {kind.fix}")
 
 
 def _refuse(record: Any, name: str, relation: str) -> None:
     value = reduce(getattr, name.split("."), record)
-    raise ValueError(f"{type(record).__name__}.{name} ({shown(value)}) must {relation}")
+    raise ValueError(f"{type(record).__name__}.{name} ({quote(value)}) must {relation}")
 
 
 @cache
@@ -216,7 +216,7 @@ def _constant(name: str) -> Callable[[Any], str]:
 
 def _plain_kind(hint: Any, bounds: list[Bound]) -> _Kind:
     origin, args = get_origin(hint), get_args(hint)
-    if hint in MOST:
+    if hint in MAX_ABS:
         return _number(hint, bounds)
     if origin is Literal:
         return _one_of(args)
@@ -286,7 +286,9 @@ def _number(base: type, bounds: list[Bound]) -> _Kind:
     classes = (int, float) if base is float else (int,)
     signs = {bound.sign[0] for bound in bounds}
     implied = [
-        b for b in (Bound(">=", -MOST[base]), Bound("<=", MOST[base])) if b.sign[0] not in signs
+        b
+        for b in (Bound(">=", -MAX_ABS[base]), Bound("<=", MAX_ABS[base]))
+        if b.sign[0] not in signs
     ]
     low = max(_inclusive(b, base) for b in bounds + implied if b.sign[0] == ">")
     high = min(_inclusive(b, base) for b in bounds + implied if b.sign[0] == "<")
@@ -305,10 +307,10 @@ def _number(base: type, bounds: list[Bound]) -> _Kind:
         return is_number(value) and is_exact(value) and low <= value <= high
 
     def name(value: Any) -> str:
-        broken = is_number(value) and abs(value) > MOST[base]
+        is_too_large = is_number(value) and abs(value) > MAX_ABS[base]
         shown_bounds = [b for b in bounds if b.limit != math.inf]
-        shown_bounds += implied if broken else []
-        if is_number(value) and not broken and not is_exact(value):
+        shown_bounds += implied if is_too_large else []
+        if is_number(value) and not is_too_large and not is_exact(value):
             return f"{noun}, as an int at most {EXACT}"
         limits = " and ".join(f"{b.sign} {b.limit!r}" for b in shown_bounds)
         return f"{noun} {limits}".rstrip()
@@ -373,16 +375,16 @@ def _tuple_of(args: tuple[Any, ...]) -> _Kind:
     def takes(value: Any) -> bool:
         if not isinstance(value, tuple) or not (is_open or len(value) == len(kinds)):
             return False
-        of_each = kinds * len(value) if is_open else kinds
-        return all(kind.takes(item) for kind, item in zip(of_each, value, strict=True))
+        item_kinds = kinds * len(value) if is_open else kinds
+        return all(kind.takes(item) for kind, item in zip(item_kinds, value, strict=True))
 
     def name(value: Any) -> str:
         items = kinds[0].name(None)
         return f"a tuple, each {items}" if is_open else f"a tuple of {len(kinds)}, each {items}"
 
     def convert(value: Any) -> Any:
-        of_each = kinds * len(value) if is_open else kinds
-        pairs = [(item, kind.convert(item)) for kind, item in zip(of_each, value, strict=True)]
+        item_kinds = kinds * len(value) if is_open else kinds
+        pairs = [(item, kind.convert(item)) for kind, item in zip(item_kinds, value, strict=True)]
         return value if all(a is b for a, b in pairs) else tuple(b for _, b in pairs)
 
     return _Kind(takes, name, "pass a tuple", convert)

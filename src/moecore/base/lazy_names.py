@@ -5,9 +5,9 @@ from importlib import import_module
 from typing import Any
 
 
-def first_use(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+def make_lazy_getattr(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package: `names` has each module's, with blanks in between."""
-    homes = {name: module for module, found in names.items() for name in found.split()}
+    homes = {name: module for module, line in names.items() for name in line.split()}
 
     def find(name: str) -> Any:
         if name in homes:

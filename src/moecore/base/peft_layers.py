@@ -26,13 +26,13 @@ def lora_base(module: Any) -> nn.Module | None:
         return None
     from peft.tuners.lora import Linear
 
-    has_more = any(getattr(module, "lora_variant", {}).values()) or any(
+    is_variant = any(getattr(module, "lora_variant", {}).values()) or any(
         getattr(module, "lora_bias", {}).values()
     )
-    if type(module) is not Linear or has_more or module.fan_in_fan_out:
+    if type(module) is not Linear or is_variant or module.fan_in_fan_out:
         return None
-    found: nn.Module = module.get_base_layer()
-    return found
+    base_layer: nn.Module = module.get_base_layer()
+    return base_layer
 
 
 def lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.fields import shown
+from moecore.base.fields import quote
 from moecore.base.torch_private import tree_map_only
 
 Group = dist.ProcessGroup | None  # None = all ranks
@@ -37,7 +37,7 @@ class Verbatim(str):
 MISSING = Verbatim("missing")  # the value of an entry that a rank does not have
 
 
-def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
+def check_equal(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
     """Raise on every rank of the group when an entry is not the same on all. A host sync.
 
     Collective. Two values are equal if their `repr` is. Mappings are compared entry by entry, in
@@ -60,19 +60,19 @@ def difference(entries: Mapping[str, Any], device_type: str, *, group: Groups = 
     if not isinstance(group, tuple):
         return _difference(entries, device_type, group)
     problem: str | None = None
-    for each in group:
-        problem = _difference(entries, device_type, each) or problem
-        problem = next((text for text in gather(problem, each) if text is not None), None)
+    for subgroup in group:
+        problem = _difference(entries, device_type, subgroup) or problem
+        problem = next((text for text in gather(problem, subgroup) if text is not None), None)
     return problem
 
 
 def _difference(entries: Mapping[str, Any], device_type: str, group: Group) -> str | None:
-    prefix, others = "", 0
+    prefix, num_further = "", 0
     while names := _differing(entries, device_type, group):
-        value, others = entries.get(names[0], MISSING), others + len(names) - 1
+        value, num_further = entries.get(names[0], MISSING), num_further + len(names) - 1
         if not all(gather(isinstance(value, Mapping), group)):
-            more = f" and {others} more" if others else ""
-            return f"{prefix}{names[0]} ({_both_values(value, group)}){more} must be the same"
+            suffix = f" and {num_further} more" if num_further else ""
+            return f"{prefix}{names[0]} ({_both_values(value, group)}){suffix} must be the same"
         prefix, entries = f"{prefix}{names[0]} of ", value
     return None
 
@@ -80,31 +80,31 @@ def _difference(entries: Mapping[str, Any], device_type: str, group: Group) -> s
 def _both_values(value: Any, group: Group) -> str:
     """Return this rank's value and another one, each with its rank. Collective."""
     texts = gather(" ".join(_text(value).split())[:MAX_TEXT], group)
-    ranks, own = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
-    other = next((i for i, text in enumerate(texts) if text != texts[own]), own)
-    pairs = zip(texts[own], texts[other], strict=False)
+    ranks, local = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
+    other = next((i for i, text in enumerate(texts) if text != texts[local]), local)
+    pairs = zip(texts[local], texts[other], strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
     start = max(0, first - 30) if first > 60 else 0  # an error shows 80 characters of a value
-    cut = "..." if start else ""
+    ellipsis = "..." if start else ""
     return ", ".join(
-        f"{shown(Verbatim(cut + texts[i][start:]))} on rank {ranks[i]}"
-        for i in dict.fromkeys((own, other))
+        f"{quote(Verbatim(ellipsis + texts[i][start:]))} on rank {ranks[i]}"
+        for i in dict.fromkeys((local, other))
     )
 
 
 def check_notes(
-    what: str,
+    op: str,
     notes: Sequence[Sequence[int]],
-    shown: Mapping[str, Callable[[int], str]],
+    formats: Mapping[str, Callable[[int], str]],
     group: dist.ProcessGroup,
 ) -> None:
-    """Raise when ranks of a group differ in notes: of each rank a number per entry of `shown`."""
-    for (name, show), values in zip(shown.items(), zip(*notes, strict=True), strict=True):
+    """Raise when ranks of a group differ in notes: of each rank a number per entry of `formats`."""
+    for (name, show), values in zip(formats.items(), zip(*notes, strict=True), strict=True):
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             ranks = dist.get_process_group_ranks(group)
             raise ValueError(
-                f"{name} in {what} ({show(values[0])} on rank {ranks[0]}, {show(values[other])} on "
+                f"{name} in {op} ({show(values[0])} on rank {ranks[0]}, {show(values[other])} on "
                 f"rank {ranks[other]}) must be the same on all ranks that share it: give every "
                 "rank the same forwards, modes, trained parameters and micro-batches"
             )
@@ -123,18 +123,18 @@ def trained_entries(
     params = dict(model.named_parameters())
     names = {param: name for name, param in params.items()}
     options: dict[str, Any] = {}
-    for place, one in enumerate(optimizers):
+    for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
-        own: Callable[[], dict[str, Any]] = getattr(one, "own_options", dict)
-        options |= {f"{prefix}.{key}": value for key, value in own().items()}
-        for number, group in enumerate(one.param_groups):
+        get_options: Callable[[], dict[str, Any]] = getattr(optimizer, "own_options", dict)
+        options |= {f"{prefix}.{key}": value for key, value in get_options().items()}
+        for number, group in enumerate(optimizer.param_groups):
             plain = {**group, "params": [names.get(p) for p in group["params"]]}
             plain = tree_map_only(object, comparable, plain)
             options |= {f"{prefix}.param_groups[{number}].{k}": v for k, v in plain.items()}
     return {
         "names of parameters": list(params),
         "requires_grad": {name: param.requires_grad for name, param in params.items()},
-        "classes of optimizers": [type(one).__name__ for one in optimizers],
+        "classes of optimizers": [type(optimizer).__name__ for optimizer in optimizers],
         "names of optimizers' options": list(options),
         "value": options,
     }
@@ -142,12 +142,12 @@ def trained_entries(
 
 def optimizer_entries(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return what of optimizers must be the same on all stages, whose groups may differ."""
-    found: dict[str, Any] = {"classes of optimizers": [type(o).__name__ for o in optimizers]}
-    for place, one in enumerate(optimizers):
+    entries: dict[str, Any] = {"classes of optimizers": [type(o).__name__ for o in optimizers]}
+    for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
-        defaults = {name: comparable(value) for name, value in one.defaults.items()}
-        found[f"defaults of {prefix}"] = sorted(defaults.items())
-    return found
+        defaults = {name: comparable(value) for name, value in optimizer.defaults.items()}
+        entries[f"defaults of {prefix}"] = sorted(defaults.items())
+    return entries
 
 
 def comparable(leaf: Any) -> Any:
@@ -166,8 +166,8 @@ def check_equal_weights(
 ) -> None:
     """Raise on every rank when real weights differ: they would be mixed shard by shard."""
     # Of what is cut over tp already every rank holds another part.
-    whole = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
-    different, problem = differing_tensors(whole, device_type, group=group), None
+    plain_tensors = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
+    different, problem = differing_tensors(plain_tensors, device_type, group=group), None
     if different:
         problem = (
             f"weights of {different[0]} (and {len(different) - 1} more) must be equal on every "
@@ -181,7 +181,7 @@ def differing_tensors(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> list[str]:
     """Return the names of tensors that are not the same on all ranks of a group. Collective."""
-    if not _has_others(group):
+    if not _has_peers(group):
         return []
     real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
     sums = [checksum(t).to(device_type) for t in real.values()]
@@ -192,12 +192,12 @@ def differing_tensors(
 def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) -> None:
     """Raise a ValueError on every rank of the world when some have a problem, in one line."""
     if dist.is_initialized() and dist.get_world_size(group) < dist.get_world_size():
-        raise_on_others(problem, device_type)
+        raise_on_world(problem, device_type)
     elif problem is not None:
         raise ValueError(problem)
 
 
-def raise_on_others(problem: str | None, device_type: str) -> None:
+def raise_on_world(problem: str | None, device_type: str) -> None:
     """Raise a ValueError on every rank when one has a problem. An all-reduce and a host sync."""
     has_problem = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
     dist.all_reduce(has_problem, op=dist.ReduceOp.MAX)
@@ -213,13 +213,13 @@ def _of_stage(group: Group) -> str:
 
 def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> list[str]:
     """Return the names of entries that differ, identical on all ranks of a group. Collective."""
-    if not _has_others(group):
+    if not _has_peers(group):
         return []
     names = sorted(entries)
     digests = [_digest(_text(entries[name])) for name in names]
     # Ranks may have different numbers of entries, so the first all-reduce has a fixed size.
-    both = torch.tensor([_digest(repr(names)), _digest(repr(digests))], device=device_type)
-    unequal = where_different(both, group)
+    summary = torch.tensor([_digest(repr(names)), _digest(repr(digests))], device=device_type)
+    unequal = where_different(summary, group)
     if not unequal:
         return []
     order, missing = list(entries), set[str]()
@@ -227,8 +227,8 @@ def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> li
         order, missing = _merge_names(order, group)
         names = [name for name in names if name not in missing]
         digests = [_digest(_text(entries[name])) for name in names]
-    found = where_different(torch.tensor(digests, device=device_type), group) if names else []
-    different = {names[i] for i in found} | missing
+    positions = where_different(torch.tensor(digests, device=device_type), group) if names else []
+    different = {names[i] for i in positions} | missing
     return gather([name for name in order if name in different], group)[0]
 
 
@@ -237,17 +237,17 @@ def _merge_names(names: list[str], group: Group) -> tuple[list[str], set[str]]:
     first: list[Any] = [names]
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
     dist.broadcast_object_list(first, source, group=group)
-    of_first, own = dict.fromkeys(first[0]), set(names)
-    found = gather((own - of_first.keys(), of_first.keys() - own), group)
-    more = sorted(set().union(*(extra for extra, _ in found)))
-    return [*of_first, *more], set(more).union(*(absent for _, absent in found))
+    of_first, local_names = dict.fromkeys(first[0]), set(names)
+    differences = gather((local_names - of_first.keys(), of_first.keys() - local_names), group)
+    extra_names = sorted(set().union(*(extra for extra, _ in differences)))
+    return [*of_first, *extra_names], {*extra_names}.union(*(absent for _, absent in differences))
 
 
 def _text(value: Any) -> str:
     """Return a text that is equal for equal values: the `repr`, of mappings in sorted order."""
     if not isinstance(value, Mapping):
         return repr(value)
-    pairs = sorted((str(name), _text(one)) for name, one in value.items())
+    pairs = sorted((str(name), _text(item)) for name, item in value.items())
     return "{" + ", ".join(f"{name}: {text}" for name, text in pairs) + "}"
 
 
@@ -260,12 +260,12 @@ def _digest(text: str) -> int:
 def where_different(values: Tensor, group: Groups) -> list[int]:
     """Return the positions at which ranks have different int64. A collective per group, a sync."""
     bounds = torch.stack([values, ~values])  # ~ reverses the order and cannot overflow
-    for each in group if isinstance(group, tuple) else (group,):
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=each)
+    for subgroup in group if isinstance(group, tuple) else (group,):
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=subgroup)
     return (bounds[0] != ~bounds[1]).nonzero().flatten().tolist()
 
 
-def _has_others(group: Group) -> bool:
+def _has_peers(group: Group) -> bool:
     return dist.is_initialized() and dist.get_world_size(group) > 1
 
 

@@ -40,26 +40,26 @@ class _ThisThread(threading.local):
     """What runs in this thread."""
 
     region: Region | None = None
-    runs_again: bool = False  # a product that is marked so runs
+    is_recomputing: bool = False  # a product that is marked so runs
 
 
-_here = _ThisThread()
+_state = _ThisThread()
 
 
 def is_in_region() -> bool:
     """Whether a region runs."""
-    return _here.region is not None
+    return _state.region is not None
 
 
 @contextmanager
 def finding_products(region: Region, *, has_products: bool) -> Iterator[None]:
     """Within, one region runs; `has_products` also finds torch's own products, in host time."""
-    _here.region = region
+    _state.region = region
     try:
         with _FindProducts() if has_products else nullcontext():
             yield
     finally:
-        _here.region = None
+        _state.region = None
 
 
 class _FindProducts(TorchFunctionMode):
@@ -69,34 +69,36 @@ class _FindProducts(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("generator") is not None and _here.region is not None:
-            _here.region.draw(kwargs["generator"])
+        if kwargs.get("generator") is not None and _state.region is not None:
+            _state.region.draw(kwargs["generator"])
         return as_product(func, *args, **kwargs) if func in PRODUCTS else func(*args, **kwargs)
 
 
 def as_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a product that the search does not know, such as a quantised one or attention."""
-    return function(*args, **kwargs) if _here.runs_again else once(function, *args, **kwargs)
+    if _state.is_recomputing:
+        return function(*args, **kwargs)
+    return run_and_save(function, *args, **kwargs)
 
 
-def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call what no region runs again: communication."""
-    region = _here.region
+    region = _state.region
     if region is None or region.is_multiplying:
         return function(*args, **kwargs)
     return region.multiply(function, args, kwargs)
 
 
-def is_running_again() -> bool:
+def is_recomputing() -> bool:
     """Whether a region runs products again, so that their results are not kept."""
-    return _here.runs_again
+    return _state.is_recomputing
 
 
 @contextmanager
-def running_again() -> Iterator[None]:
+def recompute_products() -> Iterator[None]:
     """Within, a region runs products again, so that their results are not kept."""
-    before, _here.runs_again = _here.runs_again, True
+    before, _state.is_recomputing = _state.is_recomputing, True
     try:
         yield
     finally:
-        _here.runs_again = before
+        _state.is_recomputing = before

@@ -31,15 +31,15 @@ class Handle(Protocol):
 Packer = Callable[[Tensor], Handle | None]
 
 
-def changed_in_place(shape: torch.Size, now: int, then: int) -> RuntimeError:
+def changed_in_place(shape: torch.Size, current_version: int, saved_version: int) -> RuntimeError:
     """Return the error for a saved tensor that has another version than at forward."""
     return RuntimeError(
         f"a tensor {tuple(shape)} that backward needs was changed in place since forward "
-        f"(version {now}, not {then}): change a clone"
+        f"(version {current_version}, not {saved_version}): change a clone"
     )
 
 
-class Kept:
+class TensorHandle:
     """The tensor itself; a change in place before backward is an error, as without hooks."""
 
     __slots__ = ("_tensor", "_version")
@@ -74,8 +74,8 @@ class UsedRows:
         if tensor.shape[0] != self.length or not self.length:
             return False
         row_bytes = tensor.stride(0) * tensor.element_size()
-        is_whole = row_bytes * self.length == tensor.untyped_storage().nbytes()
-        return is_whole and self.storage in (None, storage_key(tensor))
+        fills_storage = row_bytes * self.length == tensor.untyped_storage().nbytes()
+        return fills_storage and self.storage in (None, storage_key(tensor))
 
 
 class _Packers(threading.local):
@@ -86,40 +86,40 @@ class _Packers(threading.local):
     rows: tuple[UsedRows, ...] = ()  # of matrices that have room for more
 
 
-_here = _Packers()
+_packers = _Packers()
 
 
 @contextmanager
-def packing(packer: Packer, *, is_first: bool = False, rows_alone: bool = False) -> Iterator[None]:
+def packing(packer: Packer, *, is_first: bool = False, only_rows: bool = False) -> Iterator[None]:
     """Within, ask a packer about each tensor that an operation saves."""
     # With `is_first` it is asked before all that are on, else inner ones are asked before it. With
-    # `rows_alone` it takes nothing but what is saved within `counting_rows`: elsewhere nobody is
+    # `only_rows` it takes nothing but what is saved within `counting_rows`: elsewhere nobody is
     # asked because of it, which would take the host longer.
     hooks = saved_tensor_hooks()
     if hooks is not None and hooks[0] is not keep:
         yield
         return
-    before = _here.first, _here.inner
+    before = _packers.first, _packers.inner
     if is_first:
-        _here.first = (packer, *_here.first)
+        _packers.first = (packer, *_packers.first)
     else:
-        _here.inner = (packer, *_here.inner)
+        _packers.inner = (packer, *_packers.inner)
     try:
-        with nullcontext() if rows_alone else _asking():
+        with nullcontext() if only_rows else _asking():
             yield
     finally:
-        _here.first, _here.inner = before
+        _packers.first, _packers.inner = before
 
 
 @contextmanager
 def counting_rows(*rows: UsedRows) -> Iterator[None]:
     """Within, saved matrices have rows that are not in use; the first `rows` of a matrix count."""
-    before, _here.rows = _here.rows, rows
+    before, _packers.rows = _packers.rows, rows
     try:
         with _asking():
             yield
     finally:
-        _here.rows = before
+        _packers.rows = before
 
 
 def _asking() -> AbstractContextManager[Any]:
@@ -131,7 +131,7 @@ def _asking() -> AbstractContextManager[Any]:
 
 def used_rows(tensor: Tensor) -> UsedRows | None:
     """Return which rows of the storage of a tensor that is being saved are in use; None = all."""
-    for rows in _here.rows:
+    for rows in _packers.rows:
         if rows.is_of(tensor):
             return rows
     return None
@@ -140,16 +140,16 @@ def used_rows(tensor: Tensor) -> UsedRows | None:
 def is_packing() -> bool:
     """Whether saved tensors are asked about: a packer is on, and no hooks of the caller's own."""
     hooks = saved_tensor_hooks()
-    return bool(_here.first or _here.inner) if hooks is None else hooks[0] is keep
+    return bool(_packers.first or _packers.inner) if hooks is None else hooks[0] is keep
 
 
 def keep(tensor: Tensor) -> Handle:
     """Return the handle of a tensor for backward, by the packers of the running code."""
-    for packer in (*_here.first, *_here.inner):
+    for packer in (*_packers.first, *_packers.inner):
         handle = packer(tensor)
         if handle is not None:
             return handle
-    return Kept(tensor)
+    return TensorHandle(tensor)
 
 
 def _unpack(handle: Handle) -> Tensor:

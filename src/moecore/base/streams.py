@@ -48,38 +48,38 @@ class DryStream:
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
         self.number, queues.num_streams = queues.num_streams, queues.num_streams + 1
-        self.behind: frozenset[int] = frozenset()  # what it has waited for, and its own last work
+        self.dependencies = frozenset[int]()  # what it has waited for, and its own last work
 
     def record_event(self) -> frozenset[int]:
         """Return what it comes behind."""
-        return self.behind
+        return self.dependencies
 
     def wait_event(self, event: frozenset[int]) -> None:
         """Come behind these, too."""
-        self.behind |= event
+        self.dependencies |= event
 
     def wait_stream(self, stream: DryStream) -> None:
         """Come behind what another does."""
-        self.behind |= stream.behind
+        self.dependencies |= stream.dependencies
 
     def synchronize(self) -> None:
         """Let what the host queues from now on come behind all of it."""
-        self._queues.host_behind |= self.behind
+        self._queues.host_dependencies |= self.dependencies
 
 
 class DryEvent:
     """An event of a dry run."""
 
     def __init__(self, queues: Queues) -> None:
-        self._queues, self._behind = queues, frozenset[int]()
+        self._queues, self._dependencies = queues, frozenset[int]()
 
     def record(self) -> None:
         """Be where the current stream is now."""
-        self._behind = self._queues.current.behind
+        self._dependencies = self._queues.current.dependencies
 
     def wait(self) -> None:
         """Let the current stream come behind it."""
-        self._queues.current.behind |= self._behind
+        self._queues.current.dependencies |= self._dependencies
 
 
 class Queues:
@@ -88,15 +88,15 @@ class Queues:
     def __init__(self) -> None:
         self.num_streams = 0
         self.current = DryStream(self)  # gets what is queued
-        self.host_behind: frozenset[int] = frozenset()  # waited for since the host queued something
+        self.host_dependencies = frozenset[int]()  # waited for since the host queued something
         self.length = 0  # how much has been queued
 
     def put(self) -> tuple[frozenset[int], frozenset[int]]:
         """Queue work, numbered in turn; return what it comes behind, and what its launch does."""
-        behind, self.current.behind = self.current.behind, frozenset({self.length})
-        host_behind, self.host_behind = self.host_behind, frozenset()
+        dependencies = self.current.dependencies, self.host_dependencies
+        self.current.dependencies, self.host_dependencies = frozenset({self.length}), frozenset()
         self.length += 1
-        return behind, host_behind
+        return dependencies
 
     @contextmanager
     def on(self, stream: DryStream) -> Iterator[None]:
@@ -149,8 +149,8 @@ def current_stream(device: torch.device | str) -> Stream | None:
     device = torch.device(device)
     if device.type != "cuda":
         return None
-    found = torch.accelerator.current_stream(device.index)
-    return _as_cuda(found.stream_id, found.device_index, found.device_type)
+    stream = torch.accelerator.current_stream(device.index)
+    return _as_cuda(stream.stream_id, stream.device_index, stream.device_type)
 
 
 @cache
@@ -213,7 +213,7 @@ class ToHost:
     def read(self) -> Tensor:
         """Wait for them, and for nothing that was queued behind them; return them."""
         if _dry.queues is not None:
-            _dry.queues.host_behind |= self._event or frozenset()
+            _dry.queues.host_dependencies |= self._event or frozenset()
         elif self._event is not None:
             self._event.synchronize()
         return self._numbers

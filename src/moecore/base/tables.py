@@ -27,15 +27,16 @@ class TableRow:
     def cells(self) -> tuple[str, ...]:
         """Return what stands under `HEADER`."""
         names = ", ".join(self.names[:MOST_NAMES]) + ", .." * (len(self.names) > MOST_NAMES)
-        whole, local = ("x".join(map(str, shape)) or "1" for shape in self.shapes)
+        global_shape, local_shape = ("x".join(map(str, shape)) or "1" for shape in self.shapes)
         count = f"{self.number} x " if self.number > 1 else ""
-        return self.kind, names, count + whole, local, self.placement, shown_bytes(self.num_bytes)
+        size = shown_bytes(self.num_bytes)
+        return self.kind, names, count + global_shape, local_shape, self.placement, size
 
 
 def shown_axes(axes: Iterable[tuple[str, int | None]]) -> str:
     """Return mesh dims and the dims that they cut, None = replicated, as text."""
-    found = (f"{axis}: {'replicated' if dim is None else f'dim {dim}'}" for axis, dim in axes)
-    return ", ".join(found) or "whole"
+    texts = (f"{axis}: {'replicated' if dim is None else f'dim {dim}'}" for axis, dim in axes)
+    return ", ".join(texts) or "whole"
 
 
 def folded(rows: Iterable[TableRow]) -> list[TableRow]:
@@ -43,24 +44,24 @@ def folded(rows: Iterable[TableRow]) -> list[TableRow]:
     of_kind: dict[str, list[TableRow]] = {}
     for row in rows:
         of_kind.setdefault(row.kind, []).append(row)
-    found: list[TableRow] = []
-    for kind, some in of_kind.items():
-        most = MOST_ROWS if len(some) <= MOST_ROWS else MOST_ROWS - 1
-        largest = sorted(some, key=lambda row: -row.num_bytes)[:most]
-        found += [row for row in some if row in largest]
-        if rest := [row for row in some if row not in largest]:
-            whole, local = (sum(prod(r.shapes[i]) * r.number for r in rest) for i in range(2))
+    table: list[TableRow] = []
+    for kind, group in of_kind.items():
+        limit = MOST_ROWS if len(group) <= MOST_ROWS else MOST_ROWS - 1
+        largest = sorted(group, key=lambda row: -row.num_bytes)[:limit]
+        table += [row for row in group if row in largest]
+        if rest := [row for row in group if row not in largest]:
+            numels = tuple((sum(prod(r.shapes[i]) * r.number for r in rest),) for i in range(2))
             num_bytes = sum(row.num_bytes for row in rest)
             names = [f"{len(rest)} more shapes"]
-            found.append(TableRow(kind, ((whole,), (local,)), "", names, 1, num_bytes))
-    return found
+            table.append(TableRow(kind, (numels[0], numels[1]), "", names, 1, num_bytes))
+    return table
 
 
 def columns(lines: list[tuple[str, ...]]) -> list[str]:
     """Return the cells in columns; the first line is their header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ([cell.ljust(n) for cell, n in zip(line, widths, strict=True)] for line in lines)
-    return ["  ".join(line).rstrip() for line in padded]
+    padded_lines = ([cell.ljust(n) for cell, n in zip(line, widths, strict=True)] for line in lines)
+    return ["  ".join(line).rstrip() for line in padded_lines]
 
 
 def shown_count(number: float) -> str:
@@ -73,8 +74,8 @@ def shown_count(number: float) -> str:
 def shown_bytes(number: float) -> str:
     """Return a number of bytes in decimal units."""
     units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-    found = (f"{number / size:.3g} {unit}" for unit, size in units if abs(number) >= size)
-    return next(found, f"{number:.0f} B")
+    texts = (f"{number / size:.3g} {unit}" for unit, size in units if abs(number) >= size)
+    return next(texts, f"{number:.0f} B")
 
 
 _SIZES = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
@@ -85,7 +86,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def bounded_line(text: str, most: int = 2000) -> str:
+def bounded_line(text: str, limit: int = 2000) -> str:
     """Return a text as commands print it: printable, in one line, cut in its middle."""
     line = printable(" ".join(text.split()))  # the fix is at the end of an error
-    return line if len(line) <= most else f"{line[: most // 2]}...{line[-(most // 2) :]}"
+    return line if len(line) <= limit else f"{line[: limit // 2]}...{line[-(limit // 2) :]}"

@@ -68,21 +68,21 @@ def why_not(recipe: Recipe | None, device: torch.device | None) -> str | None:
     if device is not None and device.type == "meta":
         return None
     try:
-        found = names()
+        engine = names()
     except ValueError as error:
         return str(error)
     oldest = ".".join(map(str, OLDEST))
-    if tuple(int(n) for n in found.version.split(".")[:2]) < OLDEST:
-        return f"Transformer Engine ({found.version}) must be >= {oldest}: {INSTALL}"
+    if tuple(int(n) for n in engine.version.split(".")[:2]) < OLDEST:
+        return f"Transformer Engine ({engine.version}) must be >= {oldest}: {INSTALL}"
     if device is None:
         return None
-    if device.type != found.device_type:
+    if device.type != engine.device_type:
         return (
-            f"device ({device}) must be {found.device_type} for Transformer Engine: move the model"
+            f"device ({device}) must be {engine.device_type} for Transformer Engine: move the model"
         )
     if recipe is None:
         return None
-    _, reason = getattr(found.pytorch, AVAILABLE[recipe.scaling])(return_reason=True)
+    _, reason = getattr(engine.pytorch, AVAILABLE[recipe.scaling])(return_reason=True)
     if not reason:
         return None
     return (
@@ -111,10 +111,10 @@ def quantise(
         if scale is not None:
             dtype = _fp8(recipe, operand)
             seen = torch.zeros_like(scale) if seen is None else seen
-            how: Any = dict(rowwise=True, columnwise=over_rows)
-            return _internal(names().pytorch.Float8Quantizer(scale, seen, dtype, **how))(x_RK)
+            usage: Any = dict(rowwise=True, columnwise=over_rows)
+            return _internal(names().pytorch.Float8Quantizer(scale, seen, dtype, **usage))(x_RK)
         (quantizer,) = _quantizers(recipe, operand, over_rows, 1, x_RK.device)
-        return quantizer(_taken(x_RK, recipe))
+        return quantizer(_cast_for_quantizer(x_RK, recipe))
 
 
 def quantise_experts(
@@ -123,7 +123,7 @@ def quantise_experts(
     """Return the rows of each expert as an operand; `quantise` has the arguments."""
     quantizers = _quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
     with torch.no_grad():
-        x_RK = _taken(x_RK, recipe)
+        x_RK = _cast_for_quantizer(x_RK, recipe)
         if operand == "weight" and recipe.scaling == "nvfp4":  # as its own layers quantise matrices
             parts = zip(quantizers, x_RK.split(splits), strict=True)
             return [quantizer(part) for quantizer, part in parts]
@@ -132,8 +132,8 @@ def quantise_experts(
 
 def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
     """Return one product, summed in fp32 and rounded to a dtype."""
-    how: Any = dict(layout=layout, grad=layout != "TN", use_split_accumulator=True)
-    return names().products.general_gemm(a, b, out_dtype=dtype, **how)[0]  # type: ignore[no-any-return]
+    gemm_options: Any = dict(layout=layout, grad=layout != "TN", use_split_accumulator=True)
+    return names().products.general_gemm(a, b, out_dtype=dtype, **gemm_options)[0]  # type: ignore[no-any-return]
 
 
 def multiply_experts(
@@ -162,7 +162,7 @@ def multiply_experts(
     )
 
 
-def _taken(x_RK: Tensor, recipe: Recipe) -> Tensor:
+def _cast_for_quantizer(x_RK: Tensor, recipe: Recipe) -> Tensor:
     """Return a matrix as quantizers take it: what transforms reads bf16 alone."""
     return x_RK.bfloat16() if recipe.scaling == "nvfp4" else x_RK
 
@@ -175,9 +175,9 @@ def _quantizers(
     # Each has memory for its largest magnitude, so none is shared.
     buffers = torch.empty(2, num, device=device)
     make, dtype = names().pytorch.Float8CurrentScalingQuantizer, _fp8(recipe, operand)
-    how: Any = dict(columnwise=over_rows, force_pow_2_scales=recipe.power_of_two)
+    options: Any = dict(columnwise=over_rows, force_pow_2_scales=recipe.power_of_two)
     return [
-        _internal(make(dtype, device, scale=scale, amax=amax, **how))
+        _internal(make(dtype, device, scale=scale, amax=amax, **options))
         for scale, amax in zip(buffers[0].split(1), buffers[1].split(1), strict=True)
     ]
 
@@ -187,16 +187,18 @@ def _by_blocks(recipe: Recipe, operand: Operand, over_rows: bool, device: torch.
     """Return a quantizer whose scales are of blocks: it has no state but what its device has."""
     te, is_weight = names().pytorch, operand == "weight"
     # What makes square blocks makes rows in any case.
-    how: Any = dict(rowwise=is_weight or not over_rows, columnwise=over_rows)
+    usage: Any = dict(rowwise=is_weight or not over_rows, columnwise=over_rows)
     if recipe.scaling == "blockwise":
-        how |= dict(force_pow_2_scales=recipe.power_of_two, block_scaling_dim=1 + is_weight)
-        return _internal(te.Float8BlockQuantizer(_fp8(recipe, operand), **how))
+        usage |= dict(force_pow_2_scales=recipe.power_of_two, block_scaling_dim=1 + is_weight)
+        return _internal(te.Float8BlockQuantizer(_fp8(recipe, operand), **usage))
     if recipe.scaling == "mxfp8":
-        return _internal(te.MXFP8Quantizer(_fp8(recipe, operand), **how))
+        return _internal(te.MXFP8Quantizer(_fp8(recipe, operand), **usage))
     transforms = recipe.hadamard and not is_weight
-    how |= dict(with_rht=transforms, with_post_rht_amax=transforms, with_2d_quantization=is_weight)
+    usage |= dict(
+        with_rht=transforms, with_post_rht_amax=transforms, with_2d_quantization=is_weight
+    )
     rounds = recipe.stochastic_rounding and operand == "gradient"
-    return _internal(te.NVFP4Quantizer(stochastic_rounding=rounds, **how))
+    return _internal(te.NVFP4Quantizer(stochastic_rounding=rounds, **usage))
 
 
 def _fp8(recipe: Recipe, operand: Operand) -> Any:

@@ -103,12 +103,12 @@ _unpack = forward_ad.unpack_dual
 
 def _plain_keys() -> frozenset[int]:
     """Return the dispatch keys of a thread without modes, transforms and tracers."""
-    found = set()
+    key_sets = set()
     with _disable_current_modes():
         for mode in (False, True):
             with torch.inference_mode(mode):
-                found.add(_keys().raw_repr())
-    return frozenset(found)
+                key_sets.add(_keys().raw_repr())
+    return frozenset(key_sets)
 
 
 _PLAIN_KEYS = _plain_keys()
@@ -259,9 +259,9 @@ def continues() -> bool:
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost pair of `torch.autograd.graph.saved_tensors_hooks` that is on."""
-    found: tuple[Callable[..., Any], Callable[..., Any]] | None
-    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return found
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
 
 
 # Modules and tensors.
@@ -385,8 +385,8 @@ def own_local(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     names, _ = tensor.__tensor_flatten__()  # the part is the first of what a DTensor is made of
-    found: Tensor = getattr(tensor, names[0])
-    return found
+    local_tensor: Tensor = getattr(tensor, names[0])
+    return local_tensor
 
 
 def wrapped_like(local: Tensor, like: Tensor) -> Tensor:
@@ -405,9 +405,9 @@ def parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
     """Return a tensor that nobody else has as a parameter, trained if `like` is."""
     if isinstance(data, DTensor):
         data.detach = lambda: data  # type: ignore[method-assign]  # torch would plan it for 1 ms
-    found = nn.Parameter(data, requires_grad=like.requires_grad)
-    vars(found).pop("detach", None)
-    return found
+    param = nn.Parameter(data, requires_grad=like.requires_grad)
+    vars(param).pop("detach", None)
+    return param
 
 
 def clear_sharding_caches() -> None:
@@ -449,9 +449,9 @@ def gather_and_consume(
 
 
 def produce_and_send(
-    produce: Callable[[int, Tensor], None], received_GC: Tensor, group: dist.ProcessGroup
+    produce: Callable[[int, Tensor], None], output_GC: Tensor, group: dist.ProcessGroup
 ) -> None:
     """Call produce(rank, slice), and send each rank its slice of dim 0 when it is full."""
     from torch.distributed import _symmetric_memory
 
-    _symmetric_memory._pipelined_produce_and_all2all(produce, received_GC, group.group_name)
+    _symmetric_memory._pipelined_produce_and_all2all(produce, output_GC, group.group_name)

@@ -6,7 +6,7 @@ model without Hugging Face does not.
 
 from typing import TYPE_CHECKING
 
-from moecore.base.lazy_names import first_use
+from moecore.base.lazy_names import make_lazy_getattr
 
 _NAMES = {
     "checkpoint.directory": "latest prune set_latest",
@@ -66,4 +66,4 @@ if TYPE_CHECKING:
     from moecore.io.upcycle.upcycle import upcycle_mlp as upcycle_mlp
 else:  # type checkers would take any name for granted
     __all__ = [name for names in _NAMES.values() for name in names.split()]
-    __getattr__ = first_use(__name__, _NAMES)
+    __getattr__ = make_lazy_getattr(__name__, _NAMES)

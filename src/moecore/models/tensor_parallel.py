@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moecore.base.params import shard_parameter
 from moecore.base.peft_layers import is_tuner_layer, lora_base, lora_pairs
-from moecore.base.regions import once
+from moecore.base.regions import run_and_save
 from moecore.base.torch_private import is_gloo, is_silent
 from moecore.models.config import DecoderConfig
 from moecore.moe.dispatch.collectives import exchanged, gather_ranks, sum_ranks
@@ -72,7 +72,7 @@ class TensorParallel:
 
     def gather(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD, all ranks' tokens; backward adds what all ranks did with this rank's."""
-        return once(_gather, x_BtD, self.group)
+        return run_and_save(_gather, x_BtD, self.group)
 
     def gather_last(self, x_BTv: Tensor) -> Tensor:
         """Return x_BTV, all ranks' columns, of any dims before; backward as of `gather`."""
@@ -102,11 +102,11 @@ class TensorParallel:
     def scatter_sum(self, y_BTD: Tensor) -> Tensor:
         """Return y_BtD, this rank's tokens of the sum over ranks, added in fp32."""
         self._check(y_BTD)
-        return once(_scatter_sum, y_BTD, self.group)
+        return run_and_save(_scatter_sum, y_BTD, self.group)
 
     def gather_whole(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD for a result equal on all ranks; backward takes this rank's slice of it."""
-        return once(exchanged, x_BtD, partial(_gather, group=self.group), self.own)
+        return run_and_save(exchanged, x_BtD, partial(_gather, group=self.group), self.own)
 
     def gather_columns(self, x_BTv: Tensor) -> Tensor:
         """Return x_BTV, as `gather_whole` does of dim 1."""
@@ -122,13 +122,13 @@ class TensorParallel:
     def sum_shared(self, value: Tensor) -> Tensor:
         """Return the sum over ranks, which each uses in its own way; backward adds gradients."""
         add = partial(_all_reduce, group=self.group)
-        return once(exchanged, value, add, add)
+        return run_and_save(exchanged, value, add, add)
 
 
 def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over ranks; this rank's gradient is that of its own part. Collective."""
     add = partial(_all_reduce, group=group)
-    summed: Tensor = once(exchanged, value, add, lambda grad: grad)
+    summed: Tensor = run_and_save(exchanged, value, add, lambda grad: grad)
     return summed
 
 

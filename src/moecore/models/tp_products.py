@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moecore.base.params import local_param
-from moecore.base.regions import is_running_again, once
+from moecore.base.regions import is_recomputing, run_and_save
 from moecore.base.torch_private import (
     all_gather_single,
     autocast_dtype,
@@ -130,7 +130,7 @@ def column_products(
     if exchange is None:
         x_BTD = tp.gather(x_BtD)
         return [linear(x_BTD) for linear in linears]
-    ys_BTN: Sequence[Tensor] = once(_apply, _ColumnProducts, exchange, tp, x_BtD, linears)
+    ys_BTN: Sequence[Tensor] = run_and_save(_apply, _ColumnProducts, exchange, tp, x_BtD, linears)
     return list(ys_BTN)
 
 
@@ -143,7 +143,7 @@ def row_product(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None) -> 
     exchange = find_exchange(tp, x_BTN, num_tokens, linear.out_features, (linear,))
     if exchange is None:
         return tp.scatter_sum(linear(x_BTN))
-    y_BtD: Tensor = once(_apply, _RowProduct, exchange, tp, x_BTN, (linear,))
+    y_BtD: Tensor = run_and_save(_apply, _RowProduct, exchange, tp, x_BTN, (linear,))
     return y_BtD
 
 
@@ -154,7 +154,7 @@ def find_exchange(
 
     What travels are slices [num_tokens, dim] of each sequence.
     """
-    if not is_plain_eager() or is_running_again():
+    if not is_plain_eager() or is_recomputing():
         return None
     if not is_long(num_tokens * dim * x.element_size()):
         return None

@@ -61,7 +61,7 @@ class Cloner:
         self._counted_2: Tensor | None = None  # stays where it is: CUDA graphs count there
         self._kept: KeptPlan | None = None
         if options.refresh != "forward":
-            how: Any = dict(least=options.least, is_read=self.waits_on_host)
+            how: Any = dict(least=options.min_share, is_read=self.waits_on_host)
             self._kept = KeptPlan(placement, options.refresh, **how)
 
     @property
@@ -116,7 +116,7 @@ class Cloner:
             counts_GE.sum(0, dtype=torch.int32),
             num_ranks=p.ep,
             num_clones=p.num_clones,
-            least=self.options.least,
+            least=self.options.min_share,
         )
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 

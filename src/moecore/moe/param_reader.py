@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.params import GATHERED, local_param
-from moecore.base.saved_tensors import Handle, Kept, is_packing, packing
+from moecore.base.saved_tensors import Handle, TensorHandle, is_packing, packing
 from moecore.base.torch_private import (
     NOTHING,
     local_of,
@@ -109,7 +109,7 @@ class ParamReader:
             self._made.clear()
 
     def _pack(self, tensor: Tensor) -> Handle | None:
-        return Kept(tensor) if storage_key(tensor) in self._made else None
+        return TensorHandle(tensor) if storage_key(tensor) in self._made else None
 
     def start_micro_batch(self, *, is_last: bool) -> None:
         """Announce a forward and backward, and whether an optimizer step follows them."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.fields import Count, check_value, shown
+from moecore.base.fields import Count, check_value, quote
 from moecore.base.params import clean_name
 from moecore.base.streams import to_device
 from moecore.base.torch_private import foreach_add_, is_gloo
@@ -142,7 +142,7 @@ class MoEState:
         counts = [[int(ranks) for ranks in t.ranks_with_tokens] for t in seen.values()]
         if counts and all(0 in of_layer and any(of_layer) for of_layer in counts):
             raise ValueError(
-                f"micro-batches (with tokens on {shown(counts[0])} ranks) must be announced where "
+                f"micro-batches (with tokens on {quote(counts[0])} ranks) must be announced where "
                 "one has no tokens, because an auxiliary loss is the mean over those with tokens: "
                 "drop() this step, and call TrainStep.announce(micro_batches) before it begins"
             )

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments, shown
+from moecore.base.fields import CheckedRecord, Count, CountOrZero, Rules, check_arguments, quote
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.kernels.zigzag import positions_of
 from moecore.packing.documents import Document, length_of
@@ -193,6 +193,6 @@ def _integers(numbers: Any, name: str) -> Tensor:
         made = torch.empty(0, dtype=torch.float32)
     if made.ndim != 1 or made.is_floating_point() or made.is_complex():
         raise ValueError(
-            f"{name} ({shown(numbers)}) must be whole numbers, one per token: tokenize it"
+            f"{name} ({quote(numbers)}) must be whole numbers, one per token: tokenize it"
         )
     return made.long()

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 from torch import Tensor
 
-from moecore.base.fields import Count, check_arguments, shown
+from moecore.base.fields import Count, check_arguments, quote
 
 KEYS = ("input_ids", "labels", "assistant_masks")  # values of one number per token
 
@@ -37,7 +37,7 @@ def as_lengths(lengths: Lengths, name: str = "lengths", least: int = 1) -> Integ
             numbers = None
     if not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu" or numbers.ndim != 1:
         raise ValueError(
-            f"{name} ({shown(lengths)}) must be one whole number per document: pass a list of ints"
+            f"{name} ({quote(lengths)}) must be one whole number per document: pass a list of ints"
         )
     wrong = np.flatnonzero((numbers < least) | (numbers >= 2**31))
     if wrong.size:
@@ -55,13 +55,13 @@ def length_of(document: Document, name: str = "documents") -> int:
     if isinstance(document, Mapping):
         if "input_ids" not in document:
             raise ValueError(
-                f"{name} (a row with {shown(list(document))}) must have input_ids: tokenize it"
+                f"{name} (a row with {quote(list(document))}) must have input_ids: tokenize it"
             )
         ids = document["input_ids"]
     is_ids = isinstance(ids, np.ndarray | Tensor) and ids.ndim == 1
     if not is_ids and (not isinstance(ids, Sequence) or isinstance(ids, str | bytes)):
         raise ValueError(
-            f"{name} ({shown(document)}) must be token ids or rows with input_ids: tokenize them"
+            f"{name} ({quote(document)}) must be token ids or rows with input_ids: tokenize them"
         )
     return len(ids)
 
@@ -107,7 +107,7 @@ class CutDocuments:
         check_arguments(CutDocuments.__init__, locals())
         if not hasattr(documents, "__getitem__") or not hasattr(documents, "__len__"):
             raise ValueError(
-                f"documents ({shown(documents)}) must have a length and items by index: pass a "
+                f"documents ({quote(documents)}) must have a length and items by index: pass a "
                 "list or a dataset"
             )
         lengths_N = as_lengths(lengths)

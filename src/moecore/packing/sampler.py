@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moecore.base.fields import Count, CountOrZero, Seed, check_arguments, shown
+from moecore.base.fields import Count, CountOrZero, Seed, check_arguments, quote
 from moecore.packing.bins import Bins, pack_lengths
 from moecore.packing.corpus.order import key_of
 from moecore.packing.documents import Integers, Lengths, as_lengths, check_fits
@@ -118,15 +118,15 @@ class PackedBatchSampler:
         check_arguments(PackedBatchSampler.load_state_dict, locals())
         for name, value in {"epoch": None, "bins": None, **self._facts()}.items():
             if name not in state:
-                raise ValueError(f"state ({shown(state)}) must have {name!r}: pass a state_dict()")
+                raise ValueError(f"state ({quote(state)}) must have {name!r}: pass a state_dict()")
             if value is None and (type(state[name]) is not int or state[name] < 0):
                 raise ValueError(
-                    f"state[{name!r}] ({shown(state[name])}) must be a whole number >= 0: pass a "
+                    f"state[{name!r}] ({quote(state[name])}) must be a whole number >= 0: pass a "
                     "state_dict()"
                 )
             if value is not None and state[name] != value:
                 raise ValueError(
-                    f"state[{name!r}] ({shown(state[name])}) must be that of this sampler "
+                    f"state[{name!r}] ({quote(state[name])}) must be that of this sampler "
                     f"({value!r}): make it as it was"
                 )
         self.epoch, self._first = state["epoch"], state["bins"]

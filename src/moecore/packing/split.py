@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from moecore.base.fields import Count, CountOrZero, check_arguments, shown
+from moecore.base.fields import Count, CountOrZero, check_arguments, quote
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.kernels.zigzag import held_tokens
 from moecore.packing.collate import PackedBatch
@@ -78,7 +78,7 @@ def part_of(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
     """
     if not isinstance(batch, Mapping) or not PackedBatch.__required_keys__ <= set(batch):
         raise ValueError(
-            f"batch ({shown(batch)}) must be a PackedBatch: pass what a PackedCollator returns"
+            f"batch ({quote(batch)}) must be a PackedBatch: pass what a PackedCollator returns"
         )
     held = indices_of(batch["cu_seqlens"], cp, rank)
     rows = batch["input_ids"].shape[0]
@@ -103,12 +103,12 @@ def _held(cu_seqlens: Tensor, cp: int) -> Tensor:
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):
         raise ValueError(
-            f"cu_seqlens ({shown(cu_seqlens)}) must be whole numbers [documents + 1]: pass that of "
+            f"cu_seqlens ({quote(cu_seqlens)}) must be whole numbers [documents + 1]: pass that of "
             "a PackedBatch"
         )
     if int(cu_seqlens[0]) or bool((lengths_n < 0).any()):
         raise ValueError(
-            f"cu_seqlens ({shown(cu_seqlens)}) must ascend from 0: pass that of a PackedBatch"
+            f"cu_seqlens ({quote(cu_seqlens)}) must ascend from 0: pass that of a PackedBatch"
         )
     uneven = (lengths_n % multiple_of(cp)).nonzero()
     if len(uneven):

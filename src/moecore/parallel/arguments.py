@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.failures import known_to_others
-from moecore.base.rank_checks import comparable, difference, raise_on_others, where_different
+from moecore.base.failures import publish_errors
+from moecore.base.rank_checks import comparable, difference, raise_on_world, where_different
 from moecore.base.torch_private import is_inside, tree_leaves
 from moecore.parallel.contents import Contents
 from moecore.parallel.mesh import host_group
@@ -72,7 +72,7 @@ class SharedArguments:
             n: x for n, x in sorted(device_tensors.items()) if x.device.type == self._device_type
         }
         is_first = self._is_first and torch.is_grad_enabled()
-        with known_to_others(ROW_COMPARISON):
+        with publish_errors(ROW_COMPARISON):
             problem = self._difference({"names of arguments": names, "value": facts}, place)
             if problem is None and on_device:
                 self._contents.compare(on_device, self._groups[place])
@@ -81,7 +81,7 @@ class SharedArguments:
                 problem += ADVICE
             if is_first:
                 self._is_first = False
-                raise_on_others(problem, self._device_type)
+                raise_on_world(problem, self._device_type)
             elif problem is not None:
                 raise ValueError(problem)
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from moecore.base import __version__
 from moecore.base.fabric import own_fabric
-from moecore.base.fields import Bound, check_value, shown
+from moecore.base.fields import Bound, check_value, quote
 from moecore.base.rank_checks import gather
 from moecore.base.tables import printable
 from moecore.moe.dispatch.peer_memory import find_problem, host_id
@@ -238,7 +238,7 @@ def _one_line(error: Exception) -> str:
 
 def _cut(text: str) -> str:
     """Return a text of another rank as one line of at most 80 characters."""
-    return text if len(text) <= 40 and text.isprintable() else shown(text)
+    return text if len(text) <= 40 and text.isprintable() else quote(text)
 
 
 def _gib(num_bytes: int) -> str:
@@ -383,7 +383,7 @@ def _versions(device_type: str) -> dict[str, str]:
 
 def _disk(reader: _FactReader, directory: Path | None, name: str) -> tuple[int | None, bool]:
     """Return the free bytes, and whether this rank sees the file of rank 0. Collective."""
-    is_first, shown_path = dist.get_rank() == 0, f"--checkpoints ({shown(str(directory))})"
+    is_first, shown_path = dist.get_rank() == 0, f"--checkpoints ({quote(str(directory))})"
     rule = "a directory that every rank can write"
 
     def write() -> bool:

@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moecore.base.fabric import own_fabric
 from moecore.base.failures import share_call_errors, share_errors
-from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, shown
-from moecore.base.rank_checks import check_same, fields_of, gather
+from moecore.base.fields import CheckedRecord, Count, OneOf, Rules, check_arguments, quote
+from moecore.base.rank_checks import check_equal, fields_of, gather
 from moecore.base.torch_private import (
     default_timeout,
     has_cpu_backend,
@@ -228,7 +228,7 @@ def build_meshes(
         "ranks_per_domain": ranks_per_domain,
         "device_type": device_type,
     }
-    check_same(
+    check_equal(
         mesh_arguments, object_device_type(world.get_group())
     )  # before the groups, which other degrees would mix up
     if ranks_per_domain is None and device_type == "cuda" and "LOCAL_WORLD_SIZE" in os.environ:
@@ -403,7 +403,7 @@ def read_launcher_number(
         return default
     if not (text.isdecimal() and len(text) <= 10 and min_value <= int(text) <= max_value):
         raise ValueError(
-            f"{name} ({shown(text)}) must be a whole number from {min_value} to {max_value}: start "
+            f"{name} ({quote(text)}) must be a whole number from {min_value} to {max_value}: start "
             "ranks with torchrun, which sets this variable"
         )
     return int(text)

@@ -37,7 +37,7 @@ from moecore.base.fields import (
     CountOrZero,
     Rules,
     check_arguments,
-    shown,
+    quote,
 )
 from moecore.base.options.names import GpuName
 from moecore.planning.gpus import Gpu, gpu_of, read_bytes
@@ -122,7 +122,7 @@ class CostTable(CheckedRecord):
             if point.seconds <= self.launch_seconds or not point.work.num_bytes:
                 yield (
                     "points",
-                    f"take longer than a launch and move bytes, not {shown(point)}: drop",
+                    f"take longer than a launch and move bytes, not {quote(point)}: drop",
                 )
 
     @classmethod
@@ -135,7 +135,7 @@ class CostTable(CheckedRecord):
     def read(cls, path: str | os.PathLike[str]) -> CostTable:
         """Return the table of a file that `write` or `moecore measure` has written."""
         check_arguments(CostTable.read, locals())
-        name = f"table ({shown(os.fspath(path))})"
+        name = f"table ({quote(os.fspath(path))})"
         text = read_bytes(path, name, MAX_TABLE_BYTES, "`moecore measure` writes one")
         return _parsed(text, os.fspath(path))
 
@@ -350,7 +350,7 @@ def _parsed(text: bytes, path: str) -> CostTable:
         return CostTable(**fields)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"table ({shown(path)}) must be one of `moecore measure`, found {shown(error)}: "
+            f"table ({quote(path)}) must be one of `moecore measure`, found {quote(error)}: "
             "measure again"
         ) from error
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moecore.base.fields import UsageError, shown
+from moecore.base.fields import UsageError, quote
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions, StashOptions
@@ -103,7 +103,7 @@ def folding_of(text: str) -> Folding:
         if name.strip() not in FOLDING or not value.isdecimal() or len(value) > 9 or int(value) < 1:
             names = ", ".join(FOLDING)
             raise ValueError(
-                f"--explain ({shown(part)}) must be NAME=NUMBER, of {names}: use pp=8,ep=8"
+                f"--explain ({quote(part)}) must be NAME=NUMBER, of {names}: use pp=8,ep=8"
             )
         degrees[name.strip()] = int(value)
     degrees.setdefault("chunks", 2 if degrees.get("pp", 1) > 1 else 1)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
 
-from moecore.base.fields import Bound, CheckedRecord, NumBytes, shown
+from moecore.base.fields import Bound, CheckedRecord, NumBytes, quote
 from moecore.base.options.names import GpuName
 from moecore.base.options.precision import EMULATED, Precision
 from moecore.io.checkpoint.files import read_regular
@@ -185,7 +185,7 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
     Raises:
         ValueError: when there is no such file, or it has another field or value than `Gpu` has.
     """
-    file_name = f"gpu-spec ({shown(os.fspath(path))})"
+    file_name = f"gpu-spec ({quote(os.fspath(path))})"
     text = read_bytes(path, file_name, MAX_GPU_BYTES, "write fields of Gpu there")
     try:
         values = tomllib.loads(text.decode())
@@ -194,10 +194,10 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
     like, field_names = values.pop("like", None), {field.name for field in fields(Gpu)}
     like_gpu = next((gpu for name, gpu in GPUS.items() if name == like), None)
     if like is not None and like_gpu is None:
-        raise ValueError(f"like ({shown(like)}) must be one of {', '.join(GPUS)}: choose one")
+        raise ValueError(f"like ({quote(like)}) must be one of {', '.join(GPUS)}: choose one")
     for name in values.keys() - field_names:
         raise ValueError(
-            f"{name:.80} ({shown(values[name])}) must be a field of Gpu: "
+            f"{name:.80} ({quote(values[name])}) must be a field of Gpu: "
             f"{', '.join(sorted(field_names))}"
         )
     # Nobody has measured what a file has.

@@ -17,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from moecore.base.fields import Count, check_arguments, shown
+from moecore.base.fields import Count, check_arguments, quote
 from moecore.base.tables import columns
 from moecore.io.checkpoint.files import open_regular
 from moecore.planning.levers import OPTIONS
@@ -262,7 +262,7 @@ def _events(path: Path) -> list[Event]:
     ]
     wrong = next((event for event in events if not _is_sound(event)), None)
     if wrong is not None:
-        raise ValueError(f"have a name, finite ts and dur in each event, not {shown(wrong)}; {FIX}")
+        raise ValueError(f"have a name, finite ts and dur in each event, not {quote(wrong)}; {FIX}")
     return events
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moecore.base.fields import CheckedRecord, check_arguments, shown
+from moecore.base.fields import CheckedRecord, check_arguments, quote
 from moecore.base.options.context import ContextOptions
 from moecore.families import use_causal_attention
 from moecore.families.family import family_of, swap_blocks
@@ -86,7 +86,7 @@ def refusing(model: object) -> Iterator[None]:
             raise
         model_type = json.loads(model.values).get("model_type")
         raise ValueError(
-            f"config.json of model_type ({shown(model_type)}) must have values with which a step "
+            f"config.json of model_type ({quote(model_type)}) must have values with which a step "
             f"runs, not {type(error).__name__} ({shown_with_source(error)}): correct them"
         ) from error
 
@@ -212,13 +212,13 @@ def _built(model: TransformersModel, dtype: torch.dtype) -> Any:
     values = json.loads(model.values)
     if find_spec("transformers") is None:
         raise ValueError(
-            f"config.json model_type ({shown(values.get('model_type'))}) must have transformers "
+            f"config.json model_type ({quote(values.get('model_type'))}) must have transformers "
             "installed to be planned: pip install 'moecore[hf]'"
         )
     hf: Any = reader_of(values, dtype=dtype)
     if hf is None:
         raise ValueError(
-            f"config.json model_type ({shown(values.get('model_type'))}) must be of a causal "
+            f"config.json model_type ({quote(values.get('model_type'))}) must be of a causal "
             "language model of transformers: name its class in architectures, or install a "
             "transformers that has it"
         )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.fields import check_arguments, shown
+from moecore.base.fields import check_arguments, quote
 from moecore.base.options.layer import MoEConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
@@ -157,7 +157,7 @@ def own_choices(
         ids_BSLK = torch.as_tensor(indices_BSLK)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"indices ({shown(indices_BSLK)}) must be integers, a tensor or array: {error}"
+            f"indices ({quote(indices_BSLK)}) must be integers, a tensor or array: {error}"
         ) from None
     if ids_BSLK.ndim != 4 or ids_BSLK.shape[2] != len(engine_layers):
         raise ValueError(

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.failures import known_to_others, share_call_errors, share_errors
-from moecore.base.fields import Count, check_arguments, shown
-from moecore.base.rank_checks import check_same
+from moecore.base.failures import publish_errors, share_call_errors, share_errors
+from moecore.base.fields import Count, check_arguments, quote
+from moecore.base.rank_checks import check_equal
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.fsdp.progress import check_grad_mode
 from moecore.parallel.model.parallel_state import parallel_state
@@ -145,7 +145,7 @@ class Engine:
             self._meshes = found.request.meshes
             self._layers = RoutedLayers.of(model, self._meshes)
             self._limits = RowLimits.of(max_tokens, self._meshes.parallel)
-        check_same({"reference is None": reference is None}, self._meshes.device_type)
+        check_equal({"reference is None": reference is None}, self._meshes.device_type)
         self._reference = None if reference is None else TrainStep(reference)
         steps = [step, *filter(None, [self._reference])]
         sizes = [_vocab_size_of(one.model) for one in steps]
@@ -217,7 +217,7 @@ class Engine:
         with self._refused_together("forward_backward() of rollouts"):
             check_arguments(Engine.forward_backward, arguments)
             check_grad_mode("forward_backward()")
-        with known_to_others("forward_backward() of rollouts"), self._computing(self.model):
+        with publish_errors("forward_backward() of rollouts"), self._computing(self.model):
             rows, totals = self._rows(rollouts, objective, entropy=objective.entropy)
             number = self.step.num_micro_batches = totals.num_micro_batches
             is_mean = self._request.loss == "mean"
@@ -256,7 +256,7 @@ class Engine:
     def _scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
     ) -> TokenScores:
-        with known_to_others("log_probs() of rollouts"), self._computing(step.model):
+        with publish_errors("log_probs() of rollouts"), self._computing(step.model):
             rows, _ = self._rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._empty(rollouts, entropy)
             micro_batches = [self._inputs(row, scores, None, None) for row in rows]
@@ -276,7 +276,7 @@ class Engine:
         except ValueError as error:
             problem = str(error)
         if problem is not None:
-            with known_to_others(where):
+            with publish_errors(where):
                 agree(self._meshes, None, problem, alike={}, shared={})
 
     def _computing(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -401,7 +401,7 @@ def _check_losses(name: str, loss_N: object, log_probs_N: Tensor) -> None:
     """Raise unless an objective returned what backward can start from."""
     if not isinstance(loss_N, Tensor):
         raise ValueError(
-            f"{name} returned {shown(loss_N)}, which must be a tensor: return one loss per token"
+            f"{name} returned {quote(loss_N)}, which must be a tensor: return one loss per token"
         )
     if loss_N.shape != log_probs_N.shape:
         raise ValueError(

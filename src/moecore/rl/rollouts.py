@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from moecore.base.fields import CheckedRecord, Positive, Rules, check_arguments, shown
+from moecore.base.fields import CheckedRecord, Positive, Rules, check_arguments, quote
 from moecore.packing.documents import Lengths, as_lengths
 
 PER_TOKEN = ("advantages_N", "old_log_probs_N", "ref_log_probs_N", "weights_N")
@@ -181,7 +181,7 @@ class Rollouts(CheckedRecord):
         taken = list(sequences)
         if any(not 0 <= i < self.num_sequences for i in taken):
             raise ValueError(
-                f"sequences ({shown(taken)}) must be numbers from 0 to {self.num_sequences - 1}: "
+                f"sequences ({quote(taken)}) must be numbers from 0 to {self.num_sequences - 1}: "
                 "take those that there are"
             )
         places_N = self.places(taken)

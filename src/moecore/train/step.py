@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore.base.failures import known_to_others, share_call_errors, share_errors
+from moecore.base.failures import publish_errors, share_call_errors, share_errors
 from moecore.base.fields import Count, MaxNorm, check_arguments
 from moecore.base.torch_private import mark
 from moecore.moe.pairs import Pairs
@@ -148,7 +148,7 @@ class TrainStep:
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Return the context in which forward and backward of one micro-batch run."""
-        with known_to_others(
+        with publish_errors(
             f"micro-batch {self._progress.num_done + 1} of {self.num_micro_batches}"
         ):
             self._progress.check_between("micro_batch()")
@@ -198,7 +198,7 @@ class TrainStep:
         self._progress.is_several, number = True, self.num_micro_batches
         try:
             where = f"a step of {number} micro-batches"
-            with known_to_others(where), self._running(number, to_come=forwards or number):
+            with publish_errors(where), self._running(number, to_come=forwards or number):
                 yield
         finally:
             self._progress.is_several = False
@@ -291,7 +291,7 @@ class TrainStep:
             ValueError: when their number is another, a micro_batch() has run, or under no_grad().
             PipelineError: when a neighbouring stage is gone; it names stage and micro-batch.
         """
-        with known_to_others(f"a step of {self.num_micro_batches} micro-batches"):
+        with publish_errors(f"a step of {self.num_micro_batches} micro-batches"):
             if len(micro_batches) != self.num_micro_batches:
                 raise ValueError(
                     f"micro_batches ({len(micro_batches)}) must be num_micro_batches "
@@ -316,7 +316,7 @@ class TrainStep:
         sum_copies(self.model)
         return losses
 
-    @known_to_others("losses()")
+    @publish_errors("losses()")
     @torch.no_grad()
     def losses(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return the losses of any number of micro-batches without gradients, between steps.
@@ -378,7 +378,7 @@ class TrainStep:
         if self._scale is not None:
             self._scale.load_state_dict(state)
 
-    @known_to_others("clip()")
+    @publish_errors("clip()")
     def clip(self) -> GradientNorm:
         """Clip the gradient of a step whose optimizer is the caller's; return its norm. Host sync.
 
@@ -401,7 +401,7 @@ class TrainStep:
             )
         return self._norm
 
-    @known_to_others("finish()")
+    @publish_errors("finish()")
     def finish(self) -> StepResult:
         """End the step: clip, optimizer, zero_grad, counts of all ranks, expert biases.
 

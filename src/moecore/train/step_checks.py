@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from moecore.base.rank_checks import check_same, optimizer_entries, trained_entries
+from moecore.base.rank_checks import check_equal, optimizer_entries, trained_entries
 from moecore.parallel.model.parallel_state import moe_state, parallel_states
 from moecore.parallel.model.parameter_guards import refuse_earlier, refuse_on_meta
 from moecore.parallel.model.request import Request
@@ -53,8 +53,8 @@ def compare_steps(
         request: the request of a model of the step.
     """
     meshes = request.meshes
-    check_same(entries, meshes.device_type)
+    check_equal(entries, meshes.device_type)
     trained = trained_entries(model, optimizers)
-    check_same(trained, meshes.device_type, group=meshes.stage_group)
+    check_equal(trained, meshes.device_type, group=meshes.stage_group)
     if meshes.parallel.pp > 1:
-        check_same(optimizer_entries(optimizers), meshes.device_type)
+        check_equal(optimizer_entries(optimizers), meshes.device_type)

@@ -71,7 +71,7 @@ LAYOUTS = {
     "tp, ep": ParallelConfig(tp=2, ep=2),
     "hybrid": ParallelConfig(dp_replicate=2, edp_replicate=2),
 }
-CLONES = dict(dispatch=DispatchOptions(clones=CloneOptions(per_rank=1, least=0.0)))
+CLONES = dict(dispatch=DispatchOptions(clones=CloneOptions(per_rank=1, min_share=0.0)))
 WIDE = FSDPOptions()
 QUANTISED = replace(WIDE, fp8_param_gather=True)
 # What is quantised, layout, changes of `FSDPOptions`, other arguments of the call.

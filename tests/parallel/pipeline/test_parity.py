@@ -190,7 +190,7 @@ CASES = [
         pipeline=DUAL,
         accumulate=2,
         layers=4,
-        clones=CloneOptions(per_rank=1, least=0.0),
+        clones=CloneOptions(per_rank=1, min_share=0.0),
     ),
 ]
 CASES += [

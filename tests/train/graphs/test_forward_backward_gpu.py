@@ -68,7 +68,7 @@ class Case:
 
 RECOMPUTE = ("norm", "activation", "rope", "mla_up_proj", "shared_experts", "expert_fc1")
 ROOM = NVLinkOptions(row_factor=4.0)
-CLONED: dict[str, Any] = {"clones": CloneOptions(least=0.0)} if WORLD > 1 else {}
+CLONED: dict[str, Any] = {"clones": CloneOptions(min_share=0.0)} if WORLD > 1 else {}
 CASES = {
     "all ranks": Case(ep=WORLD, nvlink=ROOM),
     "gathered once, casts kept": Case(

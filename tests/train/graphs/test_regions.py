@@ -124,20 +124,20 @@ def found() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_losses_and_parameters_equal_those_of_eager(found: dict[str, Any]) -> None:
-    check_same(found["eager"], found["compiled"])
+    check_equal(found["eager"], found["compiled"])
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_attention_over_ranks_runs_between_what_is_compiled(found: dict[str, Any]) -> None:
-    check_same(*found["over cp"])
+    check_equal(*found["over cp"])
     assert found["graphs over cp"] > found["graphs"], "attention cuts a block in two"
     assert found["breaks over cp"]
     for reason in found["breaks over cp"]:
         assert any(name in reason for name in BETWEEN), reason
 
 
-def check_same(eager: Trained, compiled: Trained) -> None:
+def check_equal(eager: Trained, compiled: Trained) -> None:
     losses, params, _ = eager
     compiled_losses, compiled_params, _ = compiled
     assert losses[0] != losses[1]

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.memory import GEMM_LAST, OFFLOADED, RECOMPUTED, MemoryOptions
-from moecore.base.regions import running_again
+from moecore.base.regions import recompute_products
 from moecore.base.saved_tensors import Handle, packing
 from moecore.models import Decoder, preset
 from moecore.train.memory.apply import apply_memory
@@ -286,7 +286,7 @@ def test_random_numbers_are_those_of_forward(
         return DRAWS[name](F.silu(x)).exp()
 
     def mixed(x: Tensor) -> Tensor:
-        with running_again() if repeats_products else nullcontext():
+        with recompute_products() if repeats_products else nullcontext():
             return attended(x)
 
     def in_region(x: Tensor) -> Tensor:

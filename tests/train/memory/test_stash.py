@@ -231,7 +231,7 @@ def test_matrices_are_told_apart(length: int) -> None:
 def test_nobody_is_asked_about_what_has_no_counted_rows() -> None:
     """Which would take the host microseconds per tensor that a layer saves."""
     x, asked = torch.ones(3, requires_grad=True), list[Tensor]()
-    with packing(asked.append, rows_alone=True):
+    with packing(asked.append, only_rows=True):
         x.exp()
         assert not asked and is_packing()
         with counting_rows():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.attention.context_parallel.layout import ChunkLayout
-from moecore.base.regions import once
+from moecore.base.regions import run_and_save
 from moecore.base.torch_private import is_silent
 
 
@@ -28,13 +28,13 @@ def scatter_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
     """Return each x_BtHd as x_BThd: all tokens in order, of this rank's heads. Collective."""
-    scattered: tuple[Tensor, ...] = once(_Travel.apply, group, layout, True, *tensors)
+    scattered: tuple[Tensor, ...] = run_and_save(_Travel.apply, group, layout, True, *tensors)
     return scattered
 
 
 def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
     """Return x_BtHd: this rank's tokens of all heads; undoes `scatter_heads`. Collective."""
-    gathered: tuple[Tensor] = once(_Travel.apply, group, layout, False, x_BThd)
+    gathered: tuple[Tensor] = run_and_save(_Travel.apply, group, layout, False, x_BThd)
     return gathered[0]
 
 

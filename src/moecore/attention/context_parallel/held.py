@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.attention.context_parallel.states import HeldPieces
-from moecore.base.regions import once
+from moecore.base.regions import run_and_save
 from moecore.base.torch_private import all_gather_single, is_silent
 from moecore.kernels.zigzag import row_borders
 from moecore.moe.dispatch.collectives import exchanged
@@ -121,12 +121,12 @@ class HeldTokens:
     @torch.compiler.disable
     def gather(self, x_BtX: Tensor) -> Tensor:
         """Return x_BTX of all ranks in order; backward adds all ranks' gradients. Collective."""
-        gathered: Tensor = once(exchanged, x_BtX, self.gather_values, self.sum_values)
+        gathered: Tensor = run_and_save(exchanged, x_BtX, self.gather_values, self.sum_values)
         return gathered
 
     def gather_whole(self, x_BtX: Tensor) -> Tensor:
         """Return x_BTX for a result equal on all ranks; backward takes this rank's tokens of it."""
-        gathered: Tensor = once(exchanged, x_BtX, self.gather_values, self.own)
+        gathered: Tensor = run_and_save(exchanged, x_BtX, self.gather_values, self.own)
         return gathered
 
     def gather_values(self, x_BtX: Tensor) -> Tensor:

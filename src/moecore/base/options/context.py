@@ -50,7 +50,7 @@ class ContextOptions(CheckedRecord):
             way = "p2p" if ranks == 1 else "a2a" if ranks == cp else "a2a+p2p"
         if way == "a2a+p2p":
             ranks = math.gcd(cp, kv_heads) if ranks is None else ranks
-            for problem in _problems_of_both(cp, kv_heads, ranks):
+            for problem in _ring_a2a_problems(cp, kv_heads, ranks):
                 raise ValueError(f"ContextOptions.a2a_ranks ({ranks}) must {problem}")
             return ContextOptions(way=way, a2a_ranks=ranks)
         if way == "a2a" and kv_heads % cp:
@@ -63,7 +63,7 @@ class ContextOptions(CheckedRecord):
 
 def _fewest(cp: int, num_heads: int, kv_heads: int) -> int:
     """Return the number of ranks of an all-to-all, a divisor of cp and heads, that sends least."""
-    most = math.gcd(cp, kv_heads)
+    max_ranks = math.gcd(cp, kv_heads)
     # With H query and h key/value heads an all-to-all of A ranks sends (A - 1) / A of H + h heads
     # of a token each way, queries, keys, values and results together. A ring of cp / A ranks passes
     # h heads on cp / A - 1 times in forward and in backward, and so their gradients, which are
@@ -72,10 +72,10 @@ def _fewest(cp: int, num_heads: int, kv_heads: int) -> int:
     def numbers(A: int) -> float:
         return (A - 1) / A * (num_heads + kv_heads) + 2 * (cp // A - 1) * kv_heads
 
-    return min((A for A in range(1, most + 1) if most % A == 0), key=numbers)
+    return min((A for A in range(1, max_ranks + 1) if max_ranks % A == 0), key=numbers)
 
 
-def _problems_of_both(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:
+def _ring_a2a_problems(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:
     if ranks in (1, cp):
         yield f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"
     if cp % ranks:

@@ -52,14 +52,14 @@ class CloneOptions(CheckedRecord):
     Attributes:
         per_rank: most clones that a rank holds in one layer; one clone costs the transfer of its
             expert's weights in forward, and of their gradients in backward.
-        least: no clone gets fewer tokens than this share of a rank's mean, so ranks that are as
+        min_share: no clone gets fewer tokens than this share of a rank's mean, so ranks that are as
             close to it stay as they are.
         refresh: when clones are planned. "forward": in every one, from its own choices. n: from the
             loads of one optimizer step for the next n, so no forward waits for a plan.
     """
 
     per_rank: Count = 2
-    least: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
+    min_share: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
     refresh: Refresh = "forward"
 
 

@@ -352,20 +352,20 @@ class MoEConfig(CheckedRecord):
             yield "latent_dim", f"be < dim ({self.dim}): lower it, or use 0 for none"
         if self.latent_norm_eps is not None and not self.latent_dim:
             yield "latent_norm_eps", "go with latent_dim: set it, or drop latent_norm_eps"
-        for name, used in (
+        for name, is_set in (
             ("shared_gate", self.shared_gate),
             ("num_shared_experts", self.num_shared_experts > 1),
         ):
-            if used and not self.shared_hidden_dim:
+            if is_set and not self.shared_hidden_dim:
                 yield name, "go with shared_hidden_dim (0) > 0: set shared_hidden_dim or drop it"
 
     def _zero_rules(self) -> Rules:
-        for name, value, wanted, reason in (
+        for name, value, allowed, reason in (
             ("assignment", self.assignment, "learned", "tokens choose"),
             ("capacity", self.capacity and self.capacity.drop, None, "nothing is dropped"),
             ("num_groups", self.num_groups, 1, "experts have no groups"),
         ):
-            if value != wanted:
+            if value != allowed:
                 yield (
                     "zero_experts",
                     f"be 0 with {name} ({value!r}), because {reason} where experts return their "
@@ -380,14 +380,14 @@ class MoEConfig(CheckedRecord):
             )
         if self.balance.bias_update == "sign":
             return
-        for name, value, wanted in (
+        for name, value, allowed in (
             ("score_function", self.score_function, "sigmoid"),
             ("top_groups", self.top_groups, self.num_groups),
         ):
-            if value != wanted:
+            if value != allowed:
                 yield (
                     "balance.bias_update",
-                    f"go with {name} ({value!r}) = {wanted!r}, because it compares every token's "
+                    f"go with {name} ({value!r}) = {allowed!r}, because it compares every token's "
                     'best K + 1 scores in [0, 1]: use bias_update="sign"',
                 )
         if self.top_k == self.num_candidates:
@@ -426,8 +426,8 @@ class MoEConfig(CheckedRecord):
 
     @property
     def _candidates(self) -> str:
-        more = " + zero_experts" if self.zero_experts else ""
-        return f"num_experts{more} ({self.num_candidates})"
+        zero_term = " + zero_experts" if self.zero_experts else ""
+        return f"num_experts{zero_term} ({self.num_candidates})"
 
     @property
     def expert_dim(self) -> int:
@@ -437,8 +437,8 @@ class MoEConfig(CheckedRecord):
     @property
     def counts_best_scores(self) -> bool:
         """Whether a balance loss counts best scores, because a bias or groups move the choice."""
-        moved = self.expert_bias or self.top_groups < self.num_groups
-        return moved and self.balance.needs_counts_loss
+        has_altered_choice = self.expert_bias or self.top_groups < self.num_groups
+        return has_altered_choice and self.balance.needs_counts_loss
 
     @property
     def normalizes(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal, get_args
 
-from moecore.base.fields import Bound, CheckedRecord, OneOf, Rules, check_arguments, shown
+from moecore.base.fields import Bound, CheckedRecord, OneOf, Rules, check_arguments, quote
 from moecore.base.options.names import PrecisionName as PrecisionName
 from moecore.base.registry import Registry
 
@@ -161,8 +161,8 @@ class Recipe(CheckedRecord):
     @property
     def gathers(self) -> bool:
         """Whether units may gather weights quantised: both operands are the same numbers."""
-        once = ("blockwise", "tensorwise", "nvfp4")
-        return self.scaling in once and self.backend == "moecore"
+        scalings = ("blockwise", "tensorwise", "nvfp4")
+        return self.scaling in scalings and self.backend == "moecore"
 
     @property
     def multiple(self) -> int:
@@ -189,13 +189,13 @@ class Recipe(CheckedRecord):
     def describe(self) -> str:
         """Return one line: scaling, formats, scales, and what else differs from the defaults."""
         # Example: "blockwise FP8: e4m3, 1x128 and weights 128x128, scales fp32 power of two".
-        who = ", Transformer Engine" if self.backend == "te" else ""
+        suffix = ", Transformer Engine" if self.backend == "te" else ""
         if self.scaling in EMULATED:
-            who = who or ", emulated before Blackwell"
+            suffix = suffix or ", emulated before Blackwell"
         if self.scaling == "mxfp8":
-            return f"MXFP8{who}: e4m3, 1x32, scales e8m0"
+            return f"MXFP8{suffix}: e4m3, 1x32, scales e8m0"
         if self.scaling == "nvfp4":
-            line = f"NVFP4{who}: e2m1, 1x16 and weights 16x16, scales e4m3 and per tensor fp32"
+            line = f"NVFP4{suffix}: e2m1, 1x16 and weights 16x16, scales e4m3 and per tensor fp32"
             line += " power of two" if self.power_of_two else ""
             line += "" if self.hadamard else ", no Hadamard transform"
             return line if self.stochastic_rounding else f"{line}, no stochastic rounding"
@@ -206,7 +206,7 @@ class Recipe(CheckedRecord):
             "tensorwise": "by tensor",
         }[self.scaling]
         scales = "fp32 power of two" if self.power_of_two else "fp32"
-        line = f"{self.scaling} FP8{who}: {formats}, {blocks}, scales {scales}"
+        line = f"{self.scaling} FP8{suffix}: {formats}, {blocks}, scales {scales}"
         if self.amax_history:
             line += f" of the last {self.amax_history} steps"
         return line if self.hidden == "wide" else f"{line}, hidden kept in fp8"
@@ -302,7 +302,7 @@ class Precision(CheckedRecord):
         if isinstance(precision, str) and precision in PRECISIONS:
             return PRECISIONS[precision]
         raise ValueError(
-            f"precision ({shown(precision)}) must be one of "
+            f"precision ({quote(precision)}) must be one of "
             f"{', '.join(map(repr, PRECISIONS))}, a Recipe, a Precision or None: use 'auto'"
         )
 

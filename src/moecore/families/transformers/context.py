@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moecore.attention.context_parallel.held import ContextParallel
 from moecore.attention.sequence import Sequence
-from moecore.base.fields import shown
+from moecore.base.fields import quote
 from moecore.base.options.context import ContextOptions
 from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.head import IS_SCORED
@@ -118,7 +118,7 @@ class CausalContext:
             return args, kwargs
         if not hasattr(model, IS_SCORED) and not has_causal_loss(model):
             raise ValueError(
-                f"loss_function ({shown(model.loss_function)}) must be transformers' "
+                f"loss_function ({quote(model.loss_function)}) must be transformers' "
                 f"{CAUSAL_LOSS} under context parallelism, where a rank has a part of each row: "
                 "set it back, or use cp=1"
             )

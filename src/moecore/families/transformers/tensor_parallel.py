@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moecore.base.params import shard_parameter
-from moecore.base.regions import once
+from moecore.base.regions import run_and_save
 from moecore.base.torch_private import is_silent, tree_map_only
 from moecore.families.transformers.cuts import find_cuts
 from moecore.families.transformers.linear_attention import refuse_shortcut
@@ -221,7 +221,7 @@ class HeadExchange:
 
     def __call__(self, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
         """Return [..., outputs of a rank's heads]; backward adds what ranks did with one output."""
-        return once(exchanged, y, self._dispatch, self._back)  # type: ignore[no-any-return]
+        return run_and_save(exchanged, y, self._dispatch, self._back)  # type: ignore[no-any-return]
 
     def _dispatch(self, y: Tensor) -> Tensor:
         y_TN = y.flatten(0, -2)

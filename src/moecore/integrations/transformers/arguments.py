@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from moecore.base.fields import shown
+from moecore.base.fields import quote
 from moecore.integrations.transformers.scheduled import is_dynamic
 from moecore.parallel.model.parallel_state import moe_state, request_of
 
@@ -110,7 +110,7 @@ def check_logits(trainer: Trainer) -> None:
         ("compute_metrics", trainer.compute_metrics is None, "None"),
         ("preprocess_logits_for_metrics", trainer.preprocess_logits_for_metrics is None, "None"),
         (f"label_smoothing_factor ({smoothing})", not smoothing, "0"),
-        (f"compute_loss_func ({shown(function)})", function is None, "None"),
+        (f"compute_loss_func ({quote(function)})", function is None, "None"),
         (f"compute_loss of {class_name}", own_loss is Trainer.compute_loss, "that of Trainer"),
     )
     for name, is_met, requirement in requirements:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moecore.base.fields import shown, shown_name
+from moecore.base.fields import quote, shown_name
 from moecore.io.checkpoint.manifest import MAX_DEPTH, nests_deeper
 from moecore.io.checkpoint.state import ModelView
 
@@ -71,7 +71,7 @@ def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) 
             f"than the {len(groups)} in the checkpoint"
         ]
     return [
-        f"optimizer hyperparameter {shown_name(key)} ({shown(group.get(key))}) is {value!r:.40} "
+        f"optimizer hyperparameter {shown_name(key)} ({quote(group.get(key))}) is {value!r:.40} "
         "in the checkpoint"
         for group, saved in zip(present, groups, strict=True)
         for key, value in saved.items()
@@ -90,8 +90,8 @@ def option_problems(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[
             "optimizer"
         )
     return problems + [
-        f"optimizer hyperparameter {shown_name(key)} ({shown(group[key])}) is "
-        f"{shown(saved[key])} in the checkpoint"
+        f"optimizer hyperparameter {shown_name(key)} ({quote(group[key])}) is "
+        f"{quote(saved[key])} in the checkpoint"
         for key in sorted(group.keys() & saved.keys() - VALUES - OF_THE_RUN - {"params"})
         if isinstance(group[key], int | float | None) and bool(group[key]) != bool(saved[key])
     ]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moecore.base.fields import check_arguments, shown
+from moecore.base.fields import check_arguments, quote
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.io.checkpoint.config_differences import TRAINING, differences, hf_differences
 from moecore.io.hf.config_attention import (
@@ -55,7 +55,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
     build = FAMILIES.get(fields.model_type)
     if build is None:
         raise NotImplementedError(
-            f"config.json model_type ({shown(fields.model_type)}) must be one of "
+            f"config.json model_type ({quote(fields.model_type)}) must be one of "
             f"{', '.join(FAMILIES)}: parallelize the transformers model itself"
         )
     if not isinstance(config, Mapping):
@@ -407,7 +407,7 @@ def config_problems(
     if isinstance(model, Mapping) and "model_type" in model:
         kind, wanted = values.get("model_type"), model["model_type"]
         if kind != wanted:
-            return [_line("model_type", shown(kind), shown(wanted))]
+            return [_line("model_type", quote(kind), quote(wanted))]
         hf_config = model
         try:
             model = decoder_config_from_hf(hf_config)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moecore.base.fields import shown
+from moecore.base.fields import quote
 from moecore.io.hf.files import CONFIG, read_json
 
 HFConfig = str | os.PathLike[str] | Mapping[str, Any]
@@ -117,7 +117,7 @@ def check_layers(values: Mapping[str, Any]) -> None:
         is_count = isinstance(value, int) and LAYER_COUNT.search(str(name))
         if is_count and value > MAX_LAYERS:
             raise ValueError(
-                f"config.json {shown(name)} ({shown(value)}) must be at most {MAX_LAYERS}: correct "
+                f"config.json {quote(name)} ({quote(value)}) must be at most {MAX_LAYERS}: correct "
                 "it"
             )
 
@@ -136,7 +136,7 @@ class Fields:
         if self.values.get(name) is None:
             raise ValueError(
                 f"config.json {name} (None) must be given for model_type "
-                f"({shown(self.model_type)}): add it"
+                f"({quote(self.model_type)}): add it"
             )
         return self._checked(name, self.values[name])
 
@@ -155,7 +155,7 @@ class Fields:
         if wrong:
             value = self.values.get(name) if value is None else value
             raise NotImplementedError(
-                f"config.json {name} ({shown(value)}) of model_type ({self.model_type!r}) must not "
+                f"config.json {name} ({quote(value)}) of model_type ({self.model_type!r}) must not "
                 "be asked of the native decoder, which lacks it: parallelize the transformers "
                 "model itself"
             )

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moecore.base.fields import shown, shown_name
+from moecore.base.fields import quote, shown_name
 from moecore.base.tables import bounded_line
 from moecore.io.checkpoint.files import MAX_CONFIG, MAX_TABLE, read_regular
 from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, nests_deeper
@@ -152,7 +152,7 @@ def read_index(path: Path) -> dict[str, str] | None:
     for shard in set(weight_map.values()):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ValueError(
-                f"path ({path / INDEX}) names the shard ({shown(shard)}), which must be a "
+                f"path ({path / INDEX}) names the shard ({quote(shard)}), which must be a "
                 ".safetensors file in the directory itself"
             )
     return weight_map

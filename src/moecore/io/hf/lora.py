@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.fields import check_arguments, shown
+from moecore.base.fields import check_arguments, quote
 from moecore.base.params import (
     clean_name,
     global_indices,
@@ -203,7 +203,7 @@ def _fitting(
     written = read_json(path / CONFIG)
     for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         if key in written and written[key] != getattr(own, key):
-            problems.append(f"{key} ({shown(written[key])}) must be {getattr(own, key)!r}")
+            problems.append(f"{key} ({quote(written[key])}) must be {getattr(own, key)!r}")
     for name, one in stored.items():
         if name in found and tuple(found[name].shape) != one.piece.stored:
             problems.append(f"{name} {tuple(found[name].shape)} must be {one.piece.stored}")

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from moecore.base.failures import RankError, transport_explained
+from moecore.base.failures import RankError, explain_transport_errors
 from moecore.base.fields import NumBytes, check_arguments, shown_name
 from moecore.families.transformers.lora import adapted
 from moecore.io.checkpoint.ranks import (
@@ -179,7 +179,7 @@ class WeightStream:
                 )
             return self._begin()
 
-        with transport_explained(PASS):
+        with explain_transport_errors(PASS):
             now = on_every_rank(begin, self._control.group).digests
             own = {name for name, digest in now.items() if version.digests.get(name) != digest}
             changed = set[str]().union(*gather(own, self._control.group))
@@ -221,7 +221,7 @@ class WeightStream:
 
     @contextmanager
     def _passing(self) -> Iterator[_StreamPass]:
-        with transport_explained(PASS):
+        with explain_transport_errors(PASS):
             run = on_every_rank(self._begin, self._control.group)
         with run.watch.following(), self._collector.opened():
             try:
@@ -229,7 +229,7 @@ class WeightStream:
             except GeneratorExit:
                 run.leave()
                 raise
-            with transport_explained(PASS):
+            with explain_transport_errors(PASS):
                 on_every_rank(lambda: self._check_end(run), self._control.group)
         self._version = WeightsVersion(run.digests, self._digests)
 
@@ -304,7 +304,7 @@ class _StreamPass:
         if items is None:
             return
         self._copies.follow()
-        with torch.no_grad(), self._copies.running(), transport_explained(PASS):
+        with torch.no_grad(), self._copies.running(), explain_transport_errors(PASS):
             self._merge(dict.fromkeys(source for item in items for source, _ in item.parts))
             bucket = self._collector.collect(items, self._read)
         self._ahead = bucket, self._copies.mark()
@@ -313,7 +313,7 @@ class _StreamPass:
         """Return the bucket that was started last, whole on every rank; None = there is none."""
         if self._ahead is None:
             return None
-        with transport_explained(PASS):
+        with explain_transport_errors(PASS):
             on_every_rank(self.check, self._group)
         (bucket, event), self._ahead = self._ahead, None
         self._copies.hold(event)
@@ -332,7 +332,7 @@ class _StreamPass:
             raise _PassLeft(rank)
 
         # A RankError: no rank is left to be told.
-        with suppress(RankError, _PassLeft), transport_explained(PASS):
+        with suppress(RankError, _PassLeft), explain_transport_errors(PASS):
             if self._ahead is None:
                 self.start()  # as the others do first
             self._copies.synchronize()

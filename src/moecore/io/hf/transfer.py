@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from moecore.base.fields import CountOrZero, Device, check_arguments, shown
+from moecore.base.fields import CountOrZero, Device, check_arguments, quote
 from moecore.io.checkpoint.manifest import DTYPE_NAMES
 from moecore.io.hf.buckets import WeightBucket, WeightMeta, aligned
 from moecore.io.hf.stream import WeightStream
@@ -124,9 +124,9 @@ def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):  # of Unicode, too
-        raise _wrong_header(f"its text ({shown(text[:100])}) must be JSON") from None
+        raise _wrong_header(f"its text ({quote(text[:100])}) must be JSON") from None
     if not isinstance(told, list):
-        raise _wrong_header(f"its text ({shown(told)}) must be a list")
+        raise _wrong_header(f"its text ({quote(told)}) must be a list")
     metas, names, total = [], set[str](), 0
     for entry in told:
         if not (
@@ -139,7 +139,7 @@ def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
             and len(entry[2]) <= MAX_DIMS
             and all(type(n) is int and 0 <= n < MAX_BUCKET for n in entry[2])
         ):
-            raise _wrong_header(f"its entry ({shown(entry)}) must be [name, dtype, shape]")
+            raise _wrong_header(f"its entry ({quote(entry)}) must be [name, dtype, shape]")
         name, dtype, shape = entry
         meta = WeightMeta(name, SENT_DTYPES[dtype], tuple(shape))
         names.add(name)
@@ -147,7 +147,7 @@ def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
         # As if no dim were 0: strides of such a tensor must not overflow either.
         total += aligned(math.prod(max(1, n) for n in shape) * meta.dtype.itemsize)
         if total > MAX_BUCKET:
-            raise _wrong_header(f"the tensors up to {shown(name)} must have <= {MAX_BUCKET} bytes")
+            raise _wrong_header(f"the tensors up to {quote(name)} must have <= {MAX_BUCKET} bytes")
     if len(names) != len(metas):
         raise _wrong_header("its names must differ from each other")
     return tuple(metas)

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moecore.base.fields import NumBytes, check_arguments, shown, shown_name
+from moecore.base.fields import NumBytes, check_arguments, quote, shown_name
 from moecore.io.checkpoint.directory import Step, check_unused
 from moecore.io.checkpoint.files import write_new
 from moecore.io.checkpoint.meter import Meter, Progress
@@ -222,7 +222,7 @@ def _megatron_sources(
     for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
         if value:
             raise NotImplementedError(
-                f"{option} ({shown(value)}) of {files.path / 'common.pt'} must be off, else the "
+                f"{option} ({quote(value)}) of {files.path / 'common.pt'} must be off, else the "
                 "native "
                 "decoder computes another function of these weights: train on in Megatron-Core"
             )

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from moecore.base.fields import shown
+from moecore.base.fields import quote
 from moecore.packing.corpus.files import cut
 from moecore.packing.corpus.options import CorpusError, CorpusSource
 from moecore.packing.corpus.order import IndexedDocuments, StreamedDocuments
@@ -88,7 +88,7 @@ def checked_ids(ids: Any, vocab_size: int | None) -> Integers:
     """Return a copy of a document's ids in the smallest unsigned dtype, or refuse them."""
     found = np.asarray(ids)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise ValueError(f"token ids ({shown(ids)}) must be whole numbers in one row: tokenize it")
+        raise ValueError(f"token ids ({quote(ids)}) must be whole numbers in one row: tokenize it")
     if not found.size:
         return np.empty(0, np.uint8)
     # A negative id is a large unsigned one, so one pass over the ids finds both.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.base.fields import check_arguments, shown
+from moecore.base.fields import check_arguments, quote
 from moecore.packing.corpus.files import SizedFile
 from moecore.packing.documents import Integers
 
@@ -121,9 +121,9 @@ class JsonLines:
     def _refuse(self, line: int, field: str | None) -> None:
         start, stop = self._starts[line : line + 2].tolist()
         text = self._file.read(start, min(stop - start, 200)).decode(errors="replace")
-        wanted = "a JSON object" if field is None else f"a JSON object with {shown(field)}"
+        wanted = "a JSON object" if field is None else f"a JSON object with {quote(field)}"
         raise ValueError(
-            f"{self._file.shown} line {line + 1} must be {wanted}, not {shown(strip_line(text))} "
+            f"{self._file.shown} line {line + 1} must be {wanted}, not {quote(strip_line(text))} "
             f"(broken lines: {self.num_broken}, empty lines: {self.num_empty}): mend it, replace "
             "it by an empty line, which keeps the number of lines, or set skip_broken"
         )

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from moecore.base.fields import Count, CountOrZero, check_arguments, shown
+from moecore.base.fields import Count, CountOrZero, check_arguments, quote
 from moecore.base.rank_checks import gather
 from moecore.packing.collate import PackedBatch
 from moecore.packing.corpus.batches import RankBatches, batch_of
@@ -76,7 +76,7 @@ class PositionedLoader(Generic[Batch]):
             missing = set(range(self._batches.data_ranks)) - set(numbers)
             if missing and dist.is_initialized():
                 raise CorpusError(
-                    f"data_rank ({shown(sorted(set(numbers)))} on all ranks) must also be "
+                    f"data_rank ({quote(sorted(set(numbers)))} on all ranks) must also be "
                     f"{min(missing)}, because data_ranks is {self._batches.data_ranks}: give each "
                     "rank its number"
                 )
@@ -209,7 +209,7 @@ def check_sources(sources: Sequence[CorpusSource], data_rank: int, data_ranks: i
     names = [source.name for source in sources]
     if not names or len(set(names)) < len(names):
         raise ValueError(
-            f"sources ({shown(names)}) must be at least one, each with a name of its own"
+            f"sources ({quote(names)}) must be at least one, each with a name of its own"
         )
     if data_rank >= data_ranks:
         raise ValueError(

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
-from moecore.base.fields import Bound, check_value, shown
+from moecore.base.fields import Bound, check_value, quote
 from moecore.packing.corpus.documents import sample_of, tokens_of
 from moecore.packing.corpus.files import cut
 from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource, Partitions
@@ -93,7 +93,7 @@ def check_ranks(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
         for rank, value in enumerate(values):
             if repr(value) != repr(values[0]):
                 raise CorpusError(
-                    f"{cut(name)} ({shown(values[0])} on rank 0, {shown(value)} on rank {rank}) "
+                    f"{cut(name)} ({quote(values[0])} on rank 0, {quote(value)} on rank {rank}) "
                     "must be the same on all data ranks: give every rank the same sources, files, "
                     "tokenizer, options and position"
                 )
@@ -131,7 +131,7 @@ def _as_json(state: Mapping[str, Any]) -> dict[str, Any]:
         values = {}
     if set(values) != set(FIELDS):
         raise ValueError(
-            f"state ({shown(state)}) must be a state_dict(), JSON with {', '.join(FIELDS)}: pass "
+            f"state ({quote(state)}) must be a state_dict(), JSON with {', '.join(FIELDS)}: pass "
             "one"
         )
     return dict(values)
@@ -142,8 +142,8 @@ def _check_facts(found: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     for name in [*expected, *(found.keys() - expected.keys())]:
         if name not in found or name not in expected or repr(found[name]) != repr(expected[name]):
             raise ValueError(
-                f"{cut(name)} of the state ({shown(found.get(name))}) must be that of this loader "
-                f"({shown(expected.get(name))}): make it as it was, with the same sources, files, "
+                f"{cut(name)} of the state ({quote(found.get(name))}) must be that of this loader "
+                f"({quote(expected.get(name))}): make it as it was, with the same sources, files, "
                 "tokenizer and options"
             )
 
@@ -162,13 +162,13 @@ def _cursors_of(
                 check_value("cursor", value, kind)
         check_value("partition", number, Number)
     except (TypeError, ValueError):
-        raise ValueError(f"state['cursors'] ({shown(entry)}) {_NO_STATE}") from None
+        raise ValueError(f"state['cursors'] ({quote(entry)}) {_NO_STATE}") from None
     is_valid = len(cursors) == num_sources and number < partitions
     for cursor in cursors:
         is_place = cursor.ordinal >= number and (cursor.ordinal - number) % step == 0
         is_valid = is_valid and is_place and cursor.taken <= cursor.tokens
     if not is_valid:
-        raise ValueError(f"state['cursors'] ({shown(entry)}) {_NO_STATE}")
+        raise ValueError(f"state['cursors'] ({quote(entry)}) {_NO_STATE}")
     return number, cursors
 
 
@@ -189,4 +189,4 @@ def _check_lengths(lengths: Mapping[str, Any], sources: Sequence[CorpusSource]) 
     known = {s.name: len(s.documents) if s.is_indexed else None for s in sources}
     for name, length in lengths.items():
         if name not in known or (known[name] is not None and length not in (None, known[name])):
-            raise ValueError(f"state['lengths'] ({shown(lengths)}) {_NO_STATE}")
+            raise ValueError(f"state['lengths'] ({quote(lengths)}) {_NO_STATE}")

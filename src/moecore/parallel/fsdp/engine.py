@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.base.failures import forget_own, known_to_others
+from moecore.base.failures import publish_errors, withdraw_records
 from moecore.base.torch_private import (
     call_after_backward,
     continues,
@@ -299,7 +299,7 @@ class UnitEngine:
 
     def _root_pre_forward(self) -> None:
         """Begin an outermost forward: read parameters that an optimizer or the caller changed."""
-        forget_own()
+        withdraw_records()
         self._header.start(self.progress())
         self._forward += 1
         if not self._is_paired:
@@ -462,7 +462,7 @@ class UnitEngine:
         unit.gradients.reduces = not (
             accumulates and (self._expects_grads(unit) or self._has_deferred(unit))
         )
-        with known_to_others(f"the reduction of {unit.options.name}"):
+        with publish_errors(f"the reduction of {unit.options.name}"):
             unit.gradients.reduce()
 
     def _has_deferred(self, unit: Unit) -> bool:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.failures import known_to_others
+from moecore.base.failures import publish_errors
 from moecore.base.torch_private import no_dispatch_modes, set_versions, version
 from moecore.kernels.experts.contract import SINK
 from moecore.parallel.fsdp.buffers import Buffer
@@ -188,7 +188,7 @@ class Unit:
         with (
             torch.no_grad(),
             no_dispatch_modes(),
-            known_to_others(f"the all-gather of {self.options.name}"),
+            publish_errors(f"the all-gather of {self.options.name}"),
         ):
             self._all_gather()
         self.state = State.UNSHARDING

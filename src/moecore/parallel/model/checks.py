@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from moecore.base import te_names
-from moecore.base.fields import check_value, shown
+from moecore.base.fields import check_value, quote
 from moecore.base.options.dispatch import DispatchOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import MoEOverrides
@@ -66,20 +66,20 @@ def check_stages(
     ]
     if wrong:
         raise ValueError(
-            f"layout ({shown(layout.text)}) must begin no stage with layer {wrong[0]}, which reads "
+            f"layout ({quote(layout.text)}) must begin no stage with layer {wrong[0]}, which reads "
             f"what the layer before has chosen, nor with any of {sorted(bound)}: move the border"
         )
     idle = sorted(set(rank_of) - {rank_of[stage.index] for stage in layout.stages if stage.letters})
     if idle:
         raise ValueError(
-            f"layout ({shown(layout.text)}) must give each pp rank a part of the model, but rank "
+            f"layout ({quote(layout.text)}) must give each pp rank a part of the model, but rank "
             f"{idle[0]} has only empty stages, and no optimizer takes no parameters: move a layer "
             "there, or lower pp"
         )
     num_stages, fraction = len(layout.stages), request.memory.offload_fraction
     if isinstance(fraction, tuple) and len(fraction) != num_stages:
         raise ValueError(
-            f"MemoryOptions.offload_fraction ({shown(fraction)}) must have a number per stage of "
+            f"MemoryOptions.offload_fraction ({quote(fraction)}) must have a number per stage of "
             f"the layout ({num_stages}): pass as many, or one for all"
         )
 
@@ -211,7 +211,7 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
         )
     if p.pp == 1 and isinstance(request.memory.offload_fraction, tuple):
         raise ValueError(
-            f"MemoryOptions.offload_fraction ({shown(request.memory.offload_fraction)}) must be "
+            f"MemoryOptions.offload_fraction ({quote(request.memory.offload_fraction)}) must be "
             "one number where ParallelConfig.pp is 1, which has no stages: pass a float"
         )
     if p.pp == 1 and request.pipeline is not None and request.pipeline.schedule != "overlapped":

@@ -25,7 +25,7 @@ from moecore.base.options.layer import MoEConfig, MoEOverrides
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe, Role
 from moecore.base.params import clean_name
-from moecore.base.rank_checks import check_equal_weights, check_same, fields_of
+from moecore.base.rank_checks import check_equal, check_equal_weights, fields_of
 from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.fp8_products import why_not_faster
 from moecore.moe.backends import ExpertBackend
@@ -129,7 +129,7 @@ def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request:
     """Raise on every rank when ranks differ in versions, arguments or the full model."""
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
     entries = {**versions, **request.entries(), **_model_entries(model, layers)}
-    check_same(entries, request.meshes.device_type)
+    check_equal(entries, request.meshes.device_type)
 
 
 def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
@@ -143,7 +143,7 @@ def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
         "placement": {param.name: param.placements for param in plan.params},
     }
     group = request.meshes.stage_group
-    check_same(of_stages, device_type, group=group)
+    check_equal(of_stages, device_type, group=group)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     check_equal_weights(tensors, device_type, group=group)
 

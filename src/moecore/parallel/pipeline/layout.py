@@ -24,7 +24,7 @@ from moecore.base.fields import (
     Rules,
     check_arguments,
     check_value,
-    shown,
+    quote,
 )
 from moecore.base.tables import columns
 
@@ -70,7 +70,7 @@ class PipelineLayout:
             num_stages = (chunks + 1) * pp
             even = _even(self.num_layers, self.num_mtp_layers, num_stages)
             raise ValueError(
-                f"layout ({shown(self.text)}) must have a number of stages that pp ({pp}) divides, "
+                f"layout ({quote(self.text)}) must have a number of stages that pp ({pp}) divides, "
                 f"found {len(self.stages)}: use {even!r} of {num_stages}"
             )
         return chunks
@@ -152,7 +152,7 @@ def parse_layout(
         problem = f"have one m per MTP module, found {counts['m']} for {modules}"
     if problem:
         even = _even(num_layers, num_mtp_layers, letters.count("|") + 1)
-        raise ValueError(f"layout ({shown(text)}) must {problem}: use {even!r}")
+        raise ValueError(f"layout ({quote(text)}) must {problem}: use {even!r}")
     return _of_letters(letters.split("|"))
 
 
@@ -200,7 +200,7 @@ def _expanded(text: str) -> str:
     tokens = TOKEN.findall(plain)
     if "".join(tokens) != plain:
         wrong = TOKEN.sub(" ", plain).split()[0]
-        _refuse(text, f"be of E, t, m, L, |, ( ) and *n, found {shown(wrong)}", "remove it")
+        _refuse(text, f"be of E, t, m, L, |, ( ) and *n, found {quote(wrong)}", "remove it")
     groups: list[list[str]] = [[]]  # open groups, as lists of what stands in them
     sizes = [0]  # letters in each
     for token in tokens:
@@ -234,7 +234,7 @@ def _expanded(text: str) -> str:
 
 
 def _refuse(text: str, relation: str, fix: str) -> None:
-    raise ValueError(f"layout ({shown(text)}) must {relation}: {fix}")
+    raise ValueError(f"layout ({quote(text)}) must {relation}: {fix}")
 
 
 def _even(

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.failures import RankError, explained
+from moecore.base.failures import RankError, explain_transport_error
 from moecore.parallel.pipeline.orders import Action, actions_of
 from moecore.parallel.pipeline.schedule import Schedule
 
@@ -68,7 +68,7 @@ def _reaching(operation: str, rank: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         operation += f" pipeline rank {rank}"
-        cause = explained(f"the exchange of {operation}", error)
+        cause = explain_transport_error(f"the exchange of {operation}", error)
         raise PipelineError(f"{operation}, which is gone or did not answer: {cause}") from error
 
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from moecore.attention.sequence import RotaryTable
-from moecore.base.saved_tensors import Handle, Kept, is_packing, packing
+from moecore.base.saved_tensors import Handle, TensorHandle, is_packing, packing
 from moecore.base.torch_private import (
     autocast_dtype,
     foreach_copy_,
@@ -339,7 +339,7 @@ def _forward(function: Callable[[], Any], kept: list[Tensor]) -> Any:
 
     def keep(tensor: Tensor) -> Handle:
         kept.append(tensor.detach())
-        return Kept(tensor)
+        return TensorHandle(tensor)
 
     with packing(keep), _uncached_autocast():
         return function()

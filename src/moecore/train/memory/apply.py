@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moecore.base.fields import shown
+from moecore.base.fields import quote
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions, Recomputed
-from moecore.base.regions import running_again
+from moecore.base.regions import recompute_products
 from moecore.moe.backends import separate_computation
 from moecore.moe.layer import RoutedLayer
 from moecore.train.memory.offload import Offload, within, wrap
@@ -40,7 +40,7 @@ def apply_memory(
     # pipeline are indices of blocks that are called one after the other; None = all blocks.
     if stages is None and isinstance(options.offload_fraction, tuple):
         raise ValueError(
-            f"MemoryOptions.offload_fraction ({shown(options.offload_fraction)}) must be one "
+            f"MemoryOptions.offload_fraction ({quote(options.offload_fraction)}) must be one "
             "number where blocks are no stages: pass a float"
         )
     _apply_recompute(blocks, options, compiled)
@@ -148,7 +148,7 @@ def _recompute(part: BlockPart, use: PartUse) -> None:
         wrap(module, _checkpointed)
         return
     for child in use.products:
-        wrap(module.get_submodule(child), within, running_again)
+        wrap(module.get_submodule(child), within, recompute_products)
     wrap(module, _as_region, name, kind != "norm")
 
 

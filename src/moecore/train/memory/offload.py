@@ -215,7 +215,7 @@ class Offload(SavedStorages):
         layer.groups[key] = group
         is_done = False
         try:
-            with packing(partial(self._pack, group), rows_alone=self._rows_alone):
+            with packing(partial(self._pack, group), only_rows=self._rows_alone):
                 yield
             is_done = True
         finally:

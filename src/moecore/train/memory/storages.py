@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moecore.base.saved_tensors import Handle, Kept, UsedRows, changed_in_place, used_rows
+from moecore.base.saved_tensors import Handle, TensorHandle, UsedRows, changed_in_place, used_rows
 from moecore.base.torch_private import storage_key, version
 from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse, bytes_of
 from moecore.train.memory.host import HostPiece, HostPool
@@ -220,7 +220,7 @@ class SavedStorages:
         if storage.nbytes() < max(self.min_bytes, 1) or tensor.device != self._streams.device:
             return None
         if storage_key(tensor) in group.weights:
-            return Kept(tensor)
+            return TensorHandle(tensor)
         if tensor.is_conj() or tensor.is_neg():
             return None
         with self._lock:  # handles that die meanwhile are counted by the next call

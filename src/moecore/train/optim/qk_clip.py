@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import Positive, check_arguments
 from moecore.base.params import clean_name, global_indices
-from moecore.base.regions import once
+from moecore.base.regions import run_and_save
 from moecore.base.torch_private import local_of
 from moecore.kernels.ops import Op
 from moecore.kernels.zigzag import documents_of
@@ -241,7 +241,7 @@ class _Watched:
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
         """Raise the maximum by a forward; not outside of training."""
         if self.module.training and torch.is_grad_enabled():
-            once(self._raise, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
+            run_and_save(self._raise, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
 
     def _raise(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
         places_T, padding_BT, tp = None, sequence.padding_mask_BT, self.module.tp

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from moecore.base import torch_private
 from moecore.integrations.torchtitan.options import MoECore, import_error, moecore_options
 
 try:
