@@ -53,6 +53,7 @@ from moecore.planning.search import (
     MAX_DIVISORS,
     Fitting,
     _changes,
+    explained,
     fit,
     planned,
     planned_with,

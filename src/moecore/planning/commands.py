@@ -34,7 +34,7 @@ from moecore.planning.page import page_of
 from moecore.planning.recipe import recipe_of
 from moecore.planning.report import report_trace
 from moecore.planning.run import TrainingRun, call_of, flags_of, new_garbage
-from moecore.planning.search import Fitting, planned, search, shown_levers
+from moecore.planning.search import Fitting, explained, planned, search, shown_levers
 from moecore.planning.times import TimePlan, has_slices, hidden_share, plan_time, time_step
 
 
