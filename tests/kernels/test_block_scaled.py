@@ -26,6 +26,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import Both
 from moecore.precision import emulated
 from moecore.precision.apply import linear_products
+from moecore.precision.linear import LinearCall
 from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_emulated_products import BOUNDS, options_of, oracle
 from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
@@ -158,7 +159,8 @@ def test_linears(name: str, device: str, by_reference: None) -> None:
     out = torch.randn(N, K, device=device)
     target, before = contract.GradTarget(out, adds=True, scale=0.5), out.clone()
     kind = emulated.EmulatedLinearProducts
-    assert kind.weight_grad(dy, x.detach(), recipe, torch.float32, target).shape == (N, K)
+    call = LinearCall(recipe=recipe, dtype=torch.float32)
+    assert kind.weight_grad(dy, x.detach(), call, target).shape == (N, K)
     torch.testing.assert_close(out, before + 0.5 * found[2], rtol=1e-6, atol=1e-5)
 
 
@@ -172,9 +174,14 @@ def test_gathered_linears_have_the_bits(name: str, device: str, by_reference: No
     rows = microscaled.emulated_matrices(weight[None], recipe, columns=False, packed=True).rows
     assert rows is not None
     for transposed in (False, True):
-        packed = (rows.values[0], rows.scales[0])
-        found = emulated._weight(weight, rows.amax, packed, recipe, transposed=transposed)
-        whole = emulated._weight(weight, None, (None, None), recipe, transposed=transposed)
+        packed = LinearCall(
+            weight_rows=rows.values[0],
+            weight_scales=rows.scales[0],
+            weight_amax=rows.amax,
+            recipe=recipe,
+        )
+        found = emulated._weight(weight, packed, transposed=transposed)
+        whole = emulated._weight(weight, LinearCall(recipe=recipe), transposed=transposed)
         for ours, theirs in zip(found.tensors(), whole.tensors(), strict=True):
             assert ours.shape == theirs.shape and torch.equal(ours.float(), theirs.float())
 

@@ -29,7 +29,6 @@ from moecore.base.regions import as_product
 from moecore.base.torch_private import autocast_dtype, is_plain_eager
 from moecore.kernels.experts.contract import GradSink, GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.ops import Op
 
 Gradients = tuple[Tensor | None, tuple[Any, ...] | None, Tensor | None]
 
@@ -105,19 +104,6 @@ class _LinearFunction(torch.autograd.Function):
 
 
 _LinearFunction.__name__ = "moecore::linear"  # in profiles
-
-
-def linear_op(name: str, products: type[LinearProducts]) -> Op:
-    """Return what compilers and modes know of `linear`, whose last input is the dtype of y."""
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        products.save(ctx, inputs, output)
-        ctx.products, ctx.sink = products, None  # an operator takes no sink
-
-    def fake(x: Tensor, weight_NK: Tensor, *how: Any) -> Tensor:
-        return x.new_empty(*x.shape[:-1], weight_NK.shape[0], dtype=how[-1])
-
-    return Op(name, products.forward, fake, save=save, backward=backward)
 
 
 class PlainProducts(LinearProducts):

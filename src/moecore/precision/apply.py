@@ -19,7 +19,7 @@ from moecore.moe.amax_history import AmaxHistory, advance_together, history_of
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
 from moecore.precision.emulated import EmulatedLinearProducts
-from moecore.precision.linear import Fp8Products, InputCast, why_not
+from moecore.precision.linear import Fp8Products, InputCast, QuantisedProducts, why_not
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear, set_products
 from moecore.precision.te import TELinearProducts
 
@@ -52,7 +52,7 @@ def role_of(name: str) -> Role | None:
     return "shared_experts" if SHARED & set(parents) else "mlp"
 
 
-def linear_products(recipe: Recipe, inputs: InputCast | None = None) -> Fp8Products:
+def linear_products(recipe: Recipe, inputs: InputCast | None = None) -> QuantisedProducts:
     """Return products of one weight by a recipe."""
     if recipe.backend == "te":
         return TELinearProducts(recipe, inputs)
@@ -108,10 +108,10 @@ def defer_linears(model: nn.Module) -> None:
                 products.defers = True
 
 
-def fp8_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, Fp8Products]]:
+def fp8_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, QuantisedProducts]]:
     """Yield each linear of a model that is in FP8, and its products."""
     for module in model.modules():
-        if isinstance(module, ProductLinear) and isinstance(module.products, Fp8Products):
+        if isinstance(module, ProductLinear) and isinstance(module.products, QuantisedProducts):
             yield module, module.products
 
 

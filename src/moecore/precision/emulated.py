@@ -15,20 +15,16 @@ Letters: T tokens, K input features, N output features; formats are `kernels/row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.base.params import has_values, local_param
+from moecore.base.params import has_values
 from moecore.kernels.common import has_block_scaled_kernels, no_autocast
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.linear import Gradients, linear_op
 from moecore.kernels.rows.microscaled import emulated, emulated_matrices
 from moecore.kernels.rows.microscaling import (
     PACKED,
@@ -38,58 +34,41 @@ from moecore.kernels.rows.microscaling import (
 )
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
 from moecore.precision.linear import (
-    Fp8Products,
-    check_operands,
+    InputGradient,
+    LinearCall,
+    QuantisedProducts,
     gathered_as,
     max_over_cut,
+    quantised_op,
     rows_of,
-    with_dims_of,
 )
 
-Parts = Sequence[Tensor | None]  # E2M1 in pairs and E4M3 scales of a gathered weight, or nothing
 
-
-def _linear(
-    x: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    weight_amax: Tensor | None,
-    packed: Tensor | None,
-    packed_scales: Tensor | None,
-    scaling: str,
-    power_of_two: bool,
-    hadamard: bool,
-    stochastic_rounding: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return y [..., N]."""
-    recipe = _recipe(scaling, power_of_two, hadamard, stochastic_rounding)
-    weight = _weight(weight_NK, weight_amax, (packed, packed_scales), recipe, transposed=False)
-    y = with_dims_of(_product(_operand(rows_of(x), recipe), weight, recipe, dtype), x)
-    return y if bias_N is None else y.add_(bias_N)
-
-
-def _recipe(scaling: Any, power_of_two: bool, hadamard: bool, stochastic: bool) -> Recipe:
-    how: Any = dict(power_of_two=power_of_two, hadamard=hadamard, stochastic_rounding=stochastic)
-    return Recipe(scaling=scaling, **how)
-
-
-def _operand(x_TK: Tensor, recipe: Recipe, **how: Any) -> Blocks:
-    return emulated(x_TK, recipe, packed=has_block_scaled_kernels(x_TK.device), **how)
-
-
-def _weight(
-    weight_NK: Tensor, amax: Tensor | None, packed: Parts, recipe: Recipe, *, transposed: bool
+def _operand(
+    x_TK: Tensor, recipe: Recipe, *, over_rows: bool = False, is_gradient: bool = False
 ) -> Blocks:
+    packed = has_block_scaled_kernels(x_TK.device)
+    return emulated(x_TK, recipe, packed=packed, over_rows=over_rows, is_gradient=is_gradient)
+
+
+def _weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -> Blocks:
     """Return the weight as the operand [1, N, K], or transposed."""
-    (values, scales), as_bytes = packed, has_block_scaled_kernels(weight_NK.device)
-    if values is not None and scales is not None:
+    values, scales, amax, recipe = *call[4:6], call.weight_amax, call.recipe
+    packed = has_block_scaled_kernels(weight_NK.device)
+    if values is not None:
         gathered = Blocks(values[None], scales[None], PACKED, amax)
-        if as_bytes:
+        if packed:
             return transposed_matrices(gathered) if transposed else gathered
         return unpacked_matrices(gathered, recipe, transposed=transposed)
-    how: Any = dict(rows=not transposed, columns=transposed, amax_e=amax, packed=as_bytes)
-    operand = emulated_matrices(weight_NK[None], recipe, **how)[transposed]
+    both = emulated_matrices(
+        weight_NK[None],
+        recipe,
+        rows=not transposed,
+        columns=transposed,
+        amax_e=amax,
+        packed=packed,
+    )
+    operand = both.columns if transposed else both.rows
     assert operand is not None, "it was asked for"
     return operand
 
@@ -107,71 +86,62 @@ def _one_group(rows: Blocks, num_rows: int) -> Tensor:
     return torch.full((1,), num_rows, dtype=torch.int32, device=rows.values.device)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight_NK, bias_N, weight_amax, *ctx.packed = inputs[:6]
-    wants_x, wants_weight, *_ = ctx.needs_input_grad
-    kept = (x if wants_weight else None, weight_NK if wants_x else None, weight_amax)
-    ctx.save_for_backward(*kept)
-    ctx.how = inputs[6:10]
-    ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
-
-
-def _gradients(ctx: Any, dy: Tensor) -> Gradients:
-    x, weight_NK, weight_amax = ctx.saved_tensors
-    dy_TN = rows_of(dy)
-    recipe = _recipe(*ctx.how)
-    x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    dx = operands = dbias_N = None
-    if wants_x:
-        weight = _weight(weight_NK, weight_amax, ctx.packed, recipe, transposed=True)
-        of_dy = _operand(dy_TN, recipe, is_gradient=True)
-        dx = with_dims_of(_product(of_dy, weight, recipe, x_dtype), dy)
-    if wants_bias:
-        dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype)
-    if wants_weight:
-        operands = (dy_TN, rows_of(x), recipe, weight_dtype)
-    return dx, operands, dbias_N
-
-
-class EmulatedLinearProducts(Fp8Products):
-    """What `Fp8Products` is, of recipes "mxfp8" and "nvfp4"."""
+class EmulatedLinearProducts(QuantisedProducts):
+    """Products of recipes "mxfp8" and "nvfp4"."""
 
     @override
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
-        recipe, weight_NK = self.recipe, local_param(weight, reads=False)
-        check_operands(x, weight_NK, recipe)
-        packed: Parts = (None, None)
+    def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
+        recipe = self.recipe
         with torch.no_grad():
-            amax = None  # of the weight as it is
             if not has_values(weight_NK):
-                found = gathered_as(GATHERED_KINDS.get(recipe.weight_block), weight, weight_NK)
-                assert found.amax is not None, "it was gathered by it"
-                amax, packed = found.amax, (found.values, found.scales)
-            elif not recipe.power_of_two:  # as one rank would quantise it, like "tensorwise"
+                blocks = gathered_as(GATHERED_KINDS.get(recipe.weight_block), weight, weight_NK)
+                assert blocks.amax is not None, "it was gathered by it"
+                return LinearCall(
+                    weight_rows=blocks.values,
+                    weight_scales=blocks.scales,
+                    weight_amax=blocks.amax,
+                    recipe=recipe,
+                )
+            amax = None  # of the weight as it is
+            if not recipe.power_of_two:  # as one rank would quantise it, like "tensorwise"
                 amax = max_over_cut(finite_magnitude(weight_NK).amax().reshape(1), weight)
-        how = recipe.scaling, recipe.power_of_two, recipe.hadamard, recipe.stochastic_rounding
-        return self._run(_linear_op, x, weight, weight_NK, bias, amax, *packed, *how)
-
-    forward = staticmethod(_linear)  # type: ignore[assignment]
-    save = staticmethod(_save)
-    gradients = staticmethod(_gradients)
+        return LinearCall(weight_amax=amax, recipe=recipe)
 
     @override
     @staticmethod
-    def weight_grad(  # type: ignore[override]
-        dy_TN: Tensor, x_TK: Tensor, recipe: Recipe, dtype: torch.dtype, target: GradTarget
-    ) -> Tensor:
-        dy = _operand(dy_TN, recipe, over_rows=True, is_gradient=True)
-        x = _operand(x_TK, recipe, over_rows=True)
-        if x.kind == PACKED:
-            group = _one_group(x, x.scales.shape[1] * recipe.multiple)
-            how: Any = dict(dtype=target.dtype or dtype, adds=target.adds, scale=target.scale)
-            out = None if target.out is None else target.out[None]
-            return block_scaled_wgrad(dy, x, group, recipe, out=out, **how)[0]
+    def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
+        weight = _weight(weight_NK, call, transposed=False)
+        return _product(_operand(x_TK, call.recipe), weight, call.recipe, call.dtype)
+
+    @override
+    @staticmethod
+    def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
+        if weight_NK is None:
+            return None, dy_TN
+        weight = _weight(weight_NK, call, transposed=True)
+        dy = _operand(dy_TN, call.recipe, is_gradient=True)
+        return _product(dy, weight, call.recipe, call.dtype), dy_TN
+
+    @override
+    @staticmethod
+    def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
+        recipe, x_TK = call.recipe, rows_of(x)
+        of_dy = _operand(dy_TN, recipe, over_rows=True, is_gradient=True)
+        of_x = _operand(x_TK, recipe, over_rows=True)
+        if of_x.kind == PACKED:
+            return block_scaled_wgrad(
+                of_dy,
+                of_x,
+                _one_group(of_x, of_x.scales.shape[1] * recipe.multiple),
+                recipe,
+                out=None if target.out is None else target.out[None],
+                dtype=target.dtype or call.dtype,
+                adds=target.adds,
+                scale=target.scale,
+            )[0]
         with no_autocast(x_TK):
-            grad = dy.values.T.mm(x.values) * (dy.scales * x.scales)
-        return put_grad(grad.to(dtype), target.out, target.adds, target.dtype, target.scale)
+            grad = of_dy.values.T.mm(of_x.values) * (of_dy.scales * of_x.scales)
+        return put_grad(grad.to(call.dtype), target.out, target.adds, target.dtype, target.scale)
 
 
-_linear_op = linear_op("emulated_linear", EmulatedLinearProducts)
+EmulatedLinearProducts.op = quantised_op("emulated_linear", EmulatedLinearProducts)

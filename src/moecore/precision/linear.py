@@ -13,8 +13,11 @@ Letters: T tokens, K input features, N output features; M and N rows of the oper
 from __future__ import annotations
 
 import functools
+import json
 import weakref
-from typing import Any
+from abc import abstractmethod
+from dataclasses import asdict
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,7 +42,7 @@ from moecore.base.torch_private import (
 from moecore.kernels.common import has_hopper_kernels, no_autocast
 from moecore.kernels.experts.contract import GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.linear import Gradients, LinearProducts, linear, linear_op
+from moecore.kernels.linear import Gradients, LinearProducts, backward, linear
 from moecore.kernels.ops import Op, is_plain
 from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, parts_of, product_ref
@@ -63,82 +66,6 @@ def with_dims_of(y_MN: Tensor, x: Tensor) -> Tensor:
         return y_MN
     y: Tensor = unsafe_view(y_MN, [*x.shape[:-1], y_MN.shape[1]])
     return y
-
-
-def _linear(
-    x: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    rows: Tensor,
-    row_scales: Tensor,
-    columns: Tensor | None,
-    column_scales: Tensor | None,
-    weight_rows: Tensor,
-    weight_row_scales: Tensor,
-    weight_amax: Tensor | None,
-    dy_amax: Tensor | None,
-    dy_seen: Tensor | None,
-    activation_kind: str,
-    weight_kind: str,
-    grad_fmt: str,
-    power_of_two: bool,
-    is_sure: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return y [..., N]; `columns` and what follows the weight's scales are for backward."""
-    weight = Blocks(weight_rows, weight_row_scales, weight_kind)
-    y = with_dims_of(product(Blocks(rows, row_scales, activation_kind), weight, dtype), x)
-    return y if bias_N is None else y.add_(bias_N)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight_NK, bias_N = inputs[:3]
-    # Of x the operand that is summed over tokens, in FP8, which the pass that makes the forward's
-    # operand makes too; nothing where no gradient of the weight is wanted. The weight as it is,
-    # because units free and gather it, and to quantise it again takes little beside a product.
-    ctx.save_for_backward(weight_NK, *inputs[5:7], *inputs[9:11])
-    # A unit holds what it has gathered; with the weight autograd checks that it is still there.
-    ctx.gathered = None if has_values(weight_NK) else inputs[7:9]
-    ctx.dy_seen = inputs[11]  # grows from one backward to the next, so autograd must not check it
-    ctx.how = inputs[12:17]
-    ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
-
-
-def _gradients(ctx: Any, dy: Tensor) -> Gradients:
-    weight_NK, columns, column_scales, w_amax, dy_amax = ctx.saved_tensors
-    activation_kind, _, grad_fmt, power_of_two, is_sure = ctx.how
-    x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    dx = operands = dbias_N = None
-    both = cast(
-        dy,
-        activation_kind,
-        grad_fmt,
-        power_of_two=power_of_two,
-        rows=wants_x,
-        columns=wants_weight,
-        amax=past_or_own(dy_amax, dy, is_sure=is_sure),
-        seen=ctx.dy_seen,
-    )
-    if both.rows is not None:
-        weight = _weight_columns(ctx, weight_NK, w_amax)
-        dx = with_dims_of(product(both.rows, weight, x_dtype), dy)
-    if both.columns is not None:
-        operands = (both.columns, Blocks(columns, column_scales, activation_kind), weight_dtype)
-    if wants_bias:
-        dbias_N = rows_of(dy).sum(0, dtype=torch.float32).to(bias_dtype)
-    return dx, operands, dbias_N
-
-
-def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Blocks:
-    """Return the weight as operand of the input gradient, summed over N."""
-    _, kind, _, power_of_two, _ = ctx.how
-    if ctx.gathered is not None:
-        rows, scales = ctx.gathered
-        return transpose_operand(Blocks(rows, scales, kind), weight_NK.shape[1])
-    both = cast(weight_NK, kind, power_of_two=power_of_two, rows=False, amax=amax)
-    assert both.columns is not None
-    return both.columns
 
 
 class InputCast:
@@ -187,67 +114,203 @@ def cast_input(
     return cast(x, kind, power_of_two=power_of_two, columns=columns, amax=amax, seen=seen)
 
 
-class Fp8Products(LinearProducts):
-    """The products of one weight in FP8, and what is kept between calls.
+InputGradient = tuple[Tensor | None, Any]  # dx, and dy as `weight_grad` takes it
 
-    Differentiable once in all three. No host sync. The dtype is that of x, or autocast's. N and K
-    are multiples of 16. Weights that multiply the same input share `inputs`.
+
+class LinearCall(NamedTuple):
+    """Tensors without a gradient, or None, and settings that one call of a linear reads."""
+
+    # operands that are quantised already: x for the forward and for the weight gradient, and the
+    # weight for the forward
+    x_rows: Any = None
+    x_row_scales: Any = None
+    x_columns: Any = None
+    x_column_scales: Any = None
+    weight_rows: Any = None
+    weight_scales: Any = None
+    # largest magnitudes that scale an operand; None or 0 = the operand's own
+    x_amax: Any = None
+    weight_amax: Any = None
+    dy_amax: Any = None
+    # grow to the largest magnitudes of this step
+    x_seen: Any = None
+    weight_seen: Any = None
+    dy_seen: Any = None
+    is_sure: bool = True  # no amax is 0
+    recipe: Recipe = Recipe()
+    dtype: Any = None  # of the product
+
+
+class QuantisedProducts(LinearProducts):
+    """The operation of a linear whose recipe quantises both operands of each product.
+
+    Differentiable once in x, weight and bias. No host sync. The dtype is that of x, or autocast's.
+    A subclass has the products: `multiply`, `input_grad` and `weight_grad`.
     """
+
+    op: ClassVar[Op]  # `quantised_op` of the class
 
     def __init__(self, recipe: Recipe, inputs: InputCast | None = None) -> None:
         self.recipe = recipe
         self.inputs = inputs or InputCast()
         # Of delayed scaling.
         self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
+        self._recipe_text = json.dumps(asdict(recipe))
 
     @override
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        y: Tensor = as_product(self._multiply, x, weight, bias, training)
+        y: Tensor = as_product(self._run, x, weight, bias, training)
         return y
 
     def __repr__(self) -> str:
         return self.recipe.describe()
 
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         weight_NK = local_param(weight, reads=False)
         check_operands(x, weight_NK, self.recipe)
+        call = self.prepare(x, weight, weight_NK, training)
+        bias_N = None if bias is None else local_param(bias)
+        call = call._replace(dtype=autocast_dtype(x) or x.dtype)  # as of `nn.Linear`
+        if not (is_plain_eager() and is_plain(x) and is_plain(weight_NK)):
+            y: Tensor = self.op(x, weight_NK, bias_N, *call[:-2], self._recipe_text, call.dtype)
+        elif torch.is_grad_enabled():
+            may_defer = self.defers and weight_NK.requires_grad
+            sink = sink_of(weight, weight_NK.shape) if may_defer else None
+            y = linear((x, weight_NK, bias_N, call), type(self), sink)
+        else:
+            y = self.forward(x, weight_NK, bias_N, call)
+        return y
+
+    def past_amax(self, operand: OperandName) -> Tensor | None:
+        """Return the operand's largest magnitude of earlier steps; None without a history."""
+        return None if self.history is None else self.history.amax(operand)
+
+    @abstractmethod
+    def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
+        """Return what the products of this call read beside x, weight and bias."""
+
+    @staticmethod
+    @abstractmethod
+    def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
+        """Return x @ weight^T; rows after the first T are padding."""
+
+    @staticmethod
+    @abstractmethod
+    def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
+        """Return dy @ weight, None without a weight; also dy as `weight_grad` takes it."""
+
+    # weight_grad(dy of `input_grad`, x or its columns, call, target).
+
+    @override
+    @classmethod
+    def forward(cls, x: Tensor, weight_NK: Tensor, bias_N: Any, call: LinearCall) -> Tensor:
+        y = with_dims_of(cls.multiply(rows_of(x), weight_NK, call), x)
+        return y if bias_N is None else y.add_(bias_N)
+
+    @override
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], y: Tensor) -> None:
+        x, weight_NK, bias_N, call = inputs
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        # Of x the operand that is summed over tokens, if forward had it. The weight as it is,
+        # because units free and gather it, and to quantise it again takes little beside a product.
+        columns = (x, None) if call.x_columns is None else call[2:4]
+        ctx.save_for_backward(
+            *(columns if wants_weight else (None, None)),
+            weight_NK if wants_x else None,
+            *call[6:9],
+        )
+        # A unit holds what it has gathered; with the weight autograd checks that it is still there.
+        rows, scales = (None, None) if has_values(weight_NK) else call[4:6]
+        # `dy_seen` grows from one backward to the next, so autograd must not check it.
+        ctx.call = LinearCall(
+            weight_rows=rows,
+            weight_scales=scales,
+            dy_seen=call.dy_seen,
+            is_sure=call.is_sure,
+            recipe=call.recipe,
+        )
+        ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
+
+    @override
+    @classmethod
+    def gradients(cls, ctx: Any, dy: Tensor) -> Gradients:
+        x, x_scales, weight_NK, x_amax, weight_amax, dy_amax = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        call = ctx.call._replace(
+            x_column_scales=x_scales,
+            x_amax=x_amax,
+            weight_amax=weight_amax,
+            dy_amax=dy_amax,
+            dtype=x_dtype,
+        )
+        _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        dy_TN = rows_of(dy)
+        dx, columns = cls.input_grad(dy_TN, weight_NK, call)
+        dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype) if wants_bias else None
+        return (
+            None if dx is None else with_dims_of(dx, dy),
+            (columns, x, call._replace(dtype=weight_dtype)) if wants_weight else None,
+            dbias_N,
+        )
+
+
+_recipe_of = functools.cache(lambda text: Recipe(**json.loads(text)))
+_SCHEMA = (
+    "(Tensor x, Tensor weight_NK, Tensor? bias_N, "
+    + ", ".join(f"Tensor? {name}" for name in LinearCall._fields[:12])
+    + ", bool is_sure, str recipe, ScalarType dtype) -> Tensor"
+)
+
+
+def quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
+    """Return what compilers and dispatch modes know of the operation with these products."""
+
+    def inputs_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        *others, recipe, dtype = arguments
+        return *others[:3], LinearCall._make((*others[3:], _recipe_of(recipe), dtype))
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        products.save(ctx, inputs_of(inputs), output)
+        ctx.products, ctx.sink = products, None  # an operator takes no sink
+
+    def fake(x: Tensor, weight_NK: Tensor, *others: Any) -> Tensor:
+        return x.new_empty(*x.shape[:-1], weight_NK.shape[0], dtype=others[-1])
+
+    def forward(*arguments: Any) -> Tensor:
+        return products.forward(*inputs_of(arguments))
+
+    return Op(name, forward, fake, save=save, backward=backward, schema=_SCHEMA)
+
+
+class Fp8Products(QuantisedProducts):
+    """Products in FP8 by this package's casts and torch's scaled product.
+
+    N and K are multiples of 16. Weights that multiply the same input share `inputs`. The input's
+    columns, which the pass of the forward's cast makes too, are saved in place of the input.
+    """
+
+    @override
+    def prepare(self, x: Tensor, weight: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         history = self.history
         seen = {} if history is None else history.record(x.device, training=training)
         columns = torch.is_grad_enabled() and weight_NK.requires_grad
         is_sure = history is None or history.is_sure
-        x_amax = past_or_own(self._past("input"), x, is_sure=is_sure)
+        x_amax = past_or_own(self.past_amax("input"), x, is_sure=is_sure)
         x_both = self._cast_x(x, columns, x_amax, seen.get("input"))
-        kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
         weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))
-        operands = (*parts_of(x_both.rows), *parts_of(x_both.columns), *parts_of(weight_rows))
-        scales = weight_amax, self._past("gradient"), seen.get("gradient")
-        how = *kinds, self.recipe.grad_format, self.recipe.power_of_two, is_sure
-        return self._run(_linear_op, x, weight, weight_NK, bias, *operands, *scales, *how)
-
-    def _run(
-        self,
-        op: Op,
-        x: Tensor,
-        weight: Tensor,
-        weight_NK: Tensor,
-        bias: Tensor | None,
-        *more: Any,
-    ) -> Tensor:
-        """Return y of x [..., K], by an op of x, weight, bias, more, and y's dtype."""
-        bias_N = None if bias is None else local_param(bias)
-        inputs = (x, weight_NK, bias_N, *more, autocast_dtype(x) or x.dtype)  # as of `nn.Linear`
-        if not (is_plain_eager() and is_plain(x) and is_plain(weight_NK)):
-            y: Tensor = op(*inputs)
-        elif torch.is_grad_enabled():
-            sink = None
-            if self.defers and weight_NK.requires_grad:
-                sink = sink_of(weight, weight_NK.shape)
-            y = linear(inputs, type(self), sink)
-        else:
-            y = self.forward(*inputs)
-        return y
+        return LinearCall(
+            *parts_of(x_both.rows),
+            *parts_of(x_both.columns),
+            *parts_of(weight_rows),
+            weight_amax=weight_amax,
+            dy_amax=self.past_amax("gradient"),
+            dy_seen=seen.get("gradient"),
+            is_sure=is_sure,
+            recipe=self.recipe,
+        )
 
     def _cast_weight(
         self, weight: Tensor, weight_NK: Tensor, seen: Tensor | None
@@ -259,7 +322,7 @@ class Fp8Products(LinearProducts):
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
             return _gathered_rows(weight, weight_NK, kind, seen), None
-        largest = self._past("weight")
+        largest = self.past_amax("weight")
         if largest is None and self.recipe.scaling == "tensorwise":
             # Over the ranks that tensor parallelism cuts it over, so that it is quantised as one
             # rank would. Activations and gradients have their own on every rank: each rank
@@ -275,26 +338,58 @@ class Fp8Products(LinearProducts):
         )
         return both.rows, largest
 
-    def _past(self, operand: OperandName) -> Tensor | None:
-        return None if self.history is None else self.history.amax(operand)
-
     def _cast_x(self, x: Tensor, columns: bool, amax: Tensor | None, seen: Tensor | None) -> Both:
         if self.history is None and not torch.compiler.is_compiling():
             return self.inputs.get(x, self, self.recipe, columns)
         # A compiler computes equal casts once by itself.
         return cast_input(x, self.recipe, columns=columns, amax=amax, seen=seen)
 
-    forward = staticmethod(_linear)
-    save = staticmethod(_save)
-    gradients = staticmethod(_gradients)
+    @override
+    @staticmethod
+    def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
+        x = Blocks(call.x_rows, call.x_row_scales, KINDS[call.recipe.activation_block])
+        weight = Blocks(call.weight_rows, call.weight_scales, KINDS[call.recipe.weight_block])
+        return product(x, weight, call.dtype)
 
     @override
     @staticmethod
-    def weight_grad(dy: Blocks, x: Blocks, dtype: torch.dtype, target: GradTarget) -> Tensor:
-        return put_grad(product(dy, x, dtype), target.out, target.adds, target.dtype, target.scale)
+    def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
+        recipe = call.recipe
+        both = cast(
+            dy_TN,
+            KINDS[recipe.activation_block],
+            recipe.grad_format,
+            power_of_two=recipe.power_of_two,
+            rows=weight_NK is not None,
+            columns=call.x_column_scales is not None,
+            amax=past_or_own(call.dy_amax, dy_TN, is_sure=call.is_sure),
+            seen=call.dy_seen,
+        )
+        if weight_NK is None or both.rows is None:
+            return None, both.columns
+        return product(both.rows, _weight_columns(weight_NK, call), call.dtype), both.columns
+
+    @override
+    @staticmethod
+    def weight_grad(dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
+        x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
+        grad = product(dy, x, call.dtype)
+        return put_grad(grad, target.out, target.adds, target.dtype, target.scale)
 
 
-_linear_op = linear_op("fp8_linear", Fp8Products)
+Fp8Products.op = quantised_op("fp8_linear", Fp8Products)
+
+
+def _weight_columns(weight_NK: Tensor, call: LinearCall) -> Blocks:
+    """Return the weight as operand of the input gradient, summed over N."""
+    kind = KINDS[call.recipe.weight_block]
+    if call.weight_rows is not None:
+        gathered = Blocks(call.weight_rows, call.weight_scales, kind)
+        return transpose_operand(gathered, weight_NK.shape[1])
+    power_of_two = call.recipe.power_of_two
+    both = cast(weight_NK, kind, power_of_two=power_of_two, rows=False, amax=call.weight_amax)
+    assert both.columns is not None
+    return both.columns
 
 
 def past_or_own(past: Tensor | None, x: Tensor, *, is_sure: bool) -> Tensor | None:
