@@ -56,7 +56,7 @@ from moecore import (
 )
 from moecore.attention.context_parallel import held as held_tokens
 from moecore.attention.context_parallel import ring
-from moecore.attention.context_parallel.held import ContextParallel, HeldTokens
+from moecore.attention.context_parallel.held import ContextParallel, LocalTokens
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.base.options.context import ContextOptions
@@ -219,8 +219,8 @@ def attention(heads: Heads, tokens: int, cp: ContextParallel | None, device: str
     """Return forward and backward of this rank's tokens, or of all without cp."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     own = tokens if cp is None else tokens // cp.size
-    held = None if cp is None else HeldTokens(cp, (1, tokens))
-    sequence, scale = Sequence(held=held), heads.dim**-0.5
+    held = None if cp is None else LocalTokens(cp, (1, tokens))
+    sequence, scale = Sequence(local_tokens=held), heads.dim**-0.5
 
     def make(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
@@ -244,7 +244,7 @@ def attention(heads: Heads, tokens: int, cp: ContextParallel | None, device: str
 
 
 def _from_latents(
-    heads: Heads, held: HeldTokens | None, latents: Tensor, weight: Tensor
+    heads: Heads, held: LocalTokens | None, latents: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `models/mla.py`: keys and values of whole rows out of gathered latents."""
     whole = latents if held is None else held.gather(latents)
@@ -287,7 +287,7 @@ def silenced(call: Call) -> Call:
         return _Done()
 
     def silent() -> None:
-        with patched(receive, receive, lambda x, _: ring._Travelling(x, x, [])):
+        with patched(receive, receive, lambda x, _: ring._RingTransfer(x, x, [])):
             call()
 
     return silent

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from benchmarks.bench_attention import lengths_of
 from benchmarks.records import append_rows, results_path
-from moecore.attention.context_parallel.held import ContextParallel, HeldTokens
+from moecore.attention.context_parallel.held import ContextParallel, LocalTokens
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.families.transformers.linear_attention import SEQUENCE, take_sequences
 
@@ -134,9 +134,9 @@ def rank_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str, Call
     """Return the calls of several ranks; collective."""
     assert dist.group.WORLD is not None
     x = inputs(layer, T, device)
-    held = HeldTokens(ContextParallel(dist.group.WORLD), (1, T))
+    held = LocalTokens(ContextParallel(dist.group.WORLD), (1, T))
     return {
-        "over ranks": call_of(layer, held.own(x), Sequence(held=held)),
+        "over ranks": call_of(layer, held.slice_local(x), Sequence(local_tokens=held)),
         "alone": call_of(layer, x, Sequence()),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.held import ContextParallel, HeldTokens
+from moecore.attention.context_parallel.held import ContextParallel, LocalTokens
 from moecore.attention.linear import attend_linear, convolve
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.kernels.linear_attention import DeltaRule
@@ -37,7 +37,7 @@ def linear_errors(
     if packed:
         borders = documents
         sequence = packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
-    held = HeldTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+    held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
 
     whole = [leaf.double().requires_grad_() for leaf in leaves]
     filters = [weight.double().requires_grad_(), bias.double().requires_grad_()]
@@ -52,17 +52,19 @@ def linear_errors(
     given = (do.double(), dy.double())
     wants = torch.autograd.grad(outs, [*whole, *filters], given, **options)
 
-    own = [held.own(leaf).requires_grad_() for leaf in leaves]
+    own = [held.slice_local(leaf).requires_grad_() for leaf in leaves]
     own_filters = [weight.requires_grad_(), bias.requires_grad_()]
-    over_ranks = Sequence(cu_seqlens=sequence.cu_seqlens, max_seqlen=sequence.max_seqlen, held=held)
+    over_ranks = Sequence(
+        cu_seqlens=sequence.cu_seqlens, max_seqlen=sequence.max_seqlen, local_tokens=held
+    )
     o = attend_linear(*own[:4], own[4] if has_rates else None, over_ranks, **how)
     y = convolve(own[5], weight, bias, over_ranks, silu=False)
-    given = (held.own(do), held.own(dy))
+    given = (held.slice_local(do), held.slice_local(dy))
     found = list(torch.autograd.grad((o, y), [*own, *own_filters], given, **options))
     for grad in found[6:]:
         torch.distributed.all_reduce(grad, group=cp.group)
-    pairs = [(o, held.own(outs[0])), (y, held.own(outs[1]))]
-    pairs += zip(found[:6], map(held.own, wants[:6]), strict=True)
+    pairs = [(o, held.slice_local(outs[0])), (y, held.slice_local(outs[1]))]
+    pairs += zip(found[:6], map(held.slice_local, wants[:6]), strict=True)
     pairs += zip(found[6:], wants[6:], strict=True)
     return [relative(got.detach(), want.detach()) for got, want in pairs]
 
@@ -78,15 +80,15 @@ def linear_half_ratios(cp: ContextParallel, packed: bool, device: torch.device) 
     sequence = packed_sequence(torch.tensor([0, T, 2 * T]), None, (B, T), device)
     if packed:
         sequence = packed_sequence(torch.tensor(documents), None, (B, T), device)
-    held = HeldTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+    held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
     found = []
     for dtype, here in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, held)):
-        own = (lambda x: x) if here is None else here.own
+        own = (lambda x: x) if here is None else here.slice_local
         heads = [own(x).to(dtype).requires_grad_() for x in (q, k, v)]
         leaves = [*heads, *(own(x).requires_grad_() for x in gates)]
-        o = attend_linear(*leaves, replace(sequence, held=here), scale=0.2, norm_qk=True)
+        o = attend_linear(*leaves, replace(sequence, local_tokens=here), scale=0.2, norm_qk=True)
         grads = torch.autograd.grad(o, leaves, own(do).to(dtype))
-        found.append([(x if here else held.own(x)).float() for x in (o.detach(), *grads)])
+        found.append([(x if here else held.slice_local(x)).float() for x in (o.detach(), *grads)])
     exact, plain, ours = found
     zipped = zip(exact, plain, ours, strict=True)
     return [float((z - x).norm() / ((y - x).norm() + 2**-9 * x.norm())) for x, y, z in zipped]

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.held import ContextParallel, HeldTokens
+from moecore.attention.context_parallel.held import ContextParallel, LocalTokens
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads, attention
@@ -31,19 +31,20 @@ def sparse_errors(
     sequence = Sequence()
     if packed:
         sequence = packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
-    held = HeldTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+    held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
     of_rows, want = (2, 3), _found(leaves, sequence, kind, do, dkl)
     own = [
-        x if i in of_rows else held.own(x.detach()).requires_grad_() for i, x in enumerate(leaves)
+        x if i in of_rows else held.slice_local(x.detach()).requires_grad_()
+        for i, x in enumerate(leaves)
     ]
-    over_ranks = replace(sequence, held=held)
+    over_ranks = replace(sequence, local_tokens=held)
     with patch.object(attention, "CHUNK_NUMBERS", 4000):  # several chunks
-        got = _found(own, over_ranks, kind, held.own(do), held.own(dkl))
+        got = _found(own, over_ranks, kind, held.slice_local(do), held.slice_local(dkl))
     for i in of_rows:  # weights: ranks have parts of their gradients
         torch.distributed.all_reduce(got[f"gradient {i}"], group=cp.group)
     errors = []
     for name, x in got.items():
-        expected = want[name] if name[-1:] in map(str, of_rows) else held.own(want[name])
+        expected = want[name] if name[-1:] in map(str, of_rows) else held.slice_local(want[name])
         if x.is_floating_point():
             errors.append(float((x - expected).abs().max() / expected.abs().max()))
         else:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moecore.attention.context_parallel.ring as ring
-from moecore.attention.context_parallel.held import ContextParallel, HeldTokens, check_documents
+from moecore.attention.context_parallel.held import ContextParallel, LocalTokens, check_documents
 from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
@@ -83,18 +83,20 @@ def errors(cp: ContextParallel, name: str, packed: bool) -> list[float]:
     sequence = Sequence()
     if packed:
         sequence = packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
-    held = HeldTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+    held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
     sinks = leaves[3] if has_sinks else None
     want = attend(*leaves[:3], sequence, scale=SCALE, sinks_H=sinks, **options)
     wants = torch.autograd.grad(want, leaves, do)
-    own = [held.own(x.detach()).requires_grad_() for x in leaves[:3]]
+    own = [held.slice_local(x.detach()).requires_grad_() for x in leaves[:3]]
     given = [x if i == 0 or not whole else held.gather(x) for i, x in enumerate(own)]
-    over_ranks = Sequence(cu_seqlens=sequence.cu_seqlens, max_seqlen=sequence.max_seqlen, held=held)
+    over_ranks = Sequence(
+        cu_seqlens=sequence.cu_seqlens, max_seqlen=sequence.max_seqlen, local_tokens=held
+    )
     o = attend(*given, over_ranks, scale=SCALE, sinks_H=sinks, **options)
-    found = list(torch.autograd.grad(o, [*own, *leaves[3:]], held.own(do)))
+    found = list(torch.autograd.grad(o, [*own, *leaves[3:]], held.slice_local(do)))
     if has_sinks:
         dist.all_reduce(found[3], group=cp.group)
-    expected = [held.own(want), *map(held.own, wants[:3]), *wants[3:]]
+    expected = [held.slice_local(want), *map(held.slice_local, wants[:3]), *wants[3:]]
     return [relative(x, y) for x, y in zip([o, *found], expected, strict=True)]
 
 
@@ -107,14 +109,14 @@ def half_ratios(cp: ContextParallel, packed: bool, device: torch.device) -> list
     sequence = Sequence()
     if packed:
         sequence = packed_sequence(torch.tensor(documents), None, (B, T), device)
-    held = HeldTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+    held = LocalTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
     found = []
     for dtype, here in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, held)):
-        own = (lambda x: x) if here is None else here.own
+        own = (lambda x: x) if here is None else here.slice_local
         q, k, v = (own(x).to(dtype).requires_grad_() for x in leaves)
-        o = attend(q, k, v, replace(sequence, held=here), scale=SCALE)
+        o = attend(q, k, v, replace(sequence, local_tokens=here), scale=SCALE)
         grads = torch.autograd.grad(o, (q, k, v), own(do).to(dtype))
-        found.append([(x if here else held.own(x)).float() for x in (o.detach(), *grads)])
+        found.append([(x if here else held.slice_local(x)).float() for x in (o.detach(), *grads)])
     exact, plain, ours = found
     zipped = zip(exact, plain, ours, strict=True)
     return [float((z - x).norm() / ((y - x).norm() + 2**-9 * x.norm())) for x, y, z in zipped]
@@ -244,7 +246,7 @@ def test_products_follow_each_send_of_a_ring(
     def send(x: Tensor, _: Any) -> Any:
         nonlocal events
         events += "s"
-        return ring._Travelling(x, x, [])
+        return ring._RingTransfer(x, x, [])
 
     def differentiate(*args: Any) -> Any:
         nonlocal events

@@ -130,10 +130,10 @@ def test_places_in_packed_rows() -> None:
     assert PACKED.positions_BT is not None and PACKED.max_seqlen == 5
     assert PACKED.positions_BT.tolist() == [[0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]
     x = torch.arange(1, 11).view(2, 5)
-    assert PACKED.shift_left(x, 1, 0).tolist() == [[2, 3, 4, 5, 0], [0, 8, 9, 10, 0]]
-    assert PACKED.shift_left(x, 3, -1).tolist() == [[4, 5, -1, -1, -1], [-1, 10, -1, -1, -1]]
-    assert PACKED.shift_left(x > 3, 1, True).tolist() == [[False] * 2 + [True] * 3, [True] * 5]
-    assert Sequence().shift_left(x, 1, 0).tolist() == [[2, 3, 4, 5, 0], [7, 8, 9, 10, 0]]
+    assert PACKED.shift_tokens(x, 1, 0).tolist() == [[2, 3, 4, 5, 0], [0, 8, 9, 10, 0]]
+    assert PACKED.shift_tokens(x, 3, -1).tolist() == [[4, 5, -1, -1, -1], [-1, 10, -1, -1, -1]]
+    assert PACKED.shift_tokens(x > 3, 1, True).tolist() == [[False] * 2 + [True] * 3, [True] * 5]
+    assert Sequence().shift_tokens(x, 1, 0).tolist() == [[2, 3, 4, 5, 0], [7, 8, 9, 10, 0]]
 
 
 @pytest.mark.parametrize(

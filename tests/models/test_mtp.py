@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig
-from moecore.attention.sequence import shift_left
+from moecore.attention.sequence import shift_rows
 from moecore.models import (
     Decoder,
     DecoderConfig,
@@ -183,8 +183,8 @@ def test_what_is_read_past_the_end_changes_nothing(name, monkeypatch):
     results = []
     for token in (0, 9):
         monkeypatch.setattr(
-            "moecore.attention.sequence.shift_left",
-            lambda x, steps, fill, token=token: shift_left(x, steps, token if fill == 0 else fill),
+            "moecore.attention.sequence.shift_rows",
+            lambda x, steps, fill, token=token: shift_rows(x, steps, token if fill == 0 else fill),
         )
         model.zero_grad()
         model(tokens, labels).backward()
@@ -398,8 +398,8 @@ def module_gradient(theirs: torch.nn.Module, name: str) -> Tensor:
     return params[name].grad
 
 
-def test_shift_left_by_hand():
+def test_shift_rows_by_hand():
     x = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    assert shift_left(x, 2, 0).tolist() == [[3, 0, 0], [6, 0, 0]]
-    assert shift_left(x, 5, -100).tolist() == [[-100] * 3] * 2
-    assert shift_left(x > 2, 1, True).tolist() == [[False, True, True], [True, True, True]]
+    assert shift_rows(x, 2, 0).tolist() == [[3, 0, 0], [6, 0, 0]]
+    assert shift_rows(x, 5, -100).tolist() == [[-100] * 3] * 2
+    assert shift_rows(x > 2, 1, True).tolist() == [[False, True, True], [True, True, True]]

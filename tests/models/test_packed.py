@@ -147,7 +147,7 @@ def test_each_part_matters(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         )
     elif what == "shift":
         monkeypatch.setattr(
-            sequence.Sequence, "shift_left", lambda self, x, *how: sequence.shift_left(x, *how)
+            sequence.Sequence, "shift_tokens", lambda self, x, *how: sequence.shift_rows(x, *how)
         )
     else:
         monkeypatch.setattr(micro_batch.MicroBatch, "sequences", lambda self, _: (1, None))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moecore.attention.context_parallel.allgather import GatherAttention
 from moecore.attention.context_parallel.heads import gather_heads, scatter_heads
-from moecore.attention.context_parallel.held import HeldTokens
+from moecore.attention.context_parallel.held import LocalTokens
 from moecore.attention.context_parallel.ring import RingAttention
 from moecore.attention.sequence import Sequence
 from moecore.base.regions import as_product
@@ -47,11 +47,13 @@ def attend(
 ) -> Tensor:
     """Return o_BTHv: each token attends to itself and to those before it in its document."""
     # `window` counts the token itself, None = all; `sinks_H` are the scores of the heads' sinks.
-    num_tokens = q_BTHd.shape[1] * (1 if sequence.held is None else sequence.held.cp.size)
+    num_tokens = q_BTHd.shape[1] * (
+        1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
+    )
     if window is not None and window >= (sequence.max_seqlen or num_tokens):
         window = None
     is_plain = sequence.cu_seqlens is None and window is None and sinks_H is None
-    if is_plain and sequence.held is None:
+    if is_plain and sequence.local_tokens is None:
         o_BHTv = F.scaled_dot_product_attention(
             q_BTHd.transpose(1, 2),
             k_BThd.transpose(1, 2),
@@ -64,11 +66,11 @@ def attend(
     dtype = autocast_dtype(q_BTHd)
     if dtype is not None:  # as products do
         q_BTHd, k_BThd, v_BThv = (x.to(dtype) for x in (q_BTHd, k_BThd, v_BThv))
-    if sequence.held is not None:
-        over = sequence.held, sequence, scale, window, sinks_H
+    if sequence.local_tokens is not None:
+        over = sequence.local_tokens, sequence, scale, window, sinks_H
         return _attend_over_ranks(q_BTHd, k_BThd, v_BThv, *over)
-    where = sequence.cu_seqlens, sequence.max_seqlen, window, scale
-    o_BTHv, _ = as_product(_attention, q_BTHd, k_BThd, v_BThv, sinks_H, *where)
+    arguments = sequence.cu_seqlens, sequence.max_seqlen, window, scale
+    o_BTHv, _ = as_product(_attention, q_BTHd, k_BThd, v_BThv, sinks_H, *arguments)
     return o_BTHv  # type: ignore[no-any-return]
 
 
@@ -77,20 +79,20 @@ def _attend_over_ranks(
     q: Tensor,  # of this rank's tokens, like k and v; with "allgather" these may be of whole rows
     k: Tensor,
     v: Tensor,
-    held: HeldTokens,
+    local_tokens: LocalTokens,
     sequence: Sequence,
     scale: float,
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
     """Return o_BtHv of this rank's tokens, by the way of their `ContextParallel`. Collective."""
-    cp = held.cp
-    _check_ranks(held, q, k)
+    cp = local_tokens.cp
+    _check_ranks(local_tokens, q, k)
     if cp.a2a is not None:
-        q, k, v = scatter_heads((q, k, v), cp.a2a, held.a2a_layout)
+        q, k, v = scatter_heads((q, k, v), cp.a2a, local_tokens.a2a_layout)
         if sinks_H is not None:
             sinks_H = sinks_H.chunk(cp.a2a.size())[cp.a2a.rank()]
-    ring = held.over_ring
+    ring = local_tokens.over_ring
     # Queries of a window have little to compute while keys go round a ring, and those of a short
     # document may see keys of every rank. So a layer with a window gathers the keys of the ring,
     # which sends no more than a ring does.
@@ -99,14 +101,14 @@ def _attend_over_ranks(
     elif cp.ring is not None:
         o = as_product(RingAttention.apply, q, k, v, sinks_H, ring.layout, cp.ring, scale)
     else:
-        whole = replace(sequence, held=None)
-        o = attend(q, k, v, whole, scale=scale, window=window, sinks_H=sinks_H)
-    return o if cp.a2a is None else gather_heads(o, cp.a2a, held.a2a_layout)
+        full_sequence = replace(sequence, local_tokens=None)
+        o = attend(q, k, v, full_sequence, scale=scale, window=window, sinks_H=sinks_H)
+    return o if cp.a2a is None else gather_heads(o, cp.a2a, local_tokens.a2a_layout)
 
 
-def _check_ranks(held: HeldTokens, q: Tensor, k: Tensor) -> None:
+def _check_ranks(local_tokens: LocalTokens, q: Tensor, k: Tensor) -> None:
     """Raise for what the way cannot compute, before any communication."""
-    cp, heads = held.cp, k.shape[2]
+    cp, heads = local_tokens.cp, k.shape[2]
     if cp.a2a is not None and heads % cp.a2a.size():
         raise ValueError(
             f"key/value heads ({heads}) must be a multiple of the ranks that exchange them "
@@ -164,7 +166,7 @@ def _backward(
     return dq, dk, dv, dsinks
 
 
-def _fake_backward(do, q, k, v, o, lse, sinks, *where):  # type: ignore[no-untyped-def]
+def _fake_backward(do, q, k, v, o, lse, sinks, *options):  # type: ignore[no-untyped-def]
     dsinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return (*(x.new_empty(x.shape) for x in (q, k, v)), dsinks)
 

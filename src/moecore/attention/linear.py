@@ -40,8 +40,8 @@ def attend_linear(
     q, k, v, g = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTHk))
     beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)
     rule = DeltaRule(q, k, v, g, beta, scale, norm_qk)
-    if sequence.held is not None:
-        o = as_product(rule_over_ranks, rule, sequence.held.pieces(v_BTHv.device))
+    if sequence.local_tokens is not None:
+        o = as_product(rule_over_ranks, rule, sequence.local_tokens.pieces(v_BTHv.device))
     else:
         o, _ = as_product(gated_delta_rule, rule, _documents(sequence, v_BTHv))
     return o.view(v_BTHv.shape)  # type: ignore[no-any-return]
@@ -75,8 +75,8 @@ def convolve(
     """Return y_BTD: each token and the W - 1 before it in its document, weighted by channel."""
     filters = weight_DW, bias_D
     x = x_BTD.flatten(0, 1)
-    if sequence.held is not None:
-        pieces = sequence.held.pieces(x.device)
+    if sequence.local_tokens is not None:
+        pieces = sequence.local_tokens.pieces(x.device)
         y = as_product(convolution_over_ranks, x, *filters, pieces, silu=silu)
     else:
         y = as_product(causal_convolution, x, *filters, _documents(sequence, x_BTD), silu=silu)

@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.held import HeldTokens
+from moecore.attention.context_parallel.held import LocalTokens
 from moecore.kernels.attention import AttentionMask
 from moecore.kernels.rows.rotary import rotary
 from moecore.kernels.zigzag import positions_of
@@ -89,7 +89,7 @@ class Sequence:
     rotary: RotaryTable | None = None
     # the tokens of the rows that this rank's attention gets; None = all. The first three describe
     # whole rows all the same
-    held: HeldTokens | None = None
+    local_tokens: LocalTokens | None = None
 
     def mask(self, window: int | None = None) -> AttentionMask:
         """Return which keys each token of the rows sees: `window` at most, its own included."""
@@ -103,24 +103,24 @@ class Sequence:
             max_length_k=self.max_seqlen,
         )
 
-    def own(self, x_BT: Tensor) -> Tensor:
+    def slice_local(self, x_BT: Tensor) -> Tensor:
         """Return the tokens that this rank's attention gets, of whole rows."""
-        return x_BT if self.held is None else self.held.own(x_BT)
+        return x_BT if self.local_tokens is None else self.local_tokens.slice_local(x_BT)
 
-    def shift_left(self, x_BT: Tensor, steps: int, fill: int) -> Tensor:
+    def shift_tokens(self, x_BT: Tensor, steps: int, fill: int) -> Tensor:
         """Return x of the token `steps` later in the document and `fill` where there is none."""
         # Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
         if self.positions_BT is None:
-            return shift_left(x_BT, steps, fill)
+            return shift_rows(x_BT, steps, fill)
         # A token of another document stands elsewhere in its own.
-        later = shift_left(self.positions_BT.flatten()[None], steps, -1).view_as(x_BT)
-        shifted = shift_left(x_BT.flatten()[None], steps, fill).view_as(x_BT)
-        return shifted.masked_fill(later != self.positions_BT + steps, fill)
+        next_positions = shift_rows(self.positions_BT.flatten()[None], steps, -1).view_as(x_BT)
+        shifted = shift_rows(x_BT.flatten()[None], steps, fill).view_as(x_BT)
+        return shifted.masked_fill(next_positions != self.positions_BT + steps, fill)
 
 
-def shift_left(x_BT: Tensor, steps: int, fill: int) -> Tensor:
+def shift_rows(x_BT: Tensor, steps: int, fill: int) -> Tensor:
     """Return x[:, i + steps] at position i and `fill` where there is none, same shape and dtype."""
-    # Example: shift_left([[1, 2, 3]], 2, 0) is [[3, 0, 0]].
+    # Example: shift_rows([[1, 2, 3]], 2, 0) is [[3, 0, 0]].
     end = x_BT.new_full((x_BT.shape[0], min(steps, x_BT.shape[1])), fill)
     return torch.cat((x_BT[:, steps:], end), dim=1)
 

@@ -76,16 +76,16 @@ def attend_sparse(
 
 def _of_rows(x_BTX: Tensor, sequence: Sequence) -> Tensor:
     """Return x_NX of whole rows."""
-    held = sequence.held
-    return (x_BTX if held is None else held.gather(x_BTX)).flatten(0, 1)
+    local_tokens = sequence.local_tokens
+    return (x_BTX if local_tokens is None else local_tokens.gather(x_BTX)).flatten(0, 1)
 
 
 def _spans(sequence: Sequence, B: int, T: int, device: torch.device) -> KeySpans:
-    stride = 1 if sequence.held is None else sequence.held.cp.size
+    stride = 1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
     T *= stride
     places_BT = sequence.positions_BT
     if places_BT is None:
         places_BT = torch.arange(T, device=device).expand(B, T)
-    own_t = sequence.own(torch.arange(B * T, device=device).view(B, T)).flatten()
-    first_t = own_t - sequence.own(places_BT).flatten()
+    own_t = sequence.slice_local(torch.arange(B * T, device=device).view(B, T)).flatten()
+    first_t = own_t - sequence.slice_local(places_BT).flatten()
     return KeySpans(first_t, own_t, stride, sequence.max_seqlen or T)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moecore.attention.context_parallel.held import (
     ContextParallel,
-    HeldTokens,
+    LocalTokens,
     check_documents,
     ranks_of,
 )
@@ -117,9 +117,9 @@ class Backbone(nn.Module):
         if ranks is not None:
             if cu_seqlens is not None:
                 check_documents(cu_seqlens, ranks.size)
-            held = HeldTokens(ranks, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
-            sequence = replace(sequence, held=held)
-            positions = held.own(positions.view(-1, T)).view(*positions.shape[:-1], -1)
+            held = LocalTokens(ranks, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+            sequence = replace(sequence, local_tokens=held)
+            positions = held.slice_local(positions.view(-1, T)).view(*positions.shape[:-1], -1)
         if padding_mask_BT is not None:
             padding_mask_BT = self.own(padding_mask_BT, sequence)
         if self.config.hash_layers:
@@ -133,9 +133,9 @@ class Backbone(nn.Module):
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:
         """Return the embeddings of this rank's tokens."""
-        return self.embed_tokens(sequence.own(tokens_BT))
+        return self.embed_tokens(sequence.slice_local(tokens_BT))
 
     def own(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
         """Return this rank's tokens of whole rows."""
-        x_BT = sequence.own(x_BT)
+        x_BT = sequence.slice_local(x_BT)
         return x_BT if self.tp is None else self.tp.own(x_BT)

@@ -71,7 +71,7 @@ class Block(nn.Module):
             y_BTD,
             padding_mask=sequence.padding_mask_BT,
             cu_seqlens=sequence.cu_seqlens,
-            cp=None if sequence.held is None else sequence.held.cp.size,
+            cp=None if sequence.local_tokens is None else sequence.local_tokens.cp.size,
             token_ids=sequence.token_ids_BT,
         )
 

@@ -96,18 +96,22 @@ class Head(nn.Module):
         group = None if self.tp is None else self.tp.group
         how: Any = dict(chunk_tokens=self.config.ce_chunk_tokens, group=group)
         if log_prob_loss is not None:
-            own_BT = sequence.own(log_prob_loss.labels_BT)
+            own_BT = sequence.slice_local(log_prob_loss.labels_BT)
             whole = partial(_over_cp, sequence=sequence)
             return log_prob_loss.of_head(x_BTD, weight_VD, own_BT, whole, **how)
         if labels_BT is None:
             logits_BTV = F.linear(x_BTD, weight_VD)
             logits_BTV = logits_BTV if self.tp is None else self.tp.gather_columns(logits_BTV)
             return _over_cp(logits_BTV, sequence)
-        own_N = sequence.own(labels_BT).flatten()
+        own_N = sequence.slice_local(labels_BT).flatten()
         of_tokens = x_BTD.flatten(0, 1), weight_VD, own_N
         how |= dict(num_tokens=num_tokens, recipe=self.loss_recipe)
         loss = linear_cross_entropy(*of_tokens, **how)
-        return loss if sequence.held is None else sum_value(loss, sequence.held.cp.group)
+        return (
+            loss
+            if sequence.local_tokens is None
+            else sum_value(loss, sequence.local_tokens.cp.group)
+        )
 
 
 class Decoder(nn.Module):
@@ -347,8 +351,8 @@ class Decoder(nn.Module):
         for ahead in range(1, self.config.num_predictions + 1):
             index = (ahead - 1) // self.config.mtp_repeats
             if index in stage.mtp:
-                e_BTD = self.model.embed(sequence.shift_left(tokens_BT, ahead, 0), sequence)
-                mask_BT = sequence.shift_left(padding_mask_BT, ahead, True)
+                e_BTD = self.model.embed(sequence.shift_tokens(tokens_BT, ahead, 0), sequence)
+                mask_BT = sequence.shift_tokens(padding_mask_BT, ahead, True)
                 mask_BT = self.model.own(mask_BT, sequence)
                 # A view has one gradient: its sum with the head's is the same in any order, so that
                 # stages have the bits of the whole.
@@ -358,7 +362,7 @@ class Decoder(nn.Module):
                 own = replace(sequence, padding_mask_BT=mask_BT)
                 states.append(self.mtp[index](h_BTD, e_BTD, own))
             if stage.loss:
-                targets_BT = sequence.shift_left(labels_BT, ahead, IGNORE_INDEX)
+                targets_BT = sequence.shift_tokens(labels_BT, ahead, IGNORE_INDEX)
                 args = (states[ahead], targets_BT, num_tokens, self._tied_weight, sequence)
                 losses.append(self.lm_head(*args, is_detached=is_detached))
         return losses
@@ -496,4 +500,6 @@ def _residual_weights(layer: MoELayer) -> list[nn.Parameter]:
 
 def _over_cp(x_BTX: Tensor, sequence: Sequence) -> Tensor:
     """Return whole rows, for a result equal on all cp ranks."""
-    return x_BTX if sequence.held is None else sequence.held.gather_whole(x_BTX)
+    return (
+        x_BTX if sequence.local_tokens is None else sequence.local_tokens.gather_replicated(x_BTX)
+    )

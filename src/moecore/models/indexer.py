@@ -66,7 +66,7 @@ def key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> Ke
 
 def mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
     """Return this rank's part of the mean over tokens, of all ranks' and without padding."""
-    mask_BT, held = sequence.padding_mask_BT, sequence.held
+    mask_BT, held = sequence.padding_mask_BT, sequence.local_tokens
     if mask_BT is None:
         return divergence_BT.sum() / (divergence_BT.numel() * (1 if held is None else held.cp.size))
     number = (~mask_BT).sum()

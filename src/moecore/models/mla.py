@@ -132,7 +132,7 @@ class LatentAttention(nn.Module):
         self, q_BTQ: Tensor, c_BTC: Tensor, k_BTr: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, T, H, n + r], turned, and values [B, T, H, v]."""
-        rotary, held = sequence.rotary, sequence.held
+        rotary, held = sequence.rotary, sequence.local_tokens
         assert rotary is not None, "a decoder's sequence has a rotary table"
         n, r, v = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim, self.mla.v_head_dim
         q = self.q_b_proj(q_BTQ) if self.mla.q_lora_rank else self.q_proj(q_BTQ)

@@ -400,7 +400,7 @@ def far_shift() -> Any:
     def shifted(x_BT: Tensor, steps: int, fill: int) -> Tensor:
         return x_BT.roll(-2, 1)
 
-    return patch("moecore.families.transformers.rows.shift_left", shifted)
+    return patch("moecore.families.transformers.rows.shift_rows", shifted)
 
 
 TAMPERS: dict[str, Callable[[], Any]] = {"labels": far_shift}

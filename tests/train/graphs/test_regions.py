@@ -36,7 +36,7 @@ STEPS = 2
 # latent attention has most: it is compiled over cp, without C++.
 GROUPED = replace(preset("tiny"), num_layers=3, dense_layers=(0,), mlp_hidden_dim=48)
 LATENT = replace(preset("tiny-deepseek-v3"), num_layers=3)
-BETWEEN = ("_attend_over_ranks", "HeldTokens.gather")  # functions of cp that run uncompiled
+BETWEEN = ("_attend_over_ranks", "LocalTokens.gather")  # functions of cp that run uncompiled
 
 
 class OtherBlock(nn.Module):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.attention.context_parallel.held import HeldTokens
+from moecore.attention.context_parallel.held import LocalTokens
 from moecore.attention.context_parallel.layout import Half
 from moecore.kernels.attention import (
     AttentionMask,
@@ -42,32 +42,32 @@ class _KeyBlock(NamedTuple):
     mask: AttentionMask
 
 
-def _blocks(held: HeldTokens, window: int | None) -> Iterator[_KeyBlock]:
-    rank, last = held.cp.rank, 2 * held.cp.size - 1
+def _blocks(local_tokens: LocalTokens, window: int | None) -> Iterator[_KeyBlock]:
+    rank, last = local_tokens.cp.rank, 2 * local_tokens.cp.size - 1
     halves: tuple[tuple[Half, int], ...] = (("early", rank), ("late", last - rank))
     for half, chunk in halves:
-        yield _KeyBlock(half, chunk + 1, held.layout.mask(1, chunk + 1, window=window))
+        yield _KeyBlock(half, chunk + 1, local_tokens.layout.mask(1, chunk + 1, window=window))
 
 
-def _whole(held: HeldTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _gather_kv(local_tokens: LocalTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Gather keys and values by one collective."""
-    kv = held.gather_values(torch.cat((k.flatten(2), v.flatten(2)), dim=-1))
+    kv = local_tokens.gather_values(torch.cat((k.flatten(2), v.flatten(2)), dim=-1))
     ks, vs = kv.split((k[0, 0].numel(), v[0, 0].numel()), dim=-1)
     return ks.unflatten(2, k.shape[2:]), vs.unflatten(2, v.shape[2:])
 
 
-def _own_sums(
-    held: HeldTokens, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor
+def _reduce_kv_grads(
+    local_tokens: LocalTokens, dk: Tensor, dv: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sum the gradients of whole rows over ranks, by one collective; shapes of k and v."""
-    B, T = k.shape[0], k.shape[1] * held.cp.size
-    both = torch.cat((dk.flatten(2), dv.flatten(2)), dim=-1).view(B, T, -1)
-    dk, dv = held.sum_values(both).split((k[0, 0].numel(), v[0, 0].numel()), dim=-1)
+    B, T = k.shape[0], k.shape[1] * local_tokens.cp.size
+    dkv = torch.cat((dk.flatten(2), dv.flatten(2)), dim=-1).view(B, T, -1)
+    dk, dv = local_tokens.sum_values(dkv).split((k[0, 0].numel(), v[0, 0].numel()), dim=-1)
     return dk.reshape(k.shape), dv.reshape(v.shape)
 
 
 class GatherAttention(torch.autograd.Function):
-    """apply(q_BtHd, k, v, sinks_H, held, window, scale) -> o_BtHv.
+    """apply(q_BtHd, k, v, sinks_H, local_tokens, window, scale) -> o_BtHv.
 
     Keys and values are this rank's, [B, t, ...], or of whole rows in order, [B, T, ...], which are
     not gathered and whose gradients are what this rank's queries have to say. Collective.
@@ -80,26 +80,26 @@ class GatherAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        held: HeldTokens,
+        local_tokens: LocalTokens,
         window: int | None,
         scale: float,
     ) -> Tensor:
         """Compute both halves."""
-        layout, (B, t, H, _) = held.layout, q.shape
-        ks, vs = (k, v) if k.shape[1] != t else _whole(held, k, v)
+        layout, (B, t, H, _) = local_tokens.layout, q.shape
+        ks, vs = (k, v) if k.shape[1] != t else _gather_kv(local_tokens, k, v)
         qs, ks, vs = layout.flat(q), layout.flat(ks), layout.flat(vs)
         o = q.new_empty(*qs.shape[:3], v.shape[-1])
         lse = q.new_empty(
             qs.shape[0], H, qs.shape[1], dtype=torch.promote_types(q.dtype, torch.float32)
         )
-        for half, num, mask in _blocks(held, window):
+        for half, num, mask in _blocks(local_tokens, window):
             keys, values = layout.first_chunks(ks, num), layout.first_chunks(vs, num)
             o_half, lse_half = attention_forward(layout.half(qs, half), keys, values, mask, scale)
             layout.write_half(o, half, o_half)
             layout.write_half(lse, half, lse_half, dim=2)
         if sinks is not None:
             o, lse = add_sinks(o, lse, sinks)
-        ctx.held, ctx.window, ctx.scale = held, window, scale
+        ctx.local_tokens, ctx.window, ctx.scale = local_tokens, window, scale
         o = o.view(B, t, H, v.shape[-1])
         ctx.save_for_backward(q, k, v, o, lse, sinks)
         return o
@@ -108,13 +108,13 @@ class GatherAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Compute both halves, and sum the gradients of keys and values over ranks."""
         q, k, v, o, lse, sinks = ctx.saved_tensors
-        held: HeldTokens = ctx.held
-        layout, is_whole = held.layout, k.shape[1] != q.shape[1]
-        ks, vs = (k, v) if is_whole else _whole(held, k, v)
+        local_tokens: LocalTokens = ctx.local_tokens
+        layout, is_unsharded = local_tokens.layout, k.shape[1] != q.shape[1]
+        ks, vs = (k, v) if is_unsharded else _gather_kv(local_tokens, k, v)
         do, qs, os, ks, vs = (layout.flat(x) for x in (grads[0], q, o, ks, vs))
         dq = torch.empty_like(qs, memory_format=torch.contiguous_format)
         dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (ks, vs))
-        for half, num, mask in _blocks(held, ctx.window):
+        for half, num, mask in _blocks(local_tokens, ctx.window):
             k_first, v_first = (layout.first_chunks(x, num) for x in (ks, vs))
             do_half, q_half, o_half = (layout.half(x, half) for x in (do, qs, os))
             lse_half = layout.half(lse, half, dim=2)
@@ -125,6 +125,6 @@ class GatherAttention(torch.autograd.Function):
             for total, part in zip((dk, dv), dkv, strict=True):
                 layout.add_first_chunks(total, num, part)
         dsinks = None if sinks is None else sinks_gradient(do, os, lse, sinks)
-        if not is_whole:
-            dk, dv = _own_sums(held, dk, dv, k, v)
+        if not is_unsharded:
+            dk, dv = _reduce_kv_grads(local_tokens, dk, dv, k, v)
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsinks, None, None, None

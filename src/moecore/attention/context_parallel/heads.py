@@ -34,8 +34,8 @@ def scatter_heads(
 
 def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
     """Return x_BtHd: this rank's tokens of all heads; undoes `scatter_heads`. Collective."""
-    gathered: tuple[Tensor] = run_and_save(_Travel.apply, group, layout, False, x_BThd)
-    return gathered[0]
+    outputs: tuple[Tensor] = run_and_save(_Travel.apply, group, layout, False, x_BThd)
+    return outputs[0]
 
 
 def _exchange(
@@ -46,27 +46,27 @@ def _exchange(
 ) -> tuple[Tensor, ...]:
     """Return `after` of what ranks sent of `before`, which is [G, ...], tensor after tensor."""
     arrived: list[Tensor] = []
-    travelling = None
+    transfer = None
     for x in tensors:
-        sent = before(x).contiguous()
-        received = torch.empty_like(sent)
-        if is_silent(sent):  # where bytes are counted
-            arrived.append(after(received))
+        send_buffer = before(x).contiguous()
+        recv_buffer = torch.empty_like(send_buffer)
+        if is_silent(send_buffer):  # where bytes are counted
+            arrived.append(after(recv_buffer))
             continue
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-        if travelling is not None:
-            arrived.append(_arrive(*travelling, after))
-        travelling = (work, received, sent)  # what is sent lives until it has arrived
-    if travelling is not None:
-        arrived.append(_arrive(*travelling, after))
+        work = dist.all_to_all_single(recv_buffer, send_buffer, group=group, async_op=True)
+        if transfer is not None:
+            arrived.append(_arrive(*transfer, after))
+        transfer = (work, recv_buffer, send_buffer)  # what is sent lives until it has arrived
+    if transfer is not None:
+        arrived.append(_arrive(*transfer, after))
     return tuple(arrived)
 
 
 def _arrive(
-    work: dist.Work, received: Tensor, _: Tensor, after: Callable[[Tensor], Tensor]
+    work: dist.Work, recv_buffer: Tensor, _: Tensor, after: Callable[[Tensor], Tensor]
 ) -> Tensor:
     work.wait()
-    return after(received)
+    return after(recv_buffer)
 
 
 def _travel(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.attention.context_parallel.layout import ChunkLayout
-from moecore.attention.context_parallel.states import HeldPieces
+from moecore.attention.context_parallel.states import LocalPieces
 from moecore.base.regions import run_and_save
 from moecore.base.torch_private import all_gather_single, is_silent
 from moecore.kernels.zigzag import row_borders
@@ -69,7 +69,7 @@ def ranks_of(
     return groups[cp]
 
 
-class HeldTokens:
+class LocalTokens:
     """Who holds what, made once per forward; a plain class, as `RotaryTable` is.
 
     `shape` is B and T; documents are over all rows, on the device of the tokens; None = rows.
@@ -92,42 +92,42 @@ class HeldTokens:
             )
         self.cp = cp
         self._shape, self._cu_seqlens = shape, cu_seqlens
-        self._pieces: HeldPieces | None = None
+        self._pieces: LocalPieces | None = None
         self.layout = ChunkLayout(cp.size, B * T, cu_seqlens, max_seqlen)
         part = None if cu_seqlens is None else cu_seqlens // ring
         self.a2a_layout = ChunkLayout(cp.size // ring, B * T // ring, part, -(-max_seqlen // ring))
         self._ring = None
         if cp.a2a is not None and cp.ring is not None:
-            self._ring = HeldTokens(ContextParallel(cp.ring), shape, cu_seqlens, max_seqlen)
+            self._ring = LocalTokens(ContextParallel(cp.ring), shape, cu_seqlens, max_seqlen)
 
     @property
-    def over_ring(self) -> HeldTokens:
+    def over_ring(self) -> LocalTokens:
         """Who of the ring holds what, of the heads that an all-to-all has left to this rank."""
         return self._ring or self
 
-    def pieces(self, device: torch.device) -> HeldPieces:
+    def pieces(self, device: torch.device) -> LocalPieces:
         """Return this rank's pieces of documents, or of rows; the same in every call."""
         if self._pieces is None:
             B, T = self._shape
             rows = row_borders(B, B * T, device)
             documents = rows if self._cu_seqlens is None else self._cu_seqlens
-            self._pieces = HeldPieces(self.cp.group, documents)
+            self._pieces = LocalPieces(self.cp.group, documents)
         return self._pieces
 
-    def own(self, x_BTX: Tensor) -> Tensor:
+    def slice_local(self, x_BTX: Tensor) -> Tensor:
         """Return x_BtX, this rank's tokens of whole rows. No communication."""
         return self.layout.split(x_BTX)[self.cp.rank].contiguous()
 
     @torch.compiler.disable
     def gather(self, x_BtX: Tensor) -> Tensor:
         """Return x_BTX of all ranks in order; backward adds all ranks' gradients. Collective."""
-        gathered: Tensor = run_and_save(exchanged, x_BtX, self.gather_values, self.sum_values)
-        return gathered
+        x_BTX: Tensor = run_and_save(exchanged, x_BtX, self.gather_values, self.sum_values)
+        return x_BTX
 
-    def gather_whole(self, x_BtX: Tensor) -> Tensor:
+    def gather_replicated(self, x_BtX: Tensor) -> Tensor:
         """Return x_BTX for a result equal on all ranks; backward takes this rank's tokens of it."""
-        gathered: Tensor = run_and_save(exchanged, x_BtX, self.gather_values, self.own)
-        return gathered
+        x_BTX: Tensor = run_and_save(exchanged, x_BtX, self.gather_values, self.slice_local)
+        return x_BTX
 
     def gather_values(self, x_BtX: Tensor) -> Tensor:
         """Return x_BTX of all ranks in order, outside of autograd. Collective."""
@@ -140,11 +140,11 @@ class HeldTokens:
     def sum_values(self, x_BTX: Tensor) -> Tensor:
         """Return x_BtX, this rank's tokens of the sum over ranks, added in fp32. Collective."""
         # A reduce-scatter carries as many bytes, and would round at every rank.
-        sent = self.layout.split(x_BTX).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.cp.group)
+        send_buffer = self.layout.split(x_BTX).contiguous()
+        recv_buffer = torch.empty_like(send_buffer)
+        dist.all_to_all_single(recv_buffer, send_buffer, group=self.cp.group)
         dtype = torch.promote_types(x_BTX.dtype, torch.float32)
-        return received.sum(0, dtype=dtype).to(x_BTX.dtype)
+        return recv_buffer.sum(0, dtype=dtype).to(x_BTX.dtype)
 
 
 def check_documents(cu_seqlens: Tensor, cp: int) -> None:

@@ -43,7 +43,9 @@ class ChunkLayout:
         """Return x_GBtX, the tokens of each rank."""
         G, (B, T) = self.size, x_BTX.shape[:2]
         if self._cu_seqlens is not None:
-            return x_BTX.flatten(0, 1)[self._held.flatten()].view(G, B, T // G, *x_BTX.shape[2:])
+            return x_BTX.flatten(0, 1)[self._token_ids.flatten()].view(
+                G, B, T // G, *x_BTX.shape[2:]
+            )
         chunks = x_BTX.unflatten(1, (2 * G, T // (2 * G)))
         halves = torch.stack((chunks[:, :G], chunks[:, G:].flip(1)), dim=2)
         return halves.flatten(2, 3).transpose(0, 1)
@@ -118,16 +120,16 @@ class ChunkLayout:
         return self._borders // (2 * self.size)
 
     @cached_property
-    def _held(self) -> Tensor:
+    def _token_ids(self) -> Tensor:
         """int64 [G, B * t], the tokens of each rank."""
         return held_tokens(self._borders, self._num_tokens, self.size)
 
     @cached_property
     def _places(self) -> Tensor:
         """int64 [B * T], where each token lies among those of all ranks."""
-        held = self._held.flatten()
-        places = torch.empty_like(held)
-        places[held] = torch.arange(len(held), device=held.device)
+        token_ids = self._token_ids.flatten()
+        places = torch.empty_like(token_ids)
+        places[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
         return places
 
     @cached_property

@@ -75,33 +75,37 @@ def own_blocks(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]
     return [_RingBlock("late", "early", layout.mask(1, 1, causal=False))], squares
 
 
-class _Travelling(NamedTuple):
+class _RingTransfer(NamedTuple):
     """What a rank sends on, and what it gets meanwhile."""
 
-    sent: Tensor
-    received: Tensor
+    send_buffer: Tensor
+    recv_buffer: Tensor
     works: list[dist.Work]
 
     def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
-        return self.received
+        return self.recv_buffer
 
 
-def _send_on(x: Tensor, group: dist.ProcessGroup) -> _Travelling:
+def _send_on(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
     """Start to send x to the next rank and to receive the like from the one before."""
-    received = torch.empty_like(x)
+    recv_buffer = torch.empty_like(x)
     if is_silent(x):  # where bytes are counted
-        return _Travelling(x, received, [])
+        return _RingTransfer(x, recv_buffer, [])
     G, rank = group.size(), group.rank()
     after, before = (dist.get_global_rank(group, (rank + way) % G) for way in (1, -1))
-    both = [
+    operations = [
         dist.P2POp(dist.isend, x, after, group),
-        dist.P2POp(dist.irecv, received, before, group),
+        dist.P2POp(dist.irecv, recv_buffer, before, group),
     ]
     if x.is_meta:  # of which a group has no backend to ask
-        return _Travelling(x, received, [one.op(one.tensor, one.peer, group) for one in both])
-    return _Travelling(x, received, dist.batch_isend_irecv(both))
+        return _RingTransfer(
+            x,
+            recv_buffer,
+            [operation.op(operation.tensor, operation.peer, group) for operation in operations],
+        )
+    return _RingTransfer(x, recv_buffer, dist.batch_isend_irecv(operations))
 
 
 def _rounds(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
@@ -114,12 +118,12 @@ def _rounds(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]
             kv = travelling.wait()
 
 
-def _joined(k: Tensor, v: Tensor) -> Tensor:
+def _pack_kv(k: Tensor, v: Tensor) -> Tensor:
     """Return keys and values in one memory."""
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 
-def _apart(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack_kv(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of keys and values in the shapes of k and v."""
     ks, vs = kv.split((k.numel(), v.numel()))
     return ks.view(k.shape), vs.view(v.shape)
@@ -175,18 +179,18 @@ class RingAttention(torch.autograd.Function):
         """Merge what the queries see of each rank's keys."""
         qs, ks, vs = (layout.flat(x) for x in (q, k, v))
         o, lse = q, q
-        for source, kv in _rounds(_joined(ks, vs), group):
+        for source, kv in _rounds(_pack_kv(ks, vs), group):
             queries, keys, mask = block_of(layout, group.rank(), source)
-            k_half, v_half = (layout.half(x, keys) for x in _apart(kv, ks, vs))
+            k_half, v_half = (layout.half(x, keys) for x in _unpack_kv(kv, ks, vs))
             q_half = layout.half(qs, queries)
             o_new, lse_new = attention_forward(q_half, k_half, v_half, mask, scale)
             if source == group.rank():
                 o, lse = o_new.to(lse_new.dtype, copy=True), lse_new.clone()
                 continue
             old = layout.half(o, queries), layout.half(lse, queries, dim=2)
-            merged, merged_lse = merge(*old, o_new, lse_new)
-            layout.write_half(o, queries, merged)
-            layout.write_half(lse, queries, merged_lse, dim=2)
+            o_sum, lse_sum = merge(*old, o_new, lse_new)
+            layout.write_half(o, queries, o_sum)
+            layout.write_half(lse, queries, lse_sum, dim=2)
         if sinks is not None:
             o, lse = add_sinks(o, lse, sinks)
         o = o.to(q.dtype).reshape(*q.shape[:3], v.shape[-1])
@@ -201,26 +205,30 @@ class RingAttention(torch.autograd.Function):
         layout, group, scale = ctx.where
         do, qs, ks, vs, os = (layout.flat(x) for x in (grads[0], q, k, v, o))
         dq = torch.zeros_like(qs, dtype=lse.dtype, memory_format=torch.contiguous_format)
-        rank, own = group.rank(), _joined(ks, vs)
-        ours = _Queries(layout, scale, do, qs, os, lse, dq)
+        rank, local_kv = group.rank(), _pack_kv(ks, vs)
+        local_queries = _Queries(layout, scale, do, qs, os, lse, dq)
         first, last = own_blocks(layout)
         travelling, parts = None, []
-        for source, kv in _rounds(own, group):
+        for source, kv in _rounds(local_kv, group):
             if source == rank:
-                parts = [(block.keys, ours.differentiate(block, ks, vs)) for block in first]
+                parts = [
+                    (block.keys, local_queries.differentiate(block, ks, vs)) for block in first
+                ]
                 continue
             block = block_of(layout, rank, source)
-            new = ours.differentiate(block, *_apart(kv, ks, vs))
+            new = local_queries.differentiate(block, *_unpack_kv(kv, ks, vs))
             dkv = (
-                torch.zeros_like(own, dtype=lse.dtype) if travelling is None else travelling.wait()
+                torch.zeros_like(local_kv, dtype=lse.dtype)
+                if travelling is None
+                else travelling.wait()
             )
-            _add_parts(layout, _apart(dkv, ks, vs), block.keys, new)
+            _add_parts(layout, _unpack_kv(dkv, ks, vs), block.keys, new)
             travelling = _send_on(dkv, group)
         assert travelling is not None, "a ring has other ranks"
-        parts += [(block.keys, ours.differentiate(block, ks, vs)) for block in last]
-        dk, dv = _apart(travelling.wait(), ks, vs)
+        parts += [(block.keys, local_queries.differentiate(block, ks, vs)) for block in last]
+        dk, dv = _unpack_kv(travelling.wait(), ks, vs)
         for keys, new in parts:
             _add_parts(layout, (dk, dv), keys, new)
         dsinks = None if sinks is None else sinks_gradient(do, os, lse, sinks)
-        found = (x.to(like.dtype).view(like.shape) for x, like in ((dq, q), (dk, k), (dv, v)))
-        return *found, dsinks, None, None, None
+        grads_qkv = (x.to(like.dtype).view(like.shape) for x, like in ((dq, q), (dk, k), (dv, v)))
+        return *grads_qkv, dsinks, None, None, None

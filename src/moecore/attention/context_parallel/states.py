@@ -38,7 +38,7 @@ MAX_GROUPS = 1023  # of a grouped product of torch
 
 
 @dataclass(frozen=True)
-class HeldPieces:
+class LocalPieces:
     """What this rank holds of the documents [n + 1] of whole rows, in their order."""
 
     group: dist.ProcessGroup
@@ -85,28 +85,28 @@ class HeldPieces:
         chains = states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)
         num_chains = chains.shape[1]
         chains = F.pad(chains, (0, 0, 0, 0, 0, -num_chains % G))
-        own = self._to_parts(chains.unflatten(1, (G, chains.shape[1] // G)).transpose(0, 1))
-        by_chunk = torch.cat((own[:, 0], own[:, 1].flip(0)))
-        entering = [own.new_zeros(own.shape[2], k, v)]
+        local_parts = self._to_parts(chains.unflatten(1, (G, chains.shape[1] // G)).transpose(0, 1))
+        by_chunk = torch.cat((local_parts[:, 0], local_parts[:, 1].flip(0)))
+        entering = [local_parts.new_zeros(local_parts.shape[2], k, v)]
         for last in by_chunk[:-1]:
             entering.append(torch.baddbmm(last[..., :v], last[..., v:], entering[-1]))
         first, second = torch.stack(entering).chunk(2)
-        found = self._to_parts(torch.stack((first, second.flip(0)), dim=1))
-        found = found.transpose(0, 1).flatten(1, 2)[:, :num_chains]
-        return found.unflatten(1, (num // 2, H)).transpose(0, 1).flatten(0, 1)
+        parts = self._to_parts(torch.stack((first, second.flip(0)), dim=1))
+        parts = parts.transpose(0, 1).flatten(1, 2)[:, :num_chains]
+        return parts.unflatten(1, (num // 2, H)).transpose(0, 1).flatten(0, 1)
 
     def _to_parts(self, x_G: Tensor) -> Tensor:
         """Return part r of every rank on rank r."""
         return exchanged(x_G, self._all_to_all, self._all_to_all)
 
-    def _all_to_all(self, sent: Tensor) -> Tensor:
-        received = torch.empty_like(sent, memory_format=torch.contiguous_format)
-        if not is_silent(sent):  # where bytes are counted
-            dist.all_to_all_single(received, sent.contiguous(), group=self.group)
-        return received
+    def _all_to_all(self, send_buffer: Tensor) -> Tensor:
+        recv_buffer = torch.empty_like(send_buffer, memory_format=torch.contiguous_format)
+        if not is_silent(send_buffer):  # where bytes are counted
+            dist.all_to_all_single(recv_buffer, send_buffer.contiguous(), group=self.group)
+        return recv_buffer
 
 
-def rule_over_ranks(rule: DeltaRule, pieces: HeldPieces) -> Tensor:
+def rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
     """Return o_tHv of this rank's tokens. Collective."""
     v_tHv, k = rule.v_THv, rule.k_Thk.shape[-1]
     (_, H, v), num = v_tHv.shape, len(pieces.borders) - 1
@@ -139,7 +139,7 @@ def _read(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
 
 
 def convolution_over_ranks(
-    x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, pieces: HeldPieces, *, silu: bool
+    x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, pieces: LocalPieces, *, silu: bool
 ) -> Tensor:
     """Return y_tD of this rank's tokens: see `causal_convolution`. Collective."""
     before = pieces.tokens_before(x_tD, weight_DW.shape[1] - 1)

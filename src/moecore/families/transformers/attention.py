@@ -82,7 +82,11 @@ def _causal_attention(
 
     refuse_earlier_keys(query.shape[2], key.shape[2])
     sequence: Sequence = kwargs.get(SEQUENCE) or Sequence()
-    window, sinks_H, local_tokens = kwargs.get("sliding_window"), kwargs.get("s_aux"), sequence.held
+    window, sinks_H, local_tokens = (
+        kwargs.get("sliding_window"),
+        kwargs.get("s_aux"),
+        sequence.local_tokens,
+    )
     num_tokens = query.shape[2] * (1 if local_tokens is None else local_tokens.cp.size)
     if window is not None and window >= (sequence.max_seqlen or num_tokens):
         window = None

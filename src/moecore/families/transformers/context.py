@@ -125,7 +125,7 @@ class CausalContext:
         shifted_BT = shifted_labels(kwargs)
         if kwargs.get("num_items_in_batch") is None:
             kwargs["num_items_in_batch"] = count_labels(shifted_BT).clamp(min=1)
-        local_labels_BT = sequence.own(shifted_BT)
+        local_labels_BT = sequence.slice_local(shifted_BT)
         return args, kwargs | {"labels": local_labels_BT, "shift_labels": local_labels_BT}
 
     def _leave(
@@ -133,9 +133,9 @@ class CausalContext:
     ) -> Any:
         """Add the losses of the ranks."""
         sequence: Sequence = kwargs[SEQUENCE]
-        if sequence.held is None or kwargs.get("labels") is None:
+        if sequence.local_tokens is None or kwargs.get("labels") is None:
             return output
-        group = sequence.held.cp.group
+        group = sequence.local_tokens.cp.group
         if isinstance(output, tuple):
             return (sum_value(output[0], group), *output[1:])
         output.loss = sum_value(output.loss, group)

@@ -65,7 +65,7 @@ def _before(stock: Function, function: Function) -> Function:
     @wraps(stock)
     def called(*args: Any, **kwargs: Any) -> Any:
         sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
-        if sequence is None or (sequence.cu_seqlens is None and sequence.held is None):
+        if sequence is None or (sequence.cu_seqlens is None and sequence.local_tokens is None):
             return stock(*args, **kwargs)
         return function(sequence, *args, **kwargs)
 

@@ -88,7 +88,7 @@ def _function(loss: LogProbLoss) -> Callable[..., Tensor]:
             raise NotImplementedError(
                 "log_prob_loss must be of a model whose head is whole: use tp with a Decoder"
             )
-        local_tokens = getattr(keywords.get(SEQUENCE), "held", None)
+        local_tokens = getattr(keywords.get(SEQUENCE), "local_tokens", None)
         gather: Callable[[Tensor], Tensor] = (
             (lambda x: x) if local_tokens is None else local_tokens.gather
         )

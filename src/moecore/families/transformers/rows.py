@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from moecore.attention.context_parallel.held import (
     ContextParallel,
-    HeldTokens,
+    LocalTokens,
     check_documents,
     ranks_of,
 )
-from moecore.attention.sequence import Sequence, packed_sequence, shift_left
+from moecore.attention.sequence import Sequence, packed_sequence, shift_rows
 from moecore.base.torch_private import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.experts import has_vision_experts, kinds_of
@@ -119,10 +119,10 @@ class RowReader:
         if ranks is not None:
             if cu_seqlens is not None:
                 check_documents(cu_seqlens, ranks.size)
-            local_tokens = HeldTokens(ranks, shape, sequence.cu_seqlens, sequence.max_seqlen)
-            sequence = replace(sequence, held=local_tokens)
+            local_tokens = LocalTokens(ranks, shape, sequence.cu_seqlens, sequence.max_seqlen)
+            sequence = replace(sequence, local_tokens=local_tokens)
         if mask_BT is not None:
-            mask_BT = sequence.own(mask_BT.to(device))
+            mask_BT = sequence.slice_local(mask_BT.to(device))
         return replace(sequence, padding_mask_BT=mask_BT)
 
     def ranks_of(self, cp: int | None) -> ContextParallel | None:
@@ -141,12 +141,12 @@ class RowReader:
         if positions is None:
             positions = sequence.positions_BT
         B, T = tokens.shape[:2]
-        self._longest.begin(None if sequence.held is None else T)
-        if sequence.held is not None:
+        self._longest.begin(None if sequence.local_tokens is None else T)
+        if sequence.local_tokens is not None:
             if positions is None:
                 positions = torch.arange(T, device=tokens.device)[None]
-            positions = sequence.own(positions.expand(B, T))
-            args, kwargs = (), kwargs | {"input_ids": sequence.own(tokens)}
+            positions = sequence.slice_local(positions.expand(B, T))
+            args, kwargs = (), kwargs | {"input_ids": sequence.slice_local(tokens)}
         if positions is not None:
             kwargs["position_ids"] = positions
         return args, kwargs
@@ -371,7 +371,7 @@ def _divides_by_labels(model: Any) -> bool:
 def shifted_labels(inputs: Kwargs) -> Tensor:
     """Return the labels of whole rows, each in the place of the token that predicts it."""
     shifted_BT: Tensor | None = inputs.get("shift_labels")
-    return shift_left(inputs["labels"], 1, IGNORE_INDEX) if shifted_BT is None else shifted_BT
+    return shift_rows(inputs["labels"], 1, IGNORE_INDEX) if shifted_BT is None else shifted_BT
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
@@ -480,7 +480,7 @@ def _row_keywords(
     if isinstance(layer, MoELayer):
         keywords: Kwargs = {"cu_seqlens": sequence.cu_seqlens}
         keywords |= {} if mask_BT is None else {"padding_mask": mask_BT}
-        keywords |= {} if sequence.held is None else {"cp": sequence.held.cp.size}
+        keywords |= {} if sequence.local_tokens is None else {"cp": sequence.local_tokens.cp.size}
         return args, keywords | kwargs
     if mask_BT is None:
         return None

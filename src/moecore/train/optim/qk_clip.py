@@ -90,12 +90,12 @@ _raise_max_op = Op(
 @torch.compiler.disable
 def _whole_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
     """Return the keys of whole rows, and the places of this cp rank's queries. Collective."""
-    held = sequence.held
+    held = sequence.local_tokens
     assert held is not None, "asked for only with tokens on several ranks"
     k_BThd = k if k.shape[1] > q_BtHd.shape[1] else held.gather_values(k)
     rows = 1 if sequence.cu_seqlens is None else k.shape[0]
     tokens = torch.arange(rows * k_BThd.shape[1], device=k.device)
-    return k_BThd, held.own(tokens.view(rows, -1)).flatten()
+    return k_BThd, held.slice_local(tokens.view(rows, -1)).flatten()
 
 
 class QKClip:
@@ -247,10 +247,10 @@ class _Watched:
         places_T, padding_BT, tp = None, sequence.padding_mask_BT, self.module.tp
         if padding_BT is not None and tp is not None:
             padding_BT = tp.gather(padding_BT)
-        if sequence.held is not None:
+        if sequence.local_tokens is not None:
             k_BThd, places_T = _whole_keys(q_BTHd, k_BThd, sequence)
             if padding_BT is not None:
-                padding_BT = sequence.held.gather_values(padding_BT)
+                padding_BT = sequence.local_tokens.gather_values(padding_BT)
         documents = sequence.cu_seqlens
         _raise_max_op(self.max_H, q_BTHd, k_BThd, places_T, documents, padding_BT, scale)
 
