@@ -16,7 +16,7 @@ from moecore.kernels.experts.contract import SINK
 from moecore.kernels.rows import microscaled
 from moecore.precision.apply import apply_precision, linear_products
 from moecore.precision.emulated import EmulatedLinearProducts
-from moecore.precision.linear import Fp8Products, why_not
+from moecore.precision.linear import Fp8Products, weight_problem
 from tests.kernels.rows.microscaling_oracle import linear
 from tests.precision.plain import relative_error, worst_row_error
 from tests.precision.test_linear import kept_by, operands, values
@@ -190,7 +190,7 @@ def test_who_is_quantised() -> None:
         assert sorted(n for n, found in table.items() if found.recipe is not None) == names
         assert isinstance(model.gate_proj.products, EmulatedLinearProducts)
         assert f"{scaling.upper()}, emulated" in repr(model.gate_proj)
-    assert why_not(torch.zeros(64, 48), RECIPES["mxfp8"]) == (
+    assert weight_problem(torch.zeros(64, 48), RECIPES["mxfp8"]) == (
         "its weight [64, 48] is no matrix of multiples of 32"
     )
     assert type(linear_products(Recipe())) is Fp8Products

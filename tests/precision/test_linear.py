@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import launches_on_meta
-from moecore.moe.amax_history import AmaxHistory, advance_together, push_together
+from moecore.moe.amax_history import AmaxHistory, advance_histories, push_amax
 from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import Fp8Products, InputCast
 from tests.precision.plain import (
@@ -160,14 +160,14 @@ def test_one_input_of_several_is_quantised_once() -> None:
     with torch.no_grad():
         x.mul_(2)
     assert torch.equal(k(x, weight), 4 * y)
-    assert inputs._both is not None
+    assert inputs._operands is not None
     with torch.inference_mode():
         found = x * 1
         y = q(found, weight)
         found.mul_(2)  # which has no version
         assert torch.equal(k(found, weight), 2 * y)
     del x
-    assert inputs._both is not None  # autograd holds x
+    assert inputs._operands is not None  # autograd holds x
 
 
 def test_an_input_that_is_gone_is_freed() -> None:
@@ -175,10 +175,10 @@ def test_an_input_that_is_gone_is_freed() -> None:
     inputs = InputCast()
     x = torch.randn(16, 144)
     Fp8Products(Recipe(), inputs)(x, weight)
-    assert inputs._both is not None
+    assert inputs._operands is not None
     del x
-    assert inputs._both is None
-    assert copy.deepcopy(inputs)._both is None
+    assert inputs._operands is None
+    assert copy.deepcopy(inputs)._operands is None
 
 
 @pytest.mark.parametrize("T", [64, 70])
@@ -233,11 +233,11 @@ def test_history_worked_example() -> None:
             scaled_by.append(micro_batch if past is None else past.item())
             seen = history.record(CPU, training=True)["input"]
             seen.copy_(seen.clamp(min=micro_batch))
-        advance_together([history], CPU, None)
+        advance_histories([history], CPU, None)
     assert scaled_by == [3, 5, 5, 5, 2]
     assert history.steps["input"].tolist() == [1, 1]
     before = history.steps["input"].clone()
-    advance_together([history], CPU, None)  # no training forward since
+    advance_histories([history], CPU, None)  # no training forward since
     assert torch.equal(history.steps["input"], before)
     assert history.amax("gradient").item() == 0  # type: ignore[union-attr]
     assert not history.is_sure
@@ -252,7 +252,7 @@ def test_an_operand_that_no_step_had_has_no_past() -> None:
         seen = history.record(CPU, training=True)
         for operand, largest in (("input", 3.0), ("weight", 1.0), ("gradient", of_gradient)):
             seen[operand].fill_(largest)
-        advance_together([history], CPU, None)
+        advance_histories([history], CPU, None)
     assert scaled_by == pytest.approx([0.0, 1e-6, 1e-6]) and history.is_sure
 
 
@@ -262,7 +262,7 @@ def test_history_of_a_replayed_graph() -> None:
     seen = history.record(CPU, training=True)["input"]
     for amax in (3.0, 2.0, 1.0):
         seen.fill_(amax)
-        advance_together([history], CPU, None)
+        advance_histories([history], CPU, None)
     assert history.steps["input"].tolist() == [1, 2]
 
 
@@ -270,11 +270,11 @@ def test_history_of_a_rank_that_comes_later() -> None:
     """Steps that other ranks alone had are there for its first training forward."""
     history = AmaxHistory(2)
     assert history.amax("weight") is None  # as on all ranks
-    advance_together([history], CPU, None)  # a step of no rank
-    push_together([history], torch.tensor([3.0, 2.0, 0.0]))
+    advance_histories([history], CPU, None)  # a step of no rank
+    push_amax([history], torch.tensor([3.0, 2.0, 0.0]))
     assert [history.amax(o).item() for o in history.operands] == [3, 2, 0]  # type: ignore[union-attr]
     assert not history.is_sure
-    push_together([history], torch.tensor([0.0, 0.0, 1.0]))
+    push_amax([history], torch.tensor([0.0, 0.0, 1.0]))
     assert history.is_sure
 
 
@@ -285,13 +285,13 @@ def test_operands_that_no_step_had_are_scaled_by_their_own(size: float) -> None:
     late, first = Fp8Products(HISTORY), Fp8Products(HISTORY)
     values(late, torch.zeros_like(x, requires_grad=True), weight, dy=torch.zeros_like(dy))
     assert late.history is not None
-    advance_together([late.history], CPU, None)
+    advance_histories([late.history], CPU, None)
     larger = (size * x.detach()).requires_grad_()
     for _ in range(2):  # micro-batches
         found = values(late, larger, weight, dy=size * dy)
         wanted = values(first, larger, weight, dy=size * dy)
         assert all(torch.equal(a, b) and a.any() for a, b in zip(found, wanted, strict=True))
-    advance_together([late.history], CPU, None)
+    advance_histories([late.history], CPU, None)
     assert late.history.is_sure and late.history.amax("gradient") == (size * dy).abs().max()
 
 
@@ -312,7 +312,7 @@ def test_delayed_scaling_uses_and_makes_the_history() -> None:
         "weight": weight.abs().max().item(),
         "gradient": dy.abs().max().item(),
     }
-    advance_together([delayed.history], CPU, None)
+    advance_histories([delayed.history], CPU, None)
     with torch.no_grad():
         larger = 2 * x
         y = delayed(larger, weight)
@@ -334,7 +334,7 @@ def test_compiled_as_eager(recipe: Recipe) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
         for products in (eager, traced):
             if products.history is not None:
-                advance_together([products.history], CPU, None)
+                advance_histories([products.history], CPU, None)
     if traced.history is not None:
         assert traced.history.amax("gradient").item() == dy.abs().max().item()  # type: ignore[union-attr]
 
@@ -365,7 +365,7 @@ def test_launches_and_operations(name: str) -> None:
     with launches_on_meta(lambda kernel, _: launched.names.append(kernel)):
         if products.history is not None:
             products(x, weight).backward(dy)
-            push_together([products.history], torch.zeros(3, device="meta"))
+            push_amax([products.history], torch.zeros(3, device="meta"))
             launched.names.clear()
             x.grad = weight.grad = None
         with launched:

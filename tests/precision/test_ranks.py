@@ -16,9 +16,9 @@ from torch.func import functional_call
 
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.params import shard_parameter
-from moecore.moe.amax_history import advance_together
+from moecore.moe.amax_history import advance_histories
 from moecore.precision.apply import advance_amax, apply_precision, linear_products
-from moecore.precision.linear import Fp8Products, why_not
+from moecore.precision.linear import Fp8Products, weight_problem
 from tests.helpers.ranks import run_ranks
 
 TENSORWISE = Recipe(scaling="tensorwise", power_of_two=False)
@@ -64,7 +64,7 @@ def cut_weight(rank: int, recipe: Recipe) -> dict[str, bool]:
             linear.weight.grad = None
             history = products[name].history
             if history is not None:
-                advance_together([history], torch.device("cpu"), groups[name])
+                advance_histories([history], torch.device("cpu"), groups[name])
     return {"same": all(same)}
 
 
@@ -81,7 +81,7 @@ def replicated(rank: int) -> bool:
 def uneven() -> str | None:
     """Return why a cut that gives rank 1 alone a multiple of 16 is refused."""
     mesh = init_device_mesh("cpu", (2,))
-    return why_not(distribute_tensor(torch.zeros(33, 64), mesh, [Shard(0)]))
+    return weight_problem(distribute_tensor(torch.zeros(33, 64), mesh, [Shard(0)]))
 
 
 def under_fsdp(rank: int, recipe: Recipe, policy: MixedPrecisionPolicy) -> list[float]:

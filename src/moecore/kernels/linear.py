@@ -71,13 +71,16 @@ def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     dweight_NK = None
     if operands is not None and (sink is None or not sink.defer(products.weight_grad, *operands)):
         dweight_NK = products.weight_grad(*operands, GradTarget())
-    found: tuple[Tensor | None, ...] = (dx, dweight_NK, dbias_N)
+    results: tuple[Tensor | None, ...] = (dx, dweight_NK, dbias_N)
     if torch.is_grad_enabled() and not products.differentiable_twice:
-        found = tuple(g if g is None else _Once.apply(g.detach().requires_grad_()) for g in found)
-    return *found, *[None] * (len(ctx.needs_input_grad) - 3)
+        results = tuple(
+            g if g is None else _DifferentiableOnce.apply(g.detach().requires_grad_())
+            for g in results
+        )
+    return *results, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
-class _Once(torch.autograd.Function):
+class _DifferentiableOnce(torch.autograd.Function):
     """A gradient that has none."""
 
     @staticmethod

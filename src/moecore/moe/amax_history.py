@@ -79,16 +79,16 @@ class AmaxHistory:
                 self.steps[operand] = torch.zeros(self.num_steps, device=device)
                 self._past[operand] = torch.zeros(1, device=device)
 
-    def load(self, saved: Mapping[str, Tensor], device: torch.device) -> None:
+    def load(self, state: Mapping[str, Tensor], device: torch.device) -> None:
         """Go on from saved `steps`, the newest that there is room for. Host sync.
 
         An operand that is not there, or that no step had, is as before its first step.
         """
-        if not (saved or self.steps):
+        if not (state or self.steps):
             return
         self.grow(device)
         for operand, steps in self.steps.items():
-            newest = saved.get(operand, steps[:0])[: self.num_steps]
+            newest = state.get(operand, steps[:0])[: self.num_steps]
             steps[len(newest) :] = 0
             steps[: len(newest)] = newest
             # in place, where a CUDA graph reads it
@@ -106,10 +106,10 @@ class _Answer:
     """Whether each history has a past of all operands, on its way to the host."""
 
     def __init__(self, histories: Sequence[AmaxHistory]) -> None:
-        least = torch.stack([torch.cat([*h._past.values()]).amin() for h in histories])
+        min_amax = torch.stack([torch.cat([*h._past.values()]).amin() for h in histories])
         self._index = {history: i for i, history in enumerate(histories)}
-        self._least = least.to("cpu", non_blocking=True)
-        self._event = torch.cuda.Event() if least.is_cuda else None
+        self._min_amax = min_amax.to("cpu", non_blocking=True)
+        self._event = torch.cuda.Event() if min_amax.is_cuda else None
         if self._event is not None:
             self._event.record()
 
@@ -119,34 +119,34 @@ class _Answer:
 
     def of(self, history: AmaxHistory) -> bool:
         """Return that of one history."""
-        return bool(self._least[self._index[history]] > 0)
+        return bool(self._min_amax[self._index[history]] > 0)
 
 
 @torch.no_grad()
-def advance_together(
+def advance_histories(
     histories: Sequence[AmaxHistory],
     device: torch.device,
     group: dist.ProcessGroup | None,
     *,
-    skipped: bool | Tensor = False,
+    is_skipped: bool | Tensor = False,
 ) -> None:
     """Start the next step of operands that are spread over the ranks of a group: `push_together`.
 
     One all-reduce for all histories, which all ranks have in the same order. None = one rank. A
-    `skipped` step, bool scalar on the device, adds nothing.
+    `is_skipped` step, bool scalar on the device, adds nothing.
     """
     for history in histories:
         history.start(device)
     largest = torch.cat([seen for history in histories for seen in history.seen.values()])
     if group is not None and group.size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    if not isinstance(skipped, Tensor):
-        skipped = torch.full((), skipped, device=device)
-    push_together(histories, largest.masked_fill(skipped, 0.0))
+    if not isinstance(is_skipped, Tensor):
+        is_skipped = torch.full((), is_skipped, device=device)
+    push_amax(histories, largest.masked_fill(is_skipped, 0.0))
 
 
 @torch.no_grad()
-def push_together(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
+def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
     """Add a step to histories: fp32 of each operand of each one; 0 = the step did not have it."""
     # A few launches however many there are. No host sync.
     of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
@@ -166,10 +166,10 @@ def push_together(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
     collected = [seen for history in histories for seen in history.seen.values()]
     if collected:
         foreach_copy_(collected, torch.zeros(len(collected), device=largest.device).split(1))
-    _learn_together([history for history in histories if not history.is_sure])
+    _learn_sureness([history for history in histories if not history.is_sure])
 
 
-def _learn_together(histories: Sequence[AmaxHistory]) -> None:
+def _learn_sureness(histories: Sequence[AmaxHistory]) -> None:
     """Let the host know which histories are sure: at once, or on a GPU before a later step."""
     for history in histories:
         history.learn()

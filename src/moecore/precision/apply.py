@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from moecore.base.options.precision import Precision, Recipe, Role, never_quantised
 from moecore.base.params import clean_name
 from moecore.kernels.linear import PlainProducts
-from moecore.moe.amax_history import AmaxHistory, advance_together, history_of
+from moecore.moe.amax_history import AmaxHistory, advance_histories, history_of
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
 from moecore.precision.emulated import EmulatedLinearProducts
-from moecore.precision.linear import Fp8Products, InputCast, QuantisedProducts, why_not
+from moecore.precision.linear import Fp8Products, InputCast, QuantisedProducts, weight_problem
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear, set_products
 from moecore.precision.te import TELinearProducts
 
@@ -30,8 +30,8 @@ LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz")
 TITAN = ("wq", "wk", "wv", "wo", "wq_a", "wq_b", "wkv_a", "wkv_b")
 ATTENTION = frozenset((*GROUPED, *LATENT, *LINEAR, *TITAN))
 MLP = frozenset(("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"))
-SHARED = frozenset(("shared", "shared_expert", "shared_experts", "shared_mlp"))
-ROUTED = frozenset(("experts",))
+SHARED_NAMES = frozenset(("shared", "shared_expert", "shared_experts", "shared_mlp"))
+ROUTED_NAMES = frozenset(("experts",))
 
 
 class LinearPrecision(NamedTuple):
@@ -47,9 +47,9 @@ def role_of(name: str) -> Role | None:
     *parents, leaf = name.split(".")
     if leaf in ATTENTION:
         return "attention"
-    if leaf not in MLP or ROUTED & set(parents):
+    if leaf not in MLP or ROUTED_NAMES & set(parents):
         return None
-    return "shared_experts" if SHARED & set(parents) else "mlp"
+    return "shared_experts" if SHARED_NAMES & set(parents) else "mlp"
 
 
 def linear_products(recipe: Recipe, inputs: InputCast | None = None) -> QuantisedProducts:
@@ -117,29 +117,29 @@ def fp8_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, QuantisedProducts
 
 def amax_histories(model: nn.Module) -> dict[str, AmaxHistory]:
     """Return the histories of linears and of routed experts by the names of their modules."""
-    found = {}
+    histories = {}
     for name, module in model.named_modules():
         if isinstance(module, Experts):
             history = module.history
         else:
             history = history_of(module) if isinstance(module, ProductLinear) else None
         if history is not None:
-            found[clean_name(name)] = history
-    return found
+            histories[clean_name(name)] = history
+    return histories
 
 
 def advance_amax(
     model: nn.Module,
     group: dist.ProcessGroup | None = None,
     *,
-    skipped: bool | Tensor = False,
+    is_skipped: bool | Tensor = False,
 ) -> None:
     """Start the next step of delayed scaling, once after each optimizer step. No host sync."""
     # `group` has the ranks among which a layer's parts and tokens are spread; None = there is one.
     histories = amax_histories(model)
     if histories:
         device = next(model.parameters()).device
-        advance_together(list(histories.values()), device, group, skipped=skipped)
+        advance_histories(list(histories.values()), device, group, is_skipped=is_skipped)
 
 
 def drop_amax(model: nn.Module) -> None:
@@ -160,7 +160,7 @@ def _decide(name: str, module: nn.Linear, precision: Precision) -> LinearPrecisi
         return LinearPrecision(role, None, never_quantised(name) or "its name has no role")
     if recipe is None:
         return LinearPrecision(role, None, "the precision leaves it out")
-    reason = why_not(module.weight, recipe)
+    reason = weight_problem(module.weight, recipe)
     if type(module).forward not in (*PLAIN_FORWARDS, ProductLinear.forward):
         reason = f"{type(module).__name__} has a forward of its own"
     return LinearPrecision(role, None if reason else recipe, reason)
@@ -177,8 +177,8 @@ def _check_overrides(
         matched = [name for name in modules if fnmatchcase(name, pattern)]
         if recipe is None:
             continue
-        routed = any(isinstance(modules[name], Experts) for name in matched)
-        if recipe.keep_hidden == "fp8" and not routed:
+        has_experts = any(isinstance(modules[name], Experts) for name in matched)
+        if recipe.keep_hidden == "fp8" and not has_experts:
             raise ValueError(
                 f"Precision.overrides ({pattern!r}) must match routed experts with "
                 "Recipe.keep_hidden ('fp8'), which is about them: use 'auto'"
@@ -186,10 +186,10 @@ def _check_overrides(
         if not (experts | quantised).isdisjoint(matched):
             continue
         linears = [name for name in matched if name in table]
-        found = "matches no linear and no experts"
+        problem = "matches no linear and no experts"
         if linears:
-            found = f"matches {linears[0]}, which stays as it is: {table[linears[0]].reason}"
+            problem = f"matches {linears[0]}, which stays as it is: {table[linears[0]].reason}"
         raise ValueError(
-            f"Precision.overrides ({pattern!r}) must match what can be quantised, but it {found}: "
-            "correct the pattern"
+            f"Precision.overrides ({pattern!r}) must match what can be quantised, but it "
+            f"{problem}: correct the pattern"
         )

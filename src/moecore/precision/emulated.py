@@ -37,9 +37,9 @@ from moecore.precision.linear import (
     InputGradient,
     LinearCall,
     QuantisedProducts,
-    gathered_as,
     max_over_cut,
     quantised_op,
+    read_gathered_blocks,
     rows_of,
 )
 
@@ -47,28 +47,28 @@ from moecore.precision.linear import (
 def _operand(
     x_TK: Tensor, recipe: Recipe, *, over_rows: bool = False, is_gradient: bool = False
 ) -> Blocks:
-    packed = has_block_scaled_kernels(x_TK.device)
-    return emulated(x_TK, recipe, packed=packed, over_rows=over_rows, is_gradient=is_gradient)
+    is_packed = has_block_scaled_kernels(x_TK.device)
+    return emulated(x_TK, recipe, packed=is_packed, over_rows=over_rows, is_gradient=is_gradient)
 
 
 def _weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -> Blocks:
     """Return the weight as the operand [1, N, K], or transposed."""
     values, scales, amax, recipe = *call[4:6], call.weight_amax, call.recipe
-    packed = has_block_scaled_kernels(weight_NK.device)
+    is_packed = has_block_scaled_kernels(weight_NK.device)
     if values is not None:
-        gathered = Blocks(values[None], scales[None], PACKED, amax)
-        if packed:
-            return transposed_matrices(gathered) if transposed else gathered
-        return unpacked_matrices(gathered, recipe, transposed=transposed)
-    both = emulated_matrices(
+        blocks = Blocks(values[None], scales[None], PACKED, amax)
+        if is_packed:
+            return transposed_matrices(blocks) if transposed else blocks
+        return unpacked_matrices(blocks, recipe, transposed=transposed)
+    operands = emulated_matrices(
         weight_NK[None],
         recipe,
         rows=not transposed,
         columns=transposed,
         amax_e=amax,
-        packed=packed,
+        packed=is_packed,
     )
-    operand = both.columns if transposed else both.rows
+    operand = operands.columns if transposed else operands.rows
     assert operand is not None, "it was asked for"
     return operand
 
@@ -94,7 +94,9 @@ class EmulatedLinearProducts(QuantisedProducts):
         recipe = self.recipe
         with torch.no_grad():
             if not has_values(weight_NK):
-                blocks = gathered_as(GATHERED_KINDS.get(recipe.weight_block), weight, weight_NK)
+                blocks = read_gathered_blocks(
+                    GATHERED_KINDS.get(recipe.weight_block), weight, weight_NK
+                )
                 assert blocks.amax is not None, "it was gathered by it"
                 return LinearCall(
                     weight_rows=blocks.values,

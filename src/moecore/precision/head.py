@@ -117,8 +117,9 @@ class BlockwiseHeadProducts(HeadProducts):
     def softmax_gradient(
         self, logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor
     ) -> Blocks:
-        how = dict(power_of_two=self.power_of_two)
-        return softmax_gradient_blocks(logits_CV, labels_C, highs_C, sums_C, **how)
+        return softmax_gradient_blocks(
+            logits_CV, labels_C, highs_C, sums_C, power_of_two=self.power_of_two
+        )
 
     @override
     def d_hidden(self, d_logits: Blocks, out_CD: Tensor) -> None:
@@ -127,18 +128,19 @@ class BlockwiseHeadProducts(HeadProducts):
     @override
     def add_d_weight(self, d_logits: Blocks, out_VD: Tensor, *, first: bool) -> None:
         d_logits, hidden = (tile_tokens(x, None, self.tiles) for x in (d_logits, self.hidden))
-        how: Any = dict(out=out_VD[None], adds=not first, dtype=out_VD.dtype)
-        fp8_wgrad(d_logits, hidden, self.tiles, **how)
+        fp8_wgrad(
+            d_logits, hidden, self.tiles, out=out_VD[None], adds=not first, dtype=out_VD.dtype
+        )
 
     def _product(self, a: Blocks, b: Blocks | None) -> Tensor:
         assert b is not None
         return fp8_gemm(a, b, self.ends_1, self.tiles, self.dtype)
 
 
-def why_not_in_fp8(
+def fp8_head_problem(
     shape: Sequence[int], recipe: Recipe, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why a head [V, D] of a rank cannot multiply by a recipe in a dtype, or None."""
+    """Return the error text for a head [V, D] of a rank that a recipe cannot multiply, or None."""
     is_gpu = device.type == "cuda"
     if is_gpu and not has_hopper_kernels(device):
         return "its products need a GPU of Hopper and Triton"
@@ -155,7 +157,7 @@ def head_products(weight_VD: Tensor, recipe: Recipe | None, *, training: bool) -
     """Return the products of a weight; ValueError for one that a recipe does not fit."""
     if recipe is None:
         return HeadProducts(weight_VD, training=training)
-    reason = why_not_in_fp8(weight_VD.shape, recipe, weight_VD.dtype, weight_VD.device)
+    reason = fp8_head_problem(weight_VD.shape, recipe, weight_VD.dtype, weight_VD.device)
     if reason is not None:
         raise ValueError(f"weight_VD must fit FP8 products, but {reason}: use recipe=None")
     return BlockwiseHeadProducts(weight_VD, training=training, recipe=recipe)

@@ -78,7 +78,7 @@ class InputCast:
     def __init__(self) -> None:
         self._input: weakref.ref[Tensor] | None = None
         self._version = 0
-        self._both: Both | None = None
+        self._operands: Both | None = None
         self._users: list[object] = []
 
     def __reduce__(self) -> Any:  # a copy starts empty
@@ -86,19 +86,24 @@ class InputCast:
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> Both:
         """Return what `cast_input` returns."""
-        both = self._both
-        is_same = self._input is not None and self._input() is x and self._version == version(x)
-        is_same = is_same and not x.is_inference()  # has no version
-        if both is None or not is_same or user in self._users or (columns and not both.columns):
-            both = cast_input(x, recipe, columns=columns)
+        operands = self._operands
+        is_hit = self._input is not None and self._input() is x and self._version == version(x)
+        is_hit = is_hit and not x.is_inference()  # has no version
+        if (
+            operands is None
+            or not is_hit
+            or user in self._users
+            or (columns and not operands.columns)
+        ):
+            operands = cast_input(x, recipe, columns=columns)
             self._input, self._version = weakref.ref(x, self._drop), version(x)
-            self._both, self._users = both, []
+            self._operands, self._users = operands, []
         self._users.append(user)
-        return both
+        return operands
 
     def _drop(self, input: weakref.ref[Tensor]) -> None:
         if self._input is input:
-            self._input = self._both = None
+            self._input = self._operands = None
 
 
 def cast_input(
@@ -269,15 +274,15 @@ def quantised_op(name: str, products: type[QuantisedProducts]) -> Op:
     """Return what compilers and dispatch modes know of the operation with these products."""
 
     def inputs_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        *others, recipe, dtype = arguments
-        return *others[:3], LinearCall._make((*others[3:], _recipe_of(recipe), dtype))
+        *tensors, recipe, dtype = arguments
+        return *tensors[:3], LinearCall._make((*tensors[3:], _recipe_of(recipe), dtype))
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         products.save(ctx, inputs_of(inputs), output)
         ctx.products, ctx.sink = products, None  # an operator takes no sink
 
-    def fake(x: Tensor, weight_NK: Tensor, *others: Any) -> Tensor:
-        return x.new_empty(*x.shape[:-1], weight_NK.shape[0], dtype=others[-1])
+    def fake(x: Tensor, weight_NK: Tensor, *options: Any) -> Tensor:
+        return x.new_empty(*x.shape[:-1], weight_NK.shape[0], dtype=options[-1])
 
     def forward(*arguments: Any) -> Tensor:
         return products.forward(*inputs_of(arguments))
@@ -298,12 +303,12 @@ class Fp8Products(QuantisedProducts):
         seen = {} if history is None else history.record(x.device, training=training)
         columns = torch.is_grad_enabled() and weight_NK.requires_grad
         is_sure = history is None or history.is_sure
-        x_amax = past_or_own(self.past_amax("input"), x, is_sure=is_sure)
-        x_both = self._cast_x(x, columns, x_amax, seen.get("input"))
+        x_amax = scaling_amax(self.past_amax("input"), x, is_sure=is_sure)
+        x_operands = self._cast_x(x, columns, x_amax, seen.get("input"))
         weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))
         return LinearCall(
-            *parts_of(x_both.rows),
-            *parts_of(x_both.columns),
+            *parts_of(x_operands.rows),
+            *parts_of(x_operands.columns),
             *parts_of(weight_rows),
             weight_amax=weight_amax,
             dy_amax=self.past_amax("gradient"),
@@ -321,22 +326,22 @@ class Fp8Products(QuantisedProducts):
         # has no values: forward reads what was gathered, and backward transposes it.
         kind = KINDS[self.recipe.weight_block]
         if not has_values(weight_NK):
-            return _gathered_rows(weight, weight_NK, kind, seen), None
-        largest = self.past_amax("weight")
-        if largest is None and self.recipe.scaling == "tensorwise":
+            return _read_gathered_rows(weight, weight_NK, kind, seen), None
+        weight_amax = self.past_amax("weight")
+        if weight_amax is None and self.recipe.scaling == "tensorwise":
             # Over the ranks that tensor parallelism cuts it over, so that it is quantised as one
             # rank would. Activations and gradients have their own on every rank: each rank
             # multiplies its own tokens or features alone, and an exchange would wait for the
             # slowest.
             with torch.no_grad():
-                largest = max_over_cut(amax(local_param(weight)), weight)
+                weight_amax = max_over_cut(amax(local_param(weight)), weight)
         elif self.history is not None:  # of zeros so far, a cut weight has scales of its parts
-            largest = past_or_own(largest, weight_NK, is_sure=self.history.is_sure)
+            weight_amax = scaling_amax(weight_amax, weight_NK, is_sure=self.history.is_sure)
         power_of_two = self.recipe.power_of_two
-        both = cast(
-            weight_NK, kind, power_of_two=power_of_two, columns=False, amax=largest, seen=seen
+        operands = cast(
+            weight_NK, kind, power_of_two=power_of_two, columns=False, amax=weight_amax, seen=seen
         )
-        return both.rows, largest
+        return operands.rows, weight_amax
 
     def _cast_x(self, x: Tensor, columns: bool, amax: Tensor | None, seen: Tensor | None) -> Both:
         if self.history is None and not torch.compiler.is_compiling():
@@ -355,19 +360,21 @@ class Fp8Products(QuantisedProducts):
     @staticmethod
     def input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGradient:
         recipe = call.recipe
-        both = cast(
+        operands = cast(
             dy_TN,
             KINDS[recipe.activation_block],
             recipe.grad_format,
             power_of_two=recipe.power_of_two,
             rows=weight_NK is not None,
             columns=call.x_column_scales is not None,
-            amax=past_or_own(call.dy_amax, dy_TN, is_sure=call.is_sure),
+            amax=scaling_amax(call.dy_amax, dy_TN, is_sure=call.is_sure),
             seen=call.dy_seen,
         )
-        if weight_NK is None or both.rows is None:
-            return None, both.columns
-        return product(both.rows, _weight_columns(weight_NK, call), call.dtype), both.columns
+        if weight_NK is None or operands.rows is None:
+            return None, operands.columns
+        return product(
+            operands.rows, _weight_columns(weight_NK, call), call.dtype
+        ), operands.columns
 
     @override
     @staticmethod
@@ -384,15 +391,15 @@ def _weight_columns(weight_NK: Tensor, call: LinearCall) -> Blocks:
     """Return the weight as operand of the input gradient, summed over N."""
     kind = KINDS[call.recipe.weight_block]
     if call.weight_rows is not None:
-        gathered = Blocks(call.weight_rows, call.weight_scales, kind)
-        return transpose_operand(gathered, weight_NK.shape[1])
+        rows = Blocks(call.weight_rows, call.weight_scales, kind)
+        return transpose_operand(rows, weight_NK.shape[1])
     power_of_two = call.recipe.power_of_two
-    both = cast(weight_NK, kind, power_of_two=power_of_two, rows=False, amax=call.weight_amax)
-    assert both.columns is not None
-    return both.columns
+    operands = cast(weight_NK, kind, power_of_two=power_of_two, rows=False, amax=call.weight_amax)
+    assert operands.columns is not None
+    return operands.columns
 
 
-def past_or_own(past: Tensor | None, x: Tensor, *, is_sure: bool) -> Tensor | None:
+def scaling_amax(past: Tensor | None, x: Tensor, *, is_sure: bool) -> Tensor | None:
     """Return what x is scaled by, fp32 [n]: a past that may be 0, or its own; None = its own."""
     return past if past is None or is_sure else amax(x, past)
 
@@ -408,8 +415,8 @@ def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:
     return value
 
 
-def why_not(weight: Tensor, recipe: Recipe | None = None) -> str | None:
-    """Return why a weight's products cannot be by a recipe, or None; the same on every rank."""
+def weight_problem(weight: Tensor, recipe: Recipe | None = None) -> str | None:
+    """Return the error text for a weight that a recipe cannot multiply; equal on all ranks."""
     multiple = ALIGNED if recipe is None else recipe.multiple
     # The weight [N, K] is whole or cut by tensor parallelism, not yet over data ranks.
     sizes = list(weight.shape)
@@ -432,7 +439,7 @@ def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
     """Raise a ValueError for an input and a weight that a recipe's products do not take."""
     if isinstance(x, DTensor):
         raise ValueError("x (a DTensor) must be a plain tensor for FP8 products: pass x.to_local()")
-    reason = why_not(weight_NK, recipe)
+    reason = weight_problem(weight_NK, recipe)
     if reason is not None:
         raise ValueError(f"weight must fit FP8 products, but {reason}: leave it in its dtype")
     if x.shape[-1:] != weight_NK.shape[1:]:
@@ -442,22 +449,24 @@ def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
         )
 
 
-def gathered_as(kind: str | None, weight: Tensor, weight_NK: Tensor) -> Blocks:
+def read_gathered_blocks(kind: str | None, weight: Tensor, weight_NK: Tensor) -> Blocks:
     """Return what was gathered of a weight without values; raise for another kind."""
-    found = None if torch.compiler.is_compiling() else gathered_blocks(weight)
-    if found is None or found.kind != kind:
+    blocks = None if torch.compiler.is_compiling() else gathered_blocks(weight)
+    if blocks is None or blocks.kind != kind:
         check_values(weight_NK)
-    assert found is not None, "it has no values"
-    return found
+    assert blocks is not None, "it has no values"
+    return blocks
 
 
-def _gathered_rows(weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | None) -> Blocks:
+def _read_gathered_rows(
+    weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | None
+) -> Blocks:
     """Return what was gathered of a weight, as operand of the forward."""
-    found = gathered_as(kind, weight, weight_NK)
-    if seen is not None and found.amax is not None:
+    blocks = read_gathered_blocks(kind, weight, weight_NK)
+    if seen is not None and blocks.amax is not None:
         with torch.no_grad():
-            seen.copy_(torch.maximum(seen, found.amax.masked_fill(found.amax.isinf(), 0)))
-    return as_operand(found)
+            seen.copy_(torch.maximum(seen, blocks.amax.masked_fill(blocks.amax.isinf(), 0)))
+    return as_operand(blocks)
 
 
 # Of torch.nn.functional.ScalingType; the operator takes numbers.
@@ -489,10 +498,10 @@ def _product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     return scaled_mm(
         a.values,
         b.values.T,
-        [_as_torch_takes_it(a, is_first=True)],
+        [_torch_scales(a, is_first=True)],
         [RECIPES[a.kind]],
         [],
-        [_as_torch_takes_it(b, is_first=False)],
+        [_torch_scales(b, is_first=False)],
         [RECIPES[b.kind]],
         [],
         None,
@@ -500,7 +509,7 @@ def _product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _as_torch_takes_it(side: Blocks, *, is_first: bool) -> Tensor:
+def _torch_scales(side: Blocks, *, is_first: bool) -> Tensor:
     """Return a view of an operand's scales."""
     if side.kind == "row":
         return side.scales if is_first else side.scales.T
@@ -510,7 +519,7 @@ def _as_torch_takes_it(side: Blocks, *, is_first: bool) -> Tensor:
 _product_op = Op(
     "fp8_product",
     lambda *flat: _product(Blocks(*flat[:3]), Blocks(*flat[3:6]), flat[6]),
-    lambda a, _, __, b, *how: a.new_empty(a.shape[0], b.shape[0], dtype=how[-1]),
+    lambda a, _, __, b, *options: a.new_empty(a.shape[0], b.shape[0], dtype=options[-1]),
     schema="(Tensor a_MK, Tensor a_scales, str a_kind, "
     "Tensor b_NK, Tensor b_scales, str b_kind, ScalarType dtype) -> Tensor",
 )

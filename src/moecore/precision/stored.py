@@ -53,14 +53,14 @@ def store_experts_in_fp8(model: nn.Module) -> None:
         param = getattr(experts, attribute)
         if gathered_blocks(param) is None:
             assert experts.recipe is not None
-            stored = _stored(param, power_of_two=experts.recipe.power_of_two)
-            experts._parameters[attribute] = stored
+            fp8_param = _store_blocks(param, power_of_two=experts.recipe.power_of_two)
+            experts._parameters[attribute] = fp8_param
             # Units have the parameter until their next forward, and readers what was made of it.
             local_of(param).untyped_storage().resize_(0)
             experts.reader.drop_copies()
 
 
-def refuse_stored(model: nn.Module, verb: str) -> None:
+def refuse_fp8_storage(model: nn.Module, verb: str) -> None:
     """Raise ValueError for a model with parameters that have no values to be `verb`."""
     for name, param in model.named_parameters():
         if gathered_blocks(param) is not None:
@@ -86,9 +86,9 @@ def _check(name: str, experts: Experts, param: nn.Parameter) -> None:
     recipe = experts.recipe
     if recipe is None or not recipe.reads_blocks or experts.is_separate:
         scaling = None if recipe is None else recipe.scaling
-        who = ", Transformer Engine's" if recipe is not None and recipe.backend == "te" else ""
+        backend = ", Transformer Engine's" if recipe is not None and recipe.backend == "te" else ""
         raise ValueError(
-            f"recipe of {name} ({scaling}{who}) must be 'blockwise', with gate and up in one "
+            f"recipe of {name} ({scaling}{backend}) must be 'blockwise', with gate and up in one "
             "parameter, to be stored in FP8: pass precision='blockwise' to parallelize_moe"
         )
     if param.requires_grad:
@@ -104,7 +104,7 @@ def _check(name: str, experts: Experts, param: nn.Parameter) -> None:
 
 
 @torch.no_grad()
-def _stored(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
+def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
     """Return a parameter without values, whose blocks products read."""
     local = local_of(param).detach()
     place = PartOfMatrix.of(local.shape, 0, 0, local.shape[0])
@@ -115,6 +115,6 @@ def _stored(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
     nothing: Tensor = local.new_full((), torch.nan).expand(local.shape)
     if isinstance(param, DTensor):
         nothing = as_part(nothing, param.device_mesh, param.placements, of=param)
-    stored = parameter_like(nothing, param)
-    setattr(stored, GATHERED, Blocks(values.view(FP8), scales, "block"))
-    return stored
+    fp8_param = parameter_like(nothing, param)
+    setattr(fp8_param, GATHERED, Blocks(values.view(FP8), scales, "block"))
+    return fp8_param

@@ -44,7 +44,7 @@ def _operand(
     x_RC: Tensor,
     recipe: Recipe,
     operand: te_names.Operand,
-    largest: Tensor | None,
+    past_amax: Tensor | None,
     seen: Tensor | None = None,
     *,
     over_rows: bool = False,
@@ -53,11 +53,11 @@ def _operand(
     x_RC = te_names.without_infinities(x_RC.detach().contiguous())
     if operand != "weight":  # zeros, which change no scale
         x_RC = pad(x_RC, (0, 0, 0, -x_RC.shape[0] % recipe.rows))
-    if largest is None and seen is None:
+    if past_amax is None and seen is None:
         return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows)
     fmt = recipe.grad_format if operand == "gradient" else "e4m3"
-    used = amax(x_RC, largest).amax().reshape(1)
-    _, scale = block_scale_ref(used, recipe.power_of_two, LARGEST[fmt])
+    scale_amax = amax(x_RC, past_amax).amax().reshape(1)
+    _, scale = block_scale_ref(scale_amax, recipe.power_of_two, LARGEST[fmt])
     return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=seen)
 
 

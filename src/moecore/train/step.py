@@ -444,7 +444,7 @@ class TrainStep:
             norm, self._norm = self._norm, None
             skipped = False if norm is None else norm.skipped
             if self._is_delayed:
-                advance_amax(self.model, self._request.meshes.stage_group, skipped=skipped)
+                advance_amax(self.model, self._request.meshes.stage_group, is_skipped=skipped)
             self._reruns.end_step(skipped)
             metrics = [state.reduce_step(skipped=skipped) for state in self._states]
             loss_scale = None

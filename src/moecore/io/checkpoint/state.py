@@ -33,7 +33,7 @@ from moecore.moe.amax_history import GRADIENTS, AmaxHistory
 from moecore.moe.experts import Experts
 from moecore.parallel.model.parallel_state import parallel_states
 from moecore.precision.apply import amax_histories
-from moecore.precision.stored import refuse_stored
+from moecore.precision.stored import refuse_fp8_storage
 
 StoredView = Callable[[Tensor], Tensor]
 OF_STAGES = ("model", "optimizer", "amax")  # kinds of which a pipeline stage has its own
@@ -44,7 +44,7 @@ class ModelView:
     """A model's tensors by name, as they are stored: views that share memory with the model."""
 
     def __init__(self, model: nn.Module) -> None:
-        refuse_stored(model, "saved or loaded")
+        refuse_fp8_storage(model, "saved or loaded")
         self.tensors: dict[str, Tensor] = {}  # a tied one only under its first name
         self.config = own_config(model)
         self._names: dict[int, str] = {}

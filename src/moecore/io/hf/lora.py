@@ -41,7 +41,7 @@ from moecore.io.hf.target import local_part
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
 from moecore.parallel.model.parallel_state import find_stages
-from moecore.precision.stored import refuse_stored
+from moecore.precision.stored import refuse_fp8_storage
 from moecore.train.rerun import drop_step
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -331,7 +331,7 @@ def merge_adapters(model: nn.Module) -> None:
     """
     check_arguments(merge_adapters, locals())
     on_every_rank(lambda: _check(model))
-    refuse_stored(model, "merged")
+    refuse_fp8_storage(model, "merged")
     drop_step(model)
     for merge in merges(model):
         merge.add(local_part(merge.weight))

@@ -38,8 +38,8 @@ from moecore.parallel.model.family import (
 from moecore.parallel.model.parallel_state import parallel_state
 from moecore.parallel.model.request import Request, is_cut
 from moecore.parallel.pipeline.layout import PipelineLayout
-from moecore.precision.head import why_not_in_fp8
-from moecore.precision.linear import why_not
+from moecore.precision.head import fp8_head_problem
+from moecore.precision.linear import weight_problem
 
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
@@ -327,7 +327,7 @@ def _check_head(model: nn.Module, request: Request) -> None:
     dtype = request.fsdp.param_dtype or next(model.parameters()).dtype
     for V, D in shapes:
         local_shape = (V, D) if V % p.tp else (V // p.tp, D)
-        reason = why_not_in_fp8(local_shape, precision.recipe, dtype, request.meshes.device)
+        reason = fp8_head_problem(local_shape, precision.recipe, dtype, request.meshes.device)
         if reason is not None:
             raise ValueError(
                 f"Precision.fp8_head (True) must be False for {name}, because {reason}: drop it"
@@ -392,7 +392,7 @@ def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
 
 
 def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
-    problem = why_not(shared.w1, recipe) or why_not(shared.w2, recipe)
+    problem = weight_problem(shared.w1, recipe) or weight_problem(shared.w2, recipe)
     if recipe.amax_history:
         problem = "the layer keeps no history of amax"
     if problem is not None:

@@ -16,7 +16,7 @@ from moecore.base.params import clean_name
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shared import SharedExpert
-from moecore.precision.apply import ATTENTION, MLP, ROUTED, SHARED
+from moecore.precision.apply import ATTENTION, MLP, ROUTED_NAMES, SHARED_NAMES
 
 Kind = Literal["norm", "attention", "mlp", "shared_experts", "experts", "moe"]
 OUTPUT = {"o_proj", "out_proj", "wo"}
@@ -70,7 +70,7 @@ def _kind_of(name: str, module: nn.Module) -> Kind | None:
         return "experts"
     if isinstance(module, RoutedLayer):
         return "moe"
-    if ROUTED & set(name.split(".")):
+    if ROUTED_NAMES & set(name.split(".")):
         return None
     children = {n for n, child in module.named_children() if hasattr(child, "weight")}
     if not children and type(module).__name__.endswith("Norm"):
@@ -80,7 +80,7 @@ def _kind_of(name: str, module: nn.Module) -> Kind | None:
     if isinstance(module, SharedExpert):
         return "shared_experts"
     if len(children & MLP) >= 2:
-        return "shared_experts" if SHARED & set(name.split(".")) else "mlp"
+        return "shared_experts" if SHARED_NAMES & set(name.split(".")) else "mlp"
     return None
 
 
