@@ -15,11 +15,9 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe
 from moecore.kernels import common
 from moecore.kernels.common import launches_on_meta
-from moecore.kernels.experts import contract, products
-from moecore.kernels.experts.block_scaled_products import BlockScaledProducts
+from moecore.kernels.experts import contract, emulated_products
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights
-from moecore.kernels.experts.emulated_products import EmulatedProducts
-from moecore.kernels.experts.products import quantise_matrices, why_not
+from moecore.kernels.experts.products import products_problem, quantise_matrices
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
@@ -47,7 +45,7 @@ SIZES: dict[str, Any] = {"S": 23, "D": 64, "F": 32}
 @pytest.fixture(autouse=True)
 def block_scaled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Tensor cores multiply scales, or what stands for them."""
-    for module in (products, contract, emulated):
+    for module in (emulated_products, contract, emulated):
         monkeypatch.setattr(module, "has_block_scaled_kernels", lambda _: True)
     skip_old_triton(request)
 
@@ -81,7 +79,7 @@ def test_experts(
         check(found, oracle(leaves, ids, recipe, "swiglu"), bound)
         return
     again = run(on_device, ids.to(device), options_of(recipe))
-    monkeypatch.setattr(products, "has_block_scaled_kernels", lambda _: False)
+    monkeypatch.setattr(emulated_products, "has_block_scaled_kernels", lambda _: False)
     expected = run(on_device, ids.to(device), options_of(recipe))
     for name in OUTPUTS:
         wrong = (found[name].float() - expected[name].float()).norm()
@@ -234,12 +232,9 @@ def test_one_place_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     device, recipe = torch.device("cuda"), RECIPES["mxfp8"]
     monkeypatch.setattr(contract, "has_hopper_kernels", lambda _: False)
     spec = ExpertSpec(gated=True, dim=64, hidden_dim=64, device=device, recipe=recipe)
-    assert products._products_of(recipe, device) is BlockScaledProducts
-    assert why_not("auto", spec) is None
+    assert products_problem("auto", spec) is None
     blockwise = replace(spec, recipe=Recipe(), dim=128, hidden_dim=128)
-    assert "must be a Hopper GPU" in str(why_not("auto", blockwise))
-    for module in (products, contract):
-        monkeypatch.setattr(module, "has_block_scaled_kernels", lambda _: False)
-    assert products._products_of(recipe, device) is EmulatedProducts
-    refusal = why_not("auto", spec)
+    assert "must be a Hopper GPU" in str(products_problem("auto", blockwise))
+    monkeypatch.setattr(contract, "has_block_scaled_kernels", lambda _: False)
+    refusal = products_problem("auto", spec)
     assert refusal is not None and "or a Blackwell GPU with Triton 3.9" in refusal

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from moecore import MoEConfig
 from moecore.base.params import global_indices
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
-from moecore.kernels.experts import torch_products as expert_products
+from moecore.kernels.experts import grouped_products as expert_products
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe import backends

@@ -35,7 +35,7 @@ from moecore.base.registry import Registry
 from moecore.base.streams import wait_on_host
 from moecore.kernels.common import warn_plain
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, LowRankUpdate, ProductsName
-from moecore.kernels.experts.products import refuse_recipe, why_not
+from moecore.kernels.experts.products import products_problem, recipe_problem
 from moecore.kernels.rows.activation import ActivationOptions, activation, weighted_activation
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_rows, sum_rows
@@ -70,9 +70,9 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
         shown = ", ".join(map(repr, EXPERT_BACKENDS))
         raise ValueError(f"expert_backend ({name!r}) must be one of {shown}")
     if EXPERT_BACKENDS[name] is None:
-        problem = why_not(cast(ProductsName, name), spec)
+        problem = products_problem(cast(ProductsName, name), spec)
     else:
-        problem = None if spec.recipe is None else refuse_recipe(name, spec.recipe)
+        problem = None if spec.recipe is None else recipe_problem(name, spec.recipe)
     if problem is not None:
         raise ValueError(problem)
 
@@ -81,7 +81,8 @@ def separate_computation(name: str, spec: ExpertSpec, *, has_more: bool) -> Comp
     """Return what computes the experts in place of `expert_mlp`; None = nothing does."""
     # `has_more`: they have biases or an activation of the model's own.
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
-    if name == "auto" and spec.recipe is None and is_floating and (problem := spec.ungrouped()):
+    may_group = name == "auto" and spec.recipe is None and is_floating
+    if may_group and (problem := spec.grouped_problem()) is not None:
         warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
         return _sequential
     return EXPERT_BACKENDS[name] or (_under_autograd if has_more else None)

@@ -17,7 +17,7 @@ from moecore.kernels.experts.contract import (
     ExpertWeights,
     UnsummedInput,
 )
-from moecore.kernels.experts.products import quantise_matrices, why_not
+from moecore.kernels.experts.products import products_problem, quantise_matrices
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex, build_index
@@ -208,8 +208,8 @@ def test_blocks_lie_within_a_rank(recipe: Recipe, sizes: Any, message: str) -> N
     dim, hidden_dim = sizes
     spec = ExpertSpec(gated=True, dim=dim, hidden_dim=hidden_dim, recipe=recipe)
     with pytest.raises(ValueError, match=message):
-        raise ValueError(why_not("triton", spec))
-    assert why_not("triton", replace(spec, dim=64, hidden_dim=64)) is None
+        raise ValueError(products_problem("triton", spec))
+    assert products_problem("triton", replace(spec, dim=64, hidden_dim=64)) is None
 
 
 @both

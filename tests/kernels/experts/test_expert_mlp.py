@@ -21,7 +21,7 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     UnsummedInput,
 )
-from moecore.kernels.experts.torch_products import TorchProducts
+from moecore.kernels.experts.grouped_products import TorchMatmuls
 from moecore.kernels.rows.activation import KINDS, ActivationOptions, activation
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows, sum_rows_ref
@@ -458,13 +458,13 @@ def test_a_sender_gets_gradients_before_those_of_the_weights(
     leaves, ids = make("swiglu")
     options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
     events: list[Any] = []
-    plain = TorchProducts._weight_grad
+    plain = TorchMatmuls.weight_grad
 
-    def recorded(products: TorchProducts, *args: Any) -> Tensor:
+    def recorded(matmuls: TorchMatmuls, *args: Any) -> Tensor:
         events.append(("weight",))
-        return plain(products, *args)
+        return plain(matmuls, *args)
 
-    monkeypatch.setattr(TorchProducts, "_weight_grad", recorded)
+    monkeypatch.setattr(TorchMatmuls, "weight_grad", recorded)
 
     def gradients(sender: Sender | None) -> list[Tensor | None]:
         own = {n: t.detach().clone().requires_grad_(n not in frozen) for n, t in leaves.items()}

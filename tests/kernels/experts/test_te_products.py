@@ -24,7 +24,7 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     UnsummedInput,
 )
-from moecore.kernels.experts.products import choose_products, make_products, why_not
+from moecore.kernels.experts.products import choose_products, make_products, products_problem
 from moecore.kernels.rows.activation import ActivationOptions, activation
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows
@@ -389,6 +389,6 @@ def test_refusals(fields: dict[str, Any], recipe: Recipe | None, message: str) -
 def test_a_recipe_of_transformer_engine_is_for_it_alone(name: Any) -> None:
     recipe = Recipe(backend="te")
     spec = ExpertSpec(gated=True, recipe=recipe)
-    assert "must be 'auto' or 'te' for experts in FP8" in (why_not(name, spec) or "")
+    assert "must be 'auto' or 'te' for experts in FP8" in (products_problem(name, spec) or "")
     with pytest.raises(ValueError, match=r"products \('\w+'\) must be 'auto' or 'te'"):
         options_of(recipe, products=name)

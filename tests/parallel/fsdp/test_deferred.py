@@ -31,7 +31,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.kernels.experts.fp8_products import BlockwiseProducts
-from moecore.kernels.experts.torch_products import TorchProducts
+from moecore.kernels.experts.grouped_products import TorchMatmuls
 from moecore.kernels.linear import PlainProducts
 from moecore.kernels.rows.record import Rows
 from moecore.models import Decoder, DecoderConfig
@@ -175,7 +175,7 @@ def counted() -> Iterator[list[str]]:
         for owner, name in (
             (PlainProducts, "weight_grad"),
             (Fp8Products, "weight_grad"),
-            (TorchProducts, "_weight_grad"),
+            (TorchMatmuls, "weight_grad"),
             (BlockwiseProducts, "_wgrad"),
         ):
             stack.enter_context(patch.object(owner, name, recording(getattr(owner, name))))

@@ -85,34 +85,33 @@ def differentiate(
     # contiguous [S, D], or of expert rows [R, D] when unsummed, which may be quantised; dx comes
     # back alike. Gradients that the sinks of w1 and w2 take come back as None. `sender` gets dx and
     # dweights before the gradients of weights.
-    products.wants = wants
-    gradient = products.dy(dy, unsummed=unsummed)
+    gradient = products.dy(dy, unsummed=unsummed, wants=wants)
     h = saved.h
     if h is None:
-        h = products.fc1_again(products.as_kept(_present(saved.rows)))
+        h = products.recompute_h(products.prepare_rows(_present(saved.rows)))
     dh = dweights_R = dx = dw1 = dw2 = update1 = update2 = None
     if wants.x or wants.w1 or wants.weights or wants.update1:
         dh, dweights_R, a = products.activation_bwd(gradient, h)
     else:
-        a = products.activation_again(h)
+        a = products.recompute_activation(h)
     del h
     dweights_R = dweights_R if wants.weights else None
     if sender is not None:
         dx = products.fc1_bwd(dh)
-        sender.start(dx, dweights_R, *products.where)
+        sender.start(dx, dweights_R, *products.row_map)
     if wants.update2:
         update2 = products.fc2_update_grad(gradient, a)
     if wants.w2:
         dw2 = _put(sinks[1], products.fc2_wgrad, gradient, a)
     del a, gradient
     if wants.update1:
-        update1 = products.fc1_update_grad(products.as_kept(_present(saved.rows)), dh)
+        update1 = products.fc1_update_grad(products.prepare_rows(_present(saved.rows)), dh)
     if wants.w1:
-        dw1 = _put(sinks[0], products.fc1_wgrad, products.as_kept(_present(saved.rows)), dh)
+        dw1 = _put(sinks[0], products.fc1_wgrad, products.prepare_rows(_present(saved.rows)), dh)
     if wants.x and sender is None:
         dx = products.fc1_bwd(dh)
         if not unsummed:
-            dx = sum_rows_plain(dx, *products.where)
+            dx = sum_rows_plain(dx, *products.row_map)
     products.drop_weights()  # sinks may keep the products for later
     return Grads(dx, dw1, dw2, dweights_R, update1, update2)
 

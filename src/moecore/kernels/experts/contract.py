@@ -25,6 +25,14 @@ ProductsName = Literal["auto", "triton", "torch", "te"]
 # transposes; and X by dH, the activation by dY.
 Operand = Literal["x", "a", "dy", "dh"]
 OPERANDS: tuple[Operand, ...] = get_args(Operand)
+Role = Literal["w1", "w2"]
+# By the rows: the matrix that multiplies them, and whether that is in the backward.
+MATRICES: dict[Operand, tuple[Role, bool]] = {
+    "x": ("w1", False),
+    "a": ("w2", False),
+    "dy": ("w2", True),
+    "dh": ("w1", True),
+}
 ComputeGrad = Callable[..., Tensor]  # (*operands, GradTarget) -> the gradient
 GROUPED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of torch's grouped product
 # Who multiplies by a recipe, by its backend.
@@ -73,6 +81,14 @@ class LowRankUpdate(NamedTuple):
 
     a_erI: Tensor  # [e, r, in], r a multiple of 16 bytes, contiguous
     b_eOr: Tensor  # [e, out, r], scaling included, contiguous
+
+
+class RowMap(NamedTuple):
+    """Both directions between source rows and expert rows, as row movers take them."""
+
+    row_ids_R: Tensor
+    slots_SK: Tensor
+    num_rows: Tensor  # of expert rows in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +174,7 @@ class GradientSender(Protocol):
 class GradientReceiver(Protocol):
     """A dispatcher's part in the experts' backward: gradients of outputs arrive as FP8 rows."""
 
-    takes_packed: bool  # the experts' answer, in forward, on every rank the same
+    can_take_packed: bool  # the experts' answer, in forward, on every rank the same
 
     def take(self, dy_RD: Tensor) -> Rows | None:
         """Return the rows for which a gradient stands; None = it is the gradient itself."""
@@ -253,19 +269,19 @@ class ExpertSpec:
             recipe=recipe,
         )
 
-    def not_plain(self) -> str | None:
-        """Return what torch's grouped products alone multiply; None = no such thing."""
-        found = {
+    def torch_only_field(self) -> str | None:
+        """Return the field that only torch's grouped matmul supports, or None."""
+        fields = {
             "MoEConfig.fc1_bias": self.fc1_bias,
             "MoEConfig.fc2_bias": self.fc2_bias,
             "own activation of the model": self.own_activation,
             "ExpertLayout.transposed": self.transposed,
             "interleaved ExpertLayout.gate_up": self.interleaved and self.gated,
         }
-        return next((field for field, is_so in found.items() if is_so), None)
+        return next((field for field, is_set in fields.items() if is_set), None)
 
-    def ungrouped(self) -> str | None:
-        """Return why grouped products cannot multiply these: their dtype, or not 16-byte rows."""
+    def grouped_problem(self) -> str | None:
+        """Return why grouped matmuls cannot multiply these (dtype, rows of 16 bytes), or None."""
         if self.dim is None or self.hidden_dim is None or self.dtypes is None:
             return None
         dtype = next(iter(self.dtypes))
@@ -288,23 +304,29 @@ class ExpertSpec:
         is_emulated = self.recipe is not None and self.recipe.is_emulated
         return self.device is not None and is_emulated and has_block_scaled_kernels(self.device)
 
-    def refused_in_fp8(self, multiple: int) -> str | None:
-        """Return why FP8 cannot multiply experts, None = it can; `multiple` must divide D and F."""
-        field = self.not_plain()
-        if field is not None:
-            return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
+    def fp8_size_problem(self, multiple: int) -> str | None:
+        """Return which of D and F is no multiple of a recipe's, or None."""
         for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
             if size is not None and size % multiple:
                 return (
                     f"MoEConfig.{name} ({size}) must be a multiple of {multiple} for experts in "
                     f"this FP8: {LEAVE_OUT}"
                 )
+        return None
+
+    def fp8_problem(self, multiple: int) -> str | None:
+        """Return why FP8 cannot multiply experts, or None; `multiple` must divide D and F."""
+        field = self.torch_only_field()
+        if field is not None:
+            return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
+        if (problem := self.fp8_size_problem(multiple)) is not None:
+            return problem
         if self.device is None or self.device.type in ("cpu", "meta"):  # references: any dtype
             return None
         if self.dtypes not in (None, {torch.bfloat16}):
-            shown = ", ".join(sorted(str(dtype) for dtype in self.dtypes or ()))
+            names = ", ".join(sorted(str(dtype) for dtype in self.dtypes or ()))
             return (
-                f"dtype of the experts' rows ({shown}) must be torch.bfloat16 for experts in FP8: "
+                f"dtype of the experts' rows ({names}) must be torch.bfloat16 for experts in FP8: "
                 "convert the model, or set FSDPOptions.param_dtype"
             )
         if not (has_hopper_kernels(self.device) or self._multiplies_blocks()):

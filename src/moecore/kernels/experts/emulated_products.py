@@ -1,7 +1,8 @@
-"""Products of a rank's experts in MXFP8 and NVFP4, by operands that are rounded to these formats.
+"""Grouped matmuls of a rank's experts in MXFP8 and NVFP4.
 
-For studying losses on GPUs without tensor cores for them (`block_scaled_products.py` is for those
-that have some): each operand is rounded before the products in bf16, and a CPU multiplies in fp32.
+On GPUs without tensor cores for these formats, each operand is rounded to them before a matmul in
+bf16, which is for studying losses; a CPU multiplies in fp32. Tensor cores that multiply scales of
+blocks take the same operands as bytes, and sum in fp32 in another order: `grouped/block_scaled.py`.
 X and H are kept in the dtype of the rows, so recomputation rounds them alike. Rows are quantised in
 expert order: a tensor's scale is that of an expert's rows. Those that travelled as FP8 are widened
 first.
@@ -11,101 +12,124 @@ Letters: as in `contract.py`; P expert rows, each expert's padded to whole block
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import has_hopper_kernels
-from moecore.kernels.experts.contract import ExpertSpec, GradTarget, ProductSource
-from moecore.kernels.experts.fp8_products import QuantisedProducts
-from moecore.kernels.experts.torch_products import TorchProducts
+from moecore.kernels.common import has_block_scaled_kernels, has_hopper_kernels
+from moecore.kernels.experts.contract import (
+    MATRICES,
+    ExpertWeights,
+    GradTarget,
+    Operand,
+    Role,
+)
+from moecore.kernels.experts.grouped_products import Matmuls
+from moecore.kernels.experts.quantised_matrices import QuantisedMatrices
+from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.gemm import grouped_gemm
 from moecore.kernels.grouped.scaled_rows import pad_rows
-from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import grouped_wgrad, put_grad
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.microscaled import emulated, emulated_matrices
-from moecore.kernels.rows.microscaling import OF_BACKWARD, unpacked_matrices
+from moecore.kernels.rows.microscaling import transposed_matrices, unpacked_matrices
 from moecore.kernels.rows.scaling import Blocks, Both
 
 
-class EmulatedProducts(QuantisedProducts, TorchProducts):
-    """The contract is `products.Products`, recipes "mxfp8" and "nvfp4"."""
+class EmulatedMatmuls(Matmuls):
+    """Recipes "mxfp8" and "nvfp4"."""
 
-    packed = False  # whether operands are bytes
+    def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
+        self.recipe, self.offsets_e = recipe, index.offsets_e
+        device, length = index.row_ids_R.device, index.row_ids_R.shape[0]
+        self.has_low_rank_kernels = has_hopper_kernels(device)
+        self.is_packed = has_block_scaled_kernels(device)  # operands are bytes
+        self._emulate = partial(
+            emulated,
+            recipe=recipe,
+            num_experts=index.offsets_e.shape[0],
+            packed=self.is_packed,
+        )
+        self.padded_rows = pad_rows(index.offsets_e, length, recipe.multiple)
+        quantise = partial(quantise_emulated, recipe=recipe)
+        unpack = _transpose_packed if self.is_packed else partial(_unpack, recipe)
+        self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
-    def __init__(self, index: ExpertIndex, *how: Any) -> None:
-        super().__init__(index, *how)
-        self.padded = pad_rows(index.offsets_e, index.row_ids_R.shape[0], self.recipe.multiple)
+    def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        role, is_backward = MATRICES[operand]
+        b = self.matrices.operand(role, is_backward)
+        if not rows_RK.shape[0]:
+            return rows_RK.new_empty(0, b.values.shape[1])
+        expert_R, dtype = self.padded_rows.expert_R, rows_RK.dtype
+        a = self._emulate(rows_RK, expert_M=expert_R, is_gradient=is_backward)
+        if self.is_packed:
+            return block_scaled_gemm(a, b, self.offsets_e, self.recipe, dtype)
+        return _multiply_emulated(a, b, self.offsets_e, expert_R, dtype)
 
-    @staticmethod
-    def supports(spec: ExpertSpec) -> str | None:
-        assert spec.recipe is not None
-        return spec.refused_in_fp8(spec.recipe.multiple)
+    def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+        dy, x = self._columns(dy_RN, is_gradient=True), self._columns(x_RK, is_gradient=False)
+        offsets_e, dtype = self.padded_rows.offsets_e, target.dtype or self.matrices.dtypes[role]
+        if self.is_packed:
+            out, adds, scale = target.out, target.adds, target.scale
+            return block_scaled_wgrad(
+                dy, x, offsets_e, self.recipe, out=out, adds=adds, dtype=dtype, scale=scale
+            )
+        left, right = (x, dy) if role == "w1" else (dy, x)
+        grad_eNK = grouped_wgrad(
+            left.values, right.values, offsets_e, transposed=role == "w1", dtype=torch.float32
+        )
+        grad_eNK = grad_eNK * (left.scales * right.scales)[:-1, None, None]
+        return put_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
 
-    @staticmethod
-    def quantise(w_eNK: Tensor, recipe: Recipe, **layouts: Any) -> Both:
-        """Return one matrix of every expert as these products take it. No autograd."""
-        return emulated_matrices(w_eNK, recipe, **layouts)
-
-    def gathered(self, matrix: Blocks, backward: bool) -> Blocks:  # type: ignore[override]
-        """Return an operand of a matrix that was gathered packed."""
-        return unpacked_matrices(matrix, self.recipe, transposed=backward)
+    def drop_weights(self) -> None:
+        self.matrices.drop()
 
     @cached_property
     def _rows_P(self) -> tuple[Tensor, Tensor]:
         """Return the row that each padded row is, -1 for zeros, and its expert; int64 [P]."""
-        padded = self.padded
-        row_P = torch.arange(padded.length, device=padded.place_R.device)
-        source_P = row_P.new_full((padded.length + 1,), -1)
-        source_P.index_copy_(0, padded.place_R, row_P[: padded.place_R.shape[0]])
-        expert_P = torch.searchsorted(padded.offsets_e, row_P.int(), right=True)
+        place_R, length = self.padded_rows.place_R, self.padded_rows.length
+        row_P = torch.arange(length, device=place_R.device)
+        source_P = row_P.new_full((length + 1,), -1)
+        source_P.index_copy_(0, place_R, row_P[: place_R.shape[0]])
+        expert_P = torch.searchsorted(self.padded_rows.offsets_e, row_P.int(), right=True)
         return source_P[:-1], expert_P
 
-    def _operand(self, x: Tensor, expert: Tensor, **how: Any) -> Blocks:
-        e = self.offsets_e.shape[0]
-        how |= dict(expert_M=expert, num_experts=e, packed=self.packed)
-        return emulated(x, self.recipe, **how)
-
-    def _rows(self, a_RK: Tensor, b: Any, addend: Addend | None) -> Tensor:
-        if not a_RK.shape[0]:
-            return a_RK.new_empty(0, b.values.shape[1])
-        # Matrices lie transposed for input gradients alone: what they multiply is a gradient.
-        a = self._operand(a_RK, self.padded.expert_R, is_gradient=b.kind in OF_BACKWARD)
-        return self.low1.add(self._multiply(a, b, a_RK.dtype), addend)
-
-    def _multiply(self, a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
-        """Return each expert row times its expert's matrix."""
-        b_eKN = b.values.transpose(1, 2)
-        if has_hopper_kernels(b_eKN.device):
-            out_RN = grouped_gemm(a.values, b_eKN, self.offsets_e, dtype=torch.float32)
-        else:
-            out_RN = grouped_mm(a.values, b_eKN, offs=self.offsets_e)
-        scales = a.scales[:-1] * b.scales
-        expert_R = self.padded.expert_R.clamp(max=scales.shape[0] - 1)
-        return (out_RN * scales[expert_R, None]).to(dtype)
-
-    def _weight_grad(
-        self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
-    ) -> Tensor:
+    def _columns(self, rows: Tensor, *, is_gradient: bool) -> Blocks:
+        """Return rows as an operand of sums over rows."""
         source_P, expert_P = self._rows_P
-        x, y = (
-            self._operand(
-                rows, expert_P, sources_M=source_P, over_rows=True, is_gradient=is_gradient
-            )
-            for rows, is_gradient in ((source.rows, not transposed), (y_RN, transposed))
+        return self._emulate(
+            rows, over_rows=True, is_gradient=is_gradient, sources_M=source_P, expert_M=expert_P
         )
-        target = replace(target, dtype=target.dtype or self.dtypes[not transposed])
-        return self._outer(x, y, transposed, target)
 
-    def _outer(self, x: Blocks, y: Blocks, transposed: bool, target: GradTarget) -> Tensor:
-        """Put the sum of outer products over each expert's rows at the target; return it."""
-        how: Any = dict(transposed=transposed, dtype=torch.float32)
-        grad = grouped_wgrad(x.values, y.values, self.padded.offsets_e, **how)
-        grad = grad * (x.scales * y.scales)[:-1, None, None]
-        return put_grad(grad, target.out, target.adds, target.dtype, target.scale)
+
+def quantise_emulated(
+    w_eNK: Tensor, recipe: Recipe, *, rows: bool = True, columns: bool = True
+) -> Both:
+    """Return one matrix of every expert as the operands of these matmuls. No autograd."""
+    packed = has_block_scaled_kernels(w_eNK.device)
+    return emulated_matrices(w_eNK, recipe, rows=rows, columns=columns, packed=packed)
+
+
+def _unpack(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
+    """Return an operand of a matrix that was all-gathered packed."""
+    return unpacked_matrices(matrix, recipe, transposed=is_transposed)
+
+
+def _transpose_packed(matrix: Blocks, is_transposed: bool) -> Blocks:
+    return transposed_matrices(matrix) if is_transposed else matrix
+
+
+def _multiply_emulated(
+    a: Blocks, b: Blocks, offsets_e: Tensor, expert_R: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return each expert row times its expert's matrix, by operands of bf16."""
+    b_eKN = b.values.transpose(1, 2)
+    if has_hopper_kernels(b_eKN.device):
+        out_RN = grouped_gemm(a.values, b_eKN, offsets_e, dtype=torch.float32)
+    else:
+        out_RN = grouped_mm(a.values, b_eKN, offs=offsets_e)
+    scales = a.scales[:-1] * b.scales
+    return (out_RN * scales[expert_R.clamp(max=scales.shape[0] - 1), None]).to(dtype)

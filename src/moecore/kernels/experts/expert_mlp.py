@@ -68,16 +68,16 @@ class _ExpertMLP(torch.autograd.Function):
         receiver: GradientReceiver | None,
     ) -> Tensor:
         products = make_products(options, index, weights)
-        ctx.of_index = products.of_index  # a few kB, which nobody offloads
-        x = products.as_kept(rows)
+        ctx.index_cache = products.index_cache  # a few kB, which nobody offloads
+        x = products.prepare_rows(rows)
         h, a = products.fc1(x, keep=options.keep_h and any(ctx.needs_input_grad))
         y = products.fc2(a)
         if unsummed is None:
-            y = sum_rows_plain(y, *products.where)
+            y = sum_rows_plain(y, *products.row_map)
         refetch = None if unsummed is None else unsummed.refetch
         ctx.receiver = receiver
         if receiver is not None:
-            receiver.takes_packed = products.takes_packed
+            receiver.can_take_packed = products.can_take_packed
         kept = () if refetch is None else refetch.kept
         x = rows if rows.is_kept else x
         saved = Saved(x if refetch is None else None, h, weights, index)
@@ -110,7 +110,7 @@ class _ExpertMLP(torch.autograd.Function):
         arrived = None if ctx.receiver is None else ctx.receiver.take(grads[0])
         if is_plain_eager() and not torch.is_grad_enabled():
             found = differentiate(
-                make_products(ctx.options, saved.index, saved.weights, ctx.of_index),
+                make_products(ctx.options, saved.index, saved.weights, ctx.index_cache),
                 saved,
                 grads[0].contiguous() if arrived is None else arrived,
                 wants,

@@ -11,8 +11,8 @@ it is kept, and A, dY and dH before they are quantised. Letters: as in `contract
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +20,18 @@ from torch import Tensor
 from moecore.base.options.precision import Hidden, Recipe
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.experts.contract import (
+    MATRICES,
     ExpertSpec,
     ExpertWeights,
     GradTarget,
     LowRankUpdate,
+    Operand,
     ProductSource,
+    RowMap,
     Wants,
 )
 from moecore.kernels.experts.low_rank import LowRankProducts
-from moecore.kernels.experts.torch_products import Role
+from moecore.kernels.experts.quantised_matrices import QuantisedMatrices
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.rows.activation import (
     ActivationOptions,
@@ -70,16 +73,8 @@ class _OutputGrads(NamedTuple):
     wide: ProductSource | None = None  # what they were, for the low-rank update of w2
 
 
-class QuantisedProducts:
-    """What products of FP8 matrices share.
-
-    A subclass has `quantise(w_eNK, recipe, **layouts)`, and `gathered(matrix, backward)`: an
-    operand of a matrix that was gathered quantised.
-    """
-
-    wants: Wants | None = None  # see the contract
-    quantise: Callable[..., Both]
-    gathered: Callable[..., Any]
+class BlockwiseProducts:
+    """The contract is `products.Products`, the recipe "blockwise". On a CPU, the references."""
 
     def __init__(
         self,
@@ -87,59 +82,21 @@ class QuantisedProducts:
         activation: ActivationOptions,
         weights: ExpertWeights,
         recipe: Recipe,
+        index_cache: RowTiles | None = None,
     ) -> None:
-        self.activation, self.recipe, self.weights = activation, recipe, weights
-        self.dtypes = weights.w1_eCD.dtype, weights.w2_eDF.dtype
-        self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
+        self.activation, self.recipe = activation, recipe
+        self.row_map = RowMap(index.row_ids_R, index.slots_SK, index.num_rows)
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
-        self._made: dict[tuple[Role, bool], Blocks | None] = {}  # by role and whether transposed
-        how = dict(has_kernels=has_hopper_kernels(index.row_ids_R.device))
-        self.low1 = LowRankProducts(weights.update1, index.offsets_e, **how)
-        self.low2 = LowRankProducts(weights.update2, index.offsets_e, **how)
-
-    def drop_weights(self) -> None:
-        del self.weights, self.low1, self.low2
-        self._made.clear()
-
-    def _matrix(self, role: Role, *, backward: bool = False) -> Any:
-        """Return a matrix for the forward, or transposed."""
-        found = self.weights.quantised
-        if found is None:
-            if (role, backward) not in self._made:
-                w_eNK = self.weights.w1_eCD if role == "w1" else self.weights.w2_eDF
-                made = self.quantise(w_eNK, self.recipe, rows=not backward, columns=backward)
-                self._made |= {(role, bool(i)): made[i] for i in (0, 1) if made[i] is not None}
-            return self._made[role, backward]
-        both = found[role == "w2"]
-        return self.gathered(both.rows, backward) if both.columns is None else both[backward]
-
-
-class BlockwiseProducts(QuantisedProducts):
-    """The contract is `products.Products`, the recipe "blockwise". On a CPU, the references."""
-
-    def __init__(self, index: ExpertIndex, *how: Any, of_index: RowTiles | None = None) -> None:
-        super().__init__(index, *how)
+        self.matrices = QuantisedMatrices(
+            weights, partial(quantise_blockwise, recipe=recipe), _unpack
+        )
+        has_kernels = has_hopper_kernels(index.row_ids_R.device)
+        self.low1 = LowRankProducts(weights.update1, index.offsets_e, has_kernels=has_kernels)
+        self.low2 = LowRankProducts(weights.update2, index.offsets_e, has_kernels=has_kernels)
         length = index.row_ids_R.shape[0]
-        self.of_index = self.tiles = of_index or map_row_tiles(index.offsets_e, length)
+        self.index_cache = self.tiles = index_cache or map_row_tiles(index.offsets_e, length)
 
-    @staticmethod
-    def quantise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:
-        """Return one matrix of every expert as these products take it. No autograd."""
-        w_eNK = w_eNK.detach().contiguous()
-        return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
-
-    @staticmethod
-    def gathered(matrix: Blocks, backward: bool) -> Blocks:
-        """Return an operand of a matrix that was gathered."""
-        if not backward:
-            return matrix
-        return Blocks(transpose_values(matrix.values), matrix.scales.transpose(1, 2), "block")
-
-    @staticmethod
-    def supports(spec: ExpertSpec) -> str | None:
-        return spec.refused_in_fp8(BLOCK)
-
-    def as_kept(self, rows: Rows) -> Rows:
+    def prepare_rows(self, rows: Rows) -> Rows:
         """Return source rows in FP8; those that travelled so, as they came."""
         return rows if rows.scales is not None else self._quantised(rows.values)
 
@@ -148,61 +105,74 @@ class BlockwiseProducts(QuantisedProducts):
         return self._activation(h_RC, self.recipe.hidden if keep else None)
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
-        y_RD = self._forward(self._blocks(a), "w2", a.dtype)
+        y_RD = self._multiply(self._blocks(a), "a", a.dtype)
         return self.low2.add(y_RD, self.low2.forward(a.wide))
 
-    def fc1_again(self, rows: Rows) -> Rows:
+    def recompute_h(self, rows: Rows) -> Rows:
         h_RC = self._fc1(rows)
-        return Rows(h_RC) if self.recipe.hidden == "wide" else self._quantised(h_RC, self.where[2])
+        return (
+            Rows(h_RC)
+            if self.recipe.hidden == "wide"
+            else self._quantised(h_RC, self.row_map.num_rows)
+        )
 
-    def activation_again(self, h: Rows) -> _OperandBlocks:
-        return self._activation(widen_rows(h, self.where[2]), None)[1]
+    def recompute_activation(self, h: Rows) -> _OperandBlocks:
+        return self._activation(widen_rows(h, self.row_map.num_rows), None)[1]
 
     @property
-    def takes_packed(self) -> bool:
+    def can_take_packed(self) -> bool:
         """Whether a row is quantised here as it is for its way, and nothing reads it wide."""
         return self.recipe.power_of_two and self.low2.update is None
 
-    def dy(self, dy: Tensor | Rows, *, unsummed: bool) -> _OutputGrads:
+    def dy(self, dy: Tensor | Rows, *, unsummed: bool, wants: Wants | None = None) -> _OutputGrads:
         if isinstance(dy, Rows):
             return _OutputGrads(dy, unsummed)
-        rows = self._quantised(dy, self.where[2] if unsummed else None)
-        wide = ProductSource(dy, None if unsummed else self.where[0])
+        rows = self._quantised(dy, self.row_map.num_rows if unsummed else None)
+        wide = ProductSource(dy, None if unsummed else self.row_map.row_ids_R)
         return _OutputGrads(rows, unsummed, wide if self.low2.update else None)
 
     def activation_bwd(
         self, dy: _OutputGrads, h: Rows
     ) -> tuple[_OperandBlocks, Tensor, _OperandBlocks]:
-        row_ids_R, slots_SK, num_rows = self.where
+        row_ids_R, slots_SK, num_rows = self.row_map
         if dy.is_unsummed:
             dy_rows = gather_row_blocks(dy.rows, None, None, num_rows)
         else:
             dy_rows = gather_row_blocks(dy.rows, row_ids_R, slots_SK, num_rows)
-        da_RF = self._backward(dy_rows, "w2", h.dtype)
+        da_RF = self._multiply(dy_rows, "dy", h.dtype)
         del dy_rows
         da_RF = self.low2.add(da_RF, self.low2.backward(dy.wide))
-        where = (self.weights_R, num_rows, self.activation)
         if self.low1.update or self.low2.update:
             h_RC = widen_rows(h, num_rows)
-            dh_RC, dweights_R, a_RF = weighted_activation_bwd(h_RC, da_RF, *where)
+            dh_RC, dweights_R, a_RF = weighted_activation_bwd(
+                h_RC, da_RF, self.weights_R, num_rows, self.activation
+            )
             sources = (ProductSource(x, None, is_finite=True) for x in (dh_RC, a_RF))
             of_h, of_a = (_OperandBlocks(None, h.dtype, x) for x in sources)
             return of_h._replace(rows=self._blocks(of_h)), dweights_R, of_a
-        power_of_two = self.recipe.power_of_two
-        dh, dweights_R, a = quantised_activation_bwd(h, da_RF, *where, power_of_two=power_of_two)
+        dh, dweights_R, a = quantised_activation_bwd(
+            h,
+            da_RF,
+            self.weights_R,
+            num_rows,
+            self.activation,
+            power_of_two=self.recipe.power_of_two,
+        )
         return _OperandBlocks(dh, h.dtype), dweights_R, _OperandBlocks(a, h.dtype)
 
     def fc1_bwd(self, dh: _OperandBlocks) -> Tensor:
-        dx_RD = self._backward(self._blocks(dh), "w1", dh.dtype)
+        dx_RD = self._multiply(self._blocks(dh), "dh", dh.dtype)
         return self.low1.add(dx_RD, self.low1.backward(dh.wide))
 
     def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
-        x = tile_tokens(rows, self.where[0], self.tiles)
-        return self._wgrad(self._blocks(dh), x, target, self.dtypes[0])
+        x = tile_tokens(rows, self.row_map.row_ids_R, self.tiles)
+        return self._wgrad(self._blocks(dh), x, target, self.matrices.dtypes["w1"])
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _OperandBlocks, target: GradTarget) -> Tensor:
-        dy_tiles = tile_tokens(dy.rows, None if dy.is_unsummed else self.where[0], self.tiles)
-        return self._wgrad(dy_tiles, self._blocks(a), target, self.dtypes[1])
+        dy_tiles = tile_tokens(
+            dy.rows, None if dy.is_unsummed else self.row_map.row_ids_R, self.tiles
+        )
+        return self._wgrad(dy_tiles, self._blocks(a), target, self.matrices.dtypes["w2"])
 
     def fc1_update_grad(self, rows: Rows, dh: _OperandBlocks) -> LowRankUpdate:
         return self.low1.grad(self._wide(rows), dh.wide)
@@ -210,11 +180,15 @@ class BlockwiseProducts(QuantisedProducts):
     def fc2_update_grad(self, dy: _OutputGrads, a: _OperandBlocks) -> LowRankUpdate:
         return self.low2.grad(a.wide, dy.wide)
 
+    def drop_weights(self) -> None:
+        del self.low1, self.low2
+        self.matrices.drop()
+
     def _quantised(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _fc1(self, rows: Rows) -> Tensor:
-        h_RC = self._forward(gather_row_blocks(rows, *self.where), "w1", rows.dtype)
+        h_RC = self._multiply(gather_row_blocks(rows, *self.row_map), "x", rows.dtype)
         x = self._wide(rows) if self.low1.update else None
         return self.low1.add(h_RC, self.low1.forward(x))
 
@@ -222,53 +196,73 @@ class BlockwiseProducts(QuantisedProducts):
         """Return FP8 source rows wide; those that travelled, in expert order."""
         assert rows.scales is not None
         if rows.values.is_contiguous():
-            return ProductSource(widen_rows(rows), self.where[0])
-        packed = (rows.values, rows.scales, rows.dtype)
-        return ProductSource(gather_packed_rows(*packed, *self.where), None)
+            return ProductSource(widen_rows(rows), self.row_map.row_ids_R)
+        wide_RD = gather_packed_rows(rows.values, rows.scales, rows.dtype, *self.row_map)
+        return ProductSource(wide_RD, None)
 
     def _blocks(self, x: _OperandBlocks) -> Blocks:
         if x.rows is not None:
             return x.rows
         assert x.wide is not None
-        num_rows = self.where[2]
+        num_rows = self.row_map.num_rows
         return gather_row_blocks(self._quantised(x.wide.rows, num_rows), None, None, num_rows)
 
     def _activation(
         self, h_RC: Tensor, h_format: Hidden | None
     ) -> tuple[Rows | None, _OperandBlocks]:
         """Return H in a format, or None without one, and the activation."""
-        where = (self.weights_R, self.where[2], self.activation)
-        how: dict[str, Any] = dict(
-            power_of_two=self.recipe.power_of_two, quantise_h=h_format == "fp8"
+        weights_R, num_rows = self.weights_R, self.row_map.num_rows
+        a, h = quantised_activation(
+            h_RC,
+            weights_R,
+            num_rows,
+            self.activation,
+            power_of_two=self.recipe.power_of_two,
+            quantise_h=h_format == "fp8",
         )
-        a, h = quantised_activation(h_RC, *where, **how)
         wide = None
         if self.low2.update:
-            wide = ProductSource(weighted_activation(h_RC, *where), None, is_finite=True)
+            a_RF = weighted_activation(h_RC, weights_R, num_rows, self.activation)
+            wide = ProductSource(a_RF, None, is_finite=True)
         return Rows(h_RC) if h_format == "wide" else h, _OperandBlocks(a, h_RC.dtype, wide)
 
-    def _forward(self, rows: Blocks, role: Role, dtype: torch.dtype) -> Tensor:
-        """Return each expert row times its expert's matrix, transposed."""
-        return fp8_gemm(rows, self._matrix(role), self.offsets_e, self.tiles, dtype)
-
-    def _backward(self, rows: Blocks, role: Role, dtype: torch.dtype) -> Tensor:
-        """Return each expert row times its expert's matrix."""
-        columns = self._matrix(role, backward=True)
-        return fp8_gemm(rows, columns, self.offsets_e, self.tiles, dtype)
+    def _multiply(self, rows: Blocks, operand: Operand, dtype: torch.dtype) -> Tensor:
+        """Return each expert row times its expert's matrix, which the operand names."""
+        matrix = self.matrices.operand(*MATRICES[operand])
+        return fp8_gemm(rows, matrix, self.offsets_e, self.tiles, dtype)
 
     def _wgrad(self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype) -> Tensor:
         """Put the product of expert rows at the target; those not in tiles yet are transposed."""
         x, y = (tile_tokens(z, None, self.tiles) if z.kind == "tile" else z for z in (x, y))
-        dtype = target.dtype or dtype
-        out, adds, scale = target.out, target.adds, target.scale
-        return fp8_wgrad(x, y, self.tiles, out=out, adds=adds, dtype=dtype, scale=scale)
+        return fp8_wgrad(
+            x,
+            y,
+            self.tiles,
+            out=target.out,
+            adds=target.adds,
+            dtype=target.dtype or dtype,
+            scale=target.scale,
+        )
 
 
-def why_not_faster(spec: ExpertSpec) -> str | None:
-    """Return why experts had better keep their precision, one line; None = FP8 is faster."""
+def quantise_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:
+    """Return one matrix of every expert as the operands of these products. No autograd."""
+    w_eNK = w_eNK.detach().contiguous()
+    return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
+
+
+def _unpack(matrix: Blocks, is_transposed: bool) -> Blocks:
+    """Return an operand of an all-gathered matrix."""
+    if not is_transposed:
+        return matrix
+    return Blocks(transpose_values(matrix.values), matrix.scales.transpose(1, 2), "block")
+
+
+def fp8_speed_problem(spec: ExpertSpec) -> str | None:
+    """Return why experts are not faster in FP8, in one line, or None."""
     if spec.hidden_dim is not None and spec.hidden_dim < FASTER_FROM:
         return (
             f"MoEConfig.hidden_dim / etp ({spec.hidden_dim}) is less than {FASTER_FROM}, from "
             "which on FP8 was faster"
         )
-    return BlockwiseProducts.supports(spec)
+    return spec.fp8_problem(BLOCK)

@@ -1,12 +1,8 @@
-"""The products of a rank's experts: what they are asked for, and which of them there are.
+"""The products of a rank's experts: the contract, its implementations and the choice.
 
-    torch_products.py    torch's grouped product, any device
-    triton_products.py   this package's kernels
-    fp8_products.py      blockwise FP8: kernels on Hopper, references on a CPU
-    scaled_products.py   FP8 with a scale per row or per tensor: torch's grouped product, likewise
-    emulated_products.py MXFP8 and NVFP4: operands rounded to them, products of bf16
-    block_scaled_products.py  the same on tensor cores that multiply scales of blocks
-    te_products.py       Transformer Engine's, in 16 bits and by its recipes
+    grouped_products.py  GroupedProducts    over a grouped matmul of torch or Transformer Engine
+    triton_products.py   TritonProducts     this package's kernels in 16 bits
+    fp8_products.py      BlockwiseProducts  blockwise FP8: kernels on Hopper, references on a CPU
 
 A set of products is made for one index, one activation and the weights. Formats of what lies
 between two products are its own: what a verb returns goes to its other verbs alone. Letters: as in
@@ -15,14 +11,13 @@ between two products are its own: what a verb returns goes to its other verbs al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe, Scaling
-from moecore.kernels.common import has_block_scaled_kernels, has_hopper_kernels
-from moecore.kernels.experts.block_scaled_products import BlockScaledProducts
+from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.experts.contract import (
     FP8_PRODUCTS,
     ExpertMLPOptions,
@@ -31,14 +26,16 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     LowRankUpdate,
     ProductsName,
+    RowMap,
     Wants,
 )
-from moecore.kernels.experts.emulated_products import EmulatedProducts
-from moecore.kernels.experts.fp8_products import BlockwiseProducts
-from moecore.kernels.experts.scaled_products import ScaledProducts
-from moecore.kernels.experts.te_products import TEProducts
-from moecore.kernels.experts.torch_products import TorchProducts
-from moecore.kernels.experts.triton_products import HopperProducts, TritonProducts
+from moecore.kernels.experts.emulated_products import EmulatedMatmuls, quantise_emulated
+from moecore.kernels.experts.fp8_products import BlockwiseProducts, quantise_blockwise
+from moecore.kernels.experts.grouped_products import GroupedProducts, Matmuls, TorchMatmuls
+from moecore.kernels.experts.scaled_products import ScaledMatmuls, quantise_scaled
+from moecore.kernels.experts.te_products import TEMatmuls, te_problem
+from moecore.kernels.experts.triton_products import TritonProducts, triton_problem
+from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import Both
@@ -48,37 +45,35 @@ class Products(Protocol):
     """The six products of the two matrices, and the activation between them.
 
     What low-rank updates add is in the first four, and in two verbs of their own gradients.
-    A class's `supports(spec)` returns, in one line, why it cannot multiply some experts, or None.
     """
 
-    # row_ids_R, slots_SK and the number of used rows, as row movers take them
-    where: tuple[Tensor, Tensor, Tensor]
-    wants: Wants | None  # what a backward asks for, which puts it here
-    of_index: Any  # what later products of the same options and index need not find again; or None
+    row_map: RowMap
+    index_cache: Any  # computed from the index, for later products of the same options; or None
 
     @property
-    def takes_packed(self) -> bool:
+    def can_take_packed(self) -> bool:
         """Whether unsummed gradients may come as `pack_rows` packs them, with the same results."""
 
-    def as_kept(self, rows: Rows) -> Rows:
-        """Return source rows as they are multiplied, and kept for backward; such rows as is."""
+    def prepare_rows(self, rows: Rows) -> Rows:
+        """Return source rows as they are multiplied and saved for backward; such rows as is."""
 
     def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Any]:
         """Return H, [R, C], as it is kept for backward, and the weighted activation."""
-        # Of rows `as_kept`; without H where nobody keeps it.
+        # Of rows from `prepare_rows`; without H unless `keep`.
 
     def fc2(self, a: Any) -> Tensor:
         """Return y_RD, the output of each expert row, of the activation."""
 
-    def fc1_again(self, rows: Rows) -> Rows:
-        """Return H, of rows `as_kept`."""
+    def recompute_h(self, rows: Rows) -> Rows:
+        """Return H, of rows from `prepare_rows`."""
 
-    def activation_again(self, h: Rows) -> Any:
+    def recompute_activation(self, h: Rows) -> Any:
         """Return the activation as `activation_bwd` does, without a gradient."""
 
-    def dy(self, dy: Any, *, unsummed: bool) -> Any:
+    def dy(self, dy: Any, *, unsummed: bool, wants: Wants | None = None) -> Any:
         """Return the gradient of the output, [S, D] or unsummed [R, D], for the verbs below."""
-        # A tensor, or quantised `Rows` where `takes_packed`.
+        # A tensor, or quantised `Rows` where `can_take_packed`. `wants` are the gradients that this
+        # backward computes.
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
         """Return dH, dweights_R and the activation: FC2's input gradient, and through it."""
@@ -102,33 +97,29 @@ class Products(Protocol):
         """Drop the matrices: gradients of weights alone are computed from here on."""
 
 
-RecipeProducts = BlockwiseProducts | ScaledProducts | EmulatedProducts
-OF_SCALING: dict[Scaling, type[RecipeProducts]] = {
-    "blockwise": BlockwiseProducts,
-    "rowwise": ScaledProducts,
-    "tensorwise": ScaledProducts,
-    "mxfp8": EmulatedProducts,
-    "nvfp4": EmulatedProducts,
-}
-NAMED: dict[str, type[TorchProducts]] = {
-    "triton": TritonProducts,
-    "torch": TorchProducts,
-    "te": TEProducts,
+QUANTISE: dict[Scaling, Callable[..., Both]] = {
+    "blockwise": quantise_blockwise,
+    "rowwise": quantise_scaled,
+    "tensorwise": quantise_scaled,
+    "mxfp8": quantise_emulated,
+    "nvfp4": quantise_emulated,
 }
 
 
-def why_not(name: ProductsName, spec: ExpertSpec) -> str | None:
-    """Return why the products of a name cannot compute such experts, one line; None = they can."""
+def products_problem(name: ProductsName, spec: ExpertSpec) -> str | None:
+    """Return why the products of a name cannot compute such experts, in one line, or None."""
     recipe = spec.recipe
-    if recipe is None:
-        return NAMED["torch" if name == "auto" else name].supports(spec)
-    if name not in FP8_PRODUCTS[recipe.backend]:
-        return refuse_recipe(name, recipe)
-    return (TEProducts if recipe.backend == "te" else OF_SCALING[recipe.scaling]).supports(spec)
+    if recipe is not None and name not in FP8_PRODUCTS[recipe.backend]:
+        return recipe_problem(name, recipe)
+    if uses_te(name, recipe):
+        return te_problem(spec)
+    if recipe is not None:
+        return spec.fp8_problem(BLOCK if recipe.scaling == "blockwise" else recipe.multiple)
+    return triton_problem(spec) if name == "triton" else spec.grouped_problem()
 
 
-def refuse_recipe(name: str, recipe: Recipe) -> str:
-    """Return why experts in FP8 are not for what multiplies by another name."""
+def recipe_problem(name: str, recipe: Recipe) -> str:
+    """Return why experts in FP8 cannot use an expert backend of another name."""
     names = " or ".join(map(repr, FP8_PRODUCTS[recipe.backend]))
     if name == "te":
         names += ", or Recipe.backend ('moecore') 'te',"
@@ -149,45 +140,40 @@ def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
         name = "te"
     elif name == "auto":
         is_hopper = spec.device is not None and has_hopper_kernels(spec.device)
-        is_faster = is_hopper and spec.gated and not why_not("triton", spec)
+        is_faster = is_hopper and spec.gated and products_problem("triton", spec) is None
         name = "triton" if is_faster or spec.recipe is not None else "torch"
-    problem = why_not(name, spec)
+    problem = products_problem(name, spec)
     if problem is not None:
         raise ValueError(problem)
     return name
-
-
-def _products_of(recipe: Recipe, device: torch.device) -> type[RecipeProducts]:
-    """Return moecore's own products by a recipe."""
-    kind = OF_SCALING[recipe.scaling]
-    if kind is EmulatedProducts and has_block_scaled_kernels(device):
-        return BlockScaledProducts
-    return kind
 
 
 def make_products(
     options: ExpertMLPOptions,
     index: ExpertIndex,
     weights: ExpertWeights,
-    of_index: Any = None,
+    index_cache: Any = None,
 ) -> Products:
     """Return the products of options whose name `choose_products` gave."""
-    # `of_index` is that of earlier products of the same options and index.
-    known: dict[str, Any] = {} if of_index is None else {"of_index": of_index}
-    recipe, device = options.recipe, index.row_ids_R.device
-    if options.products == "te" and device.type != "meta":  # there moecore's have the shapes
-        return TEProducts(index, options.activation, weights, recipe, **known)
-    if recipe is not None:
-        of_recipe = _products_of(recipe, device)
-        return of_recipe(index, options.activation, weights, recipe, **known)
-    kind: type[TorchProducts] = (
-        TorchProducts if options.products == "te" else NAMED[options.products]
-    )
-    if kind is TritonProducts and index.row_ids_R.shape[0] and has_hopper_kernels(device):
-        kind = HopperProducts
-    return kind(index, options.activation, weights, **known)
+    # `index_cache` is from earlier products of the same options and index.
+    activation, recipe = options.activation, options.recipe
+    matmuls: Matmuls
+    # On meta this package's products have the shapes of Transformer Engine's.
+    if options.products == "te" and index.row_ids_R.device.type != "meta":
+        matmuls = TEMatmuls(index, weights, recipe, index_cache)
+    elif recipe is None:
+        if options.products == "triton":
+            return TritonProducts(index, activation, weights, index_cache)
+        matmuls = TorchMatmuls(index, weights)
+    elif recipe.scaling == "blockwise":
+        return BlockwiseProducts(index, activation, weights, recipe, index_cache)
+    elif recipe.scaling in ("rowwise", "tensorwise"):
+        matmuls = ScaledMatmuls(index, weights, recipe)
+    else:
+        matmuls = EmulatedMatmuls(index, weights, recipe)
+    return GroupedProducts(index, activation, weights, matmuls)
 
 
 def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> Both:
     """Return one matrix of every expert as the products of a recipe take it. No autograd."""
-    return _products_of(recipe, w_eNK.device).quantise(w_eNK, recipe)
+    return QUANTISE[recipe.scaling](w_eNK, recipe)

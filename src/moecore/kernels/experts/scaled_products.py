@@ -1,4 +1,4 @@
-"""Products of a rank's experts in FP8 with a scale per row, or per tensor, of either operand.
+"""Grouped matmuls of a rank's experts in FP8, with a scale per row or per tensor of an operand.
 
 Everything is quantised from the dtype of the rows, once along each dim that is summed; X and H are
 kept in that dtype. dY and dH, which are multiplied along both, take one pass for both. They have
@@ -12,79 +12,62 @@ Letters: as in `contract.py`.
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 from torch import Tensor
-from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
+from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.experts.contract import (
-    ExpertSpec,
+    MATRICES,
+    ExpertWeights,
     GradTarget,
     Operand,
-    ProductSource,
+    Role,
 )
-from moecore.kernels.experts.fp8_products import QuantisedProducts
-from moecore.kernels.experts.torch_products import Role, TorchProducts
+from moecore.kernels.experts.grouped_products import Matmuls
+from moecore.kernels.experts.quantised_matrices import QuantisedMatrices
 from moecore.kernels.grouped.scaled import scaled_gemm, scaled_wgrad
 from moecore.kernels.grouped.scaled_rows import (
-    ALIGNED,
     amax_of_rows,
     pad_offsets,
     scaled_matrices,
     scaled_rows,
 )
-from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.scaling import Blocks, Both
 from moecore.kernels.rows.shard_blocks import transpose_values
 
 GRADIENTS: tuple[Operand, ...] = ("dy", "dh")
-# By matrix, and whether it is transposed.
-MULTIPLIED: dict[tuple[Role, bool], Operand] = {
-    ("w1", False): "x",
-    ("w2", False): "a",
-    ("w2", True): "dy",
-    ("w1", True): "dh",
-}
 
 
-def _format(recipe: Recipe) -> dict[str, Any]:
-    return dict(per_row=recipe.scaling == "rowwise", power_of_two=recipe.power_of_two)
-
-
-class ScaledProducts(QuantisedProducts, TorchProducts):
+class ScaledMatmuls(Matmuls):
     """Recipes "rowwise" and "tensorwise": torch's products of FP8 operands; references on a CPU."""
 
-    def __init__(self, index: ExpertIndex, *how: Any) -> None:
-        super().__init__(index, *how)
-        self.magnitudes = self.weights.magnitudes
-        # by operand and whether its columns: made beside the other layout
-        self._beside: dict[tuple[Operand, bool], Blocks] = {}
+    def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
+        self.recipe, self.offsets_e = recipe, index.offsets_e
+        self.has_low_rank_kernels = has_hopper_kernels(index.row_ids_R.device)
+        self.magnitudes = weights.magnitudes
+        quantise = partial(quantise_scaled, recipe=recipe)
+        self.matrices = QuantisedMatrices(weights, quantise, _unpack)
+        # by operand and whether its columns: the layout that was made together with the other one
+        self._other_layouts: dict[tuple[Operand, bool], Blocks] = {}
 
-    @staticmethod
-    def supports(spec: ExpertSpec) -> str | None:
-        return spec.refused_in_fp8(ALIGNED)
+    def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        matrix = self.matrices.operand(*MATRICES[operand])
+        a = self._operand(operand, rows_RK)
+        return scaled_gemm(a, matrix, self.offsets_e, rows_RK.dtype)
 
-    @staticmethod
-    def quantise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:
-        """Return one matrix of every expert as these products take it."""
-        return scaled_matrices(w_eNK, **_format(recipe), **layouts)
+    def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+        dy = self._operand("dh" if role == "w1" else "dy", dy_RN, columns=True)
+        x = self._operand("x" if role == "w1" else "a", x_RK, columns=True)
+        grad_eNK = scaled_wgrad(dy, x, self._padded_e, dy_RN.dtype)
+        dtype = target.dtype or self.matrices.dtypes[role]
+        return put_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
 
-    @staticmethod
-    def gathered(matrix: Blocks, backward: bool) -> Blocks:
-        """Return an operand of a matrix that was gathered, with one scale per expert."""
-        values = transpose_values(matrix.values) if backward else matrix.values
-        scales = matrix.scales[:, None].expand(values.shape[:2])
-        return Blocks(values, scales.contiguous(), "row")
-
-    @override
-    def _matrix(self, role: Role, *, backward: bool = False) -> tuple[Blocks, Operand]:
-        """Return a matrix, and what is multiplied by it."""
-        matrix: Blocks = super()._matrix(role, backward=backward)
-        return matrix, MULTIPLIED[role, backward]
+    def drop_weights(self) -> None:
+        self.matrices.drop()
 
     @cached_property
     def _padded_e(self) -> Tensor:
@@ -92,36 +75,40 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
 
     def _operand(self, operand: Operand, rows: Tensor, *, columns: bool = False) -> Blocks:
         """Return rows in FP8, or their columns; of gradients the other layout is kept for later."""
-        found = self._beside.pop((operand, columns), None)
-        if found is not None:
-            return found
-        is_gradient, how = operand in GRADIENTS, _format(self.recipe)
-        both = is_gradient and self._is_wanted(operand, not columns)
+        layout = self._other_layouts.pop((operand, columns), None)
+        if layout is not None:
+            return layout
+        is_gradient = operand in GRADIENTS
+        makes_both = is_gradient and self._is_wanted(operand, not columns)
+        amax = new_amax = None
         if self.magnitudes is not None:
             # Forward collects those of X and A.
-            seen = self.magnitudes.seen.get(operand) if is_gradient or not columns else None
+            if is_gradient or not columns:
+                new_amax = self.magnitudes.seen.get(operand)
             amax = self.magnitudes.past[operand]
             if amax is not None and not self.magnitudes.is_sure:
                 amax = amax_of_rows(rows, self.offsets_e, amax)
-            how |= {"amax": amax, "seen": seen}
-        made = scaled_rows(
+        layouts = scaled_rows(
             rows,
             self.offsets_e,
-            self._padded_e if columns or both else None,
+            self._padded_e if columns or makes_both else None,
+            per_row=self.recipe.scaling == "rowwise",
+            power_of_two=self.recipe.power_of_two,
             fmt=self.recipe.grad_format if is_gradient else "e4m3",
-            rows=both or not columns,
-            columns=both or columns,
-            **how,
+            rows=makes_both or not columns,
+            columns=makes_both or columns,
+            amax=amax,
+            seen=new_amax,
         )
-        other = made[not columns]
+        other = layouts[not columns]
         if other is not None:
-            self._beside[operand, not columns] = other
-        result = made[columns]
-        assert result is not None, "it was asked for"
-        return result
+            self._other_layouts[operand, not columns] = other
+        layout = layouts[columns]
+        assert layout is not None, "this layout was requested"
+        return layout
 
     def _is_wanted(self, operand: Operand, columns: bool) -> bool:
-        """Whether backward asks for a layout of a gradient, once more."""
+        """Whether the backward reads a layout of a gradient later."""
         wants = self.wants
         if wants is None:
             return False
@@ -129,20 +116,15 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
             return wants.w2 if operand == "dy" else wants.w1
         return operand == "dh" and wants.x
 
-    def _rows(self, a_RK: Tensor, b: Any, addend: Addend | None) -> Tensor:
-        matrix, operand = b
-        a = self._operand(operand, a_RK)
-        return self.low1.add(scaled_gemm(a, matrix, self.offsets_e, a_RK.dtype), addend)
 
-    def _weight_grad(
-        self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
-    ) -> Tensor:
-        names: tuple[Operand, Operand] = ("x", "dh") if transposed else ("dy", "a")
-        of_source, of_y = (
-            self._operand(name, rows, columns=True)
-            for name, rows in zip(names, (source.rows, y_RN), strict=True)
-        )
-        dy, x = (of_y, of_source) if transposed else (of_source, of_y)
-        grad = scaled_wgrad(dy, x, self._padded_e, y_RN.dtype)
-        dtype = target.dtype or self.dtypes[not transposed]
-        return put_grad(grad, target.out, target.adds, dtype, target.scale)
+def quantise_scaled(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:
+    """Return one matrix of every expert as the operands of these matmuls."""
+    per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
+    return scaled_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
+
+
+def _unpack(matrix: Blocks, is_transposed: bool) -> Blocks:
+    """Return an operand of an all-gathered matrix, which has one scale per expert."""
+    values = transpose_values(matrix.values) if is_transposed else matrix.values
+    scales = matrix.scales[:, None].expand(values.shape[:2])
+    return Blocks(values, scales.contiguous(), "row")

@@ -102,14 +102,14 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return y_SD, or y_RD unsummed, and H: values (empty unless kept), scales or empty."""
     args = _Inputs(*flat)
     products = make_products(_options(args), _index(args), _weights(args))
-    x = products.as_kept(_rows(args.x_SD, args.x_scales, args.dtype))
+    x = products.prepare_rows(_rows(args.x_SD, args.x_scales, args.dtype))
     h, a = products.fc1(x, keep=args.keep_h)
     # No output is another one's alias, an empty one neither.
     none, no_scales = (args.x_SD.new_empty(0, dtype=dtype) for dtype in (args.dtype, torch.float32))
     kept = Rows(none) if h is None else h
     y = products.fc2(a)
     if not args.unsummed:
-        y = sum_rows_plain(y, *products.where)
+        y = sum_rows_plain(y, *products.row_map)
     return y, kept.values, no_scales if kept.scales is None else kept.scales
 
 

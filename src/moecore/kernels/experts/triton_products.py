@@ -1,5 +1,8 @@
 """Products of a rank's experts by this package's kernels, in 16 bits.
 
+Gluon kernels for Hopper multiply over a map of row tiles. Triton kernels multiply where they gather
+faster, under the interpreter, and without rows.
+
 A kernel gathers source rows while it loads them, or they are gathered beforehand where that is
 faster. A gather moves R * D elements whatever F is; the product that it speeds up grows with F.
 
@@ -8,7 +11,7 @@ Letters: as in `contract.py`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,20 +19,31 @@ from torch import Tensor
 from moecore.kernels.common import INTERPRET, has_hopper_kernels
 from moecore.kernels.experts.contract import (
     ExpertSpec,
+    ExpertWeights,
     GradTarget,
+    LowRankUpdate,
     ProductSource,
+    RowMap,
+    Wants,
 )
-from moecore.kernels.experts.torch_products import TorchProducts, Use
+from moecore.kernels.experts.low_rank import LowRankProducts
 from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
 from moecore.kernels.grouped.gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped.pingpong import pingpong_activation_bwd
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import grouped_wgrad
+from moecore.kernels.rows.activation import (
+    ActivationOptions,
+    weighted_activation,
+    weighted_activation_bwd,
+)
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_used_rows
 from moecore.kernels.rows.packed import gather_packed_rows
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
+
+Use = Literal["fc1", "recompute", "dy", "wgrad"]  # of source rows
 
 # Smallest F for which rows are gathered before a product: "gather first", docs/findings/kernels.md
 GATHER_FIRST: dict[Use, int] = {
@@ -39,56 +53,119 @@ GATHER_FIRST: dict[Use, int] = {
 }
 
 
-class TritonProducts(TorchProducts):
-    """Triton kernels that gather while they load: what the interpreter runs, and empty inputs."""
+class TritonProducts:
+    """The contract is `products.Products`. Kernels for Hopper run where there are row tiles."""
 
-    has_kernels = True
+    can_take_packed = False
 
-    @staticmethod
-    def supports(spec: ExpertSpec) -> str | None:
-        field = spec.not_plain()
-        if field is not None:
-            return (
-                f"{field} (True) must be False for expert_backend ('triton'): use "
-                "expert_backend='torch'"
+    def __init__(
+        self,
+        index: ExpertIndex,
+        activation: ActivationOptions,
+        weights: ExpertWeights,
+        index_cache: RowTiles | None = None,
+    ) -> None:
+        self.activation = activation
+        self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
+        self.hidden_dim = weights.w2_eDF.shape[2]
+        self.row_map = RowMap(index.row_ids_R, index.slots_SK, index.num_rows)
+        self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
+        length, device = index.row_ids_R.shape[0], index.row_ids_R.device
+        if index_cache is None and length and has_hopper_kernels(device):
+            index_cache = map_row_tiles(index.offsets_e, length)
+        self.index_cache = self.tiles = index_cache
+        self.low1 = LowRankProducts(weights.update1, index.offsets_e, has_kernels=True)
+        self.low2 = LowRankProducts(weights.update2, index.offsets_e, has_kernels=True)
+
+    def prepare_rows(self, rows: Rows) -> Rows:
+        return rows
+
+    def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
+        x = self._source(rows, "fc1")
+        h_RC, a_RF = self._fc1(x, self.low1.forward(x))
+        return Rows(h_RC) if keep else None, a_RF
+
+    def fc2(self, a_RF: Tensor) -> Tensor:
+        a = ProductSource(a_RF, None)
+        return self._multiply(a, self.w2_eDF.transpose(1, 2), self.low2.forward(a))
+
+    def recompute_h(self, rows: Rows) -> Rows:
+        x = self._source(rows, "recompute")
+        return Rows(self._multiply(x, self.w1_eCD.transpose(1, 2), self.low1.forward(x)))
+
+    def recompute_activation(self, h: Rows) -> Tensor:
+        return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
+
+    def dy(self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None) -> ProductSource:
+        return ProductSource(dy, None) if unsummed else self._source(Rows(dy), "dy")
+
+    def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        addend = self.low2.backward(dy)
+        if self.tiles is not None and self.activation.gated and dy.rows.shape[0]:
+            w2_eDF, tiles, weights_R, ids_R = self.w2_eDF, self.tiles, self.weights_R, dy.row_ids_R
+            return pingpong_activation_bwd(
+                *(dy.rows, w2_eDF, tiles, h.values, weights_R, self.offsets_e, self.activation),
+                row_ids_R=ids_R,
+                addend=addend,
             )
-        if spec.dtypes is not None and spec.dtypes not in ({torch.bfloat16}, {torch.float16}):
-            shown = ", ".join(sorted(str(dtype) for dtype in spec.dtypes))
-            return (
-                f"dtype of the experts ({shown}) must be torch.bfloat16 or torch.float16 for "
-                "expert_backend ('triton'): convert the model or use expert_backend='torch'"
-            )
-        if INTERPRET and spec.dtypes == {torch.bfloat16}:
-            return (
-                "dtype of the experts (torch.bfloat16) must be torch.float16 under Triton's "
-                "interpreter, which multiplies bf16 wrongly: convert the model"
-            )
-        if spec.device is not None and not (INTERPRET or has_hopper_kernels(spec.device)):
-            return (
-                f"device of the experts ({spec.device}) must be a Hopper GPU with Triton for "
-                "expert_backend ('triton'): use expert_backend='torch'"
-            )
-        return spec.ungrouped()
+        da_RF = self._multiply(dy, self.w2_eDF, addend)
+        return weighted_activation_bwd(
+            h.values, da_RF, self.weights_R, self.row_map.num_rows, self.activation
+        )
+
+    def fc1_bwd(self, dh_RC: Tensor) -> Tensor:
+        dh = ProductSource(dh_RC, None)
+        return self._multiply(dh, self.w1_eCD, self.low1.backward(dh))
+
+    def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
+        return self._weight_grad(self._source(rows, "wgrad"), dh_RC, True, target)
+
+    def fc2_wgrad(self, dy: ProductSource, a_RF: Tensor, target: GradTarget) -> Tensor:
+        return self._weight_grad(dy, a_RF, False, target)
+
+    def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
+        dh = ProductSource(dh_RC, None, is_finite=True)
+        return self.low1.grad(self._source(rows, "wgrad"), dh)
+
+    def fc2_update_grad(self, dy: ProductSource, a_RF: Tensor) -> LowRankUpdate:
+        return self.low2.grad(ProductSource(a_RF, None, is_finite=True), dy)
+
+    def drop_weights(self) -> None:
+        del self.w1_eCD, self.w2_eDF, self.low1, self.low2
 
     def _source(self, rows: Rows, use: Use) -> ProductSource:
-        """Return source rows, which the kernels gather."""
-        return ProductSource(rows.widen(), self.where[0])
+        """Return source rows for kernels that gather, or gathered rows where those are faster."""
+        if self.tiles is None:
+            return ProductSource(rows.widen(), self.row_map.row_ids_R)
+        if rows.scales is not None:
+            wide_RD = gather_packed_rows(rows.values, rows.scales, rows.dtype, *self.row_map)
+            return ProductSource(wide_RD, None)
+        gathers = self.hidden_dim >= GATHER_FIRST.get(use, self.hidden_dim + 1)
+        # The kernels that gather while they load add no low-rank update.
+        gathers |= use in ("fc1", "recompute") and self.low1.update is not None
+        if gathers and (self.activation.gated or use == "wgrad") and rows.values.shape[0]:
+            return ProductSource(gather_used_rows(rows.values, *self.row_map), None)
+        return ProductSource(rows.values, self.row_map.row_ids_R)
 
     def _fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
-        """Return H and the weighted activation, which a gated one's kernel computes with it."""
-        if x.row_ids_R is None or not self.activation.gated or addend is not None:
-            return super()._fc1(x, addend)
-        where = (x.row_ids_R, self.weights_R, self.offsets_e)
-        return grouped_gemm_activation(x.rows, self.w1_eCD, *where, self.activation)
+        """Return H and the weighted activation, which one kernel computes where it is gated."""
+        if self.activation.gated and self.tiles is not None and x.row_ids_R is None:
+            return cooperative_activation(
+                x.rows, self.w1_eCD, self.tiles, self.weights_R, self.activation, addend=addend
+            )
+        if self.activation.gated and x.row_ids_R is not None and addend is None:
+            return grouped_gemm_activation(
+                x.rows, self.w1_eCD, x.row_ids_R, self.weights_R, self.offsets_e, self.activation
+            )
+        h_RC = self._multiply(x, self.w1_eCD.transpose(1, 2), addend)
+        return h_RC, self.recompute_activation(Rows(h_RC))
 
-    def _product(self, source: ProductSource, b_eKN: Tensor, addend: Addend | None) -> Tensor:
-        if source.row_ids_R is None:
-            return self._rows(source.rows, b_eKN, addend)
-        out = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
-        return self.low1.add(out, addend)
-
-    def _rows(self, a_RK: Tensor, b_eKN: Tensor, addend: Addend | None) -> Tensor:
-        return self.low1.add(grouped_gemm(a_RK, b_eKN, self.offsets_e), addend)
+    def _multiply(self, source: ProductSource, b_eKN: Tensor, addend: Addend | None) -> Tensor:
+        """Return each expert row times its expert's matrix, plus the addend."""
+        if self.tiles is not None and source.row_ids_R is None:
+            return cooperative_gemm(source.rows, b_eKN, self.tiles, addend=addend)
+        out_RN = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
+        return self.low1.add(out_RN, addend)
 
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
@@ -106,43 +183,28 @@ class TritonProducts(TorchProducts):
         )
 
 
-class HopperProducts(TritonProducts):
-    """Gluon kernels for Hopper over a map of row tiles, and Triton's where those gather better."""
-
-    def __init__(self, index: ExpertIndex, *how: Any, of_index: RowTiles | None = None) -> None:
-        super().__init__(index, *how)
-        self.hidden_dim = self.w2_eDF.shape[2]
-        length = index.row_ids_R.shape[0]
-        self.of_index = self.tiles = of_index or map_row_tiles(index.offsets_e, length)
-
-    def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dH, the weights' gradients and the activation, a gated one's in one pass."""
-        if not self.activation.gated or not dy.rows.shape[0]:
-            return super().activation_bwd(dy, h)
-        where = (self.tiles, h.values, self.weights_R, self.offsets_e)
-        addend = self.low2.backward(dy)
-        how = (*where, self.activation)
-        return pingpong_activation_bwd(
-            dy.rows, self.w2_eDF, *how, row_ids_R=dy.row_ids_R, addend=addend
+def triton_problem(spec: ExpertSpec) -> str | None:
+    """Return why these kernels cannot multiply such experts, in one line, or None."""
+    field = spec.torch_only_field()
+    if field is not None:
+        return (
+            f"{field} (True) must be False for expert_backend ('triton'): use "
+            "expert_backend='torch'"
         )
-
-    def _source(self, rows: Rows, use: Use) -> ProductSource:
-        """Return source rows, or gathered ones where the product is faster by more than that."""
-        if rows.scales is not None:
-            wide = (rows.values, rows.scales, rows.dtype)
-            return ProductSource(gather_packed_rows(*wide, *self.where), None)
-        gathers = self.hidden_dim >= GATHER_FIRST.get(use, self.hidden_dim + 1)
-        # Those that gather while they load add no low-rank update.
-        gathers |= use in ("fc1", "fc1_again") and self.low1.update is not None
-        if gathers and (self.activation.gated or use == "wgrad") and rows.values.shape[0]:
-            return ProductSource(gather_used_rows(rows.values, *self.where), None)
-        return ProductSource(rows.values, self.where[0])
-
-    def _fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
-        if x.row_ids_R is not None or not self.activation.gated:
-            return super()._fc1(x, addend)
-        where = (self.tiles, self.weights_R, self.activation)
-        return cooperative_activation(x.rows, self.w1_eCD, *where, addend=addend)
-
-    def _rows(self, a_RK: Tensor, b_eKN: Tensor, addend: Addend | None) -> Tensor:
-        return cooperative_gemm(a_RK, b_eKN, self.tiles, addend=addend)
+    if spec.dtypes is not None and spec.dtypes not in ({torch.bfloat16}, {torch.float16}):
+        names = ", ".join(sorted(str(dtype) for dtype in spec.dtypes))
+        return (
+            f"dtype of the experts ({names}) must be torch.bfloat16 or torch.float16 for "
+            "expert_backend ('triton'): convert the model or use expert_backend='torch'"
+        )
+    if INTERPRET and spec.dtypes == {torch.bfloat16}:
+        return (
+            "dtype of the experts (torch.bfloat16) must be torch.float16 under Triton's "
+            "interpreter, which multiplies bf16 wrongly: convert the model"
+        )
+    if spec.device is not None and not (INTERPRET or has_hopper_kernels(spec.device)):
+        return (
+            f"device of the experts ({spec.device}) must be a Hopper GPU with Triton for "
+            "expert_backend ('triton'): use expert_backend='torch'"
+        )
+    return spec.grouped_problem()

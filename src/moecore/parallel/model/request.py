@@ -27,7 +27,7 @@ from moecore.base.options.precision import Precision, Recipe, Role
 from moecore.base.params import clean_name
 from moecore.base.rank_checks import check_equal, check_equal_weights, fields_of
 from moecore.kernels.experts.contract import ExpertSpec
-from moecore.kernels.experts.fp8_products import why_not_faster
+from moecore.kernels.experts.fp8_products import fp8_speed_problem
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
@@ -69,7 +69,7 @@ class Request:
         recipe = self._requested_recipe(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
-        return why_not_faster(self.spec_of(layer, recipe))
+        return fp8_speed_problem(self.spec_of(layer, recipe))
 
     def _requested_recipe(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
         if self.precision is None:

@@ -1,0 +1,173 @@
+"""The products of a rank's experts over one grouped matmul of expert rows, gathered in memory.
+
+    here                  TorchMatmuls     torch's grouped matmul, any device
+    scaled_products.py    ScaledMatmuls    FP8 with a scale per row or per tensor
+    emulated_products.py  EmulatedMatmuls  MXFP8 and NVFP4
+    te_products.py        TEMatmuls        Transformer Engine's
+
+Letters: as in `contract.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from moecore.base.te_names import without_infinities
+from moecore.kernels.experts.contract import (
+    MATRICES,
+    ExpertWeights,
+    GradTarget,
+    LowRankUpdate,
+    Operand,
+    ProductSource,
+    Role,
+    RowMap,
+    Wants,
+)
+from moecore.kernels.experts.low_rank import LowRankProducts
+from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.rows.activation import (
+    ActivationOptions,
+    weighted_activation,
+    weighted_activation_bwd,
+)
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.move import clear_unnamed, gather_rows_plain
+from moecore.kernels.rows.record import Rows
+
+
+class Matmuls(Protocol):
+    """The matmuls of every expert's matrices with rows in expert order."""
+
+    has_low_rank_kernels: bool = False  # whether this package's kernels multiply low-rank updates
+    saturates: bool = False  # whether infinities become finite, so that they must be NaN before
+    index_cache: Any = None  # as for `Products`
+    wants: Wants | None = None  # the gradients that the running backward computes
+
+    def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        """Return each expert row times its expert's matrix, which the operand names."""
+
+    def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+        """Write the gradient of a matrix [e, N, K] to the target and return it."""
+
+    def drop_weights(self) -> None:
+        """Drop the matrices."""
+
+
+class TorchMatmuls(Matmuls):
+    """By torch's grouped matmul: any strides, any device."""
+
+    def __init__(self, index: ExpertIndex, weights: ExpertWeights) -> None:
+        self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
+        self.offsets_e = index.offsets_e
+
+    def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        role, is_backward = MATRICES[operand]
+        w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
+        b_eKN = w_eNK if is_backward else w_eNK.transpose(1, 2)
+        if not rows_RK.shape[0]:
+            return rows_RK.new_empty(0, b_eKN.shape[2])
+        return grouped_mm(rows_RK, b_eKN, offs=self.offsets_e)
+
+    def weight_grad(self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget) -> Tensor:
+        if x_RK.shape[0]:
+            grad_eNK = grouped_mm(dy_RN.t(), x_RK, offs=self.offsets_e)
+        else:
+            grad_eNK = dy_RN.new_zeros(self.offsets_e.shape[0], dy_RN.shape[1], x_RK.shape[1])
+        return put_grad(grad_eNK, target.out, target.adds, target.dtype, target.scale)
+
+    def drop_weights(self) -> None:
+        del self.w1_eCD, self.w2_eDF
+
+
+class GroupedProducts:
+    """The contract is `products.Products`; the matmuls are one of the sets in the list above."""
+
+    can_take_packed = False
+
+    def __init__(
+        self,
+        index: ExpertIndex,
+        activation: ActivationOptions,
+        weights: ExpertWeights,
+        matmuls: Matmuls,
+    ) -> None:
+        self.activation, self.matmuls = activation, matmuls
+        self.index_cache, self.weights_R = matmuls.index_cache, index.weights_R
+        self.row_map = RowMap(index.row_ids_R, index.slots_SK, index.num_rows)
+        has_kernels, offsets_e = matmuls.has_low_rank_kernels, index.offsets_e
+        self.low1 = LowRankProducts(weights.update1, offsets_e, has_kernels=has_kernels)
+        self.low2 = LowRankProducts(weights.update2, offsets_e, has_kernels=has_kernels)
+
+    def prepare_rows(self, rows: Rows) -> Rows:
+        return rows
+
+    def fc1(self, rows: Rows, *, keep: bool) -> tuple[Rows | None, Tensor]:
+        h = self.recompute_h(rows)
+        return h if keep else None, self.recompute_activation(h)
+
+    def fc2(self, a_RF: Tensor) -> Tensor:
+        return self._multiply(a_RF, "a")
+
+    def recompute_h(self, rows: Rows) -> Rows:
+        return Rows(self._multiply(self._gather(rows), "x"))
+
+    def recompute_activation(self, h: Rows) -> Tensor:
+        return weighted_activation(h.values, self.weights_R, self.row_map.num_rows, self.activation)
+
+    def dy(self, dy: Tensor, *, unsummed: bool, wants: Wants | None = None) -> Tensor:
+        self.matmuls.wants = wants
+        if not unsummed:
+            return self._gather(Rows(dy))
+        if self.matmuls.saturates:  # rows of no choice may hold anything
+            return without_infinities(clear_unnamed(dy, self.row_map.slots_SK))
+        return dy
+
+    def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        return weighted_activation_bwd(
+            h.values,
+            self._multiply(dy_RD, "dy"),
+            self.weights_R,
+            self.row_map.num_rows,
+            self.activation,
+        )
+
+    def fc1_bwd(self, dh_RC: Tensor) -> Tensor:
+        return self._multiply(dh_RC, "dh")
+
+    def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
+        return self.matmuls.weight_grad(dh_RC, self._gather(rows), "w1", target)
+
+    def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
+        return self.matmuls.weight_grad(dy_RD, a_RF, "w2", target)
+
+    def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
+        x = ProductSource(self._gather(rows), None)
+        return self.low1.grad(x, ProductSource(dh_RC, None, is_finite=True))
+
+    def fc2_update_grad(self, dy_RD: Tensor, a_RF: Tensor) -> LowRankUpdate:
+        a = ProductSource(a_RF, None, is_finite=True)
+        return self.low2.grad(a, ProductSource(dy_RD, None))
+
+    def drop_weights(self) -> None:
+        del self.low1, self.low2
+        self.matmuls.drop_weights()
+
+    def _gather(self, rows: Rows) -> Tensor:
+        """Return source rows in expert order and in the dtype of the products."""
+        x_SD = rows.widen()
+        if self.matmuls.saturates:
+            x_SD = without_infinities(x_SD)
+        return gather_rows_plain(x_SD, *self.row_map)
+
+    def _multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+        """Return each expert row times its expert's matrix and the low-rank update of it."""
+        low = self.low1 if operand in ("x", "dh") else self.low2
+        if low.update is None:
+            return self.matmuls.multiply(rows_RK, operand)
+        source = ProductSource(rows_RK, None)
+        addend = low.forward(source) if operand in ("x", "a") else low.backward(source)
+        return low.add(self.matmuls.multiply(rows_RK, operand), addend)
