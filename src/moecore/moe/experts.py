@@ -405,7 +405,7 @@ def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager
     S, R = values.shape[0], index.row_ids_R.shape[0]
     source, expert = (None, None) if inp.balanced is None else inp.balanced
     refetch = None if inp.unsummed is None else inp.unsummed.refetch
-    whole = [kept.shape[0] for kept in ([values] if refetch is None else refetch.kept)]
+    whole = [kept.shape[0] for kept in ([values] if refetch is None else refetch.tensors)]
     if refetch is None and source is not None:
         only = storage_key(values) if S == R else None
         used.append(UsedRows(S, slots=index.slots_SK, balanced=source, storage=only))

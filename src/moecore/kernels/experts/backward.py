@@ -39,7 +39,7 @@ class Grads(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedState:
     """What the forward keeps."""
 
     rows: Rows | None  # the source rows; None where backward refetches them
@@ -49,18 +49,18 @@ class Saved:
 
     def tensors(self) -> list[Tensor | None]:
         """Return the tensors that `of` takes, in its order: without quantised weights."""
-        found: list[Tensor | None] = []
+        tensors: list[Tensor | None] = []
         for rows in (self.rows, self.h):
-            found += (None, None) if rows is None else (rows.values, rows.scales)
+            tensors += (None, None) if rows is None else (rows.values, rows.scales)
         weights = self.weights
-        return [*found, weights.w1_eCD, weights.w2_eDF, *weights.updates(), *self.index]
+        return [*tensors, weights.w1_eCD, weights.w2_eDF, *weights.updates(), *self.index]
 
     @classmethod
-    def of(cls, tensors: Sequence[Any], dtype: torch.dtype, **more: Any) -> Saved:
-        """Return the record of its `tensors()`; rows count in `dtype`, `more` is of the weights."""
+    def of(cls, tensors: Sequence[Any], dtype: torch.dtype, **weight_fields: Any) -> SavedState:
+        """Return the record of its `tensors()`; rows have `dtype`, weights `weight_fields`."""
         x, x_scales, h, h_scales, *of_weights = tensors
         w1_eCD, w2_eDF, *updates = of_weights[:6]
-        weights = ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF, **more)
+        weights = ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF, **weight_fields)
         weights, index = weights.updated(updates), of_weights[6:]
         rows, hidden = _rows(x, x_scales, dtype), _rows(h, h_scales, dtype)
         return cls(rows, hidden, weights, ExpertIndex(*index))
@@ -72,7 +72,7 @@ def _rows(values: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> R
 
 def differentiate(
     products: Products,
-    saved: Saved,
+    record: SavedState,
     dy: Tensor | Rows,
     wants: Wants,
     *,
@@ -86,9 +86,9 @@ def differentiate(
     # back alike. Gradients that the sinks of w1 and w2 take come back as None. `sender` gets dx and
     # dweights before the gradients of weights.
     gradient = products.dy(dy, unsummed=unsummed, wants=wants)
-    h = saved.h
+    h = record.h
     if h is None:
-        h = products.recompute_h(products.prepare_rows(_present(saved.rows)))
+        h = products.recompute_h(products.prepare_rows(_present(record.rows)))
     dh = dweights_R = dx = dw1 = dw2 = update1 = update2 = None
     if wants.x or wants.w1 or wants.weights or wants.update1:
         dh, dweights_R, a = products.activation_bwd(gradient, h)
@@ -105,9 +105,9 @@ def differentiate(
         dw2 = _put(sinks[1], products.fc2_wgrad, gradient, a)
     del a, gradient
     if wants.update1:
-        update1 = products.fc1_update_grad(products.prepare_rows(_present(saved.rows)), dh)
+        update1 = products.fc1_update_grad(products.prepare_rows(_present(record.rows)), dh)
     if wants.w1:
-        dw1 = _put(sinks[0], products.fc1_wgrad, products.prepare_rows(_present(saved.rows)), dh)
+        dw1 = _put(sinks[0], products.fc1_wgrad, products.prepare_rows(_present(record.rows)), dh)
     if wants.x and sender is None:
         dx = products.fc1_bwd(dh)
         if not unsummed:

@@ -99,7 +99,7 @@ class ProductSource:
     row_ids_R: Tensor | None
     is_finite: bool = False  # also past the last expert's rows, where others may hold anything
 
-    def gathered(self) -> Tensor:
+    def expert_rows(self) -> Tensor:
         """Return rows in expert order."""
         ids_R = self.row_ids_R
         return self.rows if ids_R is None else self.rows.index_select(0, ids_R)
@@ -174,7 +174,7 @@ class GradientSender(Protocol):
 class GradientReceiver(Protocol):
     """A dispatcher's part in the experts' backward: gradients of outputs arrive as FP8 rows."""
 
-    can_take_packed: bool  # the experts' answer, in forward, on every rank the same
+    accepts_packed_grads: bool  # the experts' answer, in forward, on every rank the same
 
     def take(self, dy_RD: Tensor) -> Rows | None:
         """Return the rows for which a gradient stands; None = it is the gradient itself."""
@@ -185,7 +185,7 @@ class Refetch:
     """Brings the source rows once more in backward, in place of keeping them."""
 
     fetch: Callable[..., Rows]  # fetch(*kept) -> the same rows, bit for bit
-    kept: tuple[Tensor, ...]  # what autograd keeps instead
+    tensors: tuple[Tensor, ...]  # what autograd keeps instead
 
 
 @dataclass(frozen=True, slots=True)

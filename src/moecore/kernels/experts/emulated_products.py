@@ -55,7 +55,7 @@ class EmulatedMatmuls(Matmuls):
         )
         self.padded_rows = pad_rows(index.offsets_e, length, recipe.multiple)
         quantise = partial(quantise_emulated, recipe=recipe)
-        unpack = _transpose_packed if self.is_packed else partial(_unpack, recipe)
+        unpack = _transpose_bytes if self.is_packed else partial(_unpack, recipe)
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
@@ -77,11 +77,11 @@ class EmulatedMatmuls(Matmuls):
             return block_scaled_wgrad(
                 dy, x, offsets_e, self.recipe, out=out, adds=adds, dtype=dtype, scale=scale
             )
-        left, right = (x, dy) if role == "w1" else (dy, x)
+        source, other = (x, dy) if role == "w1" else (dy, x)
         grad_eNK = grouped_wgrad(
-            left.values, right.values, offsets_e, transposed=role == "w1", dtype=torch.float32
+            source.values, other.values, offsets_e, transposed=role == "w1", dtype=torch.float32
         )
-        grad_eNK = grad_eNK * (left.scales * right.scales)[:-1, None, None]
+        grad_eNK = grad_eNK * (source.scales * other.scales)[:-1, None, None]
         return put_grad(grad_eNK, target.out, target.adds, dtype, target.scale)
 
     def drop_weights(self) -> None:
@@ -109,8 +109,8 @@ def quantise_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rows: bool = True, columns: bool = True
 ) -> Both:
     """Return one matrix of every expert as the operands of these matmuls. No autograd."""
-    packed = has_block_scaled_kernels(w_eNK.device)
-    return emulated_matrices(w_eNK, recipe, rows=rows, columns=columns, packed=packed)
+    is_packed = has_block_scaled_kernels(w_eNK.device)
+    return emulated_matrices(w_eNK, recipe, rows=rows, columns=columns, packed=is_packed)
 
 
 def _unpack(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
@@ -118,7 +118,7 @@ def _unpack(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
     return unpacked_matrices(matrix, recipe, transposed=is_transposed)
 
 
-def _transpose_packed(matrix: Blocks, is_transposed: bool) -> Blocks:
+def _transpose_bytes(matrix: Blocks, is_transposed: bool) -> Blocks:
     return transposed_matrices(matrix) if is_transposed else matrix
 
 

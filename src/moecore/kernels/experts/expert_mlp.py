@@ -30,7 +30,7 @@ from moecore.base.torch_private import (
     tree_unflatten,
     will_run,
 )
-from moecore.kernels.experts.backward import Saved, differentiate
+from moecore.kernels.experts.backward import SavedState, differentiate
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertWeights,
@@ -77,15 +77,15 @@ class _ExpertMLP(torch.autograd.Function):
         refetch = None if unsummed is None else unsummed.refetch
         ctx.receiver = receiver
         if receiver is not None:
-            receiver.can_take_packed = products.can_take_packed
-        kept = () if refetch is None else refetch.kept
+            receiver.accepts_packed_grads = products.accepts_packed_grads
+        refetch_tensors = () if refetch is None else refetch.tensors
         x = rows if rows.is_kept else x
-        saved = Saved(x if refetch is None else None, h, weights, index)
+        state = SavedState(x if refetch is None else None, h, weights, index)
         matrices: list[Tensor] = []
-        tensors, ctx.pair = saved.tensors(), None
+        tensors, ctx.pair = state.tensors(), None
         if weights.quantised is not None:
             matrices, ctx.pair = tree_flatten(weights.quantised)
-        ctx.save_for_backward(*tensors, *matrices, *kept)
+        ctx.save_for_backward(*tensors, *matrices, *refetch_tensors)
         ctx.ends = (len(tensors), len(tensors) + len(matrices))
         ctx.options, ctx.sinks, ctx.dtype = options, weights.sinks, rows.dtype
         ctx.magnitudes = weights.magnitudes  # `seen` grows in between: autograd must not check it
@@ -98,20 +98,20 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors, (end, kept_from) = ctx.saved_tensors, ctx.ends  # checkpointing unpacks once
-        more: dict[str, Any] = dict(magnitudes=ctx.magnitudes)
+        weight_fields: dict[str, Any] = dict(magnitudes=ctx.magnitudes)
         if ctx.pair is not None:
-            more["quantised"] = tree_unflatten(tensors[end:kept_from], ctx.pair)
-        saved = Saved.of(tensors[:end], ctx.dtype, **more)
+            weight_fields["quantised"] = tree_unflatten(tensors[end:kept_from], ctx.pair)
+        state = SavedState.of(tensors[:end], ctx.dtype, **weight_fields)
         of_x, of_w1, of_w2, of_weights, of_handle, a1, b1, a2, b2, *_ = ctx.needs_input_grad
         of_rows = of_handle if ctx.is_unsummed else of_x
         wants = Wants(of_rows, of_w1, of_w2, of_weights, a1 or b1, a2 or b2)
-        if ctx.fetch is not None and (wants.w1 or wants.update1 or saved.h is None):
-            saved = replace(saved, rows=ctx.fetch(*tensors[kept_from:]))
+        if ctx.fetch is not None and (wants.w1 or wants.update1 or state.h is None):
+            state = replace(state, rows=ctx.fetch(*tensors[kept_from:]))
         arrived = None if ctx.receiver is None else ctx.receiver.take(grads[0])
         if is_plain_eager() and not torch.is_grad_enabled():
-            found = differentiate(
-                make_products(ctx.options, saved.index, saved.weights, ctx.index_cache),
-                saved,
+            grads_of_inputs = differentiate(
+                make_products(ctx.options, state.index, state.weights, ctx.index_cache),
+                state,
                 grads[0].contiguous() if arrived is None else arrived,
                 wants,
                 unsummed=ctx.is_unsummed,
@@ -120,11 +120,22 @@ class _ExpertMLP(torch.autograd.Function):
             )
         else:  # the custom op is what tracers see, and what refuses a second derivative
             dy = grads[0] if arrived is None else arrived.widen()
-            found = traced_backward(dy, saved, ctx.options, ctx.is_unsummed, wants)
-        dx, dhandle = (None, found.x) if ctx.is_unsummed else (found.x, None)
-        of_updates = (*(found.update1 or (None, None)), *(found.update2 or (None, None)))
-        others = (None,) * 6
-        return dx, found.w1, found.w2, found.weights, dhandle, *of_updates, *others
+            grads_of_inputs = traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)
+        dx, dhandle = (None, grads_of_inputs.x) if ctx.is_unsummed else (grads_of_inputs.x, None)
+        of_updates = (
+            *(grads_of_inputs.update1 or (None, None)),
+            *(grads_of_inputs.update2 or (None, None)),
+        )
+        constants = (None,) * 6
+        return (
+            dx,
+            grads_of_inputs.w1,
+            grads_of_inputs.w2,
+            grads_of_inputs.weights,
+            dhandle,
+            *of_updates,
+            *constants,
+        )
 
 
 _ExpertMLP.__name__ = "moecore::expert_mlp"  # in profiles, as the custom op

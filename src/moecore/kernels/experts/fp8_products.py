@@ -120,7 +120,7 @@ class BlockwiseProducts:
         return self._activation(widen_rows(h, self.row_map.num_rows), None)[1]
 
     @property
-    def can_take_packed(self) -> bool:
+    def accepts_packed_grads(self) -> bool:
         """Whether a row is quantised here as it is for its way, and nothing reads it wide."""
         return self.recipe.power_of_two and self.low2.update is None
 

@@ -86,7 +86,7 @@ class TorchMatmuls(Matmuls):
 class GroupedProducts:
     """The contract is `products.Products`; the matmuls are one of the sets in the list above."""
 
-    can_take_packed = False
+    accepts_packed_grads = False
 
     def __init__(
         self,

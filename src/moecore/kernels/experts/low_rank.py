@@ -64,22 +64,22 @@ class LowRankProducts:
         if self._has_kernels:
             ids_R = source.row_ids_R
             return grouped_gemm(source.rows, b_eKN, self._offsets_e, row_ids_R=ids_R)
-        rows_RK = source.gathered()
+        rows_RK = source.expert_rows()
         if not rows_RK.shape[0]:
             return rows_RK.new_empty(0, b_eKN.shape[2])
         return grouped_mm(rows_RK, b_eKN, offs=self._offsets_e)
 
-    def _outer(self, left: ProductSource, right: ProductSource) -> Tensor:
+    def _outer(self, lhs: ProductSource, rhs: ProductSource) -> Tensor:
         """Return the sum of left^T right over each expert's rows, [e, columns, columns]."""
         if self._has_kernels:
             # x, the narrow side of a tile, may be gathered and hold anything past an expert's rows.
-            narrower = right.rows.shape[1] < left.rows.shape[1]
-            swaps = left.is_finite and (narrower or not right.is_finite)
-            x, y = (right, left) if swaps else (left, right)
+            narrower = rhs.rows.shape[1] < lhs.rows.shape[1]
+            swaps = lhs.is_finite and (narrower or not rhs.is_finite)
+            x, y = (rhs, lhs) if swaps else (lhs, rhs)
             how = (x.rows, y.rows, self._offsets_e)
             return grouped_wgrad(*how, row_ids_R=x.row_ids_R, transposed=swaps)
-        left_RM, right_RN = left.gathered(), right.gathered()
-        if not left_RM.shape[0]:
-            shape = (self._offsets_e.shape[0], left_RM.shape[1], right_RN.shape[1])
-            return left_RM.new_zeros(shape)
-        return grouped_mm(left_RM.t(), right_RN, offs=self._offsets_e)
+        lhs_RM, rhs_RN = lhs.expert_rows(), rhs.expert_rows()
+        if not lhs_RM.shape[0]:
+            shape = (self._offsets_e.shape[0], lhs_RM.shape[1], rhs_RN.shape[1])
+            return lhs_RM.new_zeros(shape)
+        return grouped_mm(lhs_RM.t(), rhs_RN, offs=self._offsets_e)

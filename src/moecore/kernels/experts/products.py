@@ -32,7 +32,7 @@ from moecore.kernels.experts.contract import (
 from moecore.kernels.experts.emulated_products import EmulatedMatmuls, quantise_emulated
 from moecore.kernels.experts.fp8_products import BlockwiseProducts, quantise_blockwise
 from moecore.kernels.experts.grouped_products import GroupedProducts, Matmuls, TorchMatmuls
-from moecore.kernels.experts.scaled_products import ScaledMatmuls, quantise_scaled
+from moecore.kernels.experts.scaled_products import ScaledMatmuls, quantise_by_rows
 from moecore.kernels.experts.te_products import TEMatmuls, te_problem
 from moecore.kernels.experts.triton_products import TritonProducts, triton_problem
 from moecore.kernels.rows.e4m3 import BLOCK
@@ -51,7 +51,7 @@ class Products(Protocol):
     index_cache: Any  # computed from the index, for later products of the same options; or None
 
     @property
-    def can_take_packed(self) -> bool:
+    def accepts_packed_grads(self) -> bool:
         """Whether unsummed gradients may come as `pack_rows` packs them, with the same results."""
 
     def prepare_rows(self, rows: Rows) -> Rows:
@@ -72,8 +72,8 @@ class Products(Protocol):
 
     def dy(self, dy: Any, *, unsummed: bool, wants: Wants | None = None) -> Any:
         """Return the gradient of the output, [S, D] or unsummed [R, D], for the verbs below."""
-        # A tensor, or quantised `Rows` where `can_take_packed`. `wants` are the gradients that this
-        # backward computes.
+        # A tensor, or quantised `Rows` where `accepts_packed_grads`. `wants` are the gradients that
+        # this backward computes.
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
         """Return dH, dweights_R and the activation: FC2's input gradient, and through it."""
@@ -99,8 +99,8 @@ class Products(Protocol):
 
 QUANTISE: dict[Scaling, Callable[..., Both]] = {
     "blockwise": quantise_blockwise,
-    "rowwise": quantise_scaled,
-    "tensorwise": quantise_scaled,
+    "rowwise": quantise_by_rows,
+    "tensorwise": quantise_by_rows,
     "mxfp8": quantise_emulated,
     "nvfp4": quantise_emulated,
 }

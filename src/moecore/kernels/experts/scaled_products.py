@@ -49,7 +49,7 @@ class ScaledMatmuls(Matmuls):
         self.recipe, self.offsets_e = recipe, index.offsets_e
         self.has_low_rank_kernels = has_hopper_kernels(index.row_ids_R.device)
         self.magnitudes = weights.magnitudes
-        quantise = partial(quantise_scaled, recipe=recipe)
+        quantise = partial(quantise_by_rows, recipe=recipe)
         self.matrices = QuantisedMatrices(weights, quantise, _unpack)
         # by operand and whether its columns: the layout that was made together with the other one
         self._other_layouts: dict[tuple[Operand, bool], Blocks] = {}
@@ -79,7 +79,7 @@ class ScaledMatmuls(Matmuls):
         if layout is not None:
             return layout
         is_gradient = operand in GRADIENTS
-        makes_both = is_gradient and self._is_wanted(operand, not columns)
+        has_both_layouts = is_gradient and self._is_wanted(operand, not columns)
         amax = new_amax = None
         if self.magnitudes is not None:
             # Forward collects those of X and A.
@@ -91,12 +91,12 @@ class ScaledMatmuls(Matmuls):
         layouts = scaled_rows(
             rows,
             self.offsets_e,
-            self._padded_e if columns or makes_both else None,
+            self._padded_e if columns or has_both_layouts else None,
             per_row=self.recipe.scaling == "rowwise",
             power_of_two=self.recipe.power_of_two,
             fmt=self.recipe.grad_format if is_gradient else "e4m3",
-            rows=makes_both or not columns,
-            columns=makes_both or columns,
+            rows=has_both_layouts or not columns,
+            columns=has_both_layouts or columns,
             amax=amax,
             seen=new_amax,
         )
@@ -117,7 +117,7 @@ class ScaledMatmuls(Matmuls):
         return operand == "dh" and wants.x
 
 
-def quantise_scaled(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:
+def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:
     """Return one matrix of every expert as the operands of these matmuls."""
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return scaled_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.backward import Grads, Saved, differentiate
+from moecore.kernels.experts.backward import Grads, SavedState, differentiate
 from moecore.kernels.experts.contract import (
     LEAVE_OUT,
     ExpertMLPOptions,
@@ -106,11 +106,11 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     h, a = products.fc1(x, keep=args.keep_h)
     # No output is another one's alias, an empty one neither.
     none, no_scales = (args.x_SD.new_empty(0, dtype=dtype) for dtype in (args.dtype, torch.float32))
-    kept = Rows(none) if h is None else h
+    h_rows = Rows(none) if h is None else h
     y = products.fc2(a)
     if not args.unsummed:
         y = sum_rows_plain(y, *products.row_map)
-    return y, kept.values, no_scales if kept.scales is None else kept.scales
+    return y, h_rows.values, no_scales if h_rows.scales is None else h_rows.scales
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,10 +129,10 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
     args = _BackwardInputs(*flat)
     h_scales = args.h_scales if args.h_scales.ndim > 1 else None
     h = _rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
-    saved = Saved(_rows(args.x_SD, args.x_scales, args.dtype), h, _weights(args), _index(args))
-    products = make_products(_options(args), saved.index, saved.weights)
+    state = SavedState(_rows(args.x_SD, args.x_scales, args.dtype), h, _weights(args), _index(args))
+    products = make_products(_options(args), state.index, state.weights)
     wants, dy = Wants(*args.wants), args.dy.contiguous()
-    grads = differentiate(products, saved, dy, wants, unsummed=args.unsummed)
+    grads = differentiate(products, state, dy, wants, unsummed=args.unsummed)
     of_updates = (*(grads.update1 or (None, None)), *(grads.update2 or (None, None)))
     return tuple(dy.new_empty(0) if g is None else g for g in (*grads[:4], *of_updates))
 
@@ -149,8 +149,8 @@ def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     args, h = _Inputs(*inputs), Rows(*output[1:])
-    saved = Saved(Rows(args.x_SD, args.x_scales), h, _weights(args), _index(args))
-    ctx.save_for_backward(*saved.tensors())
+    state = SavedState(Rows(args.x_SD, args.x_scales), h, _weights(args), _index(args))
+    ctx.save_for_backward(*state.tensors())
     ctx.options, ctx.dtype = _options(args), args.dtype
     ctx.is_unsummed, ctx.has_handle = args.unsummed, args.handle is not None
     ctx.mark_non_differentiable(*output[1:])
@@ -165,12 +165,17 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
     of_updates = (needs.a1_erD or needs.b1_eCr, needs.a2_erF or needs.b2_eDr)
     of_x = getattr(needs, leaf)
     wants = Wants(of_x, needs.w1_eCD, needs.w2_eDF, needs.weights_R, *of_updates)
-    saved = Saved.of(ctx.saved_tensors, ctx.dtype)
-    found = traced_backward(dy, saved, ctx.options, ctx.is_unsummed, wants)
-    (a1, b1), (a2, b2) = found.update1 or (None, None), found.update2 or (None, None)
-    of_matrices = dict(w1_eCD=found.w1, w2_eDF=found.w2, weights_R=found.weights)
+    state = SavedState.of(ctx.saved_tensors, ctx.dtype)
+    grads_of_inputs = traced_backward(dy, state, ctx.options, ctx.is_unsummed, wants)
+    (a1, b1), (a2, b2) = (
+        grads_of_inputs.update1 or (None, None),
+        grads_of_inputs.update2 or (None, None),
+    )
+    of_matrices = dict(
+        w1_eCD=grads_of_inputs.w1, w2_eDF=grads_of_inputs.w2, weights_R=grads_of_inputs.weights
+    )
     grads = _Inputs(**of_matrices, a1_erD=a1, b1_eCr=b1, a2_erF=a2, b2_eDr=b2)
-    return grads._replace(**{leaf: found.x})
+    return grads._replace(**{leaf: grads_of_inputs.x})
 
 
 _bwd = Op("expert_mlp_bwd", _backward, _backward_fake, schema=_BACKWARD).custom
@@ -189,22 +194,24 @@ def _refuse_history(weights: ExpertWeights, recipe: Recipe | None) -> None:
 
 
 def traced_backward(
-    dy: Tensor, saved: Saved, options: ExpertMLPOptions, unsummed: bool, wants: Wants
+    dy: Tensor, state: SavedState, options: ExpertMLPOptions, unsummed: bool, wants: Wants
 ) -> Grads:
     """Return the gradients by the custom op; None where not wanted."""
-    weights, index = saved.weights, saved.index
+    weights, index = state.weights, state.index
     _refuse_history(weights, options.recipe)
-    rows = Rows(dy.new_empty(0)) if saved.rows is None else saved.rows
-    h = Rows(dy.new_empty(0)) if saved.h is None else saved.h
+    rows = Rows(dy.new_empty(0)) if state.rows is None else state.rows
+    h = Rows(dy.new_empty(0)) if state.h is None else state.h
     h_scales = dy.new_empty(0) if h.scales is None else h.scales
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.updates(), index.weights_R)
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
-    how: Any = (*_flat(options, dy.dtype), unsummed, list(wants))
-    kept = (rows.values, rows.scales, h.values, h_scales)
-    *grads, a1, b1, a2, b2 = _bwd(*_BackwardInputs(dy, *kept, *matrices, *places, *how))
+    options_flat: Any = (*_flat(options, dy.dtype), unsummed, list(wants))
+    rows_flat = (rows.values, rows.scales, h.values, h_scales)
+    *grads, a1, b1, a2, b2 = _bwd(
+        *_BackwardInputs(dy, *rows_flat, *matrices, *places, *options_flat)
+    )
     grads += [LowRankUpdate(a1, b1), LowRankUpdate(a2, b2)]
-    found = zip(grads, wants, strict=True)
-    return Grads(*(grad if want else None for grad, want in found))
+    pairs = zip(grads, wants, strict=True)
+    return Grads(*(grad if want else None for grad, want in pairs))
 
 
 def traced_expert_mlp(

@@ -56,7 +56,7 @@ GATHER_FIRST: dict[Use, int] = {
 class TritonProducts:
     """The contract is `products.Products`. Kernels for Hopper run where there are row tiles."""
 
-    can_take_packed = False
+    accepts_packed_grads = False
 
     def __init__(
         self,

@@ -51,11 +51,11 @@ def block_scaled_gemm_ref(
 def block_scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, recipe: Recipe) -> Tensor:
     """Return what `block_scaled_wgrad` does, by expert, in fp32. Host sync."""
     x_MW, y_NW = _widened(x), _widened(y)
-    found = [
+    sums = [
         x_MW[:, rows] @ y_NW[:, rows].T * _scale_ref(x, y, i, recipe)
         for i, rows in enumerate(rows_of_experts(offsets_e))
     ]
-    return torch.stack(found)
+    return torch.stack(sums)
 
 
 def _scale_ref(a: Blocks, b: Blocks, expert: int, recipe: Recipe) -> Tensor | float:
@@ -64,12 +64,12 @@ def _scale_ref(a: Blocks, b: Blocks, expert: int, recipe: Recipe) -> Tensor | fl
     return tensor_scales(a.amax[expert], recipe) * tensor_scales(b.amax[expert], recipe)
 
 
-def _widened(packed: Blocks) -> Tensor:
+def _widened(operand: Blocks) -> Tensor:
     """Return fp32 values times the scales of their blocks."""
-    if packed.values.dtype == FP8:
-        wide, scales = packed.values.float(), packed.scales.view(torch.float8_e8m0fnu).float()
+    if operand.values.dtype == FP8:
+        wide, scales = operand.values.float(), operand.scales.view(torch.float8_e8m0fnu).float()
     else:
-        wide, scales = unpacked_e2m1(packed.values), packed.scales.float()
+        wide, scales = unpacked_e2m1(operand.values), operand.scales.float()
     for dim in (-2, -1):
         scales = scales.repeat_interleave(wide.shape[dim] // max(scales.shape[dim], 1), dim)
     return wide * scales
@@ -213,8 +213,8 @@ def block_scaled_grouped_wgrad_kernel(
 
 def _constants(operand: Blocks, recipe: Recipe) -> dict[str, Any]:
     P = 1 if operand.values.dtype == FP8 else 2
-    how = {"FORMAT": "e4m3" if P == 1 else "e2m1", "POWER_OF_TWO": recipe.power_of_two}
-    return {**how, "P": P, "B": recipe.multiple, "BLOCK_K": BYTES_K * P, **PROGRAM}
+    formats = {"FORMAT": "e4m3" if P == 1 else "e2m1", "POWER_OF_TWO": recipe.power_of_two}
+    return {**formats, "P": P, "B": recipe.multiple, "BLOCK_K": BYTES_K * P, **PROGRAM}
 
 
 def block_scaled_gemm(
@@ -234,16 +234,16 @@ def block_scaled_gemm(
     out_RN = a.values.new_empty(R, N, dtype=dtype)
     if not R:
         return out_RN
-    how = _constants(a, recipe)
+    constants = _constants(a, recipe)
     launch(
         block_scaled_grouped_gemm_kernel,
         num_sms(a.values.device),
         *(a.values, a.scales, a.amax, b.values, b.scales, b.amax, offsets_e, out_RN),
-        *(e, N, bytes_K * how["P"]),
+        *(e, N, bytes_K * constants["P"]),
         B_ROWS=N // b.scales.shape[1],
         E_POW2=next_power_of_2(e),
         GROUP=GROUP_M,
-        **how,
+        **constants,
     )
     return out_RN
 
@@ -274,13 +274,13 @@ def block_scaled_wgrad(
     """
     (M, bytes_W), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out = x.scales.new_empty(e, M, N, dtype=dtype or torch.float32) if out is None else out
-    how = _constants(x, recipe)
+    constants = _constants(x, recipe)
     launch(
         block_scaled_grouped_wgrad_kernel,
         num_sms(x.values.device),
         *(x.values, x.scales, x.amax, y.values, y.scales, y.amax, offsets_e, out),
-        *(e, M, N, bytes_W * how["P"], scale),
+        *(e, M, N, bytes_W * constants["P"], scale),
         ADD=adds,
-        **how,
+        **constants,
     )
     return out

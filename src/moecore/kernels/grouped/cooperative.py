@@ -123,22 +123,22 @@ def _activate(
     ACT: gl.constexpr = CONST.ACT
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    out_smem, staged, taken = stage
+    out_smem, staged, released = stage
     parity = 0
     for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
         _, first, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
         column = n * HALF_N
         for group in gl.static_range(2):
             hopper.mbarrier.wait(staged.index(group), parity)
-            is_whole = (first + (group + 1) * HALF_M <= end) & (column + HALF_N <= N)
+            is_full = (first + (group + 1) * HALF_M <= end) & (column + HALF_N <= N)
             for i in gl.static_range(HALF_M // ROWS):
                 row = first + group * HALF_M + i * ROWS
                 gate = out_smem.index(group).slice(i * ROWS, ROWS, 0).load(layout)
                 up = out_smem.index(group + 2).slice(i * ROWS, ROWS, 0).load(layout)
                 if i == HALF_M // ROWS - 1:
                     thread_barrier()  # all have read the last rows
-                    hopper.mbarrier.arrive(taken.index(group), count=1)
-                if not is_whole:
+                    hopper.mbarrier.arrive(released.index(group), count=1)
+                if not is_full:
                     store_part(h_ptr, gate, row, end, column, N, 2 * N)
                     store_part(h_ptr + N, up, row, end, column, N, 2 * N)
                 rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -196,8 +196,8 @@ def _consume(
         if CONST.ACT is not None:
             column = n * HALF_N
             gate, up = halves(out)
-            staged, taken = stage[1], stage[2]
-            hopper.mbarrier.wait(taken.index(GROUP), parity)
+            staged, released = stage[1], stage[2]
+            hopper.mbarrier.wait(released.index(GROUP), parity)
             parity = 1 - parity
             begin_staging()
             out_smem.index(GROUP).store(gate)
@@ -214,11 +214,11 @@ def _consume(
             tma_store(out_desc, [row, n * BLOCK_N], out_smem.index(GROUP))
         else:
             wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-            left, right = halves(out)
+            lower, upper = halves(out)
             column = n * BLOCK_N
-            store_part(out_ptr, gl.convert_layout(left, wide), row, end, column, N, N)
+            store_part(out_ptr, gl.convert_layout(lower, wide), row, end, column, N, N)
             column += HALF_N
-            store_part(out_ptr, gl.convert_layout(right, wide), row, end, column, N, N)
+            store_part(out_ptr, gl.convert_layout(upper, wide), row, end, column, N, N)
     hopper.tma.store_wait(0)
 
 

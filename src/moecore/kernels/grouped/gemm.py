@@ -82,10 +82,10 @@ class TileConfig:
 
 # H200: "grouped GEMM tiles" in docs/findings/kernels.md. The interpreter wants few, small tiles.
 CONTIGUOUS = TileConfig(flatten=True, epilogue_parts=2)
-GATHERED = TileConfig()
+GATHER = TileConfig()
 # Few columns: a product reads its rows, and does little else. Not measured.
 NARROW = TileConfig(block_n=64, num_stages=4, num_warps=4, flatten=True)
-NARROW_GATHERED = TileConfig(block_n=64, num_stages=4, num_warps=4)
+NARROW_GATHER = TileConfig(block_n=64, num_stages=4, num_warps=4)
 WIDE = TileConfig(
     block_n=128, num_stages=2, epilogue_parts=2
 )  # a short sum, and the old output; or fp32
@@ -208,9 +208,9 @@ def _grouped_gemm_fwd_kernel(
             _store(out_ptr, out, rows, in_rows, column, N, N, ADD)
         else:
             halves = tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-            left, right = tl.split(halves)
-            _store(out_ptr, left, rows, in_rows, column, N, N, ADD)
-            _store(out_ptr, right, rows, in_rows, column + BLOCK_N // 2, N, N, ADD)
+            lower, upper = tl.split(halves)
+            _store(out_ptr, lower, rows, in_rows, column, N, N, ADD)
+            _store(out_ptr, upper, rows, in_rows, column + BLOCK_N // 2, N, N, ADD)
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -341,7 +341,7 @@ def grouped_gemm_activation(
     h_RC, a_RF = x_SD.new_empty(R, C), x_SD.new_empty(R, F)
     if not R or not x_SD.shape[0]:
         return h_RC, a_RF
-    c = SMALL if INTERPRET else GATHERED
+    c = SMALL if INTERPRET else GATHER
     w1_desc = descriptor(w1_eCD.view(2 * e, F, D), (2, c.block_n // 2, c.block_k))
     launch(
         _grouped_gemm_activation_fwd_kernel,
@@ -358,8 +358,8 @@ def _config(gather: bool, narrow: bool, wide: bool) -> TileConfig:
     if wide:
         return WIDE
     if narrow:
-        return NARROW_GATHERED if gather else NARROW
-    return GATHERED if gather else CONTIGUOUS
+        return NARROW_GATHER if gather else NARROW
+    return GATHER if gather else CONTIGUOUS
 
 
 def _shared(c: TileConfig, num_experts: int) -> dict[str, int]:

@@ -164,9 +164,9 @@ def _store(
     ACT: gl.constexpr = CONST.ACT
     da_smem, h_desc, h_smem, arrived = stage
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    left, right = halves(total_MN.to(dtype))
-    part0, part1 = halves(left)
-    part2, part3 = halves(right)
+    lower, upper = halves(total_MN.to(dtype))
+    part0, part1 = halves(lower)
+    part2, part3 = halves(upper)
     da_smem.index(0).store(part0)
     da_smem.index(1).store(part1)
     da_smem.index(2).store(part2)
@@ -187,11 +187,11 @@ def _store(
         gate = h_smem.index(i % 2 * 2).load(layout)
         up = h_smem.index(i % 2 * 2 + 1).load(layout)
         thread_barrier()  # all have read the slot
-        is_own = i < 2
-        if is_own or has_next:
-            coming_row = gl.where(is_own, row, next_row)
-            coming = gl.where(is_own, column, next_column) + (i + 2) % 4 * PART
-            _fetch_h(h_desc, h_smem, arrived, i % 2, coming_row, coming, F)
+        is_this_tile = i < 2
+        if is_this_tile or has_next:
+            coming_row = gl.where(is_this_tile, row, next_row)
+            next_start = gl.where(is_this_tile, column, next_column) + (i + 2) % 4 * PART
+            _fetch_h(h_desc, h_smem, arrived, i % 2, coming_row, next_start, F)
         gate, up = gate.to(gl.float32), up.to(gl.float32)
         a, da_dgate, da_dup = activate_with_gradients(gate, up, ACT)
         da = da_smem.index(i).load(layout).to(gl.float32)
@@ -328,16 +328,16 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     num_n = gl.cdiv(N, BLOCK_N)
     tiles = RowTiling(map_ptr, gl.load(map_ptr), num_n)
     outputs = (weights_ptr, out_ptr, dh_ptr, dweights_ptr)
-    summed = K
+    sum_length = K
     if CONST.ADDEND:
         addend = (u_desc, m_desc, rank)
-        summed = gl.cdiv(K, BLOCK_K) * BLOCK_K + rank
+        sum_length = gl.cdiv(K, BLOCK_K) * BLOCK_K + rank
     else:
         addend = ()  # type: ignore[assignment]
     gl.warp_specialize(
         [
-            (_consume, (0, turns, stage, ring, tiles, outputs, R, summed, N, CONST)),
-            (_consume, (1, turns, stage, ring, tiles, outputs, R, summed, N, CONST)),
+            (_consume, (0, turns, stage, ring, tiles, outputs, R, sum_length, N, CONST)),
+            (_consume, (1, turns, stage, ring, tiles, outputs, R, sum_length, N, CONST)),
             (_produce, (a_ptr, a_desc, b_desc, row_ids_ptr, addend, ring, tiles, K, CONST)),
         ],
         [4, 4],
@@ -375,11 +375,11 @@ def _finish_bwd_kernel(
             tl.store(at, tl.zeros([BLOCK], a_ptr.dtype.element_ty), in_a)
     else:
         rows = (pid - CLEARED) * BLOCK + tl.arange(0, BLOCK)
-        used = rows < num_rows
+        in_use = rows < num_rows
         total = tl.zeros([BLOCK], tl.float32)
         part = parts_ptr + rows
         for _ in range(num_parts):
-            total += tl.load(part, mask=used, other=0.0)
+            total += tl.load(part, mask=in_use, other=0.0)
             part += R
         tl.store(dweights_ptr + rows, total, mask=rows < R)
 
@@ -435,12 +435,12 @@ def pingpong_activation_bwd(
     w2_desc = gluon_descriptor(w2_eDF, (BLOCK_K, BLOCK_N))
     h_desc = gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4))
     rows = (row_ids_R if gathers else tiles.map, tiles.map, weights_R, h_desc)
-    more: tuple[Any, ...] = (None, None, None)
+    addend_args: tuple[Any, ...] = (None, None, None)
     if addend is not None:
         u_Rr, m_erF = addend
         u_desc = gluon_descriptor(u_Rr, (BLOCK_M, BLOCK_K))
-        more = (u_desc, gluon_descriptor(m_erF, (BLOCK_K, BLOCK_N)), u_Rr.shape[1])
-    args = (dy, dy_desc, w2_desc, *rows, a_RF, dh_RC, parts, *more, R, D, F)
+        addend_args = (u_desc, gluon_descriptor(m_erF, (BLOCK_K, BLOCK_N)), u_Rr.shape[1])
+    args = (dy, dy_desc, w2_desc, *rows, a_RF, dh_RC, parts, *addend_args, R, D, F)
     launch(sm90_bf16_grouped_nn_act_bwd_kernel, num_sms(dy.device), *args, CONST=const, num_warps=4)
     ends = (parts, offsets_e, dweights_R, dh_RC, a_RF, offsets_e.shape[0], R, F, parts.shape[0])
     grid = CLEARED_ROWS + cdiv(R, ROWS_PER_SUM)

@@ -111,8 +111,8 @@ def scaled_rows_ref(
 ) -> Both:
     """Return what `scaled_rows` returns, in plain PyTorch; rows past the last one are zeros."""
     R, D = x_RD.shape
-    padded = pad_rows(offsets_e, R)
-    is_used = padded.expert_R < offsets_e.shape[0]
+    layout = pad_rows(offsets_e, R)
+    is_used = layout.expert_R < offsets_e.shape[0]
     x_RD = torch.where(is_used[:, None], x_RD.detach(), 0).float()
     if seen is not None and R:
         add_seen_ref_(x_RD, seen)
@@ -125,12 +125,12 @@ def scaled_rows_ref(
         values, scales = quantise_ref(x_RD, -1, power_of_two, fmt, amax)
         of_rows = Blocks(values, scales.flatten().expand(R).contiguous(), "row")
     if columns:
-        amax_eD = _amax_of_columns(x_RD, padded) if amax is None else amax
+        amax_eD = _amax_of_columns(x_RD, layout) if amax is None else amax
         amax_eD = amax_eD.expand(offsets_e.shape[0] + 1, D)
         scales_eD, inverse_eD = block_scale_ref(amax_eD.contiguous(), power_of_two, LARGEST[fmt])
-        values_RD = encode_ref(x_RD, inverse_eD[padded.expert_R], fmt)
-        values_PD = x_RD.new_zeros(padded.length + 1, D, dtype=torch.uint8)
-        values_PD.index_copy_(0, padded.place_R, values_RD.view(torch.uint8))
+        values_RD = encode_ref(x_RD, inverse_eD[layout.expert_R], fmt)
+        values_PD = x_RD.new_zeros(layout.length + 1, D, dtype=torch.uint8)
+        values_PD.index_copy_(0, layout.place_R, values_RD.view(torch.uint8))
         values_DP = values_PD[:-1].T.contiguous().view(DTYPES[fmt])
         of_columns = Blocks(values_DP, scales_eD[:-1].contiguous(), "row")
     return Both(of_rows, of_columns)
@@ -143,14 +143,14 @@ def amax_of_rows(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
     """
     if has_kernel(x_RD):
         return amax_parts(x_RD if x_RD.stride(1) == 1 else x_RD.contiguous(), offsets_e, past)
-    used = torch.arange(len(x_RD), device=x_RD.device) < offsets_e[-1]
-    return past_or_own_ref(past, amax_ref(torch.where(used[:, None], x_RD.detach(), 0)))
+    is_used = torch.arange(len(x_RD), device=x_RD.device) < offsets_e[-1]
+    return past_or_own_ref(past, amax_ref(torch.where(is_used[:, None], x_RD.detach(), 0)))
 
 
-def _amax_of_columns(x_RD: Tensor, padded: PaddedRows) -> Tensor:
+def _amax_of_columns(x_RD: Tensor, layout: PaddedRows) -> Tensor:
     """Return the largest magnitudes of each expert's columns, and of rows of none."""
-    expert_RD = padded.expert_R[:, None].expand_as(x_RD)
-    none_eD = x_RD.new_zeros(padded.offsets_e.shape[0] + 1, x_RD.shape[1])
+    expert_RD = layout.expert_R[:, None].expand_as(x_RD)
+    none_eD = x_RD.new_zeros(layout.offsets_e.shape[0] + 1, x_RD.shape[1])
     return none_eD.scatter_reduce_(0, expert_RD, magnitude_ref(x_RD), "amax")
 
 
@@ -158,16 +158,16 @@ def scaled_matrices_ref(
     w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> Both:
     """Return what `scaled_matrices` returns, in plain PyTorch."""
-    found: list[Blocks | None] = []
-    for wanted, dim in ((rows, 2), (columns, 1)):
-        made = None
-        if wanted:
+    operands: list[Blocks | None] = []
+    for is_requested, dim in ((rows, 2), (columns, 1)):
+        operand = None
+        if is_requested:
             values, scales = quantise_ref(w_eND, dim if per_row else (1, 2), power_of_two)
             values = values if dim == 2 else values.transpose(1, 2).contiguous()
             scales = scales.flatten(1).expand(values.shape[:2]).contiguous()
-            made = Blocks(values, scales, "row")
-        found.append(made)
-    return Both(*found)
+            operand = Blocks(values, scales, "row")
+        operands.append(operand)
+    return Both(*operands)
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -183,9 +183,9 @@ def pad_offsets_kernel(
     exists = experts < num_experts
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
     starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
-    padded = tl.cdiv(tl.maximum(ends - starts, 1), MULTIPLE) * MULTIPLE
-    padded = tl.cumsum(tl.where(exists, padded, 0), 0)
-    tl.store(padded_ptr + experts, padded, mask=exists)
+    sizes = tl.cdiv(tl.maximum(ends - starts, 1), MULTIPLE) * MULTIPLE
+    sizes = tl.cumsum(tl.where(exists, sizes, 0), 0)
+    tl.store(padded_ptr + experts, sizes, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_experts", "N"])
@@ -206,7 +206,7 @@ def cast_of_experts_kernel(
     stride,
     P,  # length of the columns
     PARTS: tl.constexpr,
-    GIVEN: tl.constexpr,  # the amax is of other rows
+    HAS_AMAX: tl.constexpr,  # the amax is of other rows
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     E_POW2: tl.constexpr,
@@ -230,7 +230,7 @@ def cast_of_experts_kernel(
             largest = magnitude(x)
             largest = tl.where(largest < float("inf"), largest, 0.0)
             tl.atomic_max(seen_ptr, tl.max(tl.max(largest, 1), 0))
-        if GIVEN:  # else an infinity is its scale's
+        if HAS_AMAX:  # else an infinity is its scale's
             x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
         if PARTS:
             of_all = amax_ptr
@@ -253,8 +253,8 @@ def cast_of_experts_kernel(
                 amax = tl.load(of_columns, mask=is_column, other=0.0)
                 scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
             tl.store(column_scales_ptr + expert * D + d, scale, mask=is_column & (first == 0))
-            scaled = tl.where(is_row[:, None], x * inverse[None, :], 0.0)
-            value = tl.trans(to_fp8(scaled, columns_ptr, E5M2, INTERPRETED))
+            quotient = tl.where(is_row[:, None], x * inverse[None, :], 0.0)
+            value = tl.trans(to_fp8(quotient, columns_ptr, E5M2, INTERPRETED))
             if padded_ptr is None:
                 to, place, stop = columns_ptr + expert * D * P, first + lane, P
             else:
@@ -289,18 +289,18 @@ class _Unquantised(NamedTuple):
 
     def cast(self, out: Both, amax: Tensor | None, seen: Tensor | None) -> Both:
         """Write operands."""
-        x, offsets_e, e, how = self.x, self.offsets_e, self.num_experts, self.how
-        stored = [t for side in out for t in parts_of(side)]
+        x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
+        outputs = [t for side in out for t in parts_of(side)]
         if INTERPRET:
-            stored = [stored_as_bytes(t) for t in stored]
+            outputs = [stored_as_bytes(t) for t in outputs]
         (N, D), R, stride = x.shape[-2:], x.shape[:-1].numel(), x.stride(-2)
         if self.per_row and out.columns is None and amax is None and seen is None:
-            cast_rows(x, offsets_e, stored[0], stored[1], R, D, stride, e, **how)
+            cast_rows(x, offsets_e, outputs[0], outputs[1], R, D, stride, e, **formats)
             return out
         tiles = cdiv(R, BLOCK) + e if offsets_e is not None else e * cdiv(N, BLOCK)
         grid, sizes = tiles * cdiv(D, BLOCK), (e, N, R, D, stride)
         shared = dict(E_POW2=next_power_of_2(e), BLOCK=BLOCK, num_warps=NUM_WARPS)
-        given, parts = amax is not None, 0
+        has_amax, parts = amax is not None, 0
         if amax is None and self.per_row:
             has_rows = out.rows is not None
             amax = torch.zeros(R * has_rows + e * D, device=x.device)
@@ -313,17 +313,17 @@ class _Unquantised(NamedTuple):
         launch(
             cast_of_experts_kernel,
             grid,
-            *(x, offsets_e, self.padded_e, amax, seen, *stored, *sizes, P),
+            *(x, offsets_e, self.padded_e, amax, seen, *outputs, *sizes, P),
             PARTS=parts,
-            GIVEN=given,
-            **how,
+            HAS_AMAX=has_amax,
+            **formats,
             **shared,
             INTERPRETED=INTERPRET,
         )
         return out
 
     @property
-    def how(self) -> dict[str, Any]:
+    def formats(self) -> dict[str, Any]:
         """Return the format as kernels take it."""
         return dict(E5M2=self.fmt == "e5m2", POWER_OF_TWO=self.power_of_two)
 
@@ -363,10 +363,10 @@ def scaled_rows(
     Returns:
         Rows past the last expert's, and columns past `padded_e`'s last, are uninitialised.
     """
-    how: dict[str, Any] = dict(per_row=per_row, power_of_two=power_of_two, fmt=fmt)
+    formats: dict[str, Any] = dict(per_row=per_row, power_of_two=power_of_two, fmt=fmt)
     if not has_kernel(x_RD):
-        how |= dict(rows=rows, columns=columns, amax=amax, seen=seen)
-        return scaled_rows_ref(x_RD, offsets_e, **how)
+        formats |= dict(rows=rows, columns=columns, amax=amax, seen=seen)
+        return scaled_rows_ref(x_RD, offsets_e, **formats)
     x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
     (R, D), e = x_RD.shape, offsets_e.shape[0]
     length = cdiv(R, ALIGNED) * ALIGNED + e * ALIGNED
@@ -374,7 +374,7 @@ def scaled_rows(
         _empty(x_RD, fmt, (R, D), (R,)) if rows else None,
         _empty(x_RD, fmt, (D, length), (e, D)) if columns else None,
     )
-    return _Unquantised(x_RD, offsets_e, padded_e, e, **how).cast(out, amax, seen)
+    return _Unquantised(x_RD, offsets_e, padded_e, e, **formats).cast(out, amax, seen)
 
 
 def scaled_matrices(
@@ -385,13 +385,13 @@ def scaled_matrices(
     w_eND is bf16, fp16 or fp32; N and D are multiples of 16. `rows` and `columns` are the layouts
     that are made, with scales [e, N] and [e, D]. No autograd, no host sync.
     """
-    how: dict[str, Any] = dict(per_row=per_row, power_of_two=power_of_two)
+    formats: dict[str, Any] = dict(per_row=per_row, power_of_two=power_of_two)
     w_eND = w_eND.detach().contiguous()
     if not has_kernel(w_eND):
-        return scaled_matrices_ref(w_eND, **how, rows=rows, columns=columns)
+        return scaled_matrices_ref(w_eND, **formats, rows=rows, columns=columns)
     e, N, D = w_eND.shape
     out = Both(
         _empty(w_eND, "e4m3", (e, N, D), (e, N)) if rows else None,
         _empty(w_eND, "e4m3", (e, D, N), (e, D)) if columns else None,
     )
-    return _Unquantised(w_eND, None, None, e, **how).cast(out, None, None)
+    return _Unquantised(w_eND, None, None, e, **formats).cast(out, None, None)

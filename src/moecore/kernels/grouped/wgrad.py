@@ -106,8 +106,8 @@ def _gather(
             source = gl.convert_layout(ids0, row_layout).to(gl.int64)
             ids0 = ids1
             ids1 = ids2
-            ahead = row + 3 * BLOCK_K
-            ids2 = gl.load(ids + ahead, mask=ahead + id_in_step < end, other=0)
+            next_row = row + 3 * BLOCK_K
+            ids2 = gl.load(ids + next_row, mask=next_row + id_in_step < end, other=0)
             x = x_ptr + (source * M)[:, None] + (m * BLOCK_M + columns)[None, :]
             mask = (row + in_step < end)[:, None] & (m * BLOCK_M + columns < M)[None, :]
             slot, bar = begin_stage(ring, step, y_desc.block_type.nbytes)
@@ -164,9 +164,9 @@ def _add_to(
 def _add_tile(out_ptr, total_MN, m, n, M, N, TRANSPOSED: gl.constexpr):
     """Add a tile to global memory in four parts, so that the staging buffer stays small."""
     PART: gl.constexpr = total_MN.shape[1] // 4
-    left, right = halves(total_MN)
-    part0, part1 = halves(left)
-    part2, part3 = halves(right)
+    lower, upper = halves(total_MN)
+    part0, part1 = halves(lower)
+    part2, part3 = halves(upper)
     row = m * total_MN.shape[0]
     column = n * total_MN.shape[1]
     for i in gl.static_range(4):
@@ -232,11 +232,11 @@ def _consume(
             expert_out = out_ptr + expert.to(gl.int64) * M * N
             _add_tile(expert_out, total_MN, m, n, M, N, TRANSPOSED)
         elif WIDE:
-            left, right = halves(total_MN)
+            lower, upper = halves(total_MN)
             row, column = m * BLOCK_M, n * BLOCK_N
-            store_weight_block(out_desc, out_smem, left, expert, row, column, TRANSPOSED)
+            store_weight_block(out_desc, out_smem, lower, expert, row, column, TRANSPOSED)
             column += BLOCK_N // 2
-            store_weight_block(out_desc, out_smem, right, expert, row, column, TRANSPOSED)
+            store_weight_block(out_desc, out_smem, upper, expert, row, column, TRANSPOSED)
         else:
             row, column = m * BLOCK_M, n * BLOCK_N
             store_weight_block(out_desc, out_smem, total_MN, expert, row, column, TRANSPOSED)
@@ -350,8 +350,8 @@ def grouped_wgrad(
     """
     if not has_hopper_kernels(x.device):
         x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
-        left, right = (y_RN, x_RM) if transposed else (x_RM, y_RN)
-        return put_grad(grouped_mm(left.t(), right, offs=offsets_e), out, adds, dtype, scale)
+        lhs, rhs = (y_RN, x_RM) if transposed else (x_RM, y_RN)
+        return put_grad(grouped_mm(lhs.t(), rhs, offs=offsets_e), out, adds, dtype, scale)
     x, y_RN = _aligned(x), _aligned(y_RN)
     (M, N), e = (x.shape[1], y_RN.shape[1]), offsets_e.shape[0]
     shape = (e, N, M) if transposed else (e, M, N)

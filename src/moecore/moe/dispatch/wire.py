@@ -77,13 +77,13 @@ class Receiver:
     """A `GradientReceiver`: what autograd carries then is a handle, which nobody may read."""
 
     def __init__(self) -> None:
-        self.can_take_packed = False
+        self.accepts_packed_grads = False
         self.next: GradientReceiver | None = None  # of the leg behind this one, which experts know
         self._came: tuple[Tensor, Rows] | None = None
 
     def bring(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Return what stands for the packed rows that `send` brings; None = send them wide."""
-        if not (self.next or self).can_take_packed:
+        if not (self.next or self).accepts_packed_grads:
             return None
         came_RW = send(pack_rows(dy_TD.contiguous()))
         rows = Rows.from_packed(came_RW, dy_TD.shape[1], dy_TD.dtype)
