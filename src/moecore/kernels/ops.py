@@ -7,13 +7,14 @@ eager code a call costs more host time than a launch: about three times that of 
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from moecore.base.torch_private import is_inside, is_plain_eager
 
+Out = TypeVar("Out")
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -27,7 +28,7 @@ def keep(tensors: slice, others: slice = slice(0)) -> Callable[..., None]:
     return save
 
 
-class Op:
+class Op(Generic[Out]):
     """One operation, registered as `moecore::<name>` and called with positional arguments.
 
     The same bits, the same saved tensors and the same errors, whichever way a call takes.
@@ -49,7 +50,7 @@ class Op:
     def __init__(
         self,
         name: str,
-        forward: Callable[..., Any],
+        forward: Callable[..., Out],
         fake: Callable[..., Any],
         *,
         save: Callable[..., None] | None = None,
@@ -58,19 +59,20 @@ class Op:
         schema: str | None = None,
     ) -> None:
         assert not (mutates_args and backward), name
-        how: dict[str, Any] = dict(mutates_args=mutates_args, schema=schema)
-        registered = torch.library.custom_op(f"moecore::{name}", forward, **how)
+        registered: Any = torch.library.custom_op(
+            f"moecore::{name}", forward, mutates_args=mutates_args, schema=schema
+        )
         registered.register_fake(fake)
-        self._function: type[torch.autograd.Function] | None = None
+        self._apply: Callable[..., Out] | None = None
         if backward is not None:
             registered.register_autograd(backward, setup_context=save)
-            self._function = _function(name, forward, save, backward)
-        self.custom: Callable[..., Any] = getattr(torch.ops.moecore, name).default
+            self._apply = _function(name, forward, save, backward).apply
+        self.custom: Callable[..., Out] = getattr(torch.ops.moecore, name).default
         self._forward = forward
         parameters = list(inspect.signature(forward).parameters)
         self._mutated = [parameters.index(arg) for arg in mutates_args]
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> Out:
         """Return what `forward` returns."""
         if not is_plain_eager():
             return self.custom(*args)
@@ -82,7 +84,7 @@ class Op:
                 is_recorded = is_recorded or arg.requires_grad
         if is_recorded and torch.is_grad_enabled():
             # Without a backward it is the custom op that refuses, once a gradient is asked for.
-            return self.custom(*args) if self._function is None else self._function.apply(*args)
+            return self.custom(*args) if self._apply is None else self._apply(*args)
         if self._mutated:
             mutated = [args[i] for i in self._mutated if args[i] is not None]
             if mutated:
