@@ -130,7 +130,7 @@ def bench_moves(
 
 def rounded(x_TD: Tensor) -> Tensor:
     """Return tokens that travel as FP8 without another rounding."""
-    return Rows.from_packed(pack_rows(x_TD), x_TD.shape[1], x_TD.dtype).widen()
+    return Rows.from_bytes(pack_rows(x_TD), x_TD.shape[1], x_TD.dtype).widen()
 
 
 def sum_combine_call(

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from moecore.base import te_names
 from moecore.base.options.precision import Recipe
 from moecore.kernels.rows.e4m3 import magnitude_ref
-from moecore.kernels.rows.microscaled import emulated, emulated_matrices
+from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import quantise_mxfp8
 from moecore.kernels.rows.scaling import DTYPES, LARGEST, quantise_ref
 
@@ -178,10 +178,10 @@ class NVFP4Quantizer(Quantizer):
         """Return the numbers; over rows those of the transformed matrix."""
         assert x.dtype == torch.bfloat16 or not self.recipe.hadamard
         if self.is_square:
-            made = emulated_matrices(x[None], self.recipe, columns=False).rows
+            made = quantise_microscaled_matrices(x[None], self.recipe, columns=False).rows
             assert made is not None
             return made.values[0] * made.scales
-        made = emulated(x, self.recipe, over_rows=over_rows, is_gradient=True)
+        made = quantise_microscaled(x, self.recipe, over_rows=over_rows, is_gradient=True)
         return made.values * made.scales
 
 

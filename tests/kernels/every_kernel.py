@@ -43,8 +43,8 @@ from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
-from moecore.kernels.rows.microscaled import emulated, emulated_matrices
-from moecore.kernels.rows.move import copy_used, gather_rows
+from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
+from moecore.kernels.rows.move import copy_first_rows, gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
 from moecore.kernels.rows.pages import PageLayout, copy_rows, take_rows
 from moecore.kernels.rows.quantised import (
@@ -186,7 +186,7 @@ def run_quantised(device: str, index: Any) -> None:
     gather_row_blocks(rows, index.row_ids_R, index.slots_SK, index.num_rows)
     tile_tokens(rows, index.row_ids_R, tiles)
     quantise_weights(x_TD.new_zeros(2, 128, 256), **how)
-    copy_used(*torch.zeros(2, R, 64, dtype=torch.uint8, device=device), index.num_rows)
+    copy_first_rows(*torch.zeros(2, R, 64, dtype=torch.uint8, device=device), index.num_rows)
     run_pages(device, index)
     widen_rows(rows, index.num_rows.clamp(max=rows.values.shape[0]))
     h_RC = torch.randn(R, 512, device=device, dtype=torch.bfloat16)
@@ -207,8 +207,10 @@ def run_quantised(device: str, index: Any) -> None:
     for recipe in (Recipe(scaling="mxfp8"), Recipe(scaling="nvfp4")):
         for packed in (False, True):
             for over_rows in (False, True):
-                emulated(x_TD[:, 32:], recipe, over_rows=over_rows, is_gradient=True, packed=packed)
-            emulated_matrices(x_TD[None, :32], recipe, packed=packed)
+                quantise_microscaled(
+                    x_TD[:, 32:], recipe, over_rows=over_rows, is_gradient=True, pack=packed
+                )
+            quantise_microscaled_matrices(x_TD[None, :32], recipe, pack=packed)
     run_block_scaled(x_TD)
     part = torch.randn(2, 24, 144, device=device)
     place = PartOfMatrix.of(torch.Size([2, 80, 144]), 1, 56, 24)
@@ -226,8 +228,10 @@ def run_quantised(device: str, index: Any) -> None:
 def run_block_scaled(x_TD: Tensor) -> None:
     """Products of one group, in bf16 where a GPU multiplies no scales."""
     recipe = Recipe(scaling="mxfp8")
-    rows, columns = (emulated(x_TD, recipe, over_rows=i, packed=True) for i in (False, True))
-    matrix = emulated_matrices(x_TD[None, :32], recipe, packed=True).rows
+    rows, columns = (
+        quantise_microscaled(x_TD, recipe, over_rows=i, pack=True) for i in (False, True)
+    )
+    matrix = quantise_microscaled_matrices(x_TD[None, :32], recipe, pack=True).rows
     assert matrix is not None
     T, W = (torch.full((1,), n, device=x_TD.device).int() for n in (len(x_TD), 64))
     block_scaled_gemm(rows, matrix, T, recipe, torch.bfloat16)

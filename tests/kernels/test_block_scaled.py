@@ -21,7 +21,7 @@ from moecore.kernels.experts.products import products_problem, quantise_matrices
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
-from moecore.kernels.rows.scaling import Both
+from moecore.kernels.rows.scaling import OperandPair
 from moecore.precision import emulated
 from moecore.precision.apply import linear_products
 from moecore.precision.linear import LinearCall
@@ -112,7 +112,7 @@ def test_ways_of_keeping_and_gathered_matrices_give_the_same_bits(
     assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
     pairs = [tuple(quantise_matrices(leaves[n], recipe) for n in ("w1", "w2"))]
     if recipe.gathers:
-        pairs.append(tuple(Both(pair.rows, None) for pair in pairs[0]))
+        pairs.append(tuple(OperandPair(pair.rows, None) for pair in pairs[0]))
     index = rows_of(ids, leaves["weights"], 5)
     for pair in pairs:
         given: Any = dict(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], quantised=pair)
@@ -169,7 +169,9 @@ def test_gathered_linears_have_the_bits(name: str, device: str, by_reference: No
         return
     torch.manual_seed(0)
     weight = torch.randn(96, 64, device=device)
-    rows = microscaled.emulated_matrices(weight[None], recipe, columns=False, packed=True).rows
+    rows = microscaled.quantise_microscaled_matrices(
+        weight[None], recipe, columns=False, pack=True
+    ).rows
     assert rows is not None
     for transposed in (False, True):
         packed = LinearCall(

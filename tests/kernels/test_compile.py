@@ -278,14 +278,16 @@ def run_quantised_weights() -> None:
 
 def run_microscaled(recipe: Recipe, packed: bool = False) -> None:
     x, experts = bf16(T * K, D), torch.zeros(T * K, dtype=torch.int64)
-    how: dict[str, Any] = dict(expert_M=experts, num_experts=E, packed=packed)
+    how: dict[str, Any] = dict(expert_M=experts, num_experts=E, pack=packed)
     for is_gradient in (False, True)[packed:]:
-        microscaled.emulated(x, recipe, is_gradient=is_gradient, **how)
+        microscaled.quantise_microscaled(x, recipe, is_gradient=is_gradient, **how)
         how_rows: dict[str, Any] = dict(over_rows=True, sources_M=experts, **how)
-        microscaled.emulated(x, recipe, is_gradient=is_gradient, **how_rows)
-    microscaled.emulated(x, recipe, over_rows=True)
+        microscaled.quantise_microscaled(x, recipe, is_gradient=is_gradient, **how_rows)
+    microscaled.quantise_microscaled(x, recipe, over_rows=True)
     for dtype in (torch.bfloat16, torch.float32)[: 2 - packed]:
-        microscaled.emulated_matrices(torch.zeros(2, F, D, dtype=dtype), recipe, packed=packed)
+        microscaled.quantise_microscaled_matrices(
+            torch.zeros(2, F, D, dtype=dtype), recipe, pack=packed
+        )
 
 
 def run_block_scaled(recipe: Recipe) -> None:
@@ -440,7 +442,9 @@ def run_fp8_products() -> None:
     b = scaling.Blocks(zeros(E, F, D), torch.zeros(E, F // 128, D // 128), "block")
     fp8.fp8_gemm(a, b, ints(E), tiles, torch.bfloat16)
     x, y = (
-        scaling.Blocks(zeros(tiles.most, C, 128), torch.zeros(tiles.most, C // 128), "block")
+        scaling.Blocks(
+            zeros(tiles.max_tiles, C, 128), torch.zeros(tiles.max_tiles, C // 128), "block"
+        )
         for C in (D, F)
     )
     for dtype in (torch.float32, torch.bfloat16):
@@ -449,7 +453,7 @@ def run_fp8_products() -> None:
 
 
 def run_used(row_bytes: int) -> None:
-    rows.copy_used(*torch.zeros(2, T, row_bytes, dtype=torch.uint8), ints(1)[0])
+    rows.copy_first_rows(*torch.zeros(2, T, row_bytes, dtype=torch.uint8), ints(1)[0])
 
 
 def run_pages(x_bytes: int, h_bytes: int, num_host_pages: int = 0, k: int = K) -> None:
@@ -628,7 +632,7 @@ def test_microscaled_operands(
     request: pytest.FixtureRequest,
 ) -> None:
     """GPUs divide as IEEE has it, spill nothing, and threads exchange no values."""
-    monkeypatch.setattr(microscaled, "multiplied_dtype", lambda _: torch.bfloat16)
+    monkeypatch.setattr(microscaled, "product_dtype", lambda _: torch.bfloat16)
     run_microscaled(Recipe(scaling=scaling, power_of_two=scaling == "mxfp8"), packed)
     least = {"mxfp8": 7, "nvfp4": 12}[scaling] // (1 + packed)
     assert len(compiled) >= least, sorted(compiled)

@@ -18,7 +18,7 @@ class Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor) -> Tensor:
-        return Rows.from_packed(pack_rows_ref(x_TD), x_TD.shape[1], x_TD.dtype).widen()
+        return Rows.from_bytes(pack_rows_ref(x_TD), x_TD.shape[1], x_TD.dtype).widen()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from moecore import (
 from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
-from moecore.kernels.rows.free_list import MOST_WORD, WANTED_WORD
+from moecore.kernels.rows.free_list import DEMAND_WORD, PEAK_WORD
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange_pool import ExchangePool, divide
@@ -590,7 +590,7 @@ def in_pages() -> dict[str, Any]:
     stash.check()
     assert stash.pages.pool is not None
     state = stash.pages.pool.state.tolist()
-    return {"same": same, "free": state[WANTED_WORD] == 0, "most": state[MOST_WORD]}
+    return {"same": same, "free": state[DEMAND_WORD] == 0, "most": state[PEAK_WORD]}
 
 
 def disagreements() -> dict[str, str]:

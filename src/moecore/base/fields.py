@@ -21,7 +21,7 @@ A public function checks its arguments likewise, in its first line:
 An annotation is a class (bool, int, float, str, torch.dtype, a record), a Literal, or a tuple, a
 collection, a mapping or a union of these; of a Callable only that it can be called is known, and
 `Any` is not checked. `Annotated` adds bounds, the values of which it is one (`OneOf`), and a
-string, the fix. Numbers without a bound of their own stay within `MOST`, so that int32 and fp32
+string, the fix. Numbers without a bound of their own stay within `PEAK`, so that int32 and fp32
 hold them. A tensor or an array is no number.
 
 A float field takes an int that a float holds exactly. A record then stores the float, because torch

@@ -170,7 +170,7 @@ def warn_plain(x: Tensor, what: str) -> None:
         warnings.warn(f"{what} has no kernel: plain PyTorch computes it, slower", stacklevel=2)
 
 
-def all_used(num_rows: Tensor, length: int) -> bool:
+def can_skip_masks(num_rows: Tensor, length: int) -> bool:
     """Return whether a reference on the CPU may skip its masks; False where looking would sync."""
     if torch.compiler.is_compiling() or type(num_rows) is not Tensor:  # a fake one has no value
         return False

@@ -26,7 +26,7 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     LowRankUpdate,
 )
-from moecore.kernels.rows.scaling import Both
+from moecore.kernels.rows.scaling import OperandPair
 from moecore.moe.clones import AnyClones, carried
 
 
@@ -201,7 +201,9 @@ def _extended(weights: ExpertWeights, joined: _Joined) -> ExpertWeights:
 
 
 @torch.no_grad()
-def _joined_pair(quantised: tuple[Both, Both], joined: _Joined) -> tuple[Both, Both]:
+def _joined_pair(
+    quantised: tuple[OperandPair, OperandPair], joined: _Joined
+) -> tuple[OperandPair, OperandPair]:
     """Return quantised matrices of experts and clones. Collective."""
     # The scales of columns may be those of rows, transposed: one view of each memory is fetched.
     leaves: dict[int, Tensor] = {}
@@ -216,5 +218,5 @@ def _joined_pair(quantised: tuple[Both, Both], joined: _Joined) -> tuple[Both, B
         is_first = leaf.stride() == leaves[leaf.data_ptr()].stride()
         return whole if is_first else whole.transpose(1, 2)
 
-    pair: tuple[Both, Both] = tree_map_only(Tensor, whole_of, quantised)
+    pair: tuple[OperandPair, OperandPair] = tree_map_only(Tensor, whole_of, quantised)
     return pair

@@ -43,7 +43,7 @@ from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import choose_products, quantise_matrices, uses_te
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
-from moecore.kernels.rows.scaling import GATHERED_KINDS, Both
+from moecore.kernels.rows.scaling import GATHERED_KINDS, OperandPair
 from moecore.kernels.rows.shard_blocks import as_matrices
 from moecore.moe.amax_history import AmaxHistory
 from moecore.moe.backends import (
@@ -320,7 +320,7 @@ class Experts(nn.Module):
         collected = {operand: seen[operand] for operand in OPERANDS if seen}
         return Magnitudes(past, history.is_sure, collected)
 
-    def _quantised(self, w1_eCD: Tensor, w2_eDF: Tensor) -> tuple[Both, Both] | None:
+    def _quantised(self, w1_eCD: Tensor, w2_eDF: Tensor) -> tuple[OperandPair, OperandPair] | None:
         """Return the matrices by the recipe, for this forward and backward and maybe others."""
         recipe = self.recipe
         if recipe is None:
@@ -329,7 +329,7 @@ class Experts(nn.Module):
             check_values(w1_eCD)
             return None
         fc1 = ["w1", "w3"] if self.is_separate else ["w1"]
-        found: list[Both | None] = []
+        found: list[OperandPair | None] = []
         for roles, matrices in ((fc1, w1_eCD), (["w2"], w2_eDF)):
             params = [getattr(self, getattr(self.layout, role)) for role in roles]
             gathered = self.reader.gathered(params[0])

@@ -42,7 +42,7 @@ CATEGORIES = {
     "dense products": r"nvjet|gemm|cutlass|cublas|splitK|_invariant_product",
     "optimizer": r"[Aa]dam|multi_tensor|foreach|lpnorm|norm_reduce|scaled_cast|_momentum_kernel",
     "pages": r"_pages_kernel|_take_rows_kernel",
-    "fsdp copies": r"split_with_sizes|chunk_cat|Memcpy|Memset|CatArray|_copy_used_kernel",
+    "fsdp copies": r"split_with_sizes|chunk_cat|Memcpy|Memset|CatArray|_copy_first_rows_kernel",
     "compiled": r"triton_",
 }
 OTHER, UNMARKED = "other", "unmarked"

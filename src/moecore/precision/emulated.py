@@ -25,12 +25,12 @@ from moecore.kernels.common import has_block_scaled_kernels, no_autocast
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.rows.microscaled import emulated, emulated_matrices
+from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import (
-    PACKED,
+    PACKED_FORWARD,
     finite_magnitude,
-    transposed_matrices,
-    unpacked_matrices,
+    transpose_matrices,
+    unpack_matrices,
 )
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
 from moecore.precision.linear import (
@@ -48,7 +48,9 @@ def _operand(
     x_TK: Tensor, recipe: Recipe, *, over_rows: bool = False, is_gradient: bool = False
 ) -> Blocks:
     is_packed = has_block_scaled_kernels(x_TK.device)
-    return emulated(x_TK, recipe, packed=is_packed, over_rows=over_rows, is_gradient=is_gradient)
+    return quantise_microscaled(
+        x_TK, recipe, pack=is_packed, over_rows=over_rows, is_gradient=is_gradient
+    )
 
 
 def _weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -> Blocks:
@@ -56,17 +58,17 @@ def _weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -> Blocks:
     values, scales, amax, recipe = *call[4:6], call.weight_amax, call.recipe
     is_packed = has_block_scaled_kernels(weight_NK.device)
     if values is not None:
-        blocks = Blocks(values[None], scales[None], PACKED, amax)
+        blocks = Blocks(values[None], scales[None], PACKED_FORWARD, amax)
         if is_packed:
-            return transposed_matrices(blocks) if transposed else blocks
-        return unpacked_matrices(blocks, recipe, transposed=transposed)
-    operands = emulated_matrices(
+            return transpose_matrices(blocks) if transposed else blocks
+        return unpack_matrices(blocks, recipe, transposed=transposed)
+    operands = quantise_microscaled_matrices(
         weight_NK[None],
         recipe,
         rows=not transposed,
         columns=transposed,
         amax_e=amax,
-        packed=is_packed,
+        pack=is_packed,
     )
     operand = operands.columns if transposed else operands.rows
     assert operand is not None, "it was asked for"
@@ -74,7 +76,7 @@ def _weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -> Blocks:
 
 
 def _product(a: Blocks, weight: Blocks, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    if a.kind == PACKED:
+    if a.kind == PACKED_FORWARD:
         return block_scaled_gemm(a, weight, _one_group(a, a.values.shape[0]), recipe, dtype)
     b_KN = weight.values[0].T
     with no_autocast(b_KN):
@@ -130,7 +132,7 @@ class EmulatedLinearProducts(QuantisedProducts):
         recipe, x_TK = call.recipe, rows_of(x)
         of_dy = _operand(dy_TN, recipe, over_rows=True, is_gradient=True)
         of_x = _operand(x_TK, recipe, over_rows=True)
-        if of_x.kind == PACKED:
+        if of_x.kind == PACKED_FORWARD:
             return block_scaled_wgrad(
                 of_dy,
                 of_x,

@@ -45,7 +45,7 @@ from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.linear import Gradients, LinearProducts, backward, linear
 from moecore.kernels.ops import Op, is_plain
 from moecore.kernels.rows.cast import amax, cast
-from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, parts_of, product_ref
+from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, OperandPair, parts_of, product_ref
 from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
 from moecore.moe.amax_history import AmaxHistory, OperandName
 from moecore.moe.param_reader import gathered_blocks
@@ -78,13 +78,13 @@ class InputCast:
     def __init__(self) -> None:
         self._input: weakref.ref[Tensor] | None = None
         self._version = 0
-        self._operands: Both | None = None
+        self._operands: OperandPair | None = None
         self._users: list[object] = []
 
     def __reduce__(self) -> Any:  # a copy starts empty
         return InputCast, ()
 
-    def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> Both:
+    def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> OperandPair:
         """Return what `cast_input` returns."""
         operands = self._operands
         is_hit = self._input is not None and self._input() is x and self._version == version(x)
@@ -113,7 +113,7 @@ def cast_input(
     columns: bool,
     amax: Tensor | None = None,
     seen: Tensor | None = None,
-) -> Both:
+) -> OperandPair:
     """Return x [..., K] as operands of the forward and, with `columns`, of the weight gradient."""
     kind, power_of_two = KINDS[recipe.activation_block], recipe.power_of_two
     return cast(x, kind, power_of_two=power_of_two, columns=columns, amax=amax, seen=seen)
@@ -343,7 +343,9 @@ class Fp8Products(QuantisedProducts):
         )
         return operands.rows, weight_amax
 
-    def _cast_x(self, x: Tensor, columns: bool, amax: Tensor | None, seen: Tensor | None) -> Both:
+    def _cast_x(
+        self, x: Tensor, columns: bool, amax: Tensor | None, seen: Tensor | None
+    ) -> OperandPair:
         if self.history is None and not torch.compiler.is_compiling():
             return self.inputs.get(x, self, self.recipe, columns)
         # A compiler computes equal casts once by itself.

@@ -183,7 +183,7 @@ def test_compiles_to_the_same_bits(recipe: Recipe) -> None:
 def test_rows_that_travelled_as_fp8_are_widened() -> None:
     leaves, ids = make("swiglu", S=23, D=128, F=96)
     packed = pack_rows(leaves["x"].detach())
-    rows = Rows.from_packed(packed, 128, torch.float32)
+    rows = Rows.from_bytes(packed, 128, torch.float32)
     weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
     index = rows_of(ids, leaves["weights"], 5)
     for recipe in BOTH:

@@ -156,7 +156,7 @@ def test_rows_past_the_last_one_may_hold_anything() -> None:
 
 def test_rows_that_travelled_are_multiplied_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves, ids = make("swiglu", **SIZES)
-    x = Rows.from_packed(pack_rows(leaves["x"].detach()), 256, torch.float32)
+    x = Rows.from_bytes(pack_rows(leaves["x"].detach()), 256, torch.float32)
     quantised: list[tuple[int, ...]] = []
     real = fp8_products.quantise_rows
 

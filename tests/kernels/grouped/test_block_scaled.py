@@ -19,8 +19,8 @@ from moecore.kernels.grouped.block_scaled import (
 )
 from moecore.kernels.grouped.scaled_rows import pad_rows
 from moecore.kernels.rows import microscaled
-from moecore.kernels.rows.microscaled import emulated_matrices
-from moecore.kernels.rows.microscaling import emulated_ref, transposed_matrices
+from moecore.kernels.rows.microscaled import quantise_microscaled_matrices
+from moecore.kernels.rows.microscaling import quantise_microscaled_ref, transpose_matrices
 from moecore.kernels.rows.scaling import Blocks
 
 RECIPES = {
@@ -72,15 +72,15 @@ class Operands:
         self.how_rows = self.how | dict(expert_M=expert_P, sources_M=source_P, over_rows=True)
 
     def rows(self, x: Tensor, **how: Any) -> Blocks:
-        return emulated_ref(x, self.recipe, **self.how, **how)
+        return quantise_microscaled_ref(x, self.recipe, **self.how, **how)
 
     def columns(self, x: Tensor, **how: Any) -> Blocks:
-        return emulated_ref(x, self.recipe, **self.how_rows, **how)
+        return quantise_microscaled_ref(x, self.recipe, **self.how_rows, **how)
 
     def matrices(self, backward: bool = False, **how: Any) -> Blocks:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(microscaled, "has_kernel", lambda _: False)
-            found = emulated_matrices(self.w_eNK, self.recipe, **how)[backward]
+            found = quantise_microscaled_matrices(self.w_eNK, self.recipe, **how)[backward]
         assert found is not None
         return found
 
@@ -180,9 +180,9 @@ def test_what_is_not_finite_stays_in_its_row_and_its_expert(recipe: Recipe, devi
 def test_gathered_matrices_are_transposed() -> None:
     """Blocks of 16 x 16 are the same numbers along either dim."""
     w = torch.randn(2, 64, 96, generator=torch.Generator().manual_seed(0))
-    rows, columns = emulated_matrices(w, RECIPES["nvfp4"], packed=True)
+    rows, columns = quantise_microscaled_matrices(w, RECIPES["nvfp4"], pack=True)
     assert rows is not None and columns is not None
-    found = transposed_matrices(rows)
+    found = transpose_matrices(rows)
     assert found.kind == columns.kind
     for ours, theirs in zip(found.tensors(), columns.tensors(), strict=True):
         bits = [t.view(torch.uint8) if t.itemsize == 1 else t for t in (ours, theirs)]

@@ -51,8 +51,8 @@ def rows_of(R: int, used: int, K: int, device: str) -> Blocks:
 
 def tiles_of(tiles: RowTiles, C: int, device: str) -> Blocks:
     """Tiles whose unused ones are NaN."""
-    scales = powers(tiles.most, C // 128, device=device)
-    t = Blocks(fp8(tiles.most, C, 128, device=device), scales, "block")
+    scales = powers(tiles.max_tiles, C // 128, device=device)
+    t = Blocks(fp8(tiles.max_tiles, C, 128, device=device), scales, "block")
     t.values[int(tiles.ends_e[-1]) :] = float("nan")
     t.scales[int(tiles.ends_e[-1]) :] = float("nan")
     return t

@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.kernels.common import INTERPRET
 from moecore.kernels.grouped.scaled_kernel import mixed_gemm, mixed_wgrad
 from moecore.kernels.grouped.scaled_rows import pad_offsets, scaled_matrices, scaled_rows
-from moecore.kernels.rows.scaling import DTYPES, Blocks, Both
+from moecore.kernels.rows.scaling import DTYPES, Blocks, OperandPair
 
 COUNTS = [
     5,
@@ -41,7 +41,7 @@ class Operands:
             (torch.randn(R, n, generator=generator) * of_rows).to(device) for n in (K, N)
         )
 
-    def rows(self, x_RN: Tensor, fmt: str) -> Both:
+    def rows(self, x_RN: Tensor, fmt: str) -> OperandPair:
         """Return rows and columns of experts."""
         return scaled_rows(x_RN, self.offsets_e, self.padded_e, **HOW, fmt=fmt)
 

@@ -20,7 +20,7 @@ from moecore.kernels.grouped.scaled_rows import (
     scaled_rows,
     scaled_rows_ref,
 )
-from moecore.kernels.rows.scaling import Blocks, Both
+from moecore.kernels.rows.scaling import Blocks, OperandPair
 
 pytest.importorskip("triton", reason="kernels are compared with their references")
 COUNTS = [[5, 0, 135, 1, 0, 20], [0, 0, 3], [0], [40]]  # rows of experts
@@ -54,7 +54,7 @@ def assert_same(found: Blocks | None, truth: Blocks | None, *, rows: Any, scales
         assert torch.equal(got[used].nan_to_num(7e4), wanted[used].nan_to_num(7e4))
 
 
-def check_rows(found: Both, truth: Both, offsets_e: Tensor) -> None:
+def check_rows(found: OperandPair, truth: OperandPair, offsets_e: Tensor) -> None:
     used, end = int(offsets_e[-1]), int(pad_offsets_ref(offsets_e)[-1])
     assert_same(found.rows, truth.rows, rows=slice(used), scales=slice(used))
     columns = (slice(None), slice(end))

@@ -117,6 +117,6 @@ def test_amax(device: str) -> None:
         x = hard(shape, torch.bfloat16, device)
         for past in (None, 0.0, 0.25, 1e30):  # of earlier steps: where it is not 0 x is not read
             given = None if past is None else torch.tensor([past], device=device)
-            wanted = casts.past_or_own_ref(given, amax_ref(x))
+            wanted = casts.choose_amax_ref(given, amax_ref(x))
             assert torch.equal(casts._amax(x, given).amax(0, keepdim=True), wanted)
             assert past in (None, 0.0) or wanted == past

@@ -62,10 +62,10 @@ def test_rows_are_wide_again_and_their_handle_has_the_gradient(
     for S in COUNTS:
         packed = pack_rows(rows_of(S, D, dtype, device))
         want = widened(packed, D, dtype)
-        assert torch.equal(Rows.from_packed(packed, D, dtype).widen(), want)
+        assert torch.equal(Rows.from_bytes(packed, D, dtype).widen(), want)
         assert torch.equal(widened(pack_rows(want), D, dtype), want), "the same when packed again"
         handle = want.new_empty(1).expand(S, D).requires_grad_()
-        wide = Rows.from_packed(packed, D, dtype, handle).widen()
+        wide = Rows.from_bytes(packed, D, dtype, handle).widen()
         assert torch.equal(wide, want)
         (grad,) = torch.autograd.grad(wide, handle, want)
         assert torch.equal(grad, want)
@@ -171,7 +171,7 @@ def test_experts_multiply_what_was_packed(products: str, F: int, keep_h: bool, d
     packed = pack_rows(x)
     found = []
     wide = Rows(widened(packed, D, dtype))
-    for source in (Rows.from_packed(packed, D, dtype), wide):
+    for source in (Rows.from_bytes(packed, D, dtype), wide):
         torch.manual_seed(0)
         w1, w2 = (
             (torch.randn(shape, device=device) / 16).to(dtype).requires_grad_()

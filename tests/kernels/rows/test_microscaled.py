@@ -13,13 +13,13 @@ from moecore.base.options.precision import Recipe
 from moecore.kernels.common import INTERPRET, launches_on_meta
 from moecore.kernels.grouped.scaled_rows import pad_rows
 from moecore.kernels.rows import microscaled
-from moecore.kernels.rows.microscaled import emulated, emulated_matrices
+from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import (
-    emulated_ref,
     finite_magnitude,
-    unpacked_matrices,
+    quantise_microscaled_ref,
+    unpack_matrices,
 )
-from moecore.kernels.rows.scaling import Blocks, Both
+from moecore.kernels.rows.scaling import Blocks, OperandPair
 from tests.helpers.grids import grid
 
 pytest.importorskip("triton", reason="it is of kernels")
@@ -85,19 +85,19 @@ def assert_same(ours: Blocks, theirs: Blocks) -> None:
 
 
 def check(x: Tensor, recipe: Recipe, **how: Any) -> None:
-    assert_same(emulated(x, recipe, **how), emulated_ref(x, recipe, **how))
+    assert_same(quantise_microscaled(x, recipe, **how), quantise_microscaled_ref(x, recipe, **how))
 
 
-def by_reference(w: Tensor, recipe: Recipe, **how: Any) -> Both:
+def by_reference(w: Tensor, recipe: Recipe, **how: Any) -> OperandPair:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(microscaled, "has_kernel", lambda _: False)
-        return emulated_matrices(w, recipe, **how)
+        return quantise_microscaled_matrices(w, recipe, **how)
 
 
 @grid(name=RECIPES, over_rows=(False, True), packed=(False, True))
 def test_rows(name: str, over_rows: bool, packed: bool, device: str) -> None:
     """Of one tensor, as a linear's: any number of rows, which `over_rows` fills up with zeros."""
-    recipe, how = RECIPES[name], dict(over_rows=over_rows, packed=packed)
+    recipe, how = RECIPES[name], dict(over_rows=over_rows, pack=packed)
     for dtype, is_gradient in DTYPES_AND_GRADIENTS:
         x = hard(37, 96, dtype=dtype, device=device)
         check(x, recipe, is_gradient=is_gradient, **how)
@@ -127,7 +127,7 @@ def test_rows_of_experts(name: str, over_rows: bool, device: str) -> None:
         x[-SPARE:] = torch.tensor([torch.nan, torch.inf, 1e30], device=device).repeat(3)[:, None]
         how: dict[str, Any] = dict(num_experts=e, over_rows=over_rows, is_gradient=True)
         for packed in (False, True):
-            check(x, recipe, packed=packed, **where, **how)
+            check(x, recipe, pack=packed, **where, **how)
 
 
 @packings
@@ -146,7 +146,7 @@ def test_rows_of_every_size(name: str, packed: bool, device: str) -> None:
     steps = torch.arange(-32, 32, device=device) / 32
     x = torch.cat([largest * steps, largest], 1)[:, 1:]
     expert_M = torch.arange(len(x), device=device)
-    how: dict[str, Any] = dict(expert_M=expert_M, num_experts=len(x), packed=packed)
+    how: dict[str, Any] = dict(expert_M=expert_M, num_experts=len(x), pack=packed)
     for is_gradient in (False, True) if recipe.scaling == "nvfp4" else (False,):
         check(x, recipe, is_gradient=is_gradient, **how)
 
@@ -165,7 +165,7 @@ def test_ties(name: str, over_rows: bool, packed: bool, device: str) -> None:
     eighths = torch.cat([torch.full((3, 1), 6.0), torch.arange(45.0).view(3, 15) / 8], 1)
     of_values = (e4m3[:, None, None] * eighths).view(-1, 16)
     x = torch.cat([torch.full((1, 16), 2688.0), of_scales, -of_values]).view(-1, 32).to(device)
-    check(x.T if over_rows else x, RECIPES[name], over_rows=over_rows, packed=packed)
+    check(x.T if over_rows else x, RECIPES[name], over_rows=over_rows, pack=packed)
 
 
 @packings
@@ -175,25 +175,27 @@ def test_matrices(recipe: Recipe, packed: bool, device: str) -> None:
         w = hard(2, 32, 288, dtype=dtype, device=device)
         given = finite_magnitude(w).amax((1, 2)) * 2 + 1
         for amax_e in (None, given) if recipe.scaling == "nvfp4" else (None,):
-            how: dict[str, Any] = dict(amax_e=amax_e, packed=packed)
+            how: dict[str, Any] = dict(amax_e=amax_e, pack=packed)
             truth = by_reference(w, recipe, **how)
-            for ours, theirs in zip(emulated_matrices(w, recipe, **how), truth, strict=True):
+            for ours, theirs in zip(
+                quantise_microscaled_matrices(w, recipe, **how), truth, strict=True
+            ):
                 assert ours is not None and theirs is not None
                 assert_same(ours, theirs)
-        alone = emulated_matrices(w, recipe, rows=False, **how)
+        alone = quantise_microscaled_matrices(w, recipe, rows=False, **how)
         assert alone.rows is None and alone.columns is not None and truth.columns is not None
         assert_same(alone.columns, truth.columns)
     strided = hard(2, 96, 64, dtype=torch.float32, device=device).mT
-    assert_same(*(f(strided, recipe).rows for f in (emulated_matrices, by_reference)))  # type: ignore[arg-type]
+    assert_same(*(f(strided, recipe).rows for f in (quantise_microscaled_matrices, by_reference)))  # type: ignore[arg-type]
 
 
 def test_packed_matrices_widen_to_the_values(device: str) -> None:
     recipe = RECIPES["nvfp4"]
     w = hard(2, 64, 96, dtype=torch.float32, device=device)
-    packed = emulated_matrices(w, recipe, columns=False, packed=True).rows
+    packed = quantise_microscaled_matrices(w, recipe, columns=False, pack=True).rows
     assert packed is not None
-    for transposed, expected in enumerate(emulated_matrices(w, recipe)):
-        found = unpacked_matrices(packed, recipe, transposed=bool(transposed))
+    for transposed, expected in enumerate(quantise_microscaled_matrices(w, recipe)):
+        found = unpack_matrices(packed, recipe, transposed=bool(transposed))
         assert expected is not None
         assert_same(found, Blocks(expected.values, expected.scales, found.kind))
 
@@ -204,7 +206,7 @@ def test_repeats_have_the_same_bits(recipe: Recipe) -> None:
     x = hard(140, 96, dtype=torch.float32, device="cuda")
     for over_rows in (False, True):
         how = dict(over_rows=over_rows, is_gradient=True)
-        assert_same(emulated(x, recipe, **how), emulated(x, recipe, **how))
+        assert_same(quantise_microscaled(x, recipe, **how), quantise_microscaled(x, recipe, **how))
 
 
 @pytest.mark.gpu
@@ -216,9 +218,9 @@ def test_nothing_waits_for_the_device(recipe: Recipe) -> None:
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        emulated(x, recipe, **how)
-        emulated(x, recipe, over_rows=True, is_gradient=True)
-        emulated_matrices(x[None, :128], recipe)
+        quantise_microscaled(x, recipe, **how)
+        quantise_microscaled(x, recipe, over_rows=True, is_gradient=True)
+        quantise_microscaled_matrices(x[None, :128], recipe)
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
@@ -232,8 +234,8 @@ def test_large_operands(name: str, over_rows: bool) -> None:
     check(x, recipe, over_rows=over_rows, is_gradient=True)
     wide = torch.zeros((1 << 31) // 4096 + 32, 4096, device="cuda", dtype=torch.bfloat16)
     wide[-32:] = torch.randn(32, 4096, device="cuda", dtype=torch.bfloat16)
-    found = emulated(wide, recipe, over_rows=over_rows)
-    expected = emulated_ref(wide[-32:], recipe, over_rows=over_rows)
+    found = quantise_microscaled(wide, recipe, over_rows=over_rows)
+    expected = quantise_microscaled_ref(wide[-32:], recipe, over_rows=over_rows)
     assert torch.equal(found.values[-32:], expected.values)
     assert torch.equal(found.scales, expected.scales) and not found.values[:-32].any()
 
@@ -244,6 +246,6 @@ def test_an_operand_is_a_launch_and_its_magnitudes_another(recipe: Recipe, launc
     with launches_on_meta(lambda name, _: names.append(name)):
         x = torch.empty(64, 96, device="meta")
         for over_rows in (False, True):
-            emulated(x, recipe, over_rows=over_rows, is_gradient=True)
-        emulated_matrices(x[None], recipe, columns=False)
+            quantise_microscaled(x, recipe, over_rows=over_rows, is_gradient=True)
+        quantise_microscaled_matrices(x[None], recipe, columns=False)
     assert names.count("microscale_kernel") == 3 and len(names) == 3 * launches

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.rows.microscaled import emulated, emulated_matrices
+from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import (
     BACKWARD,
     E2M1,
@@ -108,7 +108,7 @@ def test_e2m1_is_the_nearest() -> None:
 @pytest.mark.parametrize("over_rows", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 def test_operands_are_exact_in_bf16(recipe: Recipe, over_rows: bool) -> None:
-    found = emulated(uneven(64, 96), recipe, over_rows=over_rows, is_gradient=True)
+    found = quantise_microscaled(uneven(64, 96), recipe, over_rows=over_rows, is_gradient=True)
     assert torch.equal(found.values.bfloat16().float(), found.values)
     if recipe.power_of_two:
         assert torch.equal(found.scales.log2().round(), found.scales.log2())
@@ -117,7 +117,7 @@ def test_operands_are_exact_in_bf16(recipe: Recipe, over_rows: bool) -> None:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 def test_both_layouts_of_matrices(recipe: Recipe) -> None:
     w = torch.stack([uneven(64, 96, seed=i) * 3**i for i in range(3)])
-    both = emulated_matrices(w, recipe)
+    both = quantise_microscaled_matrices(w, recipe)
     assert both.rows is not None and both.columns is not None and both.columns.kind == BACKWARD
     for i, matrix in enumerate(w):
         for operand, is_transposed in ((both.rows, False), (both.columns, True)):
@@ -127,7 +127,7 @@ def test_both_layouts_of_matrices(recipe: Recipe) -> None:
             torch.testing.assert_close(found, expected, rtol=2**-23, atol=0)
     same = torch.equal(both.rows.values, both.columns.values.transpose(1, 2))
     assert same == (recipe.scaling == "nvfp4")
-    alone = emulated_matrices(w, recipe, rows=False)
+    alone = quantise_microscaled_matrices(w, recipe, rows=False)
     assert alone.rows is None and torch.equal(alone.columns.values, both.columns.values)  # type: ignore[union-attr]
 
 
@@ -139,7 +139,7 @@ def test_an_expert_has_its_own_scale() -> None:
     noise = x.clone()
     noise[27:] = torch.tensor([math.nan, math.inf, -math.inf, 1e30] * 8)
     how: dict[str, Any] = dict(expert_M=expert, num_experts=3, is_gradient=True)
-    found, other = emulated(x, PAPER, **how), emulated(noise, PAPER, **how)
+    found, other = quantise_microscaled(x, PAPER, **how), quantise_microscaled(noise, PAPER, **how)
     assert torch.equal(found.values[:27], other.values[:27])
     assert torch.equal(found.scales[:3], other.scales[:3]) and found.scales.shape == (4,)
     assert torch.equal(found.scales[0], tensor_scale(x[:7], False))
@@ -152,7 +152,7 @@ def test_an_expert_has_its_own_scale() -> None:
 def test_what_is_not_finite_stays_in_its_block(recipe: Recipe, bad: float) -> None:
     x = uneven(32, 64)
     x[5, 40] = bad
-    found = emulated(x, recipe)
+    found = quantise_microscaled(x, recipe)
     block = recipe.multiple
     spoilt = torch.zeros(32, 64, dtype=torch.bool)
     whole = slice(40 // block * block, 40 // block * block + block)
@@ -164,11 +164,11 @@ def test_what_is_not_finite_stays_in_its_block(recipe: Recipe, bad: float) -> No
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 def test_zeros_tiny_and_huge_values(recipe: Recipe) -> None:
-    assert not emulated(torch.zeros(32, 32), recipe).values.any()
-    assert emulated(torch.zeros(0, 32), recipe).values.shape == (0, 32)
+    assert not quantise_microscaled(torch.zeros(32, 32), recipe).values.any()
+    assert quantise_microscaled(torch.zeros(0, 32), recipe).values.shape == (0, 32)
     for size in (2.0**-100, 2.0**100):
         x = uneven(32, 32)
-        found, scaled = emulated(x, recipe), emulated(x * size, recipe)
+        found, scaled = quantise_microscaled(x, recipe), quantise_microscaled(x * size, recipe)
         if recipe.power_of_two:  # exponents alone
             expected = found.values.double() * found.scales * size
             assert torch.equal(scaled.values.double() * scaled.scales, expected)
@@ -192,7 +192,7 @@ def test_the_transform_spreads_outliers() -> None:
     x = torch.randn(256, 32)
     x[::16] *= 100
     lost = [
-        (emulated(x, recipe, over_rows=True).values == 0).float().mean()
+        (quantise_microscaled(x, recipe, over_rows=True).values == 0).float().mean()
         for recipe in (PLAIN, Recipe(scaling="nvfp4", stochastic_rounding=False))
     ]
     assert lost[0] > 0.8 and lost[1] < 0.2
@@ -251,13 +251,17 @@ def test_swizzled_scales_come_back(shape: tuple[int, int]) -> None:
 def test_a_gpu_has_the_bits_of_a_cpu(recipe: Recipe, over_rows: bool) -> None:
     x = uneven(64, 96)
     expected, found = (
-        emulated(t, recipe, over_rows=over_rows, is_gradient=True) for t in (x, x.cuda())
+        quantise_microscaled(t, recipe, over_rows=over_rows, is_gradient=True)
+        for t in (x, x.cuda())
     )
     assert found.values.dtype == torch.bfloat16
     assert torch.equal(found.values.cpu().float(), expected.values)
     assert torch.equal(found.scales.cpu(), expected.scales)
     w = torch.stack([x, 3 * x])
-    ours, theirs = emulated_matrices(w, recipe), emulated_matrices(w.cuda(), recipe)
+    ours, theirs = (
+        quantise_microscaled_matrices(w, recipe),
+        quantise_microscaled_matrices(w.cuda(), recipe),
+    )
     for a, b in ((ours.rows, theirs.rows), (ours.columns, theirs.columns)):
         assert a is not None and b is not None
         assert torch.equal(a.values, b.values.cpu().float())
@@ -344,7 +348,7 @@ def test_a_product_of_quack(recipe: Recipe) -> None:
         tiles = (-(-codes.shape[0] // 128), -(-codes.shape[1] // 4), 32, 4, 4)
         swizzled = swizzle_scales(codes).view(tiles)
         sides.append(operand.BlockScaledOperand.from_parts(data, swizzled, recipe.scaling, **more))
-        ours.append(emulated(x, recipe))
+        ours.append(quantise_microscaled(x, recipe))
     theirs = gemm.gemm_blockscaled_ref(sides[0], sides[1].mT, out_dtype=torch.float32)
     a, b = (operand.values.double() * operand.scales for operand in ours)
     # They add up in fp32: 128 products, each at most the product of the rows' sizes.

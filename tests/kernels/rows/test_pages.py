@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import (
+    DEMAND_WORD,
     FREE_WORD,
     HEAD_WORD,
     HOST_FREE_WORD,
@@ -25,9 +26,8 @@ from moecore.kernels.rows.free_list import (
     LOCK_WORD,
     MISSED_WORD,
     MISSING,
-    MOST_WORD,
     NONE,
-    WANTED_WORD,
+    PEAK_WORD,
     PagePool,
     return_pages,
 )
@@ -74,7 +74,7 @@ def check_the_example(device: str) -> None:
     assert pool.report.sum() == 0
     take_rows(second, layout, None, int32(5, device))
     assert second[:3].tolist() == [2, 3, MISSING] and free_ids(pool)[0] == []
-    assert pool.report[MOST_WORD] == 5 and pool.report[MISSED_WORD] == 1
+    assert pool.report[PEAK_WORD] == 5 and pool.report[MISSED_WORD] == 1
     return_pages(first, 3, pool)
     assert first[:3].tolist() == [NONE] * 3
     take_rows(first, layout, None, int32(2, device))
@@ -82,7 +82,7 @@ def check_the_example(device: str) -> None:
     copy_rows([None], first, layout, stash=False, over=(second, 3))
     return_pages(second, 3, pool)  # has nothing any more
     assert free_ids(pool)[0] == [1, 2, 3]
-    assert pool.state[MOST_WORD] == 5 and pool.state[WANTED_WORD] == 1
+    assert pool.state[PEAK_WORD] == 5 and pool.state[DEMAND_WORD] == 1
 
 
 def test_the_example() -> None:
@@ -169,8 +169,8 @@ def check_rounds(device: str, num_rounds: int, P: int, Q: int, layout_of: Any) -
         everywhere = [page for page in everywhere if page != MISSING]
         assert sorted(chain(everywhere, *lists)) == list(range(P + Q))
         state = pool.state.tolist()
-        assert (state[MOST_WORD], state[MISSED_WORD]) == (most, missed) and not state[LOCK_WORD]
-        assert state[WANTED_WORD] == wanted
+        assert (state[PEAK_WORD], state[MISSED_WORD]) == (most, missed) and not state[LOCK_WORD]
+        assert state[DEMAND_WORD] == wanted
         if held:
             j = rng.choice(list(held))
             skipped = rng.choice([None, *range(len(layout.widths))])
@@ -243,7 +243,7 @@ def check_a_full_pool(page_rows: int, width: int, device: str) -> None:
     assert pool.state[FREE_WORD] == 0 and pool.state[MISSED_WORD] == 0
     check_rows(table, layout, Held([[0, 1, 2]], [x], [torch.arange(R)]))
     take_rows(none, layout, None, int32(1, device))
-    assert none[:3].tolist() == [MISSING, NONE, NONE] and pool.report[MOST_WORD] == 4
+    assert none[:3].tolist() == [MISSING, NONE, NONE] and pool.report[PEAK_WORD] == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -326,4 +326,4 @@ def test_streams_may_take_and_return_at_the_same_time() -> None:
     here, there = free_ids(pool)
     assert not any(wrong) and sorted(here) == list(range(700))
     assert sorted(there) == list(range(700, 800))
-    assert pool.state[MISSED_WORD] == 0 and pool.state[WANTED_WORD] == 0
+    assert pool.state[MISSED_WORD] == 0 and pool.state[DEMAND_WORD] == 0

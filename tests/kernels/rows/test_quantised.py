@@ -155,7 +155,7 @@ def test_gathers_bytes_and_scales(K: int, D: int, travelled: bool, device: str) 
     x[(index.slots_SK < 0).all(1)] = torch.nan
     rows = q.quantise_rows(x, power_of_two=True)
     if travelled:
-        rows = Rows.from_packed(pack_rows(x), D, x.dtype)
+        rows = Rows.from_bytes(pack_rows(x), D, x.dtype)
         assert not rows.values.is_contiguous()
     got = q.gather_row_blocks(rows, index.row_ids_R, index.slots_SK, index.num_rows)
     want = q.gather_row_blocks_ref(rows, index.row_ids_R)
@@ -222,7 +222,7 @@ def test_tiles_of_gathered_rows(kind: str, device: str) -> None:
     rows = {
         "powers of two": lambda: q.quantise_rows(x, power_of_two=True),
         "fp32": lambda: q.quantise_rows(x, power_of_two=False),
-        "travelled": lambda: Rows.from_packed(pack_rows(x), D, x.dtype),
+        "travelled": lambda: Rows.from_bytes(pack_rows(x), D, x.dtype),
     }[kind]()
     got = q.tile_tokens(rows, index.row_ids_R, tiles)
     assert_tiles(got, q.tile_tokens_ref(rows, index.row_ids_R, tiles), tiles)

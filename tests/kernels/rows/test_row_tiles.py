@@ -27,5 +27,5 @@ def test_map_covers_every_row_once(name: str, device: str) -> None:
     ]
     assert covered == wanted
     want = map_row_tiles_ref(offsets, stops[-1] + SPARE)
-    assert torch.equal(tiles.ends_e, want.ends_e) and tiles.most == want.most >= used
+    assert torch.equal(tiles.ends_e, want.ends_e) and tiles.max_tiles == want.max_tiles >= used
     assert torch.equal(tiles.map[1 : 1 + used, :3], want.map[1 : 1 + used, :3])

@@ -9,8 +9,8 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe
 from moecore.kernels.grouped.scaled_rows import scaled_matrices_ref
 from moecore.kernels.rows.e4m3 import FP8
-from moecore.kernels.rows.microscaled import emulated_matrices
-from moecore.kernels.rows.microscaling import unpacked_matrices
+from moecore.kernels.rows.microscaled import quantise_microscaled_matrices
+from moecore.kernels.rows.microscaling import unpack_matrices
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import PartOfMatrix, as_matrices
 from moecore.kernels.rows.shard_matrices import amax_of_matrices_, cast_part_, num_matrices
@@ -76,8 +76,8 @@ def test_nvfp4(
     found = Blocks(torch.cat(packed, dim), scales, "packed", amax)
     rows_of = as_matrices(found, matrices).rows
     assert rows_of is not None
-    for transposed, expected in enumerate(emulated_matrices(x.view(matrices), recipe)):
-        ours = unpacked_matrices(rows_of, recipe, transposed=bool(transposed))
+    for transposed, expected in enumerate(quantise_microscaled_matrices(x.view(matrices), recipe)):
+        ours = unpack_matrices(rows_of, recipe, transposed=bool(transposed))
         assert expected is not None and ours.kind == expected.kind
         assert same(ours.values, expected.values) and ours.values.isnan().any()
         assert torch.equal(ours.scales, expected.scales)

@@ -1,11 +1,11 @@
-"""copy_used: used rows arrive, no other byte of the target changes."""
+"""copy_first_rows: used rows arrive, no other byte of the target changes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from moecore.kernels.rows.move import copy_used, copy_used_ref
+from moecore.kernels.rows.move import copy_first_rows, copy_first_rows_ref
 
 
 def rows(R: int, B: int, device: str) -> torch.Tensor:
@@ -19,8 +19,8 @@ def test_bits_of_the_reference(R: int, B: int, device: str) -> None:
         target = rows(R, B, device)
         before = target.clone()
         num_rows = torch.tensor(used, dtype=torch.int32, device=device)
-        copy_used(target, source, num_rows)
-        copy_used_ref(before, source, num_rows)
+        copy_first_rows(target, source, num_rows)
+        copy_first_rows_ref(before, source, num_rows)
         assert torch.equal(target, before)
 
 
@@ -29,8 +29,8 @@ def test_pinned_memory_both_ways() -> None:
     source = rows(5000, 3072, "cuda")
     host = torch.zeros(5000, 3072, dtype=torch.uint8, pin_memory=True)
     back, num_rows = torch.zeros_like(source), torch.tensor(1234, dtype=torch.int32, device="cuda")
-    copy_used(host, source, num_rows)
-    copy_used(back, host, num_rows)
+    copy_first_rows(host, source, num_rows)
+    copy_first_rows(back, host, num_rows)
     torch.cuda.synchronize()
     assert torch.equal(host[:1234], source[:1234].cpu()) and not host[1234:].any()
     assert torch.equal(back[:1234], source[:1234]) and not back[1234:].any()

@@ -28,7 +28,7 @@ from moecore import (
 )
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.torch_private import local_of
-from moecore.kernels.rows.microscaling import packed_e2m1, unpacked_e2m1
+from moecore.kernels.rows.microscaling import pack_e2m1, unpack_e2m1
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.amax_history import AmaxHistory
 from moecore.moe.low_rank import LowRank
@@ -216,7 +216,5 @@ def test_codes() -> None:
     """All sixteen, in the order of the format's table."""
     values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = torch.cat((values, -values))
-    assert packed_e2m1(values).tolist() == [0x10 + 0x22 * i for i in range(8)]
-    assert torch.equal(
-        unpacked_e2m1(packed_e2m1(values)).view(torch.int32), values.view(torch.int32)
-    )
+    assert pack_e2m1(values).tolist() == [0x10 + 0x22 * i for i in range(8)]
+    assert torch.equal(unpack_e2m1(pack_e2m1(values)).view(torch.int32), values.view(torch.int32))

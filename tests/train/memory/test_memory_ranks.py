@@ -23,7 +23,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.kernels.rows.free_list import WANTED_WORD
+from moecore.kernels.rows.free_list import DEMAND_WORD
 from moecore.models import Decoder, preset
 from moecore.parallel.model import phases
 from moecore.parallel.model.parallel_state import parallel_state
@@ -90,7 +90,7 @@ def gradients(
     if memory.stash is not None:
         assert isinstance(stash, Stash) and stash.out_bytes > 0
         stash.check()
-        assert stash.pages.pool is not None and stash.pages.pool.state[WANTED_WORD] == 0
+        assert stash.pages.pool is not None and stash.pages.pool.state[DEMAND_WORD] == 0
     found = {n: p.grad.to_local().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
     return found, calls
 

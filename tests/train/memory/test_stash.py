@@ -32,7 +32,7 @@ from moecore import (
 )
 from moecore.base.saved_tensors import counting_rows, is_packing, packing, used_rows
 from moecore.kernels.common import cdiv
-from moecore.kernels.rows.free_list import FREE_WORD, HOST_FREE_WORD, MOST_WORD, WANTED_WORD
+from moecore.kernels.rows.free_list import DEMAND_WORD, FREE_WORD, HOST_FREE_WORD, PEAK_WORD
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe.experts import _counting
@@ -95,7 +95,7 @@ def all_free(stash: Stash) -> bool:
     return pool is None or bool(
         pool.state[FREE_WORD] == pool.pages.shape[0]
         and pool.state[HOST_FREE_WORD] == pool.host_pages.shape[0]
-        and pool.state[WANTED_WORD] == 0
+        and pool.state[DEMAND_WORD] == 0
     )
 
 
@@ -108,7 +108,7 @@ def widths(stash: Stash) -> list[tuple[int, bool]]:
 def wanted(stash: Stash) -> int:
     """Pages that tables have, or lack."""
     assert stash.pages.pool is not None
-    return int(stash.pages.pool.state[WANTED_WORD])
+    return int(stash.pages.pool.state[DEMAND_WORD])
 
 
 @pytest.mark.parametrize("run", [None, *ORDERS], ids=lambda run: getattr(run, "__name__", "early"))
@@ -323,7 +323,7 @@ def test_pages_of_the_host_are_taken_when_no_other_is_left(group: None) -> None:
     assert_equal(gradients(model, in_order), want)
     stash.check()
     pool = stash.pages.pool
-    assert pool is not None and pool.state[MOST_WORD] > pool.pages.shape[0]
+    assert pool is not None and pool.state[PEAK_WORD] > pool.pages.shape[0]
     assert 99_000 < pool.host_pages.nbytes <= 100_000
     assert all_free(stash)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.rows.free_list import FREE_WORD, MISSED_WORD, WANTED_WORD
+from moecore.kernels.rows.free_list import DEMAND_WORD, FREE_WORD, MISSED_WORD
 from moecore.train.memory.stash import Dispatched, Stash
 from tests.train.memory.test_offload_gpu import assert_equal, capture, grads_of
 from tests.train.memory.towers import RoomyDispatcher, Tower, make_tower, stashed
@@ -52,7 +52,7 @@ def check_all_free(stash: Stash) -> None:
     pool = stash.pages.pool
     assert pool is not None
     words = pool.state.tolist()
-    assert (words[FREE_WORD], words[WANTED_WORD]) == (pool.pages.shape[0], 0)
+    assert (words[FREE_WORD], words[DEMAND_WORD]) == (pool.pages.shape[0], 0)
     assert words[MISSED_WORD] == 0
     assert pool.free_ids.sort().values.tolist() == list(range(pool.pages.shape[0]))
 

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from moecore.kernels.common import INTERPRET, launch, next_power_of_2, tl, triton
 from moecore.kernels.exchange.buffer import ALIGNMENT, AT_ROWS, OPERATION, PeerBuffer
-from moecore.kernels.exchange.protocol import finish, notify, time_left, wait
+from moecore.kernels.exchange.protocol import finish, notify, remaining_time, wait
 
 SET_BYTES = 32 << 20  # of the slots of one set, whatever they hold
 BLOCK_BYTES = 1 << 15  # that a program moves at once
@@ -175,7 +175,7 @@ def _receive_weights_kernel(
     pid = tl.program_id(0)
     operation = tl.load(end.state + OPERATION)
     element = out_ptr.dtype.element_ty
-    whose, left = (0, pid, CONST.PROGRAMS, rank), time_left(end, timeout)
+    whose, left = (0, pid, CONST.PROGRAMS, rank), remaining_time(end, timeout)
     arrived = wait(end, operation, *whose, left, 0, CONST.G, CONST)
     to_ptr = out_ptr + piece.start
     for slot in range(CONST.CLONES):
@@ -223,7 +223,7 @@ def _receive_grads_kernel(
     element = grads_ptr.dtype.element_ty
     BLOCK: tl.constexpr = CONST.BLOCK
     NUM_PLACES: tl.constexpr = CONST.G // CONST.ETP * CONST.CLONES
-    whose, left = (0, pid, CONST.PROGRAMS, rank), time_left(end, timeout)
+    whose, left = (0, pid, CONST.PROGRAMS, rank), remaining_time(end, timeout)
     arrived = wait(end, operation, *whose, left, 1, CONST.G, CONST)
     first = rank // CONST.ETP * CONST.NUM_LOCAL
     for n in range(NUM_PLACES):

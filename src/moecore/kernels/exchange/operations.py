@@ -39,7 +39,7 @@ from moecore.kernels.exchange.buffer import (
     SymmetricBuffer,
     as_words,
 )
-from moecore.kernels.exchange.protocol import find_peers, finish, notify, time_left, wait
+from moecore.kernels.exchange.protocol import find_peers, finish, notify, remaining_time, wait
 from moecore.kernels.exchange.rows import (
     Choices,
     RowChunk,
@@ -126,7 +126,7 @@ def _spread_kernel(
             element = ptrs.out.dtype.element_ty
             base = tl.load(end.bases + AT_ROWS * CONST.G + rank) + slot * CONST.ROW_BYTES
             base = tl.multiple_of(base.to(tl.pointer_type(element)), 16)
-            left = time_left(end, timeout)
+            left = remaining_time(end, timeout)
             for item in range(pid - FIRST, num_chunks * CONST.G, CONST.NUM_RECEIVE):
                 number, source = item // CONST.G, (item + rank) % CONST.G
                 rows, exists = rows_of(source, number, max_tokens, CONST.CHUNK)
@@ -194,7 +194,7 @@ def _reduce_kernel(
             base = tl.multiple_of(base, 16)
             weights = tl.load(end.bases + AT_WEIGHTS * CONST.G + rank)
             weights = weights.to(tl.pointer_type(tl.float32))
-            left = time_left(end, timeout)
+            left = remaining_time(end, timeout)
             first = SUMS_SLOT * CONST.G * max_tokens if COPIED else slot
             for number in range(pid - FIRST, num_chunks, CONST.NUM_RECEIVE):
                 whose = (0, number, num_chunks, rank)

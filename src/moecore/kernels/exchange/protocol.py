@@ -101,7 +101,7 @@ def _latest(
 
 
 @triton.jit
-def time_left(
+def remaining_time(
     end,  # End
     timeout,  # nanoseconds
 ):

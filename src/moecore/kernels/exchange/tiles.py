@@ -57,7 +57,7 @@ class ExchangeConstants(NamedTuple):
     SPIN: bool  # False: a flag is looked at once, for the interpreter
 
 
-def tiles_at_once(layout: ExchangeLayout, columns: Columns) -> int:
+def count_tiles(layout: ExchangeLayout, columns: Columns) -> int:
     """Return the tiles that a program loads before it stores the first: 4 with few programs."""
     # One for odd row sizes, whose masks take the registers.
     bytes_in_flight = layout.num_push * layout.num_warps * TILE_BYTES_PER_WARP
@@ -72,7 +72,7 @@ def move_tile(
     # Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
     # rows of 128.
     size = layout.num_warps * TILE_BYTES_PER_WARP
-    if tiles_at_once(layout, columns) == 1:
+    if count_tiles(layout, columns) == 1:
         return _tile(columns, size, most_rows, least_rows)
     rows, block = _tile(columns, 2 * size, most_rows, least_rows)
     return rows, block // 4
@@ -132,7 +132,7 @@ def constants(
         PUSH_D=push[1],
         TAKE_ROWS=take[0],
         TAKE_D=take[1],
-        TILES=tiles_at_once(layout, columns),
+        TILES=count_tiles(layout, columns),
         CHOICE_PAIRS=min(width, MAX_CHOICES // block_k),
         BLOCK_K=block_k,
         BLOCK_N=block_n,

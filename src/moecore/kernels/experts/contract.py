@@ -18,7 +18,7 @@ from moecore.base.options.precision import Recipe, RecipeBackend
 from moecore.kernels.common import has_block_scaled_kernels, has_hopper_kernels
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
-from moecore.kernels.rows.scaling import Both
+from moecore.kernels.rows.scaling import OperandPair
 
 ProductsName = Literal["auto", "triton", "torch", "te"]
 # Expert rows that products multiply: X and the activation by w1 and w2, dY and dH by their
@@ -130,7 +130,7 @@ class ExpertWeights:
     sinks: tuple[GradSink | None, GradSink | None] = (None, None)
     # w1 and w2 as the recipe's products take them, kept for backward, which reads no values of the
     # matrices then. None = the products quantise them, in backward once more
-    quantised: tuple[Both, Both] | None = None
+    quantised: tuple[OperandPair, OperandPair] | None = None
     magnitudes: Magnitudes | None = None  # None = the recipe has no `amax_history`
 
     def updates(self) -> tuple[Tensor | None, ...]:

@@ -34,9 +34,9 @@ from moecore.kernels.grouped.gemm import grouped_gemm
 from moecore.kernels.grouped.scaled_rows import pad_rows
 from moecore.kernels.grouped.wgrad import grouped_wgrad, put_grad
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.microscaled import emulated, emulated_matrices
-from moecore.kernels.rows.microscaling import transposed_matrices, unpacked_matrices
-from moecore.kernels.rows.scaling import Blocks, Both
+from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
+from moecore.kernels.rows.microscaling import transpose_matrices, unpack_matrices
+from moecore.kernels.rows.scaling import Blocks, OperandPair
 
 
 class EmulatedMatmuls(Matmuls):
@@ -48,10 +48,10 @@ class EmulatedMatmuls(Matmuls):
         self.has_low_rank_kernels = has_hopper_kernels(device)
         self.is_packed = has_block_scaled_kernels(device)  # operands are bytes
         self._emulate = partial(
-            emulated,
+            quantise_microscaled,
             recipe=recipe,
             num_experts=index.offsets_e.shape[0],
-            packed=self.is_packed,
+            pack=self.is_packed,
         )
         self.padded_rows = pad_rows(index.offsets_e, length, recipe.multiple)
         quantise = partial(quantise_emulated, recipe=recipe)
@@ -107,19 +107,19 @@ class EmulatedMatmuls(Matmuls):
 
 def quantise_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rows: bool = True, columns: bool = True
-) -> Both:
+) -> OperandPair:
     """Return one matrix of every expert as the operands of these matmuls. No autograd."""
     is_packed = has_block_scaled_kernels(w_eNK.device)
-    return emulated_matrices(w_eNK, recipe, rows=rows, columns=columns, packed=is_packed)
+    return quantise_microscaled_matrices(w_eNK, recipe, rows=rows, columns=columns, pack=is_packed)
 
 
 def _unpack(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
     """Return an operand of a matrix that was all-gathered packed."""
-    return unpacked_matrices(matrix, recipe, transposed=is_transposed)
+    return unpack_matrices(matrix, recipe, transposed=is_transposed)
 
 
 def _transpose_bytes(matrix: Blocks, is_transposed: bool) -> Blocks:
-    return transposed_matrices(matrix) if is_transposed else matrix
+    return transpose_matrices(matrix) if is_transposed else matrix
 
 
 def _multiply_emulated(

@@ -50,7 +50,7 @@ from moecore.kernels.rows.quantised import (
 from moecore.kernels.rows.quantised_activation import quantised_activation, quantised_activation_bwd
 from moecore.kernels.rows.record import Rows, widen_rows
 from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
-from moecore.kernels.rows.scaling import Blocks, Both
+from moecore.kernels.rows.scaling import Blocks, OperandPair
 from moecore.kernels.rows.shard_blocks import transpose_values
 
 # Smallest F from which a layer in FP8 was faster: "Layers in FP8", docs/findings/fp8.md
@@ -245,7 +245,7 @@ class BlockwiseProducts:
         )
 
 
-def quantise_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:
+def quantise_blockwise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
     """Return one matrix of every expert as the operands of these products. No autograd."""
     w_eNK = w_eNK.detach().contiguous()
     return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)

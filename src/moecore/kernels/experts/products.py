@@ -38,7 +38,7 @@ from moecore.kernels.experts.triton_products import TritonProducts, triton_probl
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
-from moecore.kernels.rows.scaling import Both
+from moecore.kernels.rows.scaling import OperandPair
 
 
 class Products(Protocol):
@@ -97,7 +97,7 @@ class Products(Protocol):
         """Drop the matrices: gradients of weights alone are computed from here on."""
 
 
-QUANTISE: dict[Scaling, Callable[..., Both]] = {
+QUANTISE: dict[Scaling, Callable[..., OperandPair]] = {
     "blockwise": quantise_blockwise,
     "rowwise": quantise_by_rows,
     "tensorwise": quantise_by_rows,
@@ -174,6 +174,6 @@ def make_products(
     return GroupedProducts(index, activation, weights, matmuls)
 
 
-def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> Both:
+def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> OperandPair:
     """Return one matrix of every expert as the products of a recipe take it. No autograd."""
     return QUANTISE[recipe.scaling](w_eNK, recipe)

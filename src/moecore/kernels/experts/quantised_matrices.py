@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moecore.kernels.experts.contract import ExpertWeights, Role
-from moecore.kernels.rows.scaling import Blocks, Both
+from moecore.kernels.rows.scaling import Blocks, OperandPair
 
 
 class QuantisedMatrices:
@@ -14,7 +14,7 @@ class QuantisedMatrices:
     def __init__(
         self,
         weights: ExpertWeights,
-        quantise: Callable[..., Both],  # (w_eNK, *, rows, columns)
+        quantise: Callable[..., OperandPair],  # (w_eNK, *, rows, columns)
         unpack: Callable[[Blocks, bool], Blocks],  # (all-gathered matrix, is_transposed)
     ) -> None:
         self.dtypes = {"w1": weights.w1_eCD.dtype, "w2": weights.w2_eDF.dtype}

@@ -36,7 +36,7 @@ from moecore.kernels.grouped.scaled_rows import (
 )
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.scaling import Blocks, Both
+from moecore.kernels.rows.scaling import Blocks, OperandPair
 from moecore.kernels.rows.shard_blocks import transpose_values
 
 GRADIENTS: tuple[Operand, ...] = ("dy", "dh")
@@ -117,7 +117,7 @@ class ScaledMatmuls(Matmuls):
         return operand == "dh" and wants.x
 
 
-def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:
+def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandPair:
     """Return one matrix of every expert as the operands of these matmuls."""
     per_row, power_of_two = recipe.scaling == "rowwise", recipe.power_of_two
     return scaled_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)

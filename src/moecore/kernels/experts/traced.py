@@ -209,8 +209,8 @@ def traced_backward(
     *grads, a1, b1, a2, b2 = _bwd(
         *_BackwardInputs(dy, *rows_flat, *matrices, *places, *options_flat)
     )
-    grads += [LowRankUpdate(a1, b1), LowRankUpdate(a2, b2)]
-    pairs = zip(grads, wants, strict=True)
+    gradients: list[Any] = [*grads, LowRankUpdate(a1, b1), LowRankUpdate(a2, b2)]
+    pairs = zip(gradients, wants, strict=True)
     return Grads(*(grad if want else None for grad, want in pairs))
 
 

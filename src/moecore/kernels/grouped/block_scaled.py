@@ -28,7 +28,7 @@ from moecore.kernels.common import launch, next_power_of_2, num_sms, rows_of_exp
 from moecore.kernels.grouped.gemm import locate_tile, row_tiles_of
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import nvfp4_tensor_scale
-from moecore.kernels.rows.microscaling import tensor_scales, unpacked_e2m1
+from moecore.kernels.rows.microscaling import tensor_scales, unpack_e2m1
 from moecore.kernels.rows.scaling import Blocks
 
 # 128 rows are one instruction's. With 128 columns registers spill on sm_120. Nothing is measured.
@@ -69,7 +69,7 @@ def _widened(operand: Blocks) -> Tensor:
     if operand.values.dtype == FP8:
         wide, scales = operand.values.float(), operand.scales.view(torch.float8_e8m0fnu).float()
     else:
-        wide, scales = unpacked_e2m1(operand.values), operand.scales.float()
+        wide, scales = unpack_e2m1(operand.values), operand.scales.float()
     for dim in (-2, -1):
         scales = scales.repeat_interleave(wide.shape[dim] // max(scales.shape[dim], 1), dim)
     return wide * scales
@@ -223,8 +223,9 @@ def block_scaled_gemm(
     """Return each expert row times its expert's matrix, [R, N]. No autograd, no host sync.
 
     Args:
-        a: rows [R, K] in expert order, as `emulated(packed=True)` packs them.
-        b: matrices [e, N, K], as `emulated_matrices(packed=True)` packs them for sums over K.
+        a: rows [R, K] in expert order, as `quantise_microscaled(pack=True)` packs them.
+        b: matrices [e, N, K], as `quantise_microscaled_matrices(pack=True)` packs them for sums
+            over K.
         offsets_e: int32 on the device, running sum of the experts' rows, at most R. Rows past the
             last one hold nothing of meaning.
         recipe: of both operands.
@@ -262,8 +263,8 @@ def block_scaled_wgrad(
     """Return each expert's sum of outer products, [e, M, N], or `out`. No autograd, no host sync.
 
     Args:
-        x: columns [M, W] of rows in expert order, as `emulated(over_rows=True, packed=True)` packs
-            them, each expert's rows padded with zeros to whole blocks.
+        x: columns [M, W] of rows in expert order, as `quantise_microscaled(over_rows=True,
+            pack=True)` packs them, each expert's rows padded with zeros to whole blocks.
         y: columns [N, W], likewise.
         offsets_e: int32 on the device, running sum of the experts' padded rows, at most W.
         recipe: of both operands.

@@ -40,8 +40,8 @@ from moecore.kernels.common import (
 from moecore.kernels.rows.cast import (
     amax_parts,
     cast_rows,
+    choose_amax_ref,
     has_kernel,
-    past_or_own_ref,
     stored_as_bytes,
 )
 from moecore.kernels.rows.cast_kernel import (
@@ -56,7 +56,7 @@ from moecore.kernels.rows.scaling import (
     DTYPES,
     LARGEST,
     Blocks,
-    Both,
+    OperandPair,
     add_seen_ref_,
     amax_ref,
     encode_ref,
@@ -108,7 +108,7 @@ def scaled_rows_ref(
     columns: bool = True,
     amax: Tensor | None = None,
     seen: Tensor | None = None,
-) -> Both:
+) -> OperandPair:
     """Return what `scaled_rows` returns, in plain PyTorch; rows past the last one are zeros."""
     R, D = x_RD.shape
     layout = pad_rows(offsets_e, R)
@@ -133,7 +133,7 @@ def scaled_rows_ref(
         values_PD.index_copy_(0, layout.place_R, values_RD.view(torch.uint8))
         values_DP = values_PD[:-1].T.contiguous().view(DTYPES[fmt])
         of_columns = Blocks(values_DP, scales_eD[:-1].contiguous(), "row")
-    return Both(of_rows, of_columns)
+    return OperandPair(of_rows, of_columns)
 
 
 def amax_of_rows(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def amax_of_rows(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
     if has_kernel(x_RD):
         return amax_parts(x_RD if x_RD.stride(1) == 1 else x_RD.contiguous(), offsets_e, past)
     is_used = torch.arange(len(x_RD), device=x_RD.device) < offsets_e[-1]
-    return past_or_own_ref(past, amax_ref(torch.where(is_used[:, None], x_RD.detach(), 0)))
+    return choose_amax_ref(past, amax_ref(torch.where(is_used[:, None], x_RD.detach(), 0)))
 
 
 def _amax_of_columns(x_RD: Tensor, layout: PaddedRows) -> Tensor:
@@ -156,7 +156,7 @@ def _amax_of_columns(x_RD: Tensor, layout: PaddedRows) -> Tensor:
 
 def scaled_matrices_ref(
     w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
-) -> Both:
+) -> OperandPair:
     """Return what `scaled_matrices` returns, in plain PyTorch."""
     operands: list[Blocks | None] = []
     for is_requested, dim in ((rows, 2), (columns, 1)):
@@ -167,7 +167,7 @@ def scaled_matrices_ref(
             scales = scales.flatten(1).expand(values.shape[:2]).contiguous()
             operand = Blocks(values, scales, "row")
         operands.append(operand)
-    return Both(*operands)
+    return OperandPair(*operands)
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -287,7 +287,7 @@ class _Unquantised(NamedTuple):
     power_of_two: bool
     fmt: str = "e4m3"
 
-    def cast(self, out: Both, amax: Tensor | None, seen: Tensor | None) -> Both:
+    def cast(self, out: OperandPair, amax: Tensor | None, seen: Tensor | None) -> OperandPair:
         """Write operands."""
         x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
         outputs = [t for side in out for t in parts_of(side)]
@@ -345,7 +345,7 @@ def scaled_rows(
     columns: bool = True,
     amax: Tensor | None = None,
     seen: Tensor | None = None,
-) -> Both:
+) -> OperandPair:
     """Return rows in expert order as FP8 operands. No autograd, no host sync.
 
     Args:
@@ -370,7 +370,7 @@ def scaled_rows(
     x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
     (R, D), e = x_RD.shape, offsets_e.shape[0]
     length = cdiv(R, ALIGNED) * ALIGNED + e * ALIGNED
-    out = Both(
+    out = OperandPair(
         _empty(x_RD, fmt, (R, D), (R,)) if rows else None,
         _empty(x_RD, fmt, (D, length), (e, D)) if columns else None,
     )
@@ -379,7 +379,7 @@ def scaled_rows(
 
 def scaled_matrices(
     w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
-) -> Both:
+) -> OperandPair:
     """Return matrices as E4M3 operands, with a scale per row of either or one per matrix.
 
     w_eND is bf16, fp16 or fp32; N and D are multiples of 16. `rows` and `columns` are the layouts
@@ -390,7 +390,7 @@ def scaled_matrices(
     if not has_kernel(w_eND):
         return scaled_matrices_ref(w_eND, **formats, rows=rows, columns=columns)
     e, N, D = w_eND.shape
-    out = Both(
+    out = OperandPair(
         _empty(w_eND, "e4m3", (e, N, D), (e, N)) if rows else None,
         _empty(w_eND, "e4m3", (e, D, N), (e, D)) if columns else None,
     )

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.fields import CheckedRecord, OneOf, Positive
-from moecore.kernels.common import KERNEL_DTYPES, all_used, cdiv, launch, use_kernel
+from moecore.kernels.common import KERNEL_DTYPES, can_skip_masks, cdiv, launch, use_kernel
 from moecore.kernels.ops import Op, keep
 from moecore.kernels.rows.activation_kernel import (
     BWD_TILE,
@@ -122,13 +122,13 @@ def _plain(h_RF: Tensor, kind: str) -> Tensor:
 
 
 def _plain_slope(h_RF: Tensor, kind: str) -> Tensor:
-    ones_RF = torch.ones_like(h_RF)
+    grad_RF = torch.ones_like(h_RF)
     if kind == "gelu":
-        return torch.ops.aten.gelu_backward(ones_RF, h_RF)
+        return torch.ops.aten.gelu_backward(grad_RF, h_RF)  # type: ignore[no-any-return]
     if kind == "silu":
-        return torch.ops.aten.silu_backward(ones_RF, h_RF)
+        return torch.ops.aten.silu_backward(grad_RF, h_RF)  # type: ignore[no-any-return]
     # A NaN keeps the slope of the right side, as in torch.
-    return torch.where(h_RF <= 0, 0, ones_RF) if kind == "relu" else 2 * F.relu(h_RF)
+    return torch.where(h_RF <= 0, 0, grad_RF) if kind == "relu" else 2 * F.relu(h_RF)
 
 
 def halves(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
@@ -173,15 +173,15 @@ def weighted_activation_ref(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, options: ActivationOptions
 ) -> Tensor:
     """Return act(h) * weight rounded once, zero from `num_rows` on."""
-    used_R1 = _used(h_RC, num_rows)
-    if used_R1 is not None:
+    mask_R1 = _make_row_mask(h_RC, num_rows)
+    if mask_R1 is not None:
         # On both sides: 0 * NaN would reach the gradient of unused rows.
-        h_RC = torch.where(used_R1, h_RC, 0)
+        h_RC = torch.where(mask_R1, h_RC, 0)
     a_RF = activation(h_RC, options)
     if weights_R is not None:
         a_RF = a_RF * weights_R[:, None]
     a_RF = a_RF.to(h_RC.dtype)
-    return a_RF if used_R1 is None else torch.where(used_R1, a_RF, 0)
+    return a_RF if mask_R1 is None else torch.where(mask_R1, a_RF, 0)
 
 
 def weighted_activation_bwd_ref(
@@ -193,10 +193,10 @@ def weighted_activation_bwd_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dh, dweights and the forward's output."""
     dtype = torch.promote_types(h_RC.dtype, torch.float32)
-    used_R1 = _used(h_RC, num_rows)
-    if used_R1 is not None:
-        h_RC, da_RF = torch.where(used_R1, h_RC, 0), torch.where(used_R1, da_RF, 0)
-        weights_R = None if weights_R is None else torch.where(used_R1[:, 0], weights_R, 0)
+    mask_R1 = _make_row_mask(h_RC, num_rows)
+    if mask_R1 is not None:
+        h_RC, da_RF = torch.where(mask_R1, h_RC, 0), torch.where(mask_R1, da_RF, 0)
+        weights_R = None if weights_R is None else torch.where(mask_R1[:, 0], weights_R, 0)
     a_RF, da_RF, h = activation(h_RC, options), da_RF.to(dtype), h_RC.to(dtype)
     dweights_R = (da_RF * a_RF).sum(-1)
     if weights_R is not None:
@@ -207,33 +207,37 @@ def weighted_activation_bwd_ref(
     return dh_RC.to(h_RC.dtype), dweights_R, a_RF.to(h_RC.dtype)
 
 
-def _used(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
-    if num_rows is None or all_used(num_rows, h_RC.shape[0]):
+def _make_row_mask(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
+    if num_rows is None or can_skip_masks(num_rows, h_RC.shape[0]):
         return None
     return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
 
 
-def _constants(*flat: Any) -> dict[str, Any]:
+def _forward(h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any) -> Tensor:
     options = options_of(*flat)
-    return dict(ACT=options.constants, INTERLEAVED=options.interleaved and options.gated)
-
-
-def _forward(h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *how: Any) -> Tensor:
-    a_RF = _empty_output(h_RC, how[0])
+    a_RF = _empty_output(h_RC, options.kind)
     R, F_ = a_RF.shape
     blocks = column_blocks(F_, FWD_TILE)
     grid = cdiv(R, blocks["BLOCK_R"]) * cdiv(F_, blocks["BLOCK_F"])
     weights_R = None if weights_R is None else weights_R.contiguous()
     args = (h_RC.contiguous(), weights_R, num_rows, a_RF, R)
-    launch(weighted_activation_fwd_kernel, grid, *args, F=F_, **_constants(*how), **blocks)
+    launch(
+        weighted_activation_fwd_kernel,
+        grid,
+        *args,
+        F=F_,
+        ACT=options.constants,
+        INTERLEAVED=options.interleaved and options.gated,
+        **blocks,
+    )
     return a_RF
 
 
 def _backward(
     h_RC: Tensor, da_RF: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *how, with_output = flat
-    dh_RC, dweights_R, a_RF = _empty_gradients(h_RC, how[0], with_output)
+    options, with_output = options_of(*flat[:-1]), flat[-1]
+    dh_RC, dweights_R, a_RF = _empty_gradients(h_RC, options.kind, with_output)
     R, F_ = da_RF.shape
     if not R or not F_:
         return dh_RC, dweights_R.zero_(), a_RF
@@ -241,8 +245,15 @@ def _backward(
     weights_R = None if weights_R is None else weights_R.contiguous()
     inputs = (h_RC.contiguous(), da_RF.contiguous(), weights_R, num_rows)
     args = (*inputs, dh_RC, dweights_R, a_RF if with_output else None, R)
-    grid, constants = cdiv(R, blocks["BLOCK_R"]), _constants(*how)
-    launch(weighted_activation_bwd_kernel, grid, *args, F=F_, **constants, **blocks)
+    launch(
+        weighted_activation_bwd_kernel,
+        cdiv(R, blocks["BLOCK_R"]),
+        *args,
+        F=F_,
+        ACT=options.constants,
+        INTERLEAVED=options.interleaved and options.gated,
+        **blocks,
+    )
     return dh_RC, dweights_R, a_RF
 
 
@@ -256,30 +267,31 @@ def _empty_gradients(h_RC: Tensor, kind: str, with_output: bool) -> tuple[Tensor
     return h_RC.new_empty(h_RC.shape), h_RC.new_empty(h_RC.shape[0], dtype=torch.float32), a_RF
 
 
-_HOW = f"Tensor? weights_R, Tensor? num_rows, {FLAT}"
+_SHARED_SCHEMA = f"Tensor? weights_R, Tensor? num_rows, {FLAT}"
 _weighted_activation_bwd = Op(
     "weighted_activation_bwd",
     _backward,
-    lambda h_RC, _, __, ___, kind, *how: _empty_gradients(h_RC, kind, how[-1]),
-    schema=f"(Tensor h_RC, Tensor da_RF, {_HOW}, bool with_output) -> (Tensor, Tensor, Tensor)",
+    lambda h_RC, _, __, ___, kind, *flat: _empty_gradients(h_RC, kind, flat[-1]),
+    schema=f"(Tensor h_RC, Tensor da_RF, {_SHARED_SCHEMA}, bool with_output) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 
 
-def _weighted_activation_backward(ctx, da_RF):  # type: ignore[no-untyped-def]
+def _weighted_activation_backward(ctx: Any, da_RF: Tensor) -> tuple[Tensor | None, ...]:
     h_RC, *rest = ctx.saved_tensors
     dh_RC, dweights_R, _ = _weighted_activation_bwd(h_RC, da_RF, *rest, *ctx.others, False)
-    wanted = ctx.needs_input_grad
-    grads = (dh_RC if wanted[0] else None, dweights_R if wanted[1] else None)
-    return *grads, *[None] * (len(wanted) - 2)
+    needs_grad = ctx.needs_input_grad
+    grads = (dh_RC if needs_grad[0] else None, dweights_R if needs_grad[1] else None)
+    return *grads, *[None] * (len(needs_grad) - 2)
 
 
 _weighted_activation = Op(
     "weighted_activation",
     _forward,
-    lambda h_RC, _, __, kind, *how: _empty_output(h_RC, kind),
+    lambda h_RC, _, __, kind, *flat: _empty_output(h_RC, kind),
     save=keep(slice(3), slice(3, None)),
     backward=_weighted_activation_backward,
-    schema=f"(Tensor h_RC, {_HOW}) -> Tensor",
+    schema=f"(Tensor h_RC, {_SHARED_SCHEMA}) -> Tensor",
 )
 
 

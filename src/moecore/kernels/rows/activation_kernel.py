@@ -153,8 +153,10 @@ def _load_halves(
     """Return gate and up, fp32 [BLOCK_R, BLOCK_F], 0 outside; the same twice without a gate."""
     columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
     if INTERLEAVED:
-        both = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
-        h = tl.load(row_ptr + both[None, :], mask=mask & (both < 2 * F)[None, :], other=0.0)
+        h_columns = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
+        h = tl.load(
+            row_ptr + h_columns[None, :], mask=mask & (h_columns < 2 * F)[None, :], other=0.0
+        )
         gate, up = tl.split(tl.reshape(h, [BLOCK_R, BLOCK_F, 2]))
     else:
         inside = mask & (columns < F)[None, :]
@@ -184,16 +186,16 @@ def weighted_activation_fwd_kernel(
     pid = tl.program_id(0)
     block = pid % BLOCKS
     rows = (pid // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used = rows < num_expert_rows
+    row_mask = rows < num_expert_rows
     if num_rows_ptr is not None:
-        used = used & (rows < tl.load(num_rows_ptr))
+        row_mask = row_mask & (rows < tl.load(num_rows_ptr))
     h_rows = h_ptr + rows[:, None] * C
     gate, up = _load_halves(
-        h_rows, block, used[:, None], F, BLOCK_R, BLOCK_F, ACT.GATED, INTERLEAVED
+        h_rows, block, row_mask[:, None], F, BLOCK_R, BLOCK_F, ACT.GATED, INTERLEAVED
     )
     a = activate(gate, up, ACT)
     if weights_ptr is not None:
-        a = a * tl.load(weights_ptr + rows, mask=used, other=0.0)[:, None]
+        a = a * tl.load(weights_ptr + rows, mask=row_mask, other=0.0)[:, None]
     columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (rows < num_expert_rows)[:, None] & (columns < F)[None, :]
     out = a.to(a_ptr.dtype.element_ty)
@@ -221,22 +223,22 @@ def weighted_activation_bwd_kernel(
     C: tl.constexpr = 2 * F if ACT.GATED else F
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     exists = (rows < num_expert_rows)[:, None]
-    used = rows < num_expert_rows
+    row_mask = rows < num_expert_rows
     if num_rows_ptr is not None:
-        used = used & (rows < tl.load(num_rows_ptr))
+        row_mask = row_mask & (rows < tl.load(num_rows_ptr))
     weights = tl.full([BLOCK_R], 1.0, tl.float32)
     if weights_ptr is not None:
-        weights = tl.load(weights_ptr + rows, mask=used, other=0.0)
-    used = used[:, None]
+        weights = tl.load(weights_ptr + rows, mask=row_mask, other=0.0)
+    row_mask = row_mask[:, None]
     dweights = tl.zeros([BLOCK_R, BLOCK_F], dtype=tl.float32)
     for block in range(BLOCKS):
         columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
         inside = (columns < F)[None, :]
         cells = rows[:, None] * F + columns[None, :]
         gate, up = _load_halves(
-            h_ptr + rows[:, None] * C, block, used, F, BLOCK_R, BLOCK_F, ACT.GATED, INTERLEAVED
+            h_ptr + rows[:, None] * C, block, row_mask, F, BLOCK_R, BLOCK_F, ACT.GATED, INTERLEAVED
         )
-        da = tl.load(da_ptr + cells, mask=used & inside, other=0.0).to(tl.float32)
+        da = tl.load(da_ptr + cells, mask=row_mask & inside, other=0.0).to(tl.float32)
         a, da_dgate, da_dup = activate_with_gradients(gate, up, ACT)
         dweights += da * a
         da = da * weights[:, None]
@@ -247,9 +249,9 @@ def weighted_activation_bwd_kernel(
         dup = (da * da_dup).to(dh_ptr.dtype.element_ty)
         dh_rows = dh_ptr + rows[:, None] * C
         if INTERLEAVED:
-            both = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
-            mask = exists & (both < C)[None, :]
-            tl.store(dh_rows + both[None, :], tl.interleave(dgate, dup), mask=mask)
+            h_columns = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
+            mask = exists & (h_columns < C)[None, :]
+            tl.store(dh_rows + h_columns[None, :], tl.interleave(dgate, dup), mask=mask)
         else:
             tl.store(dh_rows + columns[None, :], dgate, mask=exists & inside)
             if ACT.GATED:

@@ -50,13 +50,13 @@ from moecore.kernels.rows.scaling import (
     ALIGNED,
     DTYPES,
     Blocks,
-    Both,
+    OperandPair,
     add_seen_ref_,
     amax_ref,
     cast_ref,
     operand_shape,
-    padded,
     parts_of,
+    round_up,
     scales_shape,
 )
 
@@ -65,7 +65,7 @@ WIDE_PROGRAM = {"num_warps": 8}  # where that would spill
 KIND_CODES = {"tile": 0, "block": 1, "row": 2, "tensor": 3}
 ROW_ELEMENTS = 8192  # of whole rows, that a program has at a time
 PART_ROWS, PART_COLUMNS = 16, 512  # of x, whose largest magnitude a program finds at a time
-MOST_PARTS = 512  # whose largest magnitudes a program of a cast reads
+MAX_PARTS = 512  # whose largest magnitudes a program of a cast reads
 
 
 class _CastOptions(NamedTuple):
@@ -101,14 +101,16 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
     for i in ((0,) if rows else ()) + ((2,) if columns else ()):
         outputs[i] = torch.empty(shapes[i], dtype=dtype, device=device)
         outputs[i + 1] = torch.empty(shapes[i + 1], dtype=torch.float32, device=device)
-    stored = [stored_as_bytes(t) for t in outputs] if INTERPRET else outputs
+    targets = [stored_as_bytes(t) for t in outputs] if INTERPRET else outputs
     stride = x.stride(0) if x.ndim == 2 else D
-    size, how = (T, D, stride), dict(E5M2=fmt == "e5m2", POWER_OF_TWO=power_of_two)
+    size, is_e5m2 = (T, D, stride), fmt == "e5m2"
     if kind == "row" and not columns and seen is None:
         assert outputs[0] is not None
-        cast_rows(x, None, stored[0], stored[1], *size, 0, **how)
+        cast_rows(
+            *(x, None, targets[0], targets[1], *size, 0), E5M2=is_e5m2, POWER_OF_TWO=power_of_two
+        )
         return tuple(outputs)  # type: ignore[return-value]
-    given, parts = amax is not None, 1
+    has_amax, parts = amax is not None, 1
     if kind == "row":
         amax = torch.zeros(T * rows + D, device=device)
         args, grid = (x, None, amax, 1, T, *size), cdiv(T, BLOCK) * cdiv(D, BLOCK)
@@ -121,11 +123,12 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
     launch(
         cast_kernel,
         cdiv(max(M, k), BLOCK) * cdiv(max(K, m), BLOCK),
-        *(x, amax, seen, *stored, *size),
+        *(x, amax, seen, *targets, *size),
         KIND=KIND_CODES[kind],
         PARTS=parts,
-        GIVEN=given,
-        **how,
+        HAS_AMAX=has_amax,
+        E5M2=is_e5m2,
+        POWER_OF_TWO=power_of_two,
         BLOCK=BLOCK,
         INTERPRETED=INTERPRET,
         **(PROGRAM if is_narrow else WIDE_PROGRAM),
@@ -156,16 +159,19 @@ def cast_rows(
     D: int,
     stride: int,
     num_experts: int,
-    **how: bool,
+    *,
+    E5M2: bool,
+    POWER_OF_TWO: bool,
 ) -> None:
     """Write rows of the kind "row", whose values are bytes to the interpreter."""
-    columns = min(next_power_of_2(padded(D, ALIGNED)), ROW_ELEMENTS)
+    columns = min(next_power_of_2(round_up(D, ALIGNED)), ROW_ELEMENTS)
     rows = ROW_ELEMENTS // columns
     launch(
         cast_rows_kernel,
-        cdiv(padded(T, ALIGNED), rows),
+        cdiv(round_up(T, ALIGNED), rows),
         *(x_TD, ends_e, values, scales, T, D, stride, num_experts),
-        **how,
+        E5M2=E5M2,
+        POWER_OF_TWO=POWER_OF_TWO,
         ROWS=rows,
         COLUMNS=columns,
         FITS=columns >= D,
@@ -186,32 +192,34 @@ def _cast_ref(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _Cas
     if seen is not None:
         add_seen_ref_(x_TD, seen)
     outputs: list[Tensor | None] = []
-    for wanted, part in ((rows, x_TD), (columns, x_TD.T)):
-        made = cast_ref(part.contiguous(), amax, kind, fmt, power_of_two) if wanted else None
-        outputs += parts_of(made)
+    for is_needed, part in ((rows, x_TD), (columns, x_TD.T)):
+        operand = cast_ref(part.contiguous(), amax, kind, fmt, power_of_two) if is_needed else None
+        outputs += parts_of(operand)
     return tuple(outputs)  # type: ignore[return-value]
 
 
-def _cast_fake(x, _, __, kind, fmt, ___, rows, columns):  # type: ignore[no-untyped-def]
+def _cast_fake(
+    x: Tensor, _: Any, __: Any, kind: str, fmt: str, ___: bool, rows: bool, columns: bool
+) -> tuple[Tensor, ...]:
     T, D, outputs = math.prod(x.shape[:-1]), x.shape[-1], []
-    for wanted, shape in ((rows, (T, D)), (columns, (D, T))):
+    for is_needed, shape in ((rows, (T, D)), (columns, (D, T))):
         M, K = operand_shape(*shape, kind)
-        sizes = ((M, K), scales_shape(M, K, kind)) if wanted else ((0,), (0,))
+        sizes = ((M, K), scales_shape(M, K, kind)) if is_needed else ((0,), (0,))
         outputs.append(x.new_empty(sizes[0], dtype=DTYPES[fmt]))
         outputs.append(x.new_empty(sizes[1], dtype=torch.float32))
     return tuple(outputs)
 
 
-def _all_of_cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, *how: Any) -> Any:
+def _all_of_cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, *options: Any) -> Any:
     """Return what `_cast` returns, and empty tensors in place of None."""
-    of_none = (DTYPES[how[1]], torch.float32)
-    parts = enumerate(_cast(x, amax, seen, _CastOptions(*how)))
+    of_none = (DTYPES[options[1]], torch.float32)
+    parts = enumerate(_cast(x, amax, seen, _CastOptions(*options)))
     return tuple(x.new_empty(0, dtype=of_none[i % 2]) if t is None else t for i, t in parts)
 
 
 def _num_parts(T: int, D: int, num_matrices: int) -> int:
     tiles = cdiv(T, PART_ROWS) * cdiv(D, PART_COLUMNS)
-    return next_power_of_2(min(tiles, max(MOST_PARTS // num_matrices, 1)))
+    return next_power_of_2(min(tiles, max(MAX_PARTS // num_matrices, 1)))
 
 
 def amax_parts(x: Tensor, ends_e: Tensor | None = None, past: Tensor | None = None) -> Tensor:
@@ -242,12 +250,12 @@ def _amax(x: Tensor, past: Tensor | None) -> Tensor:
     x_TD = x if x.ndim == 2 else x.detach().reshape(-1, x.shape[-1])
     if has_kernel(x):
         return amax_parts(_with_rows(x_TD), None, past)
-    return past_or_own_ref(past, amax_ref(x_TD.detach()))
+    return choose_amax_ref(past, amax_ref(x_TD.detach()))
 
 
-def past_or_own_ref(past: Tensor | None, own: Tensor) -> Tensor:
+def choose_amax_ref(past: Tensor | None, amax: Tensor) -> Tensor:
     """Return a largest magnitude of earlier steps, or where that is 0 a tensor's own."""
-    return own if past is None else torch.where(past > 0, past, own)
+    return amax if past is None else torch.where(past > 0, past, amax)
 
 
 def _amax_fake(x: Tensor, past: Tensor | None) -> Tensor:
@@ -262,8 +270,8 @@ _SCHEMA = (
 )
 _cast_op = Op(
     "fp8_cast",
-    lambda x, amax, *how: _all_of_cast(x, amax, None, *how),
-    lambda x, amax, *how: _cast_fake(x, amax, None, *how),
+    lambda x, amax, *options: _all_of_cast(x, amax, None, *options),
+    lambda x, amax, *options: _cast_fake(x, amax, None, *options),
     schema=_SCHEMA.format(""),
 )
 _SEEN = _SCHEMA.format(", Tensor(a!) seen")
@@ -281,7 +289,7 @@ def cast(
     columns: bool = True,
     amax: Tensor | None = None,
     seen: Tensor | None = None,
-) -> Both:
+) -> OperandPair:
     """Return a matrix as operands of FP8 products. Not differentiable, no host sync.
 
     Args:
@@ -292,14 +300,14 @@ def cast(
         amax: "tensor": fp32 [n], from the largest of which the scale comes; None = of x.
         seen: fp32 [1], which grows to the largest finite magnitude of x.
     """
-    how = _CastOptions(kind, fmt, power_of_two, rows, columns)
+    options = _CastOptions(kind, fmt, power_of_two, rows, columns)
     if is_plain_eager() and is_plain(x):
-        parts = _cast(x, amax, seen, how)
+        parts = _cast(x, amax, seen, options)
     elif seen is None:
-        parts = _cast_op(x.detach(), amax, *how)
+        parts = _cast_op(x.detach(), amax, *options)
     else:
-        parts = _cast_seen_op(x.detach(), amax, seen, *how)
-    return Both(
+        parts = _cast_seen_op(x.detach(), amax, seen, *options)
+    return OperandPair(
         Blocks(parts[0], parts[1], kind) if rows else None,  # type: ignore[arg-type]
         Blocks(parts[2], parts[3], kind) if columns else None,  # type: ignore[arg-type]
     )

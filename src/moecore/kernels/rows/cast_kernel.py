@@ -53,19 +53,19 @@ def amax_parts_kernel(
 ):
     """Write the largest magnitudes of every PARTS-th tile of a matrix."""
     part, matrix = tl.program_id(0), tl.program_id(1)
-    used = T
+    num_rows = T
     if ends_ptr is not None:
-        used = tl.load(ends_ptr + num_experts - 1)
+        num_rows = tl.load(ends_ptr + num_experts - 1)
     past = 0.0
     if past_ptr is not None:
         past = tl.load(past_ptr)
-        used = tl.where(past > 0, 0, used)
+        num_rows = tl.where(past > 0, 0, num_rows)
     width = tl.cdiv(D, COLUMNS)
     largest = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for tile in range(part, tl.cdiv(used, ROWS) * width, PARTS):
+    for tile in range(part, tl.cdiv(num_rows, ROWS) * width, PARTS):
         t = tile // width * ROWS + tl.arange(0, ROWS)
         d = tile % width * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (t < used)[:, None] & (d < D)[None, :]
+        inside = (t < num_rows)[:, None] & (d < D)[None, :]
         at = x_ptr + (matrix.to(tl.int64) * T + t)[:, None] * stride + d[None, :]
         x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, magnitude(x))
@@ -110,8 +110,8 @@ def cast_rows_kernel(
     if not FITS:
         for first in range(COLUMNS, D, COLUMNS):
             inside = (t < T)[:, None] & (first + d < D)[None, :]
-            more = tl.load(at + first + d[None, :], mask=inside, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, magnitude(more))
+            x_next = tl.load(at + first + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, magnitude(x_next))
     scale, inverse = block_scale(tl.max(largest, 1), POWER_OF_TWO, E5M2)
     tl.store(scales_ptr + t, scale, mask=t < M)
     to = values_ptr + t[:, None] * K
@@ -208,28 +208,28 @@ def _cast_along(
     if KIND == 0:
         amax = tl.max(magnitude(x), AXIS)
         place = tile_j.to(tl.int64) * M + i
-        is_mine = (i < M) & (tile_j * BLOCK < K)
+        scale_mask = (i < M) & (tile_j * BLOCK < K)
     elif KIND == 1:
         amax = tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(magnitude(x), AXIS), 0)
         width = tl.cdiv(tl.cdiv(K, BLOCK), 4) * 4
         place = tile_i * width + tile_j + lane
         # The last tile of a row writes what fills it, too.
         is_last = (tile_j + 1) * BLOCK >= K
-        is_mine = (lane == 0) | (is_last & (tile_j + lane < width))
-        is_mine &= (tile_i * BLOCK < M) & (tile_j * BLOCK < K)
+        scale_mask = (lane == 0) | (is_last & (tile_j + lane < width))
+        scale_mask &= (tile_i * BLOCK < M) & (tile_j * BLOCK < K)
     elif KIND == 2:
         amax = tl.load(amax_ptr + i, mask=i < num_rows, other=0.0)
         place = i
-        is_mine = (i < M) & (tile_j == 0)
+        scale_mask = (i < M) & (tile_j == 0)
     else:
         amax = tl.zeros((BLOCK,), tl.float32) + amax_of_parts(amax_ptr, PARTS)
         place = lane
-        is_mine = (lane == 0) & (tile_i == 0) & (tile_j == 0)
+        scale_mask = (lane == 0) & (tile_i == 0) & (tile_j == 0)
     scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
     if KIND == 1:
-        tl.store(scales_ptr + place, tl.where(lane == 0, scale, 0.0), mask=is_mine)
+        tl.store(scales_ptr + place, tl.where(lane == 0, scale, 0.0), mask=scale_mask)
     else:
-        tl.store(scales_ptr + place, scale, mask=is_mine)
+        tl.store(scales_ptr + place, scale, mask=scale_mask)
     value = to_fp8(x * tl.expand_dims(inverse, AXIS), values_ptr, E5M2, INTERPRETED)
     if AXIS == 0:
         value = tl.trans(value)
@@ -251,7 +251,7 @@ def cast_kernel(
     stride,  # of x's rows
     KIND: tl.constexpr,  # 0 "tile", 1 "block", 2 "row", 3 "tensor"
     PARTS: tl.constexpr,
-    GIVEN: tl.constexpr,  # the amax is another tensor's
+    HAS_AMAX: tl.constexpr,  # the amax is another tensor's
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -272,7 +272,7 @@ def cast_kernel(
         largest = magnitude(x)
         largest = tl.where(largest < float("inf"), largest, 0.0)
         tl.atomic_max(seen_ptr, tl.max(tl.max(largest, 1), 0))
-    if GIVEN:  # else an infinity is its scale's
+    if HAS_AMAX:  # else an infinity is its scale's
         x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     if rows_ptr is not None:
         _cast_along(

@@ -31,9 +31,9 @@ NONE, MISSING = -1, -2  # entries of a table without a page: not needed, and not
 NUM_WORDS = 8
 (
     LOCK_WORD, HEAD_WORD, FREE_WORD, HOST_HEAD_WORD,
-    HOST_FREE_WORD, WANTED_WORD, MOST_WORD, MISSED_WORD,
+    HOST_FREE_WORD, DEMAND_WORD, PEAK_WORD, MISSED_WORD,
 ) = range(NUM_WORDS)  # fmt: skip
-LOCK, HEAD, FREE, HOST_HEAD, HOST_FREE, WANTED, MOST, MISSED = map(tl.constexpr, range(NUM_WORDS))
+LOCK, HEAD, FREE, HOST_HEAD, HOST_FREE, DEMAND, PEAK, MISSED = map(tl.constexpr, range(NUM_WORDS))
 NO_PAGE, NO_ROOM = tl.constexpr(NONE), tl.constexpr(MISSING)
 
 
@@ -85,7 +85,7 @@ def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
             head, free = (HEAD_WORD, FREE_WORD) if page < P else (HOST_HEAD_WORD, HOST_FREE_WORD)
             pool.free_ids[first + int(state[head] + state[free]) % size] = page
             state[free] += 1
-        state[WANTED_WORD] -= int(page != NONE)
+        state[DEMAND_WORD] -= int(page != NONE)
     ids_N.fill_(NONE)
 
 
@@ -95,19 +95,21 @@ def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -
     P, state = pool.pages.shape[0], pool.state
     rings = [(HEAD_WORD, FREE_WORD, 0, P)]
     rings += [(HOST_HEAD_WORD, HOST_FREE_WORD, P, pool.host_pages.shape[0])]
-    taken: list[int] = []
+    page_ids: list[int] = []
     for head, free, first, size in rings:
-        count = min(need - len(taken), int(state[free]))
-        taken += [int(pool.free_ids[first + (int(state[head]) + i) % size]) for i in range(count)]
+        count = min(need - len(page_ids), int(state[free]))
+        page_ids += [
+            int(pool.free_ids[first + (int(state[head]) + i) % size]) for i in range(count)
+        ]
         state[head] = (state[head] + count) % max(size, 1)
         state[free] -= count
-    missed = need - len(taken)
-    table[:need] = torch.tensor(taken + [MISSING] * missed, dtype=torch.int32)
-    state[WANTED_WORD] += need
-    state[MOST_WORD] = state[MOST_WORD].maximum(state[WANTED_WORD])
+    missed = need - len(page_ids)
+    table[:need] = torch.tensor(page_ids + [MISSING] * missed, dtype=torch.int32)
+    state[DEMAND_WORD] += need
+    state[PEAK_WORD] = state[PEAK_WORD].maximum(state[DEMAND_WORD])
     if missed:
         state[MISSED_WORD] += missed
-        pool.report[MOST_WORD:] = state[MOST_WORD:]
+        pool.report[PEAK_WORD:] = state[PEAK_WORD:]
 
 
 @triton.jit
@@ -141,26 +143,26 @@ def _put_back(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Put a table's pages at the tails; return what FREE, HOST_FREE and WANTED become."""
+    """Put a table's pages at the tails; return what FREE, HOST_FREE and DEMAND become."""
     head, free = _word(state_ptr, HEAD), _word(state_ptr, FREE)
     host_head, host_free = _word(state_ptr, HOST_HEAD), _word(state_ptr, HOST_FREE)
-    wanted = _word(state_ptr, WANTED)
+    demand = _word(state_ptr, DEMAND)
     tl.debug_barrier()  # all threads have read what one of them writes in the end
     for start in range(0, num_entries, BLOCK):
         entries = start + tl.arange(0, BLOCK)
         exists = entries < num_entries
         ids = tl.load(table_ptr + entries, mask=exists, other=NO_PAGE, cache_modifier=".cg")
-        here = (ids >= 0) & (ids < num_pages)
-        there = ids >= num_pages
-        place = head + free + tl.cumsum(here.to(tl.int32), axis=0) - 1
-        tl.store(free_ptr + place % num_pages, ids, mask=here)
-        place = host_head + host_free + tl.cumsum(there.to(tl.int32), axis=0) - 1
-        tl.store(free_ptr + num_pages + place % tl.maximum(num_host, 1), ids, mask=there)
+        device_mask = (ids >= 0) & (ids < num_pages)
+        host_mask = ids >= num_pages
+        place = head + free + tl.cumsum(device_mask.to(tl.int32), axis=0) - 1
+        tl.store(free_ptr + place % num_pages, ids, mask=device_mask)
+        place = host_head + host_free + tl.cumsum(host_mask.to(tl.int32), axis=0) - 1
+        tl.store(free_ptr + num_pages + place % tl.maximum(num_host, 1), ids, mask=host_mask)
         tl.store(table_ptr + entries, tl.full([BLOCK], NO_PAGE, tl.int32), mask=exists)
-        free += tl.sum(here.to(tl.int32), axis=0)
-        host_free += tl.sum(there.to(tl.int32), axis=0)
-        wanted -= tl.sum((ids != NO_PAGE).to(tl.int32), axis=0)
-    return free, host_free, wanted
+        free += tl.sum(device_mask.to(tl.int32), axis=0)
+        host_free += tl.sum(host_mask.to(tl.int32), axis=0)
+        demand -= tl.sum((ids != NO_PAGE).to(tl.int32), axis=0)
+    return free, host_free, demand
 
 
 @triton.jit
@@ -175,12 +177,12 @@ def put_back_pages(
 ):
     """Put a table's pages at the tails of the lists: the work of one program."""
     _lock(state_ptr)
-    free, host_free, wanted = _put_back(
+    free, host_free, demand = _put_back(
         table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
     )
     tl.store(state_ptr + FREE, free)
     tl.store(state_ptr + HOST_FREE, host_free)
-    tl.store(state_ptr + WANTED, wanted)
+    tl.store(state_ptr + DEMAND, demand)
     _unlock(state_ptr)
 
 
@@ -202,34 +204,36 @@ def take_pages(
     # no page.
     _lock(state_ptr)
     head, host_head = _word(state_ptr, HEAD), _word(state_ptr, HOST_HEAD)
-    most, missed = _word(state_ptr, MOST), _word(state_ptr, MISSED)
-    free, host_free, wanted = _put_back(
+    peak, missed = _word(state_ptr, PEAK), _word(state_ptr, MISSED)
+    free, host_free, demand = _put_back(
         table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
     )
     tl.debug_barrier()  # what came back may be taken
-    num_here = tl.minimum(need, free)
-    num_there = tl.minimum(need - num_here, host_free)
+    device_count = tl.minimum(need, free)
+    host_count = tl.minimum(need - device_count, host_free)
     for start in range(0, num_entries, BLOCK):
         entries = start + tl.arange(0, BLOCK)
-        here = entries < num_here
-        there = (entries >= num_here) & (entries < num_here + num_there)
-        host_place = (host_head + entries - num_here) % tl.maximum(num_host, 1) + num_pages
-        place = tl.where(here, (head + entries) % num_pages, host_place)
-        ids = tl.load(free_ptr + place, mask=here | there, other=NO_ROOM, cache_modifier=".cg")
+        device_mask = entries < device_count
+        host_mask = (entries >= device_count) & (entries < device_count + host_count)
+        host_place = (host_head + entries - device_count) % tl.maximum(num_host, 1) + num_pages
+        place = tl.where(device_mask, (head + entries) % num_pages, host_place)
+        ids = tl.load(
+            free_ptr + place, mask=device_mask | host_mask, other=NO_ROOM, cache_modifier=".cg"
+        )
         ids = tl.where(entries < need, ids, NO_PAGE)
         tl.store(table_ptr + entries, ids, mask=entries < num_entries)
-    wanted += need
-    most = tl.maximum(most, wanted)
-    lacking = need - num_here - num_there
-    tl.store(state_ptr + HEAD, (head + num_here) % num_pages)
-    tl.store(state_ptr + FREE, free - num_here)
-    tl.store(state_ptr + HOST_HEAD, (host_head + num_there) % tl.maximum(num_host, 1))
-    tl.store(state_ptr + HOST_FREE, host_free - num_there)
-    tl.store(state_ptr + WANTED, wanted)
-    tl.store(state_ptr + MOST, most)
+    demand += need
+    peak = tl.maximum(peak, demand)
+    lacking = need - device_count - host_count
+    tl.store(state_ptr + HEAD, (head + device_count) % num_pages)
+    tl.store(state_ptr + FREE, free - device_count)
+    tl.store(state_ptr + HOST_HEAD, (host_head + host_count) % tl.maximum(num_host, 1))
+    tl.store(state_ptr + HOST_FREE, host_free - host_count)
+    tl.store(state_ptr + DEMAND, demand)
+    tl.store(state_ptr + PEAK, peak)
     tl.store(state_ptr + MISSED, missed + lacking)
     if lacking > 0:
-        tl.store(report_ptr + MOST, most)
+        tl.store(report_ptr + PEAK, peak)
         tl.store(report_ptr + MISSED, missed + lacking)
     _unlock(state_ptr)
 

@@ -23,8 +23,8 @@ S * E^2 / 128 entries: 2 MiB for 4096 source rows and 128 experts, 128 MiB for 1
 length is N rows; who knows that each expert has c of them gives e * c.
 """
 
-from functools import cache, partial
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,8 +106,8 @@ def _build_index_fwd_count_kernel(
     block = tl.program_id(0).to(tl.int64)
     pairs = block * BLOCK_N + tl.arange(0, BLOCK_N)
     local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first
-    here = (local >= 0) & (local < NUM_LOCAL) & (pairs < num_pairs)
-    counts = tl.histogram(tl.where(here, local, 0), BINS, mask=here)
+    local_mask = (local >= 0) & (local < NUM_LOCAL) & (pairs < num_pairs)
+    counts = tl.histogram(tl.where(local_mask, local, 0), BINS, mask=local_mask)
     bins = tl.arange(0, BINS)
     tl.store(table_ptr + block * NUM_LOCAL + bins, counts, mask=bins < NUM_LOCAL)
 
@@ -173,22 +173,22 @@ def _build_index_fwd_layout_kernel(
     pid = tl.program_id(0)
     experts = tl.arange(0, BINS)
     totals = tl.load(totals_ptr + experts, mask=experts < NUM_LOCAL, other=0)
-    padded = (totals + MULTIPLE - 1) // MULTIPLE * MULTIPLE
-    offsets = tl.cumsum(padded, axis=0)
+    padded_counts = (totals + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    offsets = tl.cumsum(padded_counts, axis=0)
     if pid == 0:
         tl.store(offsets_ptr + experts, offsets.to(tl.int32), mask=experts < NUM_LOCAL)
     # The first programs clear one expert's padding each, the others a block past the last expert.
     if pid < NUM_LOCAL:
         if MULTIPLE > 1:
             stop = tl.sum(tl.where(experts == pid, offsets, 0), axis=0)
-            count = tl.sum(tl.where(experts == pid, padded - totals, 0), axis=0)
+            count = tl.sum(tl.where(experts == pid, padded_counts - totals, 0), axis=0)
             pads = stop - 1 - tl.arange(0, MULTIPLE)
             unused = (pads >= stop - count) & (pads < num_rows)
             tl.store(row_ids_ptr + pads, tl.zeros([MULTIPLE], tl.int32), mask=unused)
             tl.store(weights_ptr + pads, tl.zeros([MULTIPLE], tl.float32), mask=unused)
     else:
         rows = (pid - NUM_LOCAL).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-        past = (rows >= tl.sum(padded, axis=0)) & (rows < num_rows)
+        past = (rows >= tl.sum(padded_counts, axis=0)) & (rows < num_rows)
         tl.store(row_ids_ptr + rows, tl.zeros([BLOCK_R], tl.int32), mask=past)
         tl.store(weights_ptr + rows, tl.zeros([BLOCK_R], tl.float32), mask=past)
 
@@ -215,20 +215,20 @@ def _build_index_fwd_place_kernel(
     inside = tl.arange(0, BLOCK_N)
     pairs = block * BLOCK_N + inside
     local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first
-    here = (local >= 0) & (local < NUM_LOCAL) & (pairs < num_pairs)
+    local_mask = (local >= 0) & (local < NUM_LOCAL) & (pairs < num_pairs)
     earlier = (local[:, None] == local[None, :]) & (inside[:, None] < inside[None, :])
     rank = tl.sum(earlier.to(tl.int32), axis=0)
 
-    before = tl.load(table_ptr + block * NUM_LOCAL + local, mask=here, other=0)
-    total = tl.load(totals_ptr + local, mask=here, other=0)
-    padded = (total + MULTIPLE - 1) // MULTIPLE * MULTIPLE
-    stop = tl.load(offsets_ptr + local, mask=here, other=0)
-    row = stop - padded + before + rank
-    here = here & (row < num_rows)
-    weights = tl.load(pair_weights_ptr + pairs, mask=here, other=0.0)
-    tl.store(row_ids_ptr + row, (pairs // K).to(tl.int32), mask=here)
-    tl.store(weights_ptr + row, weights, mask=here)
-    tl.store(slots_ptr + pairs, tl.where(here, row, -1), mask=pairs < num_pairs)
+    before = tl.load(table_ptr + block * NUM_LOCAL + local, mask=local_mask, other=0)
+    total = tl.load(totals_ptr + local, mask=local_mask, other=0)
+    padded_count = (total + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    stop = tl.load(offsets_ptr + local, mask=local_mask, other=0)
+    row = stop - padded_count + before + rank
+    local_mask = local_mask & (row < num_rows)
+    weights = tl.load(pair_weights_ptr + pairs, mask=local_mask, other=0.0)
+    tl.store(row_ids_ptr + row, (pairs // K).to(tl.int32), mask=local_mask)
+    tl.store(weights_ptr + row, weights, mask=local_mask)
+    tl.store(slots_ptr + pairs, tl.where(local_mask, row, -1), mask=pairs < num_pairs)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -254,33 +254,54 @@ def _index(
     ids_SK, weights_SK = ids_SK.contiguous(), weights_SK.contiguous()
     table_Be = torch.empty(B, num_local, dtype=torch.int32, device=device)
     totals_e = torch.empty(num_local, dtype=torch.int32, device=device)
-    found = (offsets_e, row_ids_R, weights_R)
-    pairs = (ids_SK, weights_SK, table_Be, totals_e, *found, slots_SK, first, N, R)
-    tally, count, scan, layout, place = _constants(ids_SK.shape[1], num_local, multiple)
-    rows = num_local + cdiv(R, BLOCK_R)
+    bins = max(32, next_power_of_2(num_local))
     if B <= FEW_BLOCKS:
-        args = (ids_SK, table_Be, totals_e, first, N, B)
-        launch(_build_index_fwd_tally_kernel, num_local, *args, **tally)
+        launch(
+            _build_index_fwd_tally_kernel,
+            num_local,
+            *(ids_SK, table_Be, totals_e, first, N, B),
+            NUM_LOCAL=num_local,
+            BLOCK_B=FEW_B,
+            BLOCK_N=BLOCK_N,
+            num_warps=FEW_WARPS,
+        )
     else:
-        launch(_build_index_fwd_count_kernel, B, ids_SK, table_Be, first, N, **count)
-        launch(_build_index_fwd_scan_kernel, num_local, table_Be, totals_e, B, **scan)
-    launch(_build_index_fwd_layout_kernel, rows, totals_e, *found, R, **layout)
-    launch(_build_index_fwd_place_kernel, B, *pairs, **place)
-    return row_ids_R, weights_R, slots_SK, offsets_e
-
-
-@cache
-def _constants(K: int, num_local: int, multiple: int) -> tuple[dict[str, int], ...]:
-    """Return those of tally, count, scan, layout and place."""
-    local = dict(NUM_LOCAL=num_local)
-    bins = dict(BINS=max(32, next_power_of_2(num_local)), **local)
-    return (
-        dict(BLOCK_B=FEW_B, BLOCK_N=BLOCK_N, num_warps=FEW_WARPS, **local),
-        dict(BLOCK_N=BLOCK_N, **bins),
-        dict(BLOCK_B=BLOCK_B, num_warps=8, **local),
-        dict(MULTIPLE=multiple, BLOCK_R=BLOCK_R, **bins),
-        dict(K=K, MULTIPLE=multiple, BLOCK_N=BLOCK_N, **local),
+        launch(
+            _build_index_fwd_count_kernel,
+            B,
+            *(ids_SK, table_Be, first, N),
+            NUM_LOCAL=num_local,
+            BINS=bins,
+            BLOCK_N=BLOCK_N,
+        )
+        launch(
+            _build_index_fwd_scan_kernel,
+            num_local,
+            *(table_Be, totals_e, B),
+            NUM_LOCAL=num_local,
+            BLOCK_B=BLOCK_B,
+            num_warps=8,
+        )
+    launch(
+        _build_index_fwd_layout_kernel,
+        num_local + cdiv(R, BLOCK_R),
+        *(totals_e, offsets_e, row_ids_R, weights_R, R),
+        NUM_LOCAL=num_local,
+        BINS=bins,
+        MULTIPLE=multiple,
+        BLOCK_R=BLOCK_R,
     )
+    launch(
+        _build_index_fwd_place_kernel,
+        B,
+        *(ids_SK, weights_SK, table_Be, totals_e, offsets_e, row_ids_R, weights_R, slots_SK),
+        *(first, N, R),
+        K=ids_SK.shape[1],
+        NUM_LOCAL=num_local,
+        MULTIPLE=multiple,
+        BLOCK_N=BLOCK_N,
+    )
+    return row_ids_R, weights_R, slots_SK, offsets_e
 
 
 def _index_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
@@ -301,12 +322,14 @@ _build_index_bwd = Op(
 )
 
 
-def _save_slots(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save_slots(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(output[2])
     ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
 
 
-def _build_index_backward(ctx, _, dweights_R, *rest):  # type: ignore[no-untyped-def]
+def _build_index_backward(
+    ctx: Any, _: Any, dweights_R: Tensor | None, *rest: Any
+) -> tuple[Tensor | None, ...]:
     dweights_SK = None
     if ctx.needs_input_grad[1] and dweights_R is not None:
         dweights_SK = _build_index_bwd(dweights_R, *ctx.saved_tensors)

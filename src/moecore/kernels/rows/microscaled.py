@@ -1,7 +1,7 @@
 """Operands in MXFP8 and NVFP4: rounded to their values, or packed as tensor cores take them.
 
-    emulated           rows [T, K] -> an operand summed over K, or over T
-    emulated_matrices  [e, N, K] -> operands summed over K and over N
+    quantise_microscaled           rows [T, K] -> an operand summed over K, or over T
+    quantise_microscaled_matrices  [e, N, K] -> operands summed over K and over N
 
 The formats and the references are in `microscaling.py`; kernels have their bits. NVFP4 takes two
 passes, because a tensor's scale comes first: the largest magnitudes, then the values. Where rows
@@ -40,14 +40,14 @@ from moecore.kernels.rows.microscaled_kernel import (
 from moecore.kernels.rows.microscaling import (
     BACKWARD,
     FORWARD,
-    PACKED,
     PACKED_BACKWARD,
-    emulated_matrices_ref,
-    emulated_ref,
+    PACKED_FORWARD,
     finite_magnitude,
-    multiplied_dtype,
+    product_dtype,
+    quantise_microscaled_matrices_ref,
+    quantise_microscaled_ref,
 )
-from moecore.kernels.rows.scaling import Blocks, Both, padded
+from moecore.kernels.rows.scaling import Blocks, OperandPair, round_up
 
 TILE, NUM_WARPS = (16, 256), 4  # of one program: blocks of one row, and columns
 
@@ -66,10 +66,19 @@ class _Unrounded(NamedTuple):
         """Launch a kernel with a program for each tile of blocks."""
         (rows, columns), (*lead, N, K), x_TK = block, self.shape, self.x_TK
         M, below = prod(lead) * N, TILE[0] if rows == 1 else 1
-        constants |= dict(K=K, HADAMARD=self.hadamard, ROWS=rows, COLUMNS=columns)
-        constants |= dict(G=below, B=TILE[1] // columns, num_warps=NUM_WARPS)
-        args = (x_TK, self.sources_M, self.expert_M, *tensors, x_TK.shape[0], M, N, x_TK.stride(0))
-        launch(kernel, cdiv(M, rows * below) * cdiv(K, TILE[1]), *args, **constants)
+        launch(
+            kernel,
+            cdiv(M, rows * below) * cdiv(K, TILE[1]),
+            *(x_TK, self.sources_M, self.expert_M, *tensors, x_TK.shape[0], M, N, x_TK.stride(0)),
+            **constants,
+            K=K,
+            HADAMARD=self.hadamard,
+            ROWS=rows,
+            COLUMNS=columns,
+            G=below,
+            B=TILE[1] // columns,
+            num_warps=NUM_WARPS,
+        )
 
     def amax(self, block: tuple[int, int]) -> Tensor:
         """Return the largest finite magnitudes of tensors."""
@@ -83,12 +92,12 @@ class _Unrounded(NamedTuple):
         block: tuple[int, int],
         amax: Tensor | None = None,
         *,
-        packed: bool = False,
+        pack: bool = False,
         transposed: bool = False,
         random: bool = False,
     ) -> Blocks:
         """Return values as they lie, or bytes of them."""
-        stored = (PACKED_ROWS, PACKED_COLUMNS)[transposed] if packed else VALUES
+        layout = (PACKED_ROWS, PACKED_COLUMNS)[transposed] if pack else VALUES
         is_nvfp4, new = recipe.scaling == "nvfp4", self.x_TK.new_empty
         if not is_nvfp4:
             amax = None
@@ -96,32 +105,32 @@ class _Unrounded(NamedTuple):
             amax = self.amax(block)
         *lead, N, K = self.shape
         scales, block_scales = new(self.num_scales, dtype=torch.float32), None
-        if packed:
+        if pack:
             sizes, of_scales = [N, K], [N // block[0], K // block[1]]
             if transposed:
                 sizes, of_scales = sizes[::-1], of_scales[::-1]
             out = new(*lead, sizes[0], sizes[1] // (1 + is_nvfp4), dtype=torch.uint8)
             block_scales = new(*lead, *of_scales, dtype=torch.uint8)
         else:
-            out = new(self.shape, dtype=multiplied_dtype(self.x_TK))
+            out = new(self.shape, dtype=product_dtype(self.x_TK))
         self.launch(
             microscale_kernel,
             block,
-            *(amax, out.view(torch.int32) if packed and transposed else out),
+            *(amax, out.view(torch.int32) if pack and transposed else out),
             *(block_scales, scales),
             NUM_SCALES=self.num_scales,
-            STORED=int(stored),
+            LAYOUT=int(layout),
             POWER_OF_TWO=recipe.power_of_two,
             RANDOM=random,
         )
         if block_scales is None:
             return Blocks(out, scales, FORWARD)
         if is_nvfp4:
-            return Blocks(out, block_scales.view(FP8), PACKED, amax)
-        return Blocks(out.view(FP8), block_scales, PACKED)
+            return Blocks(out, block_scales.view(FP8), PACKED_FORWARD, amax)
+        return Blocks(out.view(FP8), block_scales, PACKED_FORWARD)
 
 
-def emulated(
+def quantise_microscaled(
     x_TK: Tensor,
     recipe: Recipe,
     *,
@@ -130,7 +139,7 @@ def emulated(
     sources_M: Tensor | None = None,
     expert_M: Tensor | None = None,
     num_experts: int = 0,
-    packed: bool = False,
+    pack: bool = False,
 ) -> Blocks:
     """Return rows as an operand; scales of tensors are fp32 [e + 1]. No autograd, no sync.
 
@@ -145,22 +154,29 @@ def emulated(
         expert_M: int64, the expert of each row; e = none, and its values change no other row. Rows
             of a block that lies along rows have the same one. None = one scale for all rows.
         num_experts: e.
-        packed: whether values and scales of blocks are packed, transposed where `over_rows`.
+        pack: whether values and scales of blocks are packed, transposed where `over_rows`.
     """
     if not has_kernel(x_TK):
-        how: Any = dict(sources_M=sources_M, expert_M=expert_M, num_experts=num_experts)
-        how |= dict(over_rows=over_rows, is_gradient=is_gradient, packed=packed)
-        return emulated_ref(x_TK, recipe, **how)
+        return quantise_microscaled_ref(
+            x_TK,
+            recipe,
+            over_rows=over_rows,
+            is_gradient=is_gradient,
+            sources_M=sources_M,
+            expert_M=expert_M,
+            num_experts=num_experts,
+            pack=pack,
+        )
     x_TK = x_TK.detach() if x_TK.stride(1) == 1 else x_TK.detach().contiguous()
     (T, K), size, is_nvfp4 = x_TK.shape, recipe.multiple, recipe.scaling == "nvfp4"
-    M = padded(T, size) if over_rows else T
+    M = round_up(T, size) if over_rows else T
     M = M if sources_M is None else sources_M.shape[0]
     transforms = over_rows and is_nvfp4 and recipe.hadamard
     rows = _Unrounded(x_TK, (M, K), sources_M, expert_M, num_experts + 1, transforms)
     return rows.operand(
         recipe,
         (size, 1) if over_rows else (1, size),
-        packed=packed,
+        pack=pack,
         transposed=over_rows,
         random=is_gradient and is_nvfp4 and recipe.stochastic_rounding,
     )
@@ -174,36 +190,39 @@ def finite_amax(x_eNK: Tensor) -> Tensor:
     return _Unrounded(rows, x_eNK.shape, num_scales=x_eNK.shape[0]).amax((1, 16))
 
 
-def emulated_matrices(
+def quantise_microscaled_matrices(
     w_eNK: Tensor,
     recipe: Recipe,
     *,
     rows: bool = True,
     columns: bool = True,
     amax_e: Tensor | None = None,
-    packed: bool = False,
-) -> Both:
+    pack: bool = False,
+) -> OperandPair:
     """Return matrices as operands summed over K and over N, with fp32 scales [e]. No autograd.
 
     Both are the same numbers in "nvfp4", whose blocks are square. `amax_e` are largest finite
-    magnitudes, None = of each matrix; `packed` is as for `emulated`.
+    magnitudes, None = of each matrix; `pack` is as for `quantise_microscaled`.
     """
     w_eNK = w_eNK.detach().contiguous()
-    make: Any = partial(emulated_matrices_ref, w_eNK)
+    make: Any = partial(quantise_microscaled_matrices_ref, w_eNK)
     if has_kernel(w_eNK):
         rows_of_all = w_eNK.view(-1, w_eNK.shape[2])
         make = _Unrounded(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).operand
     height, width = recipe.weight_block
     operands: list[Blocks | None] = [None, None]
-    for i, (wanted, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):
-        if wanted:
-            first = None if packed else operands[0]
-            made = first if first is not None and height == width else None
-            made = made or make(recipe, block, amax_e, packed=packed, transposed=bool(i))
-            if packed:
-                made, amax_e = replace(made, kind=(PACKED, PACKED_BACKWARD)[i]), made.amax
+    for i, (is_needed, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):
+        if is_needed:
+            first = None if pack else operands[0]
+            operand = first if first is not None and height == width else None
+            operand = operand or make(recipe, block, amax_e, packed=pack, transposed=bool(i))
+            if pack:
+                operand, amax_e = (
+                    replace(operand, kind=(PACKED_FORWARD, PACKED_BACKWARD)[i]),
+                    operand.amax,
+                )
             else:
-                values = made.values.transpose(1, 2) if i else made.values
-                made = Blocks(values, (first or made).scales, (FORWARD, BACKWARD)[i])
-            operands[i] = made
-    return Both(*operands)
+                values = operand.values.transpose(1, 2) if i else operand.values
+                operand = Blocks(values, (first or operand).scales, (FORWARD, BACKWARD)[i])
+            operands[i] = operand
+    return OperandPair(*operands)

@@ -122,8 +122,8 @@ def nvfp4_tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finite
 
 
 @triton.jit
-def _mixed(x):  # uint32
-    """Return what `microscaling._mixed` returns."""
+def _mix(x):  # uint32
+    """Return what `microscaling._mix` returns."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -132,18 +132,18 @@ def _mixed(x):  # uint32
 @triton.jit
 def _draw(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
     """Return what `microscaling.draws_of` returns."""
-    of_row = _mixed(row.to(tl.uint32) + FIRST_DRAW)[:, None, None]
-    of_place = _mixed(of_row + columns.to(tl.uint32)[None, :, :])
-    hashed = _mixed(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))
+    of_row = _mix(row.to(tl.uint32) + FIRST_DRAW)[:, None, None]
+    of_place = _mix(of_row + columns.to(tl.uint32)[None, :, :])
+    hashed = _mix(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))
     return (hashed >> 8).to(tl.float32) * 2.0**-24
 
 
 @triton.jit
 def nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
     """Return what `microscaling.nvfp4_scales` returns, as E4M3 in int32 or uint8 and as fp32."""
-    wanted = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
-    wanted = tl.div_rn(wanted, tl.broadcast_to(scale, amax.shape))
-    code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(wanted, 448.0)), 0x7F)
+    exact = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
+    exact = tl.div_rn(exact, tl.broadcast_to(scale, amax.shape))
+    code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(exact, 448.0)), 0x7F)
     return code, from_e4m3(code.to(tl.uint8))
 
 
@@ -184,7 +184,7 @@ def microscale_kernel(
     stride,
     K: tl.constexpr,
     NUM_SCALES: tl.constexpr,
-    STORED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     HADAMARD: tl.constexpr,
     RANDOM: tl.constexpr,
@@ -223,7 +223,7 @@ def microscale_kernel(
         scale_code = block.to(tl.int32, bitcast=True) >> 23
     # Of packed columns a word is neighbouring rows, 4 or 8 bits each.
     PER_WORD: tl.constexpr = 8 if E2M1 else 4
-    matrix, within = first // rows_of_expert, first % rows_of_expert
+    matrix, row_in_matrix = first // rows_of_expert, first % rows_of_expert
     word = tl.zeros((G, B, COLUMNS), tl.int32)
     for i in tl.static_range(ROWS):
         if E2M1:
@@ -239,14 +239,14 @@ def microscale_kernel(
         row = (first + i)[:, None, None]
         inside = (row < M) & (columns < K)[None, :, :]
         at = row * K + columns[None, :, :]
-        if STORED == VALUES:
+        if LAYOUT == VALUES:
             value *= block[:, :, None]
             tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
-        elif STORED == PACKED_COLUMNS:
+        elif LAYOUT == PACKED_COLUMNS:
             word |= code << (i % PER_WORD * (32 // PER_WORD))
             if i % PER_WORD == PER_WORD - 1:
                 at = (matrix[:, None, None] * K + columns[None, :, :]) * rows_of_expert
-                at = (at + (within + i)[:, None, None]) // PER_WORD
+                at = (at + (row_in_matrix + i)[:, None, None]) // PER_WORD
                 tl.store(out_ptr + at, word, mask=inside)
                 word = tl.zeros((G, B, COLUMNS), tl.int32)
         elif E2M1:
@@ -257,10 +257,10 @@ def microscale_kernel(
             tl.store(at, (low | high << 4).to(tl.uint8), mask=inside)
         else:
             tl.store(out_ptr + at, code.to(tl.uint8), mask=inside)
-    if STORED != VALUES:
+    if LAYOUT != VALUES:
         at = first[:, None] // ROWS * (K // COLUMNS) + blocks[None, :]
-        if STORED == PACKED_COLUMNS:
+        if LAYOUT == PACKED_COLUMNS:
             at = (matrix[:, None] * (K // COLUMNS) + blocks[None, :]) * (rows_of_expert // ROWS)
-            at += within[:, None] // ROWS
+            at += row_in_matrix[:, None] // ROWS
         inside = (first < M)[:, None] & (blocks < K // COLUMNS)[None, :]
         tl.store(block_scales_ptr + at, scale_code.to(tl.uint8), mask=inside)

@@ -53,24 +53,24 @@ SIGNS = 0b1011_0010_0111_0001
 SEED = 0x5EED
 # Kinds of `Blocks`: values in bf16, or bytes; of matrices maybe transposed.
 FORWARD, BACKWARD = "emulated", "emulated transposed"
-PACKED, PACKED_BACKWARD = "packed", "packed transposed"
+PACKED_FORWARD, PACKED_BACKWARD = "packed", "packed transposed"
 OF_BACKWARD = (BACKWARD, PACKED_BACKWARD)
 
 
-def _blocked(x: Tensor, block: tuple[int, int]) -> Tensor:
+def _split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return [..., M, K] as [..., M / rows, rows, K / columns, columns], a view or a copy."""
     (rows, columns), (*outer, M, K) = block, x.shape
     return x.reshape(*outer, M // rows, rows, K // columns, columns)
 
 
-def _of_blocks(scales: Tensor) -> Tensor:
-    """Return what multiplies `_blocked` values."""
+def _expand_scales(scales: Tensor) -> Tensor:
+    """Return what multiplies `_split_blocks` values."""
     return scales[..., :, None, :, None]
 
 
 def quantise_mxfp8(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return E4M3 of x's shape, and fp32 scales, powers of two: [..., M / rows, K / columns]."""
-    values, scales = quantise_ref(_blocked(x, block), (-3, -1), power_of_two=True)
+    values, scales = quantise_ref(_split_blocks(x, block), (-3, -1), power_of_two=True)
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 
 
@@ -86,19 +86,19 @@ def quantise_nvfp4(
         draws: in [0, 1), of x's shape: what exceeds a draw of the way to the next magnitude is
             rounded up. None = to the nearest, ties to even.
     """
-    wide = _blocked(x.float(), block)
+    wide = _split_blocks(x.float(), block)
     amax = wide.abs().amax((-3, -1), keepdim=True)
-    scales = nvfp4_scales(amax, _of_blocks(scale))
-    step = scales.float() * _of_blocks(scale)
-    values = to_e2m1(wide, step, None if draws is None else _blocked(draws, block))
+    scales = nvfp4_scales(amax, _expand_scales(scale))
+    step = scales.float() * _expand_scales(scale)
+    values = to_e2m1(wide, step, None if draws is None else _split_blocks(draws, block))
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 
 
 def nvfp4_scales(amax: Tensor, scale: Tensor) -> Tensor:
     """Return the E4M3 scales of blocks with these largest magnitudes; `scale` is of the tensor."""
     # A GPU multiplies by the reciprocal of a number, so what divides is a tensor.
-    wanted = amax / torch.full_like(amax, LARGEST_E2M1) / scale
-    return wanted.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
+    exact_scales = amax / torch.full_like(amax, LARGEST_E2M1) / scale
+    return exact_scales.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
 
 
 def to_e2m1(x: Tensor, step: Tensor, draws: Tensor | None = None) -> Tensor:
@@ -115,7 +115,7 @@ def to_e2m1(x: Tensor, step: Tensor, draws: Tensor | None = None) -> Tensor:
     return (steps * step).copysign(x)
 
 
-def packed_e2m1(values: Tensor) -> Tensor:
+def pack_e2m1(values: Tensor) -> Tensor:
     """Return values of E2M1 as uint8, two of the last dim in a byte, the first one low."""
     # Magnitudes from 2 on are 4, 5, 6 and 7; NaN, of which only the scale is read, is 0.
     values = values.nan_to_num(0)
@@ -123,44 +123,44 @@ def packed_e2m1(values: Tensor) -> Tensor:
     large = torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4)
     codes = torch.where(magnitude < 2, magnitude * 2, large) + 8 * values.signbit()
     low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 4
+    return low | high << 4  # type: ignore[no-any-return]
 
 
-def unpacked_e2m1(packed: Tensor) -> Tensor:
-    """Return the fp32 values that `packed_e2m1` has packed."""
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+def unpack_e2m1(packed_bytes: Tensor) -> Tensor:
+    """Return the fp32 values that `pack_e2m1` has packed."""
+    codes = torch.stack((packed_bytes & 15, packed_bytes >> 4), -1).flatten(-2)
     bits = (codes & 7).float()
     large = torch.where(bits < 6, bits - 2, bits * 2 - 8)
     magnitude = torch.where(bits < 4, bits / 2, large)
     return torch.where(codes < 8, magnitude, -magnitude)
 
 
-def unpacked_matrices(packed: Blocks, recipe: Recipe, *, transposed: bool) -> Blocks:
-    """Return matrices [e, N, K] that were gathered packed, as `emulated_matrices` makes them."""
-    assert packed.amax is not None, "they were gathered by it"
-    wide = _times(unpacked_e2m1(packed.values), packed.scales, recipe.weight_block)
-    scales = tensor_scales(packed.amax, recipe)
+def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Blocks:
+    """Return the operand of `quantise_microscaled_matrices`, from packed matrices [e, N, K]."""
+    assert weight.amax is not None, "they were gathered by it"
+    wide = _dequantise(unpack_e2m1(weight.values), weight.scales, recipe.weight_block)
+    scales = tensor_scales(weight.amax, recipe)
     return Blocks(wide.mT if transposed else wide, scales, (FORWARD, BACKWARD)[transposed])
 
 
-def transposed_matrices(packed: Blocks) -> Blocks:
+def transpose_matrices(weight: Blocks) -> Blocks:
     """Return matrices [e, N, K] that were gathered packed, packed for sums over N."""
-    values = packed.values
+    values = weight.values
     codes = torch.stack((values & 15, values >> 4), -1).flatten(-2).mT
     low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    scales = packed.scales.view(torch.uint8).mT.contiguous().view(FP8)
-    return Blocks((low | high << 4).contiguous(), scales, PACKED_BACKWARD, packed.amax)
+    scales = weight.scales.view(torch.uint8).mT.contiguous().view(FP8)
+    return Blocks((low | high << 4).contiguous(), scales, PACKED_BACKWARD, weight.amax)
 
 
 def draws_of(x_MK: Tensor) -> Tensor:
     """Return fp32 in [0, 1), multiples of 2^-24, which depend on place and value alone."""
     rows, columns = (torch.arange(n, dtype=torch.int32, device=x_MK.device) for n in x_MK.shape)
-    hashed = _mixed(_mixed(rows + SEED)[:, None] + columns)
-    hashed = _mixed(hashed ^ (x_MK.float().view(torch.int32) >> 16 & 0xFFFF))
+    hashed = _mix(_mix(rows + SEED)[:, None] + columns)
+    hashed = _mix(hashed ^ (x_MK.float().view(torch.int32) >> 16 & 0xFFFF))
     return (hashed >> 8 & 0xFFFFFF).float() * 2.0**-24
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix(x: Tensor) -> Tensor:
     """Return a one-to-one hash of int32: MurmurHash3's finalizer; products wrap around."""
     x = (x ^ (x >> 16 & 0xFFFF)) * (0x85EBCA6B - 2**32)
     x = (x ^ (x >> 13 & 0x7FFFF)) * (0xC2B2AE35 - 2**32)
@@ -191,7 +191,7 @@ def tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
     return block_scale_ref(amax, recipe.power_of_two, LARGEST_E2M1 * MAX)[0]
 
 
-def _quantised(
+def _quantise_blocks(
     x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return values and scales of blocks; `scale` is of tensors."""
@@ -200,28 +200,28 @@ def _quantised(
     return quantise_nvfp4(x, block, scale, draws)
 
 
-def _times(values: Tensor, scales: Tensor, block: Any) -> Tensor:
+def _dequantise(values: Tensor, scales: Tensor, block: Any) -> Tensor:
     """Return values times scales of their blocks, in the dtype in which they are multiplied."""
-    wide = _blocked(values.float(), block) * _of_blocks(scales.float())
-    return wide.reshape(values.shape).to(multiplied_dtype(values))
+    wide = _split_blocks(values.float(), block) * _expand_scales(scales.float())
+    return wide.reshape(values.shape).to(product_dtype(values))
 
 
-def multiplied_dtype(x: Tensor) -> torch.dtype:
+def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a tensor's device multiplies operands."""
     return torch.float32 if x.device.type == "cpu" else torch.bfloat16
 
 
-def _packed(values: Tensor, scales: Tensor, amax: Tensor, *, transposed: bool) -> Blocks:
+def _pack(values: Tensor, scales: Tensor, amax: Tensor, *, transposed: bool) -> Blocks:
     """Return values and scales of blocks as bytes, with the summed dim innermost."""
     if transposed:
         values, scales = values.mT, scales.mT
     if values.dtype == FP8:
         exponents = scales.contiguous().view(torch.int32) >> 23  # of infinity 255: E8M0's NaN
-        return Blocks(values.contiguous(), exponents.to(torch.uint8), PACKED)
-    return Blocks(packed_e2m1(values).contiguous(), scales.contiguous(), PACKED, amax)
+        return Blocks(values.contiguous(), exponents.to(torch.uint8), PACKED_FORWARD)
+    return Blocks(pack_e2m1(values).contiguous(), scales.contiguous(), PACKED_FORWARD, amax)
 
 
-def emulated_ref(
+def quantise_microscaled_ref(
     x_TK: Tensor,
     recipe: Recipe,
     *,
@@ -230,9 +230,9 @@ def emulated_ref(
     sources_M: Tensor | None = None,
     expert_M: Tensor | None = None,
     num_experts: int = 0,
-    packed: bool = False,
+    pack: bool = False,
 ) -> Blocks:
-    """Return what `microscaled.emulated` returns, in plain PyTorch."""
+    """Return what `microscaled.quantise_microscaled` returns, in plain PyTorch."""
     size, is_nvfp4 = recipe.multiple, recipe.scaling == "nvfp4"
     block = (size, 1) if over_rows else (1, size)
     x_MK = x_TK.float()
@@ -250,29 +250,29 @@ def emulated_ref(
     scales = tensor_scales(amax, recipe)
     is_random = is_gradient and is_nvfp4 and recipe.stochastic_rounding
     of_blocks, draws = scales[expert_M[:: block[0]]][:, None], draws_of(x_MK) if is_random else None
-    found = _quantised(x_MK, recipe, block, of_blocks, draws)
-    if packed:
-        return _packed(*found, amax, transposed=over_rows)
-    return Blocks(_times(*found, block), scales, FORWARD)
+    values, block_scales = _quantise_blocks(x_MK, recipe, block, of_blocks, draws)
+    if pack:
+        return _pack(values, block_scales, amax, transposed=over_rows)
+    return Blocks(_dequantise(values, block_scales, block), scales, FORWARD)
 
 
-def emulated_matrices_ref(
+def quantise_microscaled_matrices_ref(
     w_eNK: Tensor,
     recipe: Recipe,
     block: tuple[int, int],
     amax_e: Tensor | None,
     *,
-    packed: bool,
+    pack: bool,
     transposed: bool,
 ) -> Blocks:
-    """Return one operand of `microscaled.emulated_matrices`; what is not packed as it lies."""
+    """Return one operand of `quantise_microscaled_matrices`; without `pack` in w's layout."""
     w_eNK = w_eNK.float()
     amax_e = finite_magnitude(w_eNK).amax((1, 2)) if amax_e is None else amax_e
     scales = tensor_scales(amax_e, recipe)
-    found = _quantised(w_eNK, recipe, block, scales[:, None, None])
-    if packed:
-        return _packed(*found, amax_e, transposed=transposed)
-    return Blocks(_times(*found, block), scales, FORWARD)
+    values, block_scales = _quantise_blocks(w_eNK, recipe, block, scales[:, None, None])
+    if pack:
+        return _pack(values, block_scales, amax_e, transposed=transposed)
+    return Blocks(_dequantise(values, block_scales, block), scales, FORWARD)
 
 
 def finite_magnitude(x: Tensor) -> Tensor:

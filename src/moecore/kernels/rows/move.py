@@ -16,9 +16,10 @@ Any K works. Expert choice gives K = E columns, of which a source row uses few: 
 still looked at, one index load each in both kernels, and the fill reads 4 * R * K bytes more. The
 references make K passes over [S, D] for a sum.
 
-`copy_used` moves the used rows of a matrix to or from memory that the GPU reaches over PCIe. Their
-number is on the device, so no copy engine can be given it. A few programs take all rows in turns:
-PCIe is slow, and the multiprocessors are others'. Bytes moved: 2 * num_rows * (bytes of a row).
+`copy_first_rows` moves the first rows of a matrix to or from memory that the GPU reaches over PCIe.
+Their number is on the device, so a copy engine cannot read it. A few programs copy all rows,
+because PCIe is slow and other kernels need the multiprocessors. Bytes moved: 2 * num_rows * (bytes
+of a row).
 """
 
 from functools import cache
@@ -106,20 +107,20 @@ def _gather_rows_fwd_kernel(
         # Rows that no slot names: padding below num_rows, and all rows from there on.
         rows = pid.to(tl.int64) * FILL_R + tl.arange(0, FILL_R)
         exists = rows < num_expert_rows
-        used = exists
+        row_mask = exists
         if num_rows_ptr is not None:
-            used = exists & (rows < tl.load(num_rows_ptr))
-        sources = tl.load(row_ids_ptr + rows, mask=used, other=0).to(tl.int64)
+            row_mask = exists & (rows < tl.load(num_rows_ptr))
+        sources = tl.load(row_ids_ptr + rows, mask=row_mask, other=0).to(tl.int64)
         named = tl.zeros([FILL_R], dtype=tl.int32)
         for start in range(0, K, BLOCK_K):
             choices = start + tl.arange(0, BLOCK_K)
             slots = tl.load(
                 slots_ptr + sources[:, None] * K + choices[None, :],
-                mask=used[:, None] & (choices < K)[None, :],
+                mask=row_mask[:, None] & (choices < K)[None, :],
                 other=-1,
             )
             named += tl.sum((slots == rows[:, None]).to(tl.int32), axis=1)
-        fill = (exists if CLEAR else used) & (named == 0)
+        fill = (exists if CLEAR else row_mask) & (named == 0)
         if tl.max(fill.to(tl.int32), axis=0) > 0:
             zeros = tl.zeros([FILL_R, FILL_D], dtype=out_ptr.dtype.element_ty)
             for start in range(0, D, FILL_D):
@@ -242,7 +243,7 @@ _gather_rows = Op(
     save=keep(slice(1, None)),
     backward=lambda ctx, dout_RD: (_sum_rows(dout_RD, *ctx.saved_tensors), None, None, None),
 )
-_sum_rows: Op = Op(
+_sum_rows: Op[Tensor] = Op(
     "sum_rows",
     sum_rows_plain,
     lambda y_RD, _, slots_SK, *__: y_RD.new_empty(slots_SK.shape[0], y_RD.shape[1]),
@@ -297,14 +298,14 @@ def sum_rows(
     return _sum_rows(y_RD, row_ids_R, slots_SK, num_rows)
 
 
-def copy_used_ref(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
-    """Do what `copy_used` does, in plain PyTorch. Host sync."""
-    used = min(int(num_rows), source_RB.shape[0])
-    target_RB[:used].copy_(source_RB[:used])
+def copy_first_rows_ref(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
+    """Do what `copy_first_rows` does, in plain PyTorch. Host sync."""
+    count = min(int(num_rows), source_RB.shape[0])
+    target_RB[:count].copy_(source_RB[:count])
 
 
 @triton.jit(do_not_specialize=["length"])
-def _copy_used_kernel(
+def _copy_first_rows_kernel(
     source_ptr,  # [R, words of a row] int32
     target_ptr,  # [R, words of a row] int32, out
     num_rows_ptr,  # int32
@@ -313,14 +314,14 @@ def _copy_used_kernel(
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    used = tl.minimum(tl.load(num_rows_ptr), length).to(tl.int64) * row_words
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, used, PROGRAMS * BLOCK):
+    num_words = tl.minimum(tl.load(num_rows_ptr), length).to(tl.int64) * row_words
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_words, PROGRAMS * BLOCK):
         i = start + tl.arange(0, BLOCK)
-        words = tl.load(source_ptr + i, mask=i < used)
-        tl.store(target_ptr + i, words, mask=i < used)
+        words = tl.load(source_ptr + i, mask=i < num_words)
+        tl.store(target_ptr + i, words, mask=i < num_words)
 
 
-def copy_used(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
+def copy_first_rows(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
     """Copy the first rows of a matrix; what lies past them in the target stays as it is.
 
     Both are uint8, contiguous, on the GPU or in pinned host memory. num_rows is 0-dim int32 on the
@@ -328,10 +329,11 @@ def copy_used(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
     """
     row_bytes = source_RB.shape[1]
     if not use_kernel(num_rows) or row_bytes % 4:
-        copy_used_ref(target_RB, source_RB, num_rows)
+        copy_first_rows_ref(target_RB, source_RB, num_rows)
         return
     words = (source_RB.view(torch.int32), target_RB.view(torch.int32))
     args = (*words, num_rows, source_RB.shape[0], row_bytes // 4)
-    how = dict(PROGRAMS=COPY_PROGRAMS, BLOCK=COPY_WORDS, num_warps=8)
     with on_device(num_rows):  # the source or the target may lie in host memory
-        _copy_used_kernel[(COPY_PROGRAMS,)](*args, **how)
+        _copy_first_rows_kernel[(COPY_PROGRAMS,)](
+            *args, PROGRAMS=COPY_PROGRAMS, BLOCK=COPY_WORDS, num_warps=8
+        )

@@ -28,39 +28,38 @@ from moecore.kernels.rows.e4m3 import BLOCK, FP8, block_scale, decode, encode, m
 from moecore.kernels.rows.move import gather_rows_ref
 from moecore.kernels.rows.scaling import quantise_ref
 
-SCALED = BLOCK  # columns of one scale
 ROW_BYTES = 16  # of which packed rows are multiples
-PACKED = torch.uint8
+PACKED_DTYPE = torch.uint8
 PACKED_COLUMNS = 16  # of which D is a multiple
 
 
 def packed_bytes(dim: int) -> int:
     """Return W, the bytes of a packed row of `dim` columns; 2048 have 16 scales, so 2112 bytes."""
-    return cdiv(dim + 4 * cdiv(dim, SCALED), ROW_BYTES) * ROW_BYTES
+    return cdiv(dim + 4 * cdiv(dim, BLOCK), ROW_BYTES) * ROW_BYTES
 
 
 def pack_rows_ref(x_SD: Tensor) -> Tensor:
     """Return what `pack_rows` returns, in plain PyTorch."""
     S, D = x_SD.shape
-    B = cdiv(D, SCALED)
-    padded = torch.nn.functional.pad(x_SD.float(), (0, B * SCALED - D))
-    values, scales_SB1 = quantise_ref(padded.view(S, B, SCALED), -1, power_of_two=True)
-    packed_SW = x_SD.new_zeros(S, packed_bytes(D), dtype=PACKED)
-    packed_SW[:, :D] = values.view(PACKED).flatten(1)[:, :D]
-    packed_SW[:, D : D + 4 * B] = scales_SB1[..., 0].view(PACKED)
-    return packed_SW
+    B = cdiv(D, BLOCK)
+    padded_x = torch.nn.functional.pad(x_SD.float(), (0, B * BLOCK - D))
+    values, scales_SB1 = quantise_ref(padded_x.view(S, B, BLOCK), -1, power_of_two=True)
+    bytes_SW = x_SD.new_zeros(S, packed_bytes(D), dtype=PACKED_DTYPE)
+    bytes_SW[:, :D] = values.view(PACKED_DTYPE).flatten(1)[:, :D]
+    bytes_SW[:, D : D + 4 * B] = scales_SB1[..., 0].view(PACKED_DTYPE)
+    return bytes_SW
 
 
-def packed_views(packed_SW: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def packed_views(bytes_SW: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return the values [S, D] float8_e4m3fn and the scales fp32 [S, B], in the same memory."""
-    ends = dim + 4 * cdiv(dim, SCALED)
-    values_SD = packed_SW[:, :dim].view(FP8)
-    return values_SD, packed_SW[:, dim:ends].view(torch.float32)
+    ends = dim + 4 * cdiv(dim, BLOCK)
+    values_SD = bytes_SW[:, :dim].view(FP8)
+    return values_SD, bytes_SW[:, dim:ends].view(torch.float32)
 
 
 def unpack_rows(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
     """Return wide rows [S, D], in plain PyTorch on any device."""
-    scales_SD = scales_SB.repeat_interleave(SCALED, 1)[:, : values_SD.shape[1]]
+    scales_SD = scales_SB.repeat_interleave(BLOCK, 1)[:, : values_SD.shape[1]]
     return (values_SD.float() * scales_SD).to(dtype)
 
 
@@ -68,7 +67,7 @@ def unpack_rows(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Ten
 def _program(dim: int) -> dict[str, int]:
     """Return the scales of one program, and its warps for 16 columns per thread."""
     # The most scales, up to 16, that leave at most 1/8 idle.
-    B = cdiv(dim, SCALED)
+    B = cdiv(dim, BLOCK)
     fits = (n for n in (16, 8, 4) if cdiv(B, n) * n * 8 <= B * 9)
     blocks = next(fits, min(4, next_power_of_2(B)))
     return {"BLOCKS": blocks, "num_warps": max(1, blocks // 4)}
@@ -81,19 +80,19 @@ def _pack_rows_kernel(
     scales_ptr,  # the same memory, fp32
     D: tl.constexpr,
     W: tl.constexpr,
-    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    PARTS: tl.constexpr = (D + BLOCKS * SCALED - 1) // (BLOCKS * SCALED)
+    PARTS: tl.constexpr = (D + BLOCKS * BLOCK - 1) // (BLOCKS * BLOCK)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     blocks = tl.program_id(0) % PARTS * BLOCKS + tl.arange(0, BLOCKS)
-    columns = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+    columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * D + columns, mask=columns < D, other=0.0).to(tl.float32)
     scale, inverse = block_scale(tl.max(magnitude(x), axis=1), True)
     code = encode(x * inverse[:, None])
     code = tl.where((scale == float("inf"))[:, None], 0x7F, code)  # whatever sign a NaN has
     tl.store(packed_ptr + row * W + columns, code.to(tl.uint8), mask=columns < D)
-    tl.store(scales_ptr + row * (W // 4) + D // 4 + blocks, scale, mask=blocks * SCALED < D)
+    tl.store(scales_ptr + row * (W // 4) + D // 4 + blocks, scale, mask=blocks * BLOCK < D)
 
 
 @triton.jit
@@ -105,20 +104,20 @@ def _gather_packed_rows_kernel(
     D: tl.constexpr,
     W: tl.constexpr,
     K: tl.constexpr,
-    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two
 ):
-    PARTS: tl.constexpr = (D + BLOCKS * SCALED - 1) // (BLOCKS * SCALED)
+    PARTS: tl.constexpr = (D + BLOCKS * BLOCK - 1) // (BLOCKS * BLOCK)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     blocks = tl.program_id(0) % PARTS * BLOCKS + tl.arange(0, BLOCKS)
-    columns = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+    columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     choices = tl.arange(0, BLOCK_K)
     slots = tl.load(slots_ptr + row * K + choices, mask=choices < K, other=-1)
     is_used = tl.max(slots, axis=0) >= 0
     inside = (columns < D) & is_used
     code = tl.load(values_ptr + row * W + columns, mask=inside, other=0).to(tl.int32)
-    has_scale = (blocks * SCALED < D) & is_used
+    has_scale = (blocks * BLOCK < D) & is_used
     scale = tl.load(scales_ptr + row * (W // 4) + blocks, mask=has_scale, other=0.0)
     x = (decode(code) * scale[:, None]).to(out_ptr.dtype.element_ty)
     for k in range(K):
@@ -130,17 +129,17 @@ def _pack(x_SD: Tensor) -> Tensor:
     if not use_kernel(x_SD):
         return pack_rows_ref(x_SD)
     (S, D), program = x_SD.shape, _program(x_SD.shape[1])
-    packed_SW = torch.empty(S, packed_bytes(D), dtype=PACKED, device=x_SD.device)
-    args = (x_SD, packed_SW, packed_SW.view(torch.float32))
-    how = dict(D=D, W=packed_SW.shape[1], SCALED=SCALED, **program)
-    launch(_pack_rows_kernel, S * cdiv(D, SCALED * program["BLOCKS"]), *args, **how)
-    return packed_SW
+    bytes_SW = torch.empty(S, packed_bytes(D), dtype=PACKED_DTYPE, device=x_SD.device)
+    args = (x_SD, bytes_SW, bytes_SW.view(torch.float32))
+    num_programs = S * cdiv(D, BLOCK * program["BLOCKS"])
+    launch(_pack_rows_kernel, num_programs, *args, D=D, W=bytes_SW.shape[1], BLOCK=BLOCK, **program)
+    return bytes_SW
 
 
-_packed = Op(
+_pack_rows = Op(
     "pack_rows",
     _pack,
-    lambda x_SD: x_SD.new_empty(x_SD.shape[0], packed_bytes(x_SD.shape[1]), dtype=PACKED),
+    lambda x_SD: x_SD.new_empty(x_SD.shape[0], packed_bytes(x_SD.shape[1]), dtype=PACKED_DTYPE),
 )
 
 
@@ -154,7 +153,7 @@ def pack_rows(x_SD: Tensor) -> Tensor:
         uint8 [S, W]: D values in e4m3, ceil(D / 128) scales in fp32, then nothing of meaning up to
         a multiple of 16 bytes.
     """
-    return _packed(x_SD.detach())  # type: ignore[no-any-return]
+    return _pack_rows(x_SD.detach())
 
 
 def gather_packed_rows(
@@ -175,8 +174,16 @@ def gather_packed_rows(
         wide_SD = unpack_rows(values_SD, scales_SB, dtype)
         return gather_rows_ref(wide_SD, row_ids_R, slots_SK, num_rows)
     out_RD, program = values_SD.new_empty(R, D, dtype=dtype), _program(D)
-    args = (values_SD.view(PACKED), scales_SB, slots_SK.contiguous(), out_RD)
-    how = dict(D=D, W=values_SD.stride(0), K=K, SCALED=SCALED, BLOCK_K=next_power_of_2(K))
-    num_programs = S * cdiv(D, SCALED * program["BLOCKS"]) if R else 0
-    launch(_gather_packed_rows_kernel, num_programs, *args, **how, **program)
+    args = (values_SD.view(PACKED_DTYPE), scales_SB, slots_SK.contiguous(), out_RD)
+    launch(
+        _gather_packed_rows_kernel,
+        S * cdiv(D, BLOCK * program["BLOCKS"]) if R else 0,
+        *args,
+        D=D,
+        W=values_SD.stride(0),
+        K=K,
+        BLOCK=BLOCK,
+        BLOCK_K=next_power_of_2(K),
+        **program,
+    )
     return out_RD

@@ -33,10 +33,10 @@ from moecore.kernels.rows.free_list import (
     take_pages_ref,
 )
 
-MOST_MATRICES = 4  # of a table
+MAX_MATRICES = 4  # of a table
 PROGRAMS = 64  # of a copy: about half of an H200's multiprocessors, beside other work
 TILE_WORDS = 8192  # of 4 bytes, that a program has in flight
-MOST_WORDS = 1024  # of them in one row
+MAX_WORDS = 1024  # of them in one row
 NUM_WARPS = 8
 TAKE_SLOTS = 32768  # that the one program of a list looks at at once
 TAKE_WARPS = 16
@@ -73,7 +73,7 @@ class PageLayout:
         steps = [pool.page_bytes // width for width in widths]
         lengths = [source_rows if listed else expert_rows for listed in has_list]
         words = [width // (1 if width % 4 else 4) for width in widths]
-        block_words = tuple(min(MOST_WORDS, next_power_of_2(n)) for n in words)
+        block_words = tuple(min(MAX_WORDS, next_power_of_2(n)) for n in words)
         block_rows = tuple(
             min(next_power_of_2(step), TILE_WORDS // block)
             for step, block in zip(steps, block_words, strict=True)
@@ -126,8 +126,8 @@ def copy_rows_ref(
     pool, N, entry = layout.pool, layout.num_entries, 0
     P = pool.pages.shape[0]
     for matrix, width, listed in zip(matrices, layout.widths, layout.has_list, strict=True):
-        used, step = int(table[N + 1 - listed]), pool.page_bytes // width
-        rows = table[N + 2 :][:used].long() if listed else torch.arange(used)
+        num_rows, step = int(table[N + 1 - listed]), pool.page_bytes // width
+        rows = table[N + 2 :][:num_rows].long() if listed else torch.arange(num_rows)
         for places in rows.split(step):
             page, entry = int(table[entry]), entry + 1
             if matrix is None:
@@ -146,10 +146,10 @@ def copy_rows_ref(
 
 
 @triton.jit
-def _pages_of(used, STEPS: tl.constexpr):
+def _count_pages(num_rows, STEPS: tl.constexpr):
     need = 0
     for m in tl.static_range(len(STEPS)):
-        need += (used + STEPS[m] - 1) // STEPS[m]
+        need += (num_rows + STEPS[m] - 1) // STEPS[m]
     return need
 
 
@@ -183,16 +183,16 @@ def _take_rows_kernel(
             mask = (rows < source_rows)[:, None] & (columns < K)[None, :]
             places = rows.to(tl.int64)[:, None] * K + columns[None, :]
             slots = tl.load(slots_ptr + places, mask=mask, other=-1)
-            used = (tl.max(slots, axis=1) >= 0).to(tl.int32)
-            before = count + tl.cumsum(used, axis=0) - 1
-            tl.store(table_ptr + num_entries + 2 + before, rows, mask=used > 0)
-            count += tl.sum(used, axis=0)
+            is_used = (tl.max(slots, axis=1) >= 0).to(tl.int32)
+            before = count + tl.cumsum(is_used, axis=0) - 1
+            tl.store(table_ptr + num_entries + 2 + before, rows, mask=is_used > 0)
+            count += tl.sum(is_used, axis=0)
         tl.store(table_ptr + num_entries, count)
-        need += _pages_of(count, LISTED_STEPS)
+        need += _count_pages(count, LISTED_STEPS)
     if num_rows_ptr is not None:
         first = tl.minimum(tl.load(num_rows_ptr), expert_rows)
         tl.store(table_ptr + num_entries + 1, first)
-        need += _pages_of(first, FIRST_STEPS)
+        need += _count_pages(first, FIRST_STEPS)
     take_pages(
         table_ptr, num_entries, need, state_ptr, report_ptr, free_ptr, num_pages, num_host, BLOCK
     )
@@ -203,7 +203,7 @@ def _copy_matrix(
     rows_ptr,  # [S or R, B] bytes; None = not this time
     table_ptr,  # its entries come first
     order_ptr,  # [S] int32, the used rows; None = the first ones
-    used,  # how many these are
+    num_rows,  # how many these are
     pages_ptr,  # [P, PAGE_BYTES] bytes
     host_ptr,  # [Q, PAGE_BYTES] bytes, or None
     num_pages,  # P
@@ -220,7 +220,7 @@ def _copy_matrix(
     WORD_BYTES: tl.constexpr = 4 if WIDTH % 4 == 0 else 1
     WORDS: tl.constexpr = WIDTH // WORD_BYTES
     PAGE_WORDS: tl.constexpr = PAGE_BYTES // WORD_BYTES
-    entries = (used + STEP - 1) // STEP
+    entries = (num_rows + STEP - 1) // STEP
     if rows_ptr is not None:
         BLOCKS: tl.constexpr = (WORDS + BLOCK_W - 1) // BLOCK_W
         PARTS: tl.constexpr = (STEP + BLOCK_R - 1) // BLOCK_R
@@ -231,7 +231,7 @@ def _copy_matrix(
             entry = tile // BLOCKS // PARTS
             inside = tile // BLOCKS % PARTS * BLOCK_R + tl.arange(0, BLOCK_R)
             places = entry * STEP + inside
-            exists = (inside < STEP) & (places < used)
+            exists = (inside < STEP) & (places < num_rows)
             rows = places
             if order_ptr is not None:
                 rows = tl.load(order_ptr + places, mask=exists, other=0)
@@ -326,10 +326,18 @@ def take_rows(
     sizes = (layout.source_rows, layout.expert_rows, layout.num_entries)
     ids = (pool.state, pool.report, pool.free_ids)
     num_pages = (pool.pages.shape[0], pool.host_pages.shape[0])
-    steps = dict(LISTED_STEPS=layout.listed_steps, FIRST_STEPS=layout.first_steps)
-    blocks = dict(BLOCK_S=max(1, TAKE_SLOTS // block_k), BLOCK_K=block_k, BLOCK=BLOCK_IDS)
-    args = (slots_SK, num_rows, table, *sizes, *ids, *num_pages)
-    launch(_take_rows_kernel, 1, *args, K=K, **steps, **blocks, num_warps=TAKE_WARPS)
+    launch(
+        _take_rows_kernel,
+        1,
+        *(slots_SK, num_rows, table, *sizes, *ids, *num_pages),
+        K=K,
+        LISTED_STEPS=layout.listed_steps,
+        FIRST_STEPS=layout.first_steps,
+        BLOCK_S=max(1, TAKE_SLOTS // block_k),
+        BLOCK_K=block_k,
+        BLOCK=BLOCK_IDS,
+        num_warps=TAKE_WARPS,
+    )
 
 
 def copy_rows(
@@ -362,12 +370,18 @@ def copy_rows(
     launch(
         _copy_pages_kernel,
         layout.programs + (over is not None),
-        *(*matrices, *(None,) * (MOST_MATRICES - len(matrices))),
+        *(*matrices, *(None,) * (MAX_MATRICES - len(matrices))),
         *(table, layout.num_entries, pool.pages),
         pool.host_pages if pool.host_pages.shape[0] else None,
         pool.pages.shape[0],
         *(over_table, over_entries, pool.state, pool.free_ids, pool.host_pages.shape[0]),
-        **dict(PAGE_BYTES=pool.page_bytes, WIDTHS=layout.widths, HAS_LIST=layout.has_list),
-        **dict(BLOCKS_R=layout.block_rows, BLOCKS_W=layout.block_words, BLOCK=BLOCK_IDS),
-        **dict(STASH=stash, PROGRAMS=layout.programs, num_warps=NUM_WARPS),
+        PAGE_BYTES=pool.page_bytes,
+        WIDTHS=layout.widths,
+        HAS_LIST=layout.has_list,
+        BLOCKS_R=layout.block_rows,
+        BLOCKS_W=layout.block_words,
+        BLOCK=BLOCK_IDS,
+        STASH=stash,
+        PROGRAMS=layout.programs,
+        num_warps=NUM_WARPS,
     )

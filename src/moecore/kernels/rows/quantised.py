@@ -38,7 +38,7 @@ from moecore.kernels.rows.quantised_kernel import (
 )
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import MAP_FIELDS, RowTiles
-from moecore.kernels.rows.scaling import Blocks, Both, padded, quantise_ref
+from moecore.kernels.rows.scaling import Blocks, OperandPair, quantise_ref, round_up
 
 SCALE_ROWS = 4  # of which the row length of the scales of rows is a multiple: 16 bytes, for TMA
 ROWS_PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # of one program: 32 elements per thread
@@ -49,7 +49,7 @@ SCALE_R, SCALE_B = 128, 16  # expert rows, and scales of each, that a program mo
 
 def blocks_of(x: Tensor) -> Tensor:
     """Return [..., B, 128], the blocks of the last dim."""
-    return x.unflatten(-1, (-1, BLOCK))
+    return x.unflatten(-1, (-1, BLOCK))  # type: ignore[no-any-return]
 
 
 def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
@@ -67,7 +67,7 @@ def row_blocks_ref(x_RK: Tensor, power_of_two: bool) -> Blocks:
 
 def _transposed_scales(scales_RB: Tensor) -> Tensor:
     R = scales_RB.shape[0]
-    return F.pad(scales_RB.T, (0, padded(R, SCALE_ROWS) - R)).contiguous()
+    return F.pad(scales_RB.T, (0, round_up(R, SCALE_ROWS) - R)).contiguous()
 
 
 def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
@@ -83,14 +83,14 @@ def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
 def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
     """Return what `tile_tokens` returns, in plain PyTorch; 0 in tiles that nobody uses."""
     values_SD, scales_SB = _with_scales(rows)
-    tile = torch.arange(tiles.most, device=values_SD.device)
+    tile = torch.arange(tiles.max_tiles, device=values_SD.device)
     _, first, end, _ = tiles.map[1:].long().unbind(1)
     row = first[:, None] + torch.arange(BLOCK, device=values_SD.device)
-    used = (row < end[:, None]) & (tile < tiles.map[0, 0])[:, None]
+    tile_mask = (row < end[:, None]) & (tile < tiles.map[0, 0])[:, None]
     none = values_SD.shape[0]  # a row of zeros
     if row_ids_R is not None and row_ids_R.numel():
-        row = row_ids_R.long()[torch.where(used, row, 0)]
-    row = torch.where(used, row, none)
+        row = row_ids_R.long()[torch.where(tile_mask, row, 0)]
+    row = torch.where(tile_mask, row, none)
     values = blocks_of(F.pad(values_SD.half(), (0, 0, 0, 1))[row])  # [t, 128, B, 128]
     scales = F.pad(scales_SB, (0, 0, 0, 1))[row]  # [t, 128, B]
     largest_tB = scales.amax(1).clamp(min=LEAST_SCALE)
@@ -108,18 +108,20 @@ def _with_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
 
 def quantise_weights_ref(
     w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
-) -> Both:
+) -> OperandPair:
     """Return what `quantise_weights` returns, in plain PyTorch."""
     e, N, K = w_eNK.shape
     blocks = w_eNK.view(e, N // BLOCK, BLOCK, K // BLOCK, BLOCK)
     values, scales = quantise_ref(blocks, (2, 4), power_of_two)
     values_eNK = values.view(e, N, K)
     transposed_eKN = values_eNK.transpose(1, 2).contiguous() if columns else None
-    return _both(values_eNK if rows else None, scales[:, :, 0, :, 0], transposed_eKN)
+    return _make_pair(values_eNK if rows else None, scales[:, :, 0, :, 0], transposed_eKN)
 
 
-def _both(values_eNK: Tensor | None, scales_eNK: Tensor, values_eKN: Tensor | None) -> Both:
-    return Both(
+def _make_pair(
+    values_eNK: Tensor | None, scales_eNK: Tensor, values_eKN: Tensor | None
+) -> OperandPair:
+    return OperandPair(
         None if values_eNK is None else Blocks(values_eNK, scales_eNK, "block"),
         None if values_eKN is None else Blocks(values_eKN, scales_eNK.transpose(1, 2), "block"),
     )
@@ -135,7 +137,7 @@ def check_columns(name: str, size: int) -> None:
 
 def empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
     """Return uninitialised rows."""
-    scales_shape = (num_columns // BLOCK, padded(num_rows, SCALE_ROWS))
+    scales_shape = (num_columns // BLOCK, round_up(num_rows, SCALE_ROWS))
     return Blocks(
         like.new_empty(num_rows, num_columns, dtype=FP8),
         like.new_empty(scales_shape, dtype=torch.float32),
@@ -170,8 +172,14 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
         return quantise_rows_ref(x_SD, power_of_two=power_of_two)
     out, num_blocks = empty_rows(x_SD), S * D // BLOCK
     args = (x_SD, num_rows, out.values.view(torch.uint8), out.scales, num_blocks)
-    how = dict(ROW_BLOCKS=D // BLOCK, POWER_OF_TWO=power_of_two, **ROWS_PROGRAM)
-    launch(quantise_rows_kernel, cdiv(num_blocks, ROWS_PROGRAM["BLOCKS"]), *args, **how)
+    launch(
+        quantise_rows_kernel,
+        cdiv(num_blocks, ROWS_PROGRAM["BLOCKS"]),
+        *args,
+        ROW_BLOCKS=D // BLOCK,
+        POWER_OF_TWO=power_of_two,
+        **ROWS_PROGRAM,
+    )
     return out
 
 
@@ -199,7 +207,7 @@ def gather_row_blocks(
     R = row_ids_R.shape[0] if row_ids_R is not None else S
     out = empty_row_blocks(rows.values, R if moves else 0, D)
     if not moves:
-        scales_BR = rows.scales.new_empty(D // BLOCK, padded(R, SCALE_ROWS))
+        scales_BR = rows.scales.new_empty(D // BLOCK, round_up(R, SCALE_ROWS))
         out = Blocks(rows.values, scales_BR, "tile")
     if R and S:
         K = slots_SK.shape[1] if slots_SK is not None else 1
@@ -242,22 +250,29 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
     if not use_kernel(values_SD):
         return tile_tokens_ref(rows, row_ids_R, tiles)
     out = Blocks(
-        values_SD.new_empty(tiles.most, D, BLOCK),
-        scales_SB.new_empty(tiles.most, D // BLOCK),
+        values_SD.new_empty(tiles.max_tiles, D, BLOCK),
+        scales_SB.new_empty(tiles.max_tiles, D // BLOCK),
         "block",
     )
     if S:
         sources = (values_SD.view(torch.int32), scales_SB, row_ids_R, tiles.map)
         args = (*sources, out.values.view(torch.int32), out.scales, scales_SB.stride(1))
-        how = dict(D=D, W=values_SD.stride(0) // 4, SCALES_W=scales_SB.stride(0))
-        how |= dict(FIELDS=MAP_FIELDS, num_warps=TOKEN_WARPS)
-        launch(tile_tokens_kernel, tiles.most * (D // BLOCK), *args, **how)
+        launch(
+            tile_tokens_kernel,
+            tiles.max_tiles * (D // BLOCK),
+            *args,
+            D=D,
+            W=values_SD.stride(0) // 4,
+            SCALES_W=scales_SB.stride(0),
+            FIELDS=MAP_FIELDS,
+            num_warps=TOKEN_WARPS,
+        )
     return out
 
 
 def quantise_weights(
     w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
-) -> Both:
+) -> OperandPair:
     """Return matrices as FP8, one scale per 128 x 128 block, in one pass over both layouts.
 
     w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. `rows` and `columns` are
@@ -266,16 +281,21 @@ def quantise_weights(
     e, N, K = w_eNK.shape
     check_columns("N", N)
     check_columns("K", K)
-    layouts = dict(rows=rows, columns=columns)
     if not use_kernel(w_eNK):
-        return quantise_weights_ref(w_eNK, power_of_two=power_of_two, **layouts)
+        return quantise_weights_ref(w_eNK, power_of_two=power_of_two, rows=rows, columns=columns)
     values_eNK = w_eNK.new_empty(e, N, K, dtype=FP8) if rows else None
     scales_eNK = w_eNK.new_empty(e, N // BLOCK, K // BLOCK, dtype=torch.float32)
     transposed_eKN = w_eNK.new_empty(e, K, N, dtype=FP8) if columns else None
-    values = (
+    launch(
+        quantise_weights_kernel,
+        scales_eNK.numel(),
+        w_eNK,
         None if values_eNK is None else values_eNK.view(torch.uint8),
         None if transposed_eKN is None else transposed_eKN.view(torch.int32),
+        scales_eNK,
+        N=N,
+        K=K,
+        POWER_OF_TWO=power_of_two,
+        num_warps=TILE_WARPS,
     )
-    how = dict(N=N, K=K, POWER_OF_TWO=power_of_two, num_warps=TILE_WARPS)
-    launch(quantise_weights_kernel, scales_eNK.numel(), w_eNK, *values, scales_eNK, **how)
-    return _both(values_eNK, scales_eNK, transposed_eKN)
+    return _make_pair(values_eNK, scales_eNK, transposed_eKN)

@@ -20,8 +20,6 @@ FP8 bytes, the parts of dweights 1/16 of F.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -81,12 +79,12 @@ def quantised_activation_bwd_ref(
 
 
 @triton.jit
-def load_kept(h_ptr, h_scales_ptr, rows, used, block, wide: tl.constexpr, C: tl.constexpr):
+def load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide: tl.constexpr, C: tl.constexpr):
     """Return 128 columns of H in fp32, rounded to its wide dtype."""
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
-    h = tl.load(h_ptr + at, mask=used[:, None], other=0)
+    h = tl.load(h_ptr + at, mask=row_mask[:, None], other=0)
     if h_scales_ptr is not None:
-        scales = tl.load(h_scales_ptr + rows * (C // 128) + block, mask=used, other=0.0)
+        scales = tl.load(h_scales_ptr + rows * (C // 128) + block, mask=row_mask, other=0.0)
         h = (from_e4m3(h) * scales[:, None]).to(wide)
     return h.to(tl.float32)
 
@@ -112,25 +110,27 @@ def quantised_activation_fwd_kernel(
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used = rows < num_expert_rows
+    row_mask = rows < num_expert_rows
     if num_rows_ptr is not None:
-        used = used & (rows < tl.load(num_rows_ptr))
+        row_mask = row_mask & (rows < tl.load(num_rows_ptr))
     at = h_ptr + rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
-    gate = tl.load(at, mask=used[:, None], other=0.0).to(tl.float32)
+    gate = tl.load(at, mask=row_mask[:, None], other=0.0).to(tl.float32)
     up = gate
     if ACT.GATED:
-        up = tl.load(at + F, mask=used[:, None], other=0.0).to(tl.float32)
+        up = tl.load(at + F, mask=row_mask[:, None], other=0.0).to(tl.float32)
     if h_values_ptr is not None:
-        store_row_blocks(gate, h_values_ptr, h_scales_ptr, rows, used, block, None, C, POWER_OF_TWO)
+        store_row_blocks(
+            gate, h_values_ptr, h_scales_ptr, rows, row_mask, block, None, C, POWER_OF_TWO
+        )
         if ACT.GATED:
             of_up = block + BLOCKS
             store_row_blocks(
-                up, h_values_ptr, h_scales_ptr, rows, used, of_up, None, C, POWER_OF_TWO
+                up, h_values_ptr, h_scales_ptr, rows, row_mask, of_up, None, C, POWER_OF_TWO
             )
     a = activate(gate, up, ACT)
     if weights_ptr is not None:
-        a = a * tl.load(weights_ptr + rows, mask=used, other=0.0)[:, None]
-    store_row_blocks(a, values_ptr, scales_ptr, rows, used, block, stride, F, POWER_OF_TWO)
+        a = a * tl.load(weights_ptr + rows, mask=row_mask, other=0.0)[:, None]
+    store_row_blocks(a, values_ptr, scales_ptr, rows, row_mask, block, stride, F, POWER_OF_TWO)
 
 
 @triton.jit(do_not_specialize=["num_expert_rows", "stride"])
@@ -157,34 +157,36 @@ def quantised_activation_bwd_kernel(
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used = rows < num_expert_rows
+    row_mask = rows < num_expert_rows
     if num_rows_ptr is not None:
-        used = used & (rows < tl.load(num_rows_ptr))
+        row_mask = row_mask & (rows < tl.load(num_rows_ptr))
     da = tl.load(
         da_ptr + rows[:, None] * F + block * 128 + tl.arange(0, 128)[None, :],
-        mask=used[:, None],
+        mask=row_mask[:, None],
         other=0.0,
     )
     wide: tl.constexpr = da.dtype
     da = da.to(tl.float32)
-    gate = load_kept(h_ptr, h_scales_ptr, rows, used, block, wide, C)
+    gate = load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide, C)
     up = gate
     if ACT.GATED:
-        up = load_kept(h_ptr, h_scales_ptr, rows, used, block + BLOCKS, wide, C)
+        up = load_h(h_ptr, h_scales_ptr, rows, row_mask, block + BLOCKS, wide, C)
     a, dgate, dup = activate_with_gradients(gate, up, ACT)
     tl.store(
-        sums_ptr + block.to(tl.int64) * num_expert_rows + rows, tl.sum(da * a, axis=1), mask=used
+        sums_ptr + block.to(tl.int64) * num_expert_rows + rows,
+        tl.sum(da * a, axis=1),
+        mask=row_mask,
     )
     if weights_ptr is not None:
-        weights = tl.load(weights_ptr + rows, mask=used, other=0.0)[:, None]
+        weights = tl.load(weights_ptr + rows, mask=row_mask, other=0.0)[:, None]
         a = a * weights
         da = da * weights
-    store_row_blocks(a, a_ptr, a_scales_ptr, rows, used, block, stride, F, POWER_OF_TWO)
+    store_row_blocks(a, a_ptr, a_scales_ptr, rows, row_mask, block, stride, F, POWER_OF_TWO)
     dgate = da * dgate
-    store_row_blocks(dgate, dh_ptr, dh_scales_ptr, rows, used, block, stride, C, POWER_OF_TWO)
+    store_row_blocks(dgate, dh_ptr, dh_scales_ptr, rows, row_mask, block, stride, C, POWER_OF_TWO)
     if ACT.GATED:
         dup, block = da * dup, block + BLOCKS
-        store_row_blocks(dup, dh_ptr, dh_scales_ptr, rows, used, block, stride, C, POWER_OF_TWO)
+        store_row_blocks(dup, dh_ptr, dh_scales_ptr, rows, row_mask, block, stride, C, POWER_OF_TWO)
 
 
 @triton.jit(do_not_specialize=["num_expert_rows"])
@@ -198,19 +200,15 @@ def sum_parts_kernel(
 ):
     """Add the parts of each row in their order; 0 from num_rows on."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used = rows < num_expert_rows
+    row_mask = rows < num_expert_rows
     if num_rows_ptr is not None:
-        used = used & (rows < tl.load(num_rows_ptr))
+        row_mask = row_mask & (rows < tl.load(num_rows_ptr))
     total = tl.zeros([BLOCK_R], tl.float32)
     at = sums_ptr + rows
     for _ in range(PARTS):
-        total += tl.load(at, mask=used, other=0.0)
+        total += tl.load(at, mask=row_mask, other=0.0)
         at += num_expert_rows
     tl.store(out_ptr + rows, total, mask=rows < num_expert_rows)
-
-
-def _constants(options: ActivationOptions, power_of_two: bool) -> dict[str, Any]:
-    return dict(ACT=options.constants, POWER_OF_TWO=power_of_two)
 
 
 def quantised_activation(
@@ -237,17 +235,26 @@ def quantised_activation(
     F = C // 2 if options.gated else C
     check_columns("F", F)
     if not use_kernel(h_RC):
-        to = dict(power_of_two=power_of_two, quantise_h=quantise_h)
-        return quantised_activation_ref(h_RC, weights_R, options, **to)
+        return quantised_activation_ref(
+            h_RC, weights_R, options, power_of_two=power_of_two, quantise_h=quantise_h
+        )
     out, h = empty_row_blocks(h_RC, R, F), None
     h_out: tuple[Tensor | None, Tensor | None] = (None, None)
     if quantise_h:
         h = empty_rows(h_RC)
         h_out = h.values.view(torch.uint8), h.scales
     args = (h_RC, weights_R, num_rows, out.values.view(torch.uint8), out.scales, *h_out)
-    grid, how = cdiv(R, FWD_PROGRAM["BLOCK_R"]) * (F // BLOCK), _constants(options, power_of_two)
-    sizes = (R, out.scales.shape[1])
-    launch(quantised_activation_fwd_kernel, grid, *args, *sizes, F=F, **how, **FWD_PROGRAM)
+    launch(
+        quantised_activation_fwd_kernel,
+        cdiv(R, FWD_PROGRAM["BLOCK_R"]) * (F // BLOCK),
+        *args,
+        R,
+        out.scales.shape[1],
+        F=F,
+        ACT=options.constants,
+        POWER_OF_TWO=power_of_two,
+        **FWD_PROGRAM,
+    )
     return out, h
 
 
@@ -272,8 +279,9 @@ def quantised_activation_bwd(
     (R, C), F = h.values.shape, da_RF.shape[1]
     check_columns("F", F)
     if not use_kernel(h.values, da_RF):
-        how = (weights_R, num_rows, options)
-        return quantised_activation_bwd_ref(h, da_RF, *how, power_of_two=power_of_two)
+        return quantised_activation_bwd_ref(
+            h, da_RF, weights_R, num_rows, options, power_of_two=power_of_two
+        )
     dh, a = empty_row_blocks(da_RF, R, C), empty_row_blocks(da_RF, R, F)
     dweights_R = da_RF.new_empty(R, dtype=torch.float32)
     sums = da_RF.new_empty(F // BLOCK, R, dtype=torch.float32)
@@ -281,9 +289,20 @@ def quantised_activation_bwd(
         outputs = (dh.values.view(torch.uint8), dh.scales, a.values.view(torch.uint8), a.scales)
         h_in = h.values if h.scales is None else h.values.view(torch.uint8)
         args = (h_in, h.scales, da_RF, weights_R, num_rows, *outputs, sums, R, dh.scales.shape[1])
-        constants = dict(F=F, **_constants(options, power_of_two), **BWD_PROGRAM)
-        grid = cdiv(R, BWD_PROGRAM["BLOCK_R"]) * (F // BLOCK)
-        launch(quantised_activation_bwd_kernel, grid, *args, **constants)
-        parts, sizes = (sums, num_rows, dweights_R, R), dict(PARTS=F // BLOCK, BLOCK_R=SUM_ROWS)
-        launch(sum_parts_kernel, cdiv(R, SUM_ROWS), *parts, **sizes)
+        launch(
+            quantised_activation_bwd_kernel,
+            cdiv(R, BWD_PROGRAM["BLOCK_R"]) * (F // BLOCK),
+            *args,
+            F=F,
+            ACT=options.constants,
+            POWER_OF_TWO=power_of_two,
+            **BWD_PROGRAM,
+        )
+        launch(
+            sum_parts_kernel,
+            cdiv(R, SUM_ROWS),
+            *(sums, num_rows, dweights_R, R),
+            PARTS=F // BLOCK,
+            BLOCK_R=SUM_ROWS,
+        )
     return dh, dweights_R, a

@@ -17,7 +17,7 @@ def store_row_blocks(
     values_ptr,  # [R, C] uint8, out
     scales_ptr,  # fp32 [C / 128, R4], out; or [R, C / 128], as `quantise_rows` has them
     rows,  # int64
-    used,  # bool, of each row
+    row_mask,  # bool, of each row
     block,  # which 128 columns
     stride,  # R4; None for the other layout
     C: tl.constexpr,
@@ -26,11 +26,11 @@ def store_row_blocks(
     """Quantise the part of each row and store it."""
     scale, inverse = block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
-    tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=used[:, None])
+    tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])
     if stride is None:
-        tl.store(scales_ptr + rows * (C // 128) + block, scale, mask=used)
+        tl.store(scales_ptr + rows * (C // 128) + block, scale, mask=row_mask)
     else:
-        tl.store(scales_ptr + block.to(tl.int64) * stride + rows, scale, mask=used)
+        tl.store(scales_ptr + block.to(tl.int64) * stride + rows, scale, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -46,14 +46,14 @@ def quantise_rows_kernel(
 ):
     """Write BLOCKS blocks of 128 columns."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    used = blocks < num_blocks
+    block_mask = blocks < num_blocks
     if num_rows_ptr is not None:
-        used = used & (blocks < tl.load(num_rows_ptr).to(tl.int64) * ROW_BLOCKS)
+        block_mask = block_mask & (blocks < tl.load(num_rows_ptr).to(tl.int64) * ROW_BLOCKS)
     at = blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + at, mask=used[:, None], other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=block_mask[:, None], other=0.0).to(tl.float32)
     scale, inverse = block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
-    tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=used[:, None])
-    tl.store(scales_ptr + blocks, scale, mask=used)
+    tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=block_mask[:, None])
+    tl.store(scales_ptr + blocks, scale, mask=block_mask)
 
 
 @triton.jit(do_not_specialize=["num_expert_rows", "num_scale", "stride"])
@@ -81,16 +81,16 @@ def gather_row_blocks_kernel(
     pid = tl.program_id(0)
     if pid < num_scale:
         rows = pid.to(tl.int64) * SCALE_R + tl.arange(0, SCALE_R)
-        used = rows < num_expert_rows
+        row_mask = rows < num_expert_rows
         if num_rows_ptr is not None:
-            used = used & (rows < tl.load(num_rows_ptr))
+            row_mask = row_mask & (rows < tl.load(num_rows_ptr))
         sources = rows
         if row_ids_ptr is not None:
-            sources = tl.load(row_ids_ptr + rows, mask=used, other=0).to(tl.int64)
+            sources = tl.load(row_ids_ptr + rows, mask=row_mask, other=0).to(tl.int64)
         B: tl.constexpr = D // 128
         for start in range(0, B, SCALE_B):
             blocks = start + tl.arange(0, SCALE_B)
-            mask = used[:, None] & (blocks < B)[None, :]
+            mask = row_mask[:, None] & (blocks < B)[None, :]
             scales = tl.load(scales_ptr + sources[:, None] * SCALES_W + blocks[None, :], mask=mask)
             at = blocks.to(tl.int64)[None, :] * stride + rows[:, None]
             tl.store(out_scales_ptr + at, scales, mask=mask)
@@ -118,13 +118,13 @@ def _load_words(
     SCALES_W: tl.constexpr,
 ):
     """Return int32 [rows, 32] and fp32 [rows]."""
-    used = rows < end
+    row_mask = rows < end
     sources = rows
     if row_ids_ptr is not None:
-        sources = tl.load(row_ids_ptr + rows, mask=used, other=0).to(tl.int64)
+        sources = tl.load(row_ids_ptr + rows, mask=row_mask, other=0).to(tl.int64)
     at = sources[:, None] * W + tl.arange(0, 32)[None, :]
-    words = tl.load(words_ptr + at, mask=used[:, None], other=0)
-    return words, tl.load(scales_ptr + sources * SCALES_W, mask=used, other=0.0)
+    words = tl.load(words_ptr + at, mask=row_mask[:, None], other=0)
+    return words, tl.load(scales_ptr + sources * SCALES_W, mask=row_mask, other=0.0)
 
 
 @triton.jit

@@ -36,11 +36,11 @@ class Rows:
     handle_SD: Tensor | None = None
 
     @classmethod
-    def from_packed(
-        cls, packed_SW: Tensor, dim: int, dtype: torch.dtype, handle_SD: Tensor | None = None
+    def from_bytes(
+        cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, handle_SD: Tensor | None = None
     ) -> Rows:
         """Return the rows that `pack_rows` packed, as views of the same memory."""
-        return cls(*packed_views(packed_SW, dim), dtype, handle_SD=handle_SD)
+        return cls(*packed_views(bytes_SW, dim), dtype, handle_SD=handle_SD)
 
     @property
     def dtype(self) -> torch.dtype:

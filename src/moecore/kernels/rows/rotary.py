@@ -56,17 +56,17 @@ def _rotary_kernel(
     BLOCK_HALF: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used = (rows < num_rows)[:, None]
+    row_mask = (rows < num_rows)[:, None]
     token, h = rows // H, rows % H
     b, t = token // T, token % T
     x_row = x_ptr + (b * stride_b + t * stride_t + h * stride_h)[:, None]
     y_row = y_ptr + (rows * (n + 2 * half))[:, None]
     if BLOCK_N > 0:
         i = tl.arange(0, BLOCK_N)[None, :]
-        mask = used & (i < n)
+        mask = row_mask & (i < n)
         tl.store(y_row + i, tl.load(x_row + i, mask=mask, other=0.0), mask=mask)
     i = tl.arange(0, BLOCK_HALF)[None, :]
-    mask = used & (i < half)
+    mask = row_mask & (i < half)
     angle = (t * half)[:, None] + i
     cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)

@@ -33,19 +33,19 @@ def _map_row_tiles_kernel(
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
     starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
     tiles = tl.where(exists, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
-    mine = tl.program_id(0)
-    first = tl.sum(tl.where(experts < mine, tiles, 0), 0)
-    count = tl.sum(tl.where(experts == mine, tiles, 0), 0)
-    start = tl.sum(tl.where(experts == mine, starts, 0), 0)
-    end = tl.sum(tl.where(experts == mine, ends, 0), 0)
-    for done in range(0, count, BLOCK):
-        tile = done + tl.arange(0, BLOCK)
+    expert = tl.program_id(0)
+    first = tl.sum(tl.where(experts < expert, tiles, 0), 0)
+    count = tl.sum(tl.where(experts == expert, tiles, 0), 0)
+    start = tl.sum(tl.where(experts == expert, starts, 0), 0)
+    end = tl.sum(tl.where(experts == expert, ends, 0), 0)
+    for offset in range(0, count, BLOCK):
+        tile = offset + tl.arange(0, BLOCK)
         at = map_ptr + (1 + first + tile) * FIELDS
-        tl.store(at, tl.full([BLOCK], 0, tl.int32) + mine, mask=tile < count)
+        tl.store(at, tl.full([BLOCK], 0, tl.int32) + expert, mask=tile < count)
         tl.store(at + 1, start + tile * BLOCK_M, mask=tile < count)
         tl.store(at + 2, tl.full([BLOCK], 0, tl.int32) + end, mask=tile < count)
-    tl.store(ends_ptr + mine, first + count)
-    if mine == 0:
+    tl.store(ends_ptr + expert, first + count)
+    if expert == 0:
         tl.store(map_ptr, tl.sum(tiles, 0))
 
 
@@ -56,7 +56,7 @@ class RowTiles(NamedTuple):
     ends_e: Tensor  # int32 running sum of the experts' row tiles
 
     @property
-    def most(self) -> int:
+    def max_tiles(self) -> int:
         """How many row tiles there can be."""
         return self.map.shape[0] - 1
 
@@ -87,6 +87,13 @@ def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
         offsets_e.new_empty(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS),
         torch.empty_like(offsets_e),
     )
-    how = dict(E_POW2=next_power_of_2(e), BLOCK_M=BLOCK_M, FIELDS=MAP_FIELDS, BLOCK=32)
-    launch(_map_row_tiles_kernel, e, offsets_e, *tiles, e, **how)
+    launch(
+        _map_row_tiles_kernel,
+        e,
+        *(offsets_e, tiles.map, tiles.ends_e, e),
+        E_POW2=next_power_of_2(e),
+        BLOCK_M=BLOCK_M,
+        FIELDS=MAP_FIELDS,
+        BLOCK=32,
+    )
     return tiles

@@ -43,8 +43,13 @@ def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
         return scaled_cast_ref(x, dtype, scale)
     x = x.contiguous()
     y = torch.empty_like(x, dtype=dtype)
-    on_device = isinstance(scale, Tensor)
     args = (x, y, x.numel(), scale.float() if isinstance(scale, Tensor) else scale)
-    how = dict(ON_DEVICE=on_device, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    launch(_scaled_cast_kernel, cdiv(x.numel(), BLOCK), *args, **how)
+    launch(
+        _scaled_cast_kernel,
+        cdiv(x.numel(), BLOCK),
+        *args,
+        ON_DEVICE=isinstance(scale, Tensor),
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
     return y

@@ -76,7 +76,7 @@ class Blocks:
         return [self.values, self.scales, *([] if self.amax is None else [self.amax])]
 
 
-class Both(NamedTuple):
+class OperandPair(NamedTuple):
     """A matrix [T, D], or one of every expert, as both operands; None = not made."""
 
     rows: Blocks | None  # for sums over D
@@ -97,14 +97,14 @@ def _from_tree(tensors: Iterable[Tensor], kind: Any) -> Blocks:
 register_pytree_node(Blocks, lambda b: (b.tensors(), b.kind), _from_tree)
 
 
-def padded(n: int, multiple: int) -> int:
+def round_up(n: int, multiple: int) -> int:
     """Return the smallest multiple that is not less than n."""
     return cdiv(n, multiple) * multiple
 
 
 def operand_shape(rows: int, columns: int, kind: str) -> tuple[int, int]:
     """Return M and K of an operand that holds [rows, columns]."""
-    return padded(rows, ALIGNED), padded(columns, BLOCK if kind in BY_BLOCKS else ALIGNED)
+    return round_up(rows, ALIGNED), round_up(columns, BLOCK if kind in BY_BLOCKS else ALIGNED)
 
 
 def scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
@@ -112,7 +112,7 @@ def scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
     if kind == "tile":
         return cdiv(K, BLOCK), M
     if kind == "block":
-        return cdiv(M, BLOCK), padded(cdiv(K, BLOCK), SCALE_COLUMNS)
+        return cdiv(M, BLOCK), round_up(cdiv(K, BLOCK), SCALE_COLUMNS)
     return (M, 1) if kind == "row" else (1, 1)
 
 
@@ -139,10 +139,10 @@ def quantise_ref(
 
 def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
     """Return FP8 of fp32 values times reciprocals of scales, saturated; NaN of infinities."""
-    scaled = x * inverse
+    values = x * inverse
     del inverse  # which may be as large
-    scaled.clamp_(-LARGEST[fmt], LARGEST[fmt]).masked_fill_(x.isinf(), torch.nan)
-    return scaled.to(DTYPES[fmt])
+    values.clamp_(-LARGEST[fmt], LARGEST[fmt]).masked_fill_(x.isinf(), torch.nan)
+    return values.to(DTYPES[fmt])
 
 
 def add_seen_ref_(x: Tensor, seen: Tensor) -> None:
@@ -154,7 +154,7 @@ def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_tw
     """Return an operand whose summed dim is D; amax is that of a "tensor" operand, None = of x."""
     T, D = x_TD.shape
     M, K = operand_shape(T, D, kind)
-    M128, B = padded(M, BLOCK), K // BLOCK
+    M128, B = round_up(M, BLOCK), K // BLOCK
     x = pad(x_TD.float(), (0, K - D, 0, M128 - T))
     if kind in BY_BLOCKS:
         x = x.view(M128 // BLOCK, BLOCK, B, BLOCK)

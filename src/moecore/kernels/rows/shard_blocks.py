@@ -36,7 +36,7 @@ from moecore.kernels.rows.e4m3 import (
     magnitude_ref,
     to_e4m3,
 )
-from moecore.kernels.rows.scaling import SCALE_COLUMNS, Blocks, Both, padded
+from moecore.kernels.rows.scaling import SCALE_COLUMNS, Blocks, OperandPair, round_up
 
 NUM_WARPS = 8  # 64 elements of fp32 per thread
 TRANSPOSE_WARPS = 4
@@ -70,7 +70,7 @@ class PartOfMatrix(NamedTuple):
     @property
     def scales_shape(self) -> tuple[int, int]:
         """[R / 128, C / 128 rounded up to 4], as dense products take them."""
-        return cdiv(self.rows, BLOCK), padded(cdiv(self.columns, BLOCK), SCALE_COLUMNS)
+        return cdiv(self.rows, BLOCK), round_up(cdiv(self.columns, BLOCK), SCALE_COLUMNS)
 
     @property
     def num_blocks(self) -> int:
@@ -85,34 +85,34 @@ class PartOfMatrix(NamedTuple):
         return row, torch.arange(self.part_columns, device=part.device) + self.first_column
 
 
-def as_matrices(gathered: Blocks, shape: torch.Size) -> Both:
+def as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
     """Return one matrix of every expert, [e, N, K] of whole blocks; views."""
     # Gathered values are contiguous, in the parameter's shape: the last dim are the columns. Scales
     # of "block" are of `PartOfMatrix.scales_shape`, 0 in what fills its rows.
-    scales, values_eNK = gathered.scales, gathered.values.view(*shape[:2], -1)
-    if gathered.kind == "block":
+    scales, values_eNK = weight.scales, weight.values.view(*shape[:2], -1)
+    if weight.kind == "block":
         scales = scales[:, : shape[2] // BLOCK]
-    if gathered.kind != "tensor":
+    if weight.kind != "tensor":
         scales = scales.unflatten(0, (shape[0], -1))
-    return Both(Blocks(values_eNK, scales, gathered.kind, gathered.amax), None)
+    return OperandPair(Blocks(values_eNK, scales, weight.kind, weight.amax), None)
 
 
-def as_operand(gathered: Blocks) -> Blocks:
+def as_operand(weight: Blocks) -> Blocks:
     """Return [N, K], multiples of 16, summed over K; a view where K is one of 128."""
-    if gathered.kind == "tensor":
-        return Blocks(gathered.values, gathered.scales.view(1, 1), "tensor")
-    bytes_NK, missing = gathered.values.view(torch.uint8), -gathered.values.shape[1] % BLOCK
-    padded_NK = pad(bytes_NK, (0, missing)) if missing else bytes_NK
-    return Blocks(padded_NK.view(gathered.values.dtype), gathered.scales, "block")
+    if weight.kind == "tensor":
+        return Blocks(weight.values, weight.scales.view(1, 1), "tensor")
+    bytes_NK, missing = weight.values.view(torch.uint8), -weight.values.shape[1] % BLOCK
+    operand_NK = pad(bytes_NK, (0, missing)) if missing else bytes_NK
+    return Blocks(operand_NK.view(weight.values.dtype), weight.scales, "block")
 
 
 def block_amax_ref_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
     """Do what `block_amax_` does, in plain PyTorch."""
     row, column = place.indices(part)
-    whole = torch.zeros(place.rows, place.columns, device=part.device)
-    whole[row[:, None], column] = magnitude_ref(part.float()).view(-1, place.part_columns)
-    whole = pad(whole, (0, -place.columns % BLOCK, 0, -place.rows % BLOCK))
-    blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    magnitudes = torch.zeros(place.rows, place.columns, device=part.device)
+    magnitudes[row[:, None], column] = magnitude_ref(part.float()).view(-1, place.part_columns)
+    magnitudes = pad(magnitudes, (0, -place.columns % BLOCK, 0, -place.rows % BLOCK))
+    blocks = magnitudes.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     amax[:, : blocks.shape[2]].copy_(blocks.amax((1, 3)))
 
 
@@ -126,9 +126,9 @@ def quantise_blocks_ref_(
     power_of_two: bool,
 ) -> None:
     """Do what `quantise_blocks_` does, in plain PyTorch."""
-    found, inverse = block_scale_ref(amax, power_of_two)
+    block_scales, inverse = block_scale_ref(amax, power_of_two)
     columns = cdiv(place.columns, BLOCK)
-    scales[:, :columns].copy_(found[:, :columns])
+    scales[:, :columns].copy_(block_scales[:, :columns])
     row, column = (index // BLOCK for index in place.indices(part))
     factors = inverse[row[:, None], column].view(part.shape)
     values.view(FP8).copy_((part.float() * factors).to(FP8).view(values.shape))
@@ -144,11 +144,11 @@ def tile_of_part(
     tiles = tl.cdiv(part.columns, COLUMNS)
     i, j = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = i.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    within = row % part.period - part.first_row
+    row_in_run = row % part.period - part.first_row
     column = j * COLUMNS + tl.arange(0, COLUMNS) - part.first_column
-    row_inside = (row < part.rows) & (within >= 0) & (within < part.run)
+    row_inside = (row < part.rows) & (row_in_run >= 0) & (row_in_run < part.run)
     column_inside = (column >= 0) & (column < part.part_columns)
-    at = (row // part.period * part.run + within)[:, None] * part.part_columns + column[None, :]
+    at = (row // part.period * part.run + row_in_run)[:, None] * part.part_columns + column[None, :]
     return i, j, at, row_inside[:, None] & column_inside[None, :]
 
 
@@ -253,22 +253,28 @@ def quantise_blocks_(
         quantise_blocks_ref_(part, place, amax, scales, values, power_of_two=power_of_two)
         return
     args = (part, amax, scales, values, place, place.scales_shape[1])
-    how = dict(POWER_OF_TWO=power_of_two, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    launch(quantise_blocks_kernel, place.num_blocks, *args, **how)
+    launch(
+        quantise_blocks_kernel,
+        place.num_blocks,
+        *args,
+        POWER_OF_TWO=power_of_two,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
 
 
 def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
     """Return float8 [e, N, K] as [e, K, N], contiguous, zeros up to a multiple of N (4, or 1)."""
     # N and K are multiples of 16. No autograd, no host sync.
     e, N, K = values_eNK.shape
-    M = padded(N, multiple)
+    M = round_up(N, multiple)
     bytes_eNK = values_eNK.view(torch.uint8)
     if not use_kernel(values_eNK):
         return pad(bytes_eNK.transpose(1, 2), (0, M - N)).contiguous().view(values_eNK.dtype)
     out_eKM = values_eNK.new_empty(e, K, M)
     words = (bytes_eNK.view(torch.int32), out_eKM.view(torch.int32))
-    grid, how = e * cdiv(M, BLOCK) * cdiv(K, BLOCK), dict(N=N, K=K, M=M)
-    launch(transpose_values_kernel, grid, *words, **how, num_warps=TRANSPOSE_WARPS)
+    grid = e * cdiv(M, BLOCK) * cdiv(K, BLOCK)
+    launch(transpose_values_kernel, grid, *words, N=N, K=K, M=M, num_warps=TRANSPOSE_WARPS)
     return out_eKM
 
 
@@ -280,6 +286,6 @@ def transpose_operand(weight: Blocks, columns: int) -> Blocks:
         return Blocks(transpose_values(weight.values[None])[0], weight.scales, "tensor")
     values_KN = transpose_values(weight.values[None], BLOCK)[0, :columns]
     blocks = cdiv(columns, BLOCK), weight.scales.shape[0]
-    scales = weight.scales.new_zeros(blocks[0], padded(blocks[1], SCALE_COLUMNS))
+    scales = weight.scales.new_zeros(blocks[0], round_up(blocks[1], SCALE_COLUMNS))
     scales[:, : blocks[1]] = weight.scales[:, : blocks[0]].T
     return Blocks(values_KN, scales, weight.kind)

@@ -32,8 +32,8 @@ def amax_of_matrices_(part: Tensor, first: int, amax: Tensor) -> None:
     """Write fp32 largest magnitudes, but NaN; 0 where there is no part."""
     amax.zero_()
     if part.numel():
-        rows, own = _matrices(part, first, amax)
-        own.copy_(magnitude_ref(rows.float()).amax(1))
+        rows, part_amax = _matrices(part, first, amax)
+        part_amax.copy_(magnitude_ref(rows.float()).amax(1))
 
 
 def cast_part_(
@@ -42,6 +42,6 @@ def cast_part_(
     """Write a part's FP8 to flat uint8 `values`, and the scales of all matrices."""
     scales.copy_(block_scale_ref(amax, power_of_two)[0])
     if part.numel():
-        rows, own = _matrices(part, first, amax)
-        found, _ = quantise_ref(rows, 1, power_of_two, amax=own[:, None])
-        values.copy_(found.view(torch.uint8).view(-1))
+        rows, part_amax = _matrices(part, first, amax)
+        part_values, _ = quantise_ref(rows, 1, power_of_two, amax=part_amax[:, None])
+        values.copy_(part_values.view(torch.uint8).view(-1))

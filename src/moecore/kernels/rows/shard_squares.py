@@ -7,8 +7,8 @@
                         all E4M3 scales
 
 A weight is one matrix [N, K] or one of every expert, [e, ..., K]. Values and scales are those that
-`emulated_matrices` makes of the whole, bit for bit. A value that is not finite makes its square
-NaN, and is no amax of its matrix.
+`quantise_microscaled_matrices` makes of the whole, bit for bit. A value that is not finite makes
+its square NaN, and is no amax of its matrix.
 
 Letters: R rows and C columns of the whole, all matrices one below the other; r, c those of a part.
 Budget: a part is read three times, half a byte per element is written. One program takes squares
@@ -29,7 +29,7 @@ from moecore.kernels.rows.microscaled_kernel import (
     nvfp4_tensor_scale,
     to_e2m1,
 )
-from moecore.kernels.rows.microscaling import nvfp4_scales, packed_e2m1, tensor_scales
+from moecore.kernels.rows.microscaling import nvfp4_scales, pack_e2m1, tensor_scales
 from moecore.kernels.rows.microscaling import to_e2m1 as to_e2m1_ref
 from moecore.kernels.rows.shard_blocks import PartOfMatrix, tile_of_part
 from moecore.kernels.rows.shard_matrices import num_matrices
@@ -43,9 +43,11 @@ def amax_of_squares_ref_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> Non
     amax.zero_()
     if part.numel():
         row, column = place.indices(part)
-        found = part.float().abs().nan_to_num(torch.inf, torch.inf).view(row.numel(), -1)
-        of_rows = amax.new_zeros(amax.shape[0], found.shape[1])
-        of_rows.scatter_reduce_(0, (row // SQUARE)[:, None].expand_as(found), found, "amax")
+        magnitudes = part.float().abs().nan_to_num(torch.inf, torch.inf).view(row.numel(), -1)
+        of_rows = amax.new_zeros(amax.shape[0], magnitudes.shape[1])
+        of_rows.scatter_reduce_(
+            0, (row // SQUARE)[:, None].expand_as(magnitudes), magnitudes, "amax"
+        )
         amax.scatter_reduce_(1, (column // SQUARE).expand_as(of_rows), of_rows, "amax")
 
 
@@ -55,7 +57,7 @@ def pack_part_ref_(
     squares: Tensor,
     amax: Tensor,
     scales: Tensor,
-    packed: Tensor,
+    codes: Tensor,
     recipe: Recipe,
 ) -> None:
     """Do what `pack_part_` does, in plain PyTorch."""
@@ -64,7 +66,7 @@ def pack_part_ref_(
     if part.numel():
         row, column = (index // SQUARE for index in place.indices(part))
         step = (scales.float() * of_rows[:, None])[row[:, None], column]
-        packed.copy_(packed_e2m1(to_e2m1_ref(part.float().view(step.shape), step)).view(-1))
+        codes.copy_(pack_e2m1(to_e2m1_ref(part.float().view(step.shape), step)).view(-1))
 
 
 @triton.jit
@@ -113,8 +115,8 @@ def pack_squares_kernel(
     code = tl.reshape(e2m1_code(*to_e2m1(x, step, None)), (SIDE, COLUMNS // 2, 2))
     low, high = tl.split(code)
     first, _ = tl.split(tl.reshape(at, (SIDE, COLUMNS // 2, 2)))
-    stored, _ = tl.split(tl.reshape(inside.to(tl.int32), (SIDE, COLUMNS // 2, 2)))
-    tl.store(packed_ptr + first // 2, (low | high << 4).to(tl.uint8), mask=stored != 0)
+    store_mask, _ = tl.split(tl.reshape(inside.to(tl.int32), (SIDE, COLUMNS // 2, 2)))
+    tl.store(packed_ptr + first // 2, (low | high << 4).to(tl.uint8), mask=store_mask != 0)
 
 
 def _launch(kernel: object, place: PartOfMatrix, *args: object, **constants: object) -> None:
@@ -135,8 +137,8 @@ def finite_amax_(part: Tensor, first: int, amax: Tensor) -> None:
     amax.zero_()
     if part.numel():
         matrices = num_matrices(part.shape)
-        found = finite_amax(part.view(matrices, -1, part.shape[-1]))
-        amax[first : first + matrices].copy_(found)
+        part_amax = finite_amax(part.view(matrices, -1, part.shape[-1]))
+        amax[first : first + matrices].copy_(part_amax)
 
 
 def pack_part_(
@@ -145,10 +147,10 @@ def pack_part_(
     squares: Tensor,
     amax: Tensor,
     scales: Tensor,
-    packed: Tensor,
+    codes: Tensor,
     recipe: Recipe,
 ) -> None:
-    """Write a part's E2M1 to flat uint8 `packed`, and all scales. No autograd, no host sync.
+    """Write a part's E2M1 to flat uint8 `codes`, and all scales. No autograd, no host sync.
 
     Args:
         part: [r, c], contiguous, maybe without elements; c and its first column are even.
@@ -156,13 +158,17 @@ def pack_part_(
         squares: fp32 [R / 16, C / 16], largest magnitudes of the whole.
         amax: fp32, largest finite magnitudes of matrices.
         scales: e4m3 [R / 16, C / 16], out.
-        packed: uint8, r * c / 2, out.
+        codes: uint8, r * c / 2, out.
         recipe: an "nvfp4".
     """
     if not use_kernel(scales):
-        pack_part_ref_(part, place, squares, amax, scales, packed, recipe)
+        pack_part_ref_(part, place, squares, amax, scales, codes, recipe)
         return
-    tensors = (part, squares, amax, scales.view(torch.uint8), packed)
+    tensors = (part, squares, amax, scales.view(torch.uint8), codes)
     rows_of_matrix = place.rows // amax.numel()
-    how = {"POWER_OF_TWO": recipe.power_of_two}
-    _launch(pack_squares_kernel, place, *tensors, place, rows_of_matrix, **how)
+    _launch(
+        pack_squares_kernel,
+        place,
+        *(*tensors, place, rows_of_matrix),
+        POWER_OF_TWO=recipe.power_of_two,
+    )

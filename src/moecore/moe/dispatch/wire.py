@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moecore.kernels.experts.contract import GradientReceiver
 from moecore.kernels.rows.move import gather_rows, sum_rows
-from moecore.kernels.rows.packed import PACKED, PACKED_COLUMNS, pack_rows
+from moecore.kernels.rows.packed import PACKED_COLUMNS, PACKED_DTYPE, pack_rows
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import exchanged
 
@@ -55,7 +55,7 @@ class Wire:
         """Return the rows that came, of the width and dtype of `like`; FP8 rows stay packed."""
         if not self.fp8:
             return Rows(came_SN)
-        return Rows.from_packed(came_SN, like.shape[1], like.dtype, handle_SD)
+        return Rows.from_bytes(came_SN, like.shape[1], like.dtype, handle_SD)
 
     def receiver(self) -> Receiver | None:
         """Return what receives the gradients of the experts' output; None = autograd does."""
@@ -70,7 +70,7 @@ def handle_of(like: Tensor, num_rows: int) -> Tensor:
 def gather_packed(packed_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> Tensor:
     """Return the packed rows of M tokens."""
     words_TN = packed_TW.view(torch.float32)  # which the kernel moves bit by bit
-    return gather_rows(words_TN, token_ids_M, slots_TG).view(PACKED)
+    return gather_rows(words_TN, token_ids_M, slots_TG).view(PACKED_DTYPE)
 
 
 class Receiver:
@@ -86,7 +86,7 @@ class Receiver:
         if not (self.next or self).accepts_packed_grads:
             return None
         came_RW = send(pack_rows(dy_TD.contiguous()))
-        rows = Rows.from_packed(came_RW, dy_TD.shape[1], dy_TD.dtype)
+        rows = Rows.from_bytes(came_RW, dy_TD.shape[1], dy_TD.dtype)
         if self.next is not None:  # which packs them again
             return rows.widen()
         handle_RD = handle_of(dy_TD, came_RW.shape[0])

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from moecore.base.options.memory import StashOptions
 from moecore.base.saved_tensors import UsedRows
 from moecore.kernels.common import cdiv
-from moecore.kernels.rows.free_list import MOST_WORD, PagePool, return_pages
-from moecore.kernels.rows.pages import MOST_MATRICES, PageLayout, copy_rows, take_rows
+from moecore.kernels.rows.free_list import PEAK_WORD, PagePool, return_pages
+from moecore.kernels.rows.pages import MAX_MATRICES, PageLayout, copy_rows, take_rows
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.shortage import Holder, Shortage, this_rank
 from moecore.train.memory.groups import HostCopy, StorageGroup
@@ -181,7 +181,7 @@ class PageStore:
         """The most pages that were needed at a time, if one was missing; None before the pool."""
         if self.pool is None:
             return None
-        words = (self.pool.state[MOST_WORD:], self.pool.report[MOST_WORD:])
+        words = (self.pool.state[PEAK_WORD:], self.pool.report[PEAK_WORD:])
         return Shortage(*words, self._balanced_pages)
 
     def _start(self) -> bool:
@@ -288,7 +288,7 @@ def _by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
     for copy in copies:
         used = copy.used
         assert used is not None
-        is_full = not found or len(found[-1]) == MOST_MATRICES
+        is_full = not found or len(found[-1]) == MAX_MATRICES
         if is_full or rows.setdefault(used.slots is not None, used) is not used:
             found.append([])
             rows = {used.slots is not None: used}

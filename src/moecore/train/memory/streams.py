@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moecore.base.streams import Stream, current_stream, is_capturing, new_stream, on_stream
 from moecore.kernels.common import record_launch
-from moecore.kernels.rows.move import copy_used
+from moecore.kernels.rows.move import copy_first_rows
 
 PIECE_BYTES = 8 * 2**20  # 150 us
 
@@ -42,7 +42,9 @@ class Transfer(NamedTuple):
             return
         num_rows, row_bytes = self.used
         with stream.running():
-            copy_used(self.target.view(-1, row_bytes), self.source.view(-1, row_bytes), num_rows)
+            copy_first_rows(
+                self.target.view(-1, row_bytes), self.source.view(-1, row_bytes), num_rows
+            )
 
 
 class CopyMark:
