@@ -69,7 +69,7 @@ def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> lis
     found["no clones"] = busiest(chosen, e)
     plans: dict[str, ClonePlan] = {}
     for c in args.clones:
-        make = partial(plan_clones, num_ranks=P, num_clones=c, least=args.least)
+        make = partial(plan_clones, num_ranks=P, num_clones=c, min_share=args.least)
         name, plan = f"{c} clones", make(counts_PE.sum(0, dtype=torch.int32))
         moved = [
             physical_ids(ids, before, plan, num_local=e, num_clones=c)
@@ -146,7 +146,7 @@ def _layer_call(shape: Shape, one: Busiest, device: torch.device) -> Any:
 
 
 def _plan(loads_E: Tensor, ids_TK: Tensor, P: int, c: int, least: float) -> None:
-    plan = plan_clones(loads_E, num_ranks=P, num_clones=c, least=least)
+    plan = plan_clones(loads_E, num_ranks=P, num_clones=c, min_share=least)
     sizes = dict(num_local=len(loads_E) // P, num_clones=c)
     physical_ids(ids_TK, torch.zeros_like(loads_E), plan, **sizes)
 

@@ -201,7 +201,9 @@ def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
         jobs += [
             lambda: exchange.reduce(buffer, x, marks, marks, ids),
             lambda: exchange.reduce(buffer, x, marks, marks, ids, choices),
-            lambda: exchange.reduce(buffer, x, marks, marks, marks[:, None], choices, copied=True),
+            lambda: exchange.reduce(
+                buffer, x, marks, marks, marks[:, None], choices, has_sums=True
+            ),
             lambda: exchange.spread(buffer, x, marks, marks, ids, 16),
         ]
     return jobs

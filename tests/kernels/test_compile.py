@@ -238,7 +238,7 @@ def run_margins(E: int, K: int) -> None:
 
 
 def run_clones(P: int, c: int) -> None:
-    plan = clones.plan_clones(ints(E), num_ranks=P, num_clones=c, least=0.02)
+    plan = clones.plan_clones(ints(E), num_ranks=P, num_clones=c, min_share=0.02)
     clones.physical_ids(ints(T, K), ints(E), plan, num_local=E // P, num_clones=c)
 
 

@@ -116,7 +116,7 @@ class Cloner:
             counts_GE.sum(0, dtype=torch.int32),
             num_ranks=p.ep,
             num_clones=p.num_clones,
-            least=self.options.min_share,
+            min_share=self.options.min_share,
         )
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
@@ -324,7 +324,7 @@ class KeptPlan:
         self._left = self._num_steps
         p, (plan, loads_N) = self._placement, self._tensors(loads_E.device)
         sizes = dict(num_ranks=p.ep, num_clones=p.num_clones)
-        made = plan_clones(loads_E.int(), **sizes, least=self._least)
+        made = plan_clones(loads_E.int(), **sizes, min_share=self._least)
         made_loads_N = loads_E[made.experts_N.clamp(min=0).long()].clamp(min=1)
         for mine, new in zip((*plan, loads_N), (*made, made_loads_N), strict=True):
             mine.copy_(new if skipped is False else torch.where(skipped, mine, new))

@@ -294,9 +294,9 @@ def check_copied(
     where = [(g, c.places_S, c.places_S[:, None]) for g, c in zip(peers, came, strict=True)]
     calls = [(p, y, *w, g) for p, y, w, g in zip(world.buffers, sums, where, choices, strict=True)]
     for call in calls:
-        exchange.reduce(*call, copied=True, half="push")
+        exchange.reduce(*call, has_sums=True, half="push")
     for r, call in enumerate(calls):
-        out, out_grads = exchange.reduce(*call, copied=True, half="receive")
+        out, out_grads = exchange.reduce(*call, has_sums=True, half="receive")
         assert torch.equal(out, reduce_ref(torch.stack(sums), peers[r], r))
         assert torch.equal(out_grads, reduce_ref(dweights_GSK, peers[r], r))  # type: ignore[arg-type]
 

@@ -59,7 +59,7 @@ def run(shape: tuple[Any, ...]) -> None:
     ids, weights = torch.zeros(16, K, dtype=torch.int32), torch.zeros(16, K)
     exchange.spread_choices(buffer, x, ids, weights, num_local=16, etp=1)
     choices = (weights[:, 0].contiguous(), ids)
-    exchange.reduce(buffer, x, peers, marks, marks[:, None], choices, copied=True)
+    exchange.reduce(buffer, x, peers, marks, marks[:, None], choices, has_sums=True)
     for slots in (marks[:, None], ids):  # of source rows, of expert rows
         exchange.spread(buffer, x, peers, marks, slots, 16)
         exchange.reduce(buffer, x, peers, marks, slots, choices)

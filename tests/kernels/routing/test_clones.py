@@ -56,7 +56,7 @@ def test_plan_of_the_reference(P: int, e: int, c: int, least: float, device: str
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         loads_E = (torch.rand(P * e, generator=generator) ** 4 * 1000).to(torch.int32).to(device)
-        ours = plan_clones(loads_E, num_ranks=P, num_clones=c, least=least)
+        ours = plan_clones(loads_E, num_ranks=P, num_clones=c, min_share=least)
         for found, expected in zip(ours, plan_clones_ref(loads_E, P, c, least), strict=True):
             assert torch.equal(found, expected)
 
@@ -71,7 +71,7 @@ def test_every_choice_goes_to_one_expert(device: str) -> None:
         [torch.bincount(ids[ids >= 0].long(), minlength=P * e) for ids in chosen]
     )
     loads_E = counts_GE.sum(0).int()
-    plan = plan_clones(loads_E, num_ranks=P, num_clones=c, least=0.01)
+    plan = plan_clones(loads_E, num_ranks=P, num_clones=c, min_share=0.01)
     found = torch.zeros(P * (e + c), dtype=torch.int64)
     for g, ids_TK in enumerate(chosen):
         before_E = counts_GE[:g].sum(0).int()
@@ -97,7 +97,7 @@ def test_ranks_become_even(skew: float) -> None:
         ids_TK = skewed(4096, 8, E, skew, seed)
         ids_TK[:1300, 0] = seed % E  # one more, hot
         loads_E = torch.bincount(ids_TK.flatten().long(), minlength=E).int()
-        plan = plan_clones(loads_E, num_ranks=P, num_clones=2, least=0.02)
+        plan = plan_clones(loads_E, num_ranks=P, num_clones=2, min_share=0.02)
         mean = loads_E.sum() / P
         assert rank_loads(loads_E, plan, P).max() <= 1.03 * mean
         assert rank_loads(loads_E, ClonePlan(*(t[:0] for t in plan)), P).max() > 1.05 * mean

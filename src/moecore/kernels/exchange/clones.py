@@ -126,7 +126,7 @@ def _copy(
     from_ptr,
     to_ptr,
     count,
-    is_there,  # else zeros are written
+    has_source,  # else zeros are written
     CACHE: tl.constexpr,
     CONST: tl.constexpr,  # Constants
 ):
@@ -135,7 +135,7 @@ def _copy(
     for column in range(tl.program_id(0) * BLOCK, count, CONST.PROGRAMS * BLOCK):
         columns = column + tl.arange(0, BLOCK)
         inside = columns < count
-        x = tl.load(from_ptr + columns, mask=inside & is_there, other=0, cache_modifier=CACHE)
+        x = tl.load(from_ptr + columns, mask=inside & has_source, other=0, cache_modifier=CACHE)
         tl.store(to_ptr + columns, x, mask=inside)
 
 
@@ -175,14 +175,14 @@ def _receive_weights_kernel(
     pid = tl.program_id(0)
     operation = tl.load(end.state + OPERATION)
     element = out_ptr.dtype.element_ty
-    whose, left = (0, pid, CONST.PROGRAMS, rank), remaining_time(end, timeout)
-    arrived = wait(end, operation, *whose, left, 0, CONST.G, CONST)
+    remaining = remaining_time(end, timeout)
+    arrived = wait(end, operation, 0, pid, CONST.PROGRAMS, rank, remaining, 0, CONST.G, CONST)
     to_ptr = out_ptr + piece.start
     for slot in range(CONST.CLONES):
         place = rank // CONST.ETP * CONST.CLONES + slot
-        is_there = arrived & (tl.load(experts_ptr + place) >= 0)
+        has_source = arrived & (tl.load(experts_ptr + place) >= 0)
         from_ptr = _slot(end, rank, slot, operation, element, CONST)
-        _copy(from_ptr, to_ptr, piece.length, is_there, ".cg", CONST)
+        _copy(from_ptr, to_ptr, piece.length, has_source, ".cg", CONST)
         to_ptr += piece.width
     finish(end.state, operation)
 
@@ -223,8 +223,8 @@ def _receive_grads_kernel(
     element = grads_ptr.dtype.element_ty
     BLOCK: tl.constexpr = CONST.BLOCK
     NUM_PLACES: tl.constexpr = CONST.G // CONST.ETP * CONST.CLONES
-    whose, left = (0, pid, CONST.PROGRAMS, rank), remaining_time(end, timeout)
-    arrived = wait(end, operation, *whose, left, 1, CONST.G, CONST)
+    remaining = remaining_time(end, timeout)
+    arrived = wait(end, operation, 0, pid, CONST.PROGRAMS, rank, remaining, 1, CONST.G, CONST)
     first = rank // CONST.ETP * CONST.NUM_LOCAL
     for n in range(NUM_PLACES):
         expert = tl.load(experts_ptr + n)
@@ -239,22 +239,22 @@ def _receive_grads_kernel(
                 inside = columns < piece.length
                 total = tl.load(own_ptr + columns, mask=inside, other=0.0).to(tl.float32)
                 for m in range(n, NUM_PLACES):
-                    is_same = tl.load(experts_ptr + m) == expert
+                    is_match = tl.load(experts_ptr + m) == expert
                     peer = m // CONST.CLONES * CONST.ETP + rank % CONST.ETP
                     from_ptr = _slot(end, peer, m % CONST.CLONES, operation, element, CONST)
                     from_ptr += columns
-                    mask = inside & is_same
+                    mask = inside & is_match
                     part = tl.load(from_ptr, mask=mask, other=0.0, cache_modifier=".cg")
-                    total = tl.where(is_same, total + part.to(tl.float32), total)
+                    total = tl.where(is_match, total + part.to(tl.float32), total)
                 tl.store(own_ptr + columns, total.to(element), mask=inside)
     finish(end.state, operation)
 
 
 def pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
     """Yield the pieces in which rows [rows, W] travel; each is an operation."""
-    width, most = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
-    for start in range(0, width, most):
-        yield ClonePiece(width, start, min(most, width - start))
+    width, max_width = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
+    for start in range(0, width, max_width):
+        yield ClonePiece(width, start, min(max_width, width - start))
 
 
 def _launch(

@@ -115,10 +115,10 @@ def _spread_kernel(
                 if choices is not None:
                     find_peers(choices.ids, ptrs.peers, number, num_tokens, num_local, CONST)
                 chunk = RowChunk(number, num_tokens, max_tokens, rank)
-                where = (ptrs.peers, end.bases)
-                push_rows(ptrs.rows, *where, slot * CONST.ROW_BYTES, chunk, first, False, CONST)
+                offset = slot * CONST.ROW_BYTES
+                push_rows(ptrs.rows, ptrs.peers, end.bases, offset, chunk, first, False, CONST)
                 if choices is not None:
-                    push_choices(choices, *where, chunk, slot + first, False, CONST)
+                    push_choices(choices, ptrs.peers, end.bases, chunk, slot + first, False, CONST)
                 notify(end.bases, operation, number, num_chunks, rank, CONST)
     if HALF != "push":
         FIRST: tl.constexpr = CONST.NUM_PUSH if HALF == "both" else 0
@@ -126,7 +126,7 @@ def _spread_kernel(
             element = ptrs.out.dtype.element_ty
             base = tl.load(end.bases + AT_ROWS * CONST.G + rank) + slot * CONST.ROW_BYTES
             base = tl.multiple_of(base.to(tl.pointer_type(element)), 16)
-            left = remaining_time(end, timeout)
+            remaining = remaining_time(end, timeout)
             for item in range(pid - FIRST, num_chunks * CONST.G, CONST.NUM_RECEIVE):
                 number, source = item // CONST.G, (item + rank) % CONST.G
                 rows, exists = rows_of(source, number, max_tokens, CONST.CHUNK)
@@ -135,15 +135,27 @@ def _spread_kernel(
                     to = tl.load(marks_ptr + rows, mask=exists, other=-1)
                     if CONST.N > 1:
                         tl.debug_barrier()  # the last list has been read; `wait` ends with one
-                        those = (ptrs.slots, lists_ptr + pid * CONST.LIST, rows, exists, 0)
                         CHUNK: tl.constexpr = CONST.CHUNK
-                        list_slots(*those, CONST.N, CHUNK, CHUNK, CHUNK, CONST.BLOCK_N)
-                whose = (source, number, num_chunks, rank)
-                arrived = wait(end, operation, *whose, left, 0, 1, CONST)
-                left = tl.where(arrived, left, 0)
+                        list_slots(
+                            ptrs.slots, lists_ptr + pid * CONST.LIST, rows, exists, 0,
+                            CONST.N, CHUNK, CHUNK, CHUNK, CONST.BLOCK_N,
+                        )  # fmt: skip
+                arrived = wait(
+                    end, operation, source, number, num_chunks, rank, remaining, 0, 1, CONST
+                )
+                remaining = tl.where(arrived, remaining, 0)
                 if choices is not None:
-                    there = (rows, exists, slot, arrived, rank)
-                    to = receive_choices(end.bases, out_choices, ptrs.places, *there, CONST)
+                    to = receive_choices(
+                        end.bases,
+                        out_choices,
+                        ptrs.places,
+                        rows,
+                        exists,
+                        slot,
+                        arrived,
+                        rank,
+                        CONST,
+                    )
                 if arrived:
                     if CONST.N == 1:
                         copy_rows(base, ptrs.out, to, rows, CONST)
@@ -166,7 +178,7 @@ def _reduce_kernel(
     rank,
     timeout,  # nanoseconds
     HALF: tl.constexpr,
-    COPIED: tl.constexpr,  # rows came by `copy_sums`
+    HAS_SUMS: tl.constexpr,  # rows came by `copy_sums`
     CONST: tl.constexpr,  # Constants
 ):
     pid = tl.program_id(0)
@@ -177,7 +189,7 @@ def _reduce_kernel(
             first = slot + rank * max_tokens
             for number in range(pid, num_chunks, CONST.NUM_PUSH):
                 chunk = RowChunk(number, num_tokens, max_tokens, rank)
-                if CONST.N == 1 and not COPIED:
+                if CONST.N == 1 and not HAS_SUMS:
                     push_rows(ptrs.rows, ptrs.slots, end.bases, 0, chunk, first, True, CONST)
                 if CONST.N > 1:
                     list_ptr = lists_ptr + pid * CONST.LIST
@@ -194,19 +206,23 @@ def _reduce_kernel(
             base = tl.multiple_of(base, 16)
             weights = tl.load(end.bases + AT_WEIGHTS * CONST.G + rank)
             weights = weights.to(tl.pointer_type(tl.float32))
-            left = remaining_time(end, timeout)
-            first = SUMS_SLOT * CONST.G * max_tokens if COPIED else slot
+            remaining = remaining_time(end, timeout)
+            first = SUMS_SLOT * CONST.G * max_tokens if HAS_SUMS else slot
             for number in range(pid - FIRST, num_chunks, CONST.NUM_RECEIVE):
-                whose = (0, number, num_chunks, rank)
-                arrived = wait(end, operation, *whose, left, 1, CONST.G, CONST)
-                left = tl.where(arrived, left, 0)
+                arrived = wait(
+                    end, operation, 0, number, num_chunks, rank, remaining, 1, CONST.G, CONST
+                )
+                remaining = tl.where(arrived, remaining, 0)
                 chunk = RowChunk(number, num_tokens, max_tokens, rank)
-                where = (ptrs.peers, chunk, first)
-                add_parts(base, ptrs.out, *where, CONST.D, CONST.TAKE_ROWS, CONST.TAKE_D, CONST)
+                add_parts(
+                    base, ptrs.out, ptrs.peers, chunk, first,
+                    CONST.D, CONST.TAKE_ROWS, CONST.TAKE_D, CONST,
+                )  # fmt: skip
                 if choices is not None:
-                    where = (ptrs.peers, chunk, slot)
-                    ends = (weights, out_dweights_ptr)
-                    add_parts(*ends, *where, CONST.K, CONST.CHUNK, CONST.BLOCK_K, CONST)
+                    add_parts(
+                        weights, out_dweights_ptr, ptrs.peers, chunk, slot,
+                        CONST.K, CONST.CHUNK, CONST.BLOCK_K, CONST,
+                    )  # fmt: skip
         finish(end.state, operation)
 
 
@@ -245,9 +261,21 @@ def spread_choices(
             in one process); what a half does not do is left uninitialised.
     """
     out = SpreadChoices.empty(x_TD, ids_TK, weights_TK, buffer.layout.source_rows)
-    made = (out.peers_T, out.places_S, out.places_S, as_words(out.rows_SD))
-    both = (Choices(ids_TK, weights_TK), Choices(out.ids_SK, out.weights_SK))
-    _launch_spread(buffer, half, Ptrs(as_words(x_TD), *made), *both, num_local=num_local, etp=etp)
+    _launch_spread(
+        buffer,
+        half,
+        Ptrs(
+            rows=as_words(x_TD),
+            peers=out.peers_T,
+            places=out.places_S,
+            slots=out.places_S,
+            out=as_words(out.rows_SD),
+        ),
+        choices=Choices(ids_TK, weights_TK),
+        out_choices=Choices(out.ids_SK, out.weights_SK),
+        num_local=num_local,
+        etp=etp,
+    )
     return out
 
 
@@ -301,7 +329,7 @@ def reduce(
     slots_SN: Tensor,
     choices: tuple[Tensor, Tensor] | None = None,
     *,
-    copied: bool = False,
+    has_sums: bool = False,
     half: Half = "both",
 ) -> tuple[Tensor, Tensor | None]:
     """Add each source row's rows, send sums in their dtype, add those in rank order, in fp32.
@@ -313,7 +341,7 @@ def reduce(
         slots_SN: int32, contiguous, the rows to add for each source row, -1 = none.
         choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
             K], the expert row of each choice: gradients go home to their choices.
-        copied: `copy_sums` has brought the sums home already, on all ranks; y_RD and slots_SN are
+        has_sums: `copy_sums` has brought the sums home already, on all ranks; y_RD and slots_SN are
             those sums [S, D] and their places [S, 1].
 
     Returns:
@@ -332,7 +360,7 @@ def reduce(
         _reduce_kernel[_grid(buffer, half)](
             *(ptrs, of_choices, out_TK, *_common(buffer, T, num_slots)),
             HALF=half,
-            COPIED=copied,
+            HAS_SUMS=has_sums,
             CONST=constants(buffer.layout, Columns(D, y_RD.itemsize), num_slots, reduce=True),
             num_warps=buffer.layout.num_warps,
         )
@@ -346,9 +374,9 @@ def reduce(
 
 def limit_rows_ref(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
     """Return the offsets cut at `num_rows`, and record the most that was wanted."""
-    needed = int(offsets_e.max())
-    if needed > num_rows:
-        state[NEEDED_WORD] = report[NEEDED_WORD] = max(needed, int(state[NEEDED_WORD]))
+    demand = int(offsets_e.max())
+    if demand > num_rows:
+        state[NEEDED_WORD] = report[NEEDED_WORD] = max(demand, int(state[NEEDED_WORD]))
     return offsets_e.clamp(max=num_rows)
 
 
@@ -365,11 +393,11 @@ def _limit_rows_kernel(
     experts = tl.arange(0, BINS)
     offsets = tl.load(offsets_ptr + experts, mask=experts < NUM_LOCAL, other=0)
     tl.store(out_ptr + experts, tl.minimum(offsets, num_rows), mask=experts < NUM_LOCAL)
-    needed = tl.max(offsets, axis=0)
-    most = tl.maximum(needed, tl.load(state_ptr + NEEDED_ROWS))
-    if needed > num_rows:
-        tl.store(state_ptr + NEEDED_ROWS, most)
-        tl.store(report_ptr + NEEDED_ROWS, most)
+    demand = tl.max(offsets, axis=0)
+    peak = tl.maximum(demand, tl.load(state_ptr + NEEDED_ROWS))
+    if demand > num_rows:
+        tl.store(state_ptr + NEEDED_ROWS, peak)
+        tl.store(report_ptr + NEEDED_ROWS, peak)
 
 
 def limit_rows(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ def find_peers(
     for start in range(0, CONST.K, CONST.BLOCK_K):
         choices = start + tl.arange(0, CONST.BLOCK_K)
         inside = (tokens < num_tokens)[:, None] & (choices < CONST.K)[None, :]
-        where = tokens.to(tl.int64)[:, None] * CONST.K + choices[None, :]
-        ids = tl.load(ids_ptr + where, mask=inside, other=-1)
+        offsets = tokens.to(tl.int64)[:, None] * CONST.K + choices[None, :]
+        ids = tl.load(ids_ptr + offsets, mask=inside, other=-1)
         owner = tl.where(ids >= 0, ids // num_local, -1)
         for block in range(CONST.G // CONST.ETP):
             hit = tl.max((owner == block).to(tl.int32), axis=1).to(tl.int64)
@@ -67,7 +67,7 @@ def notify(
 
 
 @triton.jit
-def _now(lanes):
+def _read_timer(lanes):
     return tl.max(
         tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l,r", [lanes], tl.int64, is_pure=False, pack=1
@@ -80,7 +80,7 @@ def _now(lanes):
 def _latest(
     addresses,  # [THREADS] int64, of flags
     ranks,  # [THREADS] int32, whose
-    expected,
+    expected_flag,
     SPIN: tl.constexpr,
 ):
     """Return a rank whose flag is not there yet, -1 when all are."""
@@ -97,7 +97,7 @@ def _latest(
         )
     else:
         flags = tl.load(addresses.to(tl.pointer_type(tl.int32)))
-    return tl.max(tl.where(flags == expected, -1, ranks), axis=0)
+    return tl.max(tl.where(flags == expected_flag, -1, ranks), axis=0)
 
 
 @triton.jit
@@ -126,20 +126,20 @@ def wait(
     ranks = first + tl.arange(0, CONST.THREADS) % COUNT
     flags = (operation % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk
     addresses = tl.load(end.bases + AT_FLAGS * CONST.G + rank) + flags * 4
-    expected = operation + 1
-    late = _latest(addresses, ranks, expected, CONST.SPIN)
+    expected_flag = operation + 1
+    late = _latest(addresses, ranks, expected_flag, CONST.SPIN)
     if CONST.SPIN:
         if late >= 0:
             lanes = tl.arange(0, CONST.THREADS)
-            start = _now(lanes)
+            start = _read_timer(lanes)
             waited = start - start
             while (late >= 0) & (waited < timeout):
-                late = _latest(addresses, ranks, expected, CONST.SPIN)
-                waited = _now(lanes) - start
+                late = _latest(addresses, ranks, expected_flag, CONST.SPIN)
+                waited = _read_timer(lanes) - start
     if late >= 0:
-        found = 1 + late * 2 + KIND
-        if tl.atomic_cas(end.state + ERROR, 0, found) == 0:
-            tl.store(end.report + ERROR, found)
+        error_code = 1 + late * 2 + KIND
+        if tl.atomic_cas(end.state + ERROR, 0, error_code) == 0:
+            tl.store(end.report + ERROR, error_code)
     tl.debug_barrier()
     return late < 0
 

@@ -157,15 +157,15 @@ def push_choices(
         for k in range(0, K, CONST.BLOCK_K):
             choices = k + tl.arange(0, CONST.BLOCK_K)
             inside = (choices < K)[None, :]
-            where = sources[:, None] * K + choices[None, :]
-            sent = send[:, None] & inside
-            ids = tl.load(from_ptrs.ids + where, mask=sent, other=-1)
+            offsets = sources[:, None] * K + choices[None, :]
+            mask = send[:, None] & inside
+            ids = tl.load(from_ptrs.ids + offsets, mask=mask, other=-1)
             if REDUCE:
                 weights = tl.load(from_ptrs.weights + ids, mask=ids >= 0, other=0.0)
             else:
-                weights = tl.load(from_ptrs.weights + where, mask=sent)
+                weights = tl.load(from_ptrs.weights + offsets, mask=mask)
                 tl.store(to_ids[:, None] + choices[None, :], ids, exists[:, None] & inside)
-            tl.store(to_weights[:, None] + choices[None, :], weights, mask=sent)
+            tl.store(to_weights[:, None] + choices[None, :], weights, mask=mask)
 
 
 @triton.jit
@@ -203,19 +203,19 @@ def receive_choices(
     ids_base = tl.load(bases_ptr + AT_IDS * CONST.G + rank).to(tl.pointer_type(tl.int32))
     weights_base = tl.load(bases_ptr + AT_WEIGHTS * CONST.G + rank)
     weights_base = weights_base.to(tl.pointer_type(tl.float32))
-    used = tl.zeros([CHUNK], dtype=tl.int32)
+    has_choice = tl.zeros([CHUNK], dtype=tl.int32)
     for k in range(0, K, CONST.BLOCK_K):
         choices = k + tl.arange(0, CONST.BLOCK_K)
         inside = exists[:, None] & (choices < K)[None, :]
-        where = rows[:, None] * K + choices[None, :]
-        from_ids = ids_base + slot * K + where
-        from_weights = weights_base + slot * K + where
+        offsets = rows[:, None] * K + choices[None, :]
+        from_ids = ids_base + slot * K + offsets
+        from_weights = weights_base + slot * K + offsets
         ids = tl.load(from_ids, mask=inside & arrived, other=-1, cache_modifier=".cg")
         weights = tl.load(from_weights, mask=inside & arrived, other=0.0, cache_modifier=".cg")
-        tl.store(out_ptrs.ids + where, ids, mask=inside)
-        tl.store(out_ptrs.weights + where, tl.where(ids >= 0, weights, 0.0), mask=inside)
-        used = tl.maximum(used, tl.max((ids >= 0).to(tl.int32), axis=1))
-    places = tl.where(used > 0, rows.to(tl.int32), -1)
+        tl.store(out_ptrs.ids + offsets, ids, mask=inside)
+        tl.store(out_ptrs.weights + offsets, tl.where(ids >= 0, weights, 0.0), mask=inside)
+        has_choice = tl.maximum(has_choice, tl.max((ids >= 0).to(tl.int32), axis=1))
+    places = tl.where(has_choice > 0, rows.to(tl.int32), -1)
     tl.store(places_ptr + rows, places, mask=exists)
     return places
 
@@ -233,8 +233,8 @@ def _load_part(
 ):
     has = (((bits >> part) & 1) != 0) & (part < G)
     mask = has[:, None] & (columns < N)[None, :]
-    where = (row + part * max_tokens).to(tl.int64)[:, None] * N + columns[None, :]
-    return tl.load(base + where, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    offsets = (row + part * max_tokens).to(tl.int64)[:, None] * N + columns[None, :]
+    return tl.load(base + offsets, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
 
 
 @triton.jit

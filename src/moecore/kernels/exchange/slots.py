@@ -39,15 +39,15 @@ def list_slots(
         n = start + tl.arange(0, BLOCK_N)
         mask = exists[:, None] & (n < N)[None, :]
         slots = tl.load(slots_ptr + rows[:, None] * N + n[None, :], mask=mask, other=-1)
-        used = (slots >= 0).to(tl.int32)
-        bits = tl.sum(used << tl.arange(0, BLOCK_N)[None, :], axis=1)
-        counts = tl.sum(used, axis=1)
-        most = tl.max(tl.reshape(counts, [TILES, TILE]), axis=1)
-        depths = tl.where(most > 0, depth + most, depths)
+        is_used = (slots >= 0).to(tl.int32)
+        bits = tl.sum(is_used << tl.arange(0, BLOCK_N)[None, :], axis=1)
+        counts = tl.sum(is_used, axis=1)
+        max_counts = tl.max(tl.reshape(counts, [TILES, TILE]), axis=1)
+        depths = tl.where(max_counts > 0, depth + max_counts, depths)
         for _step in range(tl.max(counts, axis=0)):
             low = bits & -bits
-            chosen = low[:, None] == (1 << tl.arange(0, BLOCK_N))[None, :]
-            slot = tl.max(tl.where(chosen, slots, -1), axis=1)
+            slot_mask = low[:, None] == (1 << tl.arange(0, BLOCK_N))[None, :]
+            slot = tl.max(tl.where(slot_mask, slots, -1), axis=1)
             tl.store(entries + depth * WIDTH, slot)
             bits -= low
             depth += 1
@@ -67,8 +67,10 @@ def list_pairs(
     for start in range(0, CONST.CHUNK * CONST.G, ROWS):
         tokens, peers, exists = pair_of(start + tl.arange(0, ROWS), chunk, CONST)
         rows = peers.to(tl.int64) * chunk.max_tokens + tokens
-        those = (slots_ptr, list_ptr, rows, exists, start)
-        list_slots(*those, CONST.N, CONST.WIDTH, ROWS, CONST.PAIRS, CONST.BLOCK_N)
+        list_slots(
+            slots_ptr, list_ptr, rows, exists, start,
+            CONST.N, CONST.WIDTH, ROWS, CONST.PAIRS, CONST.BLOCK_N,
+        )  # fmt: skip
     tl.debug_barrier()
 
 
@@ -147,8 +149,8 @@ def copy_to_slots(
     for column in range(0, D, CONST.TAKE_D):
         columns = column + tl.arange(0, CONST.TAKE_D)
         inside = (columns < D)[None, :]
-        where = base + rows[:, None] * D + columns[None, :]
-        x = tl.load(where, mask=(places >= 0)[:, None] & inside, cache_modifier=".cg")
+        from_ptrs = base + rows[:, None] * D + columns[None, :]
+        x = tl.load(from_ptrs, mask=(places >= 0)[:, None] & inside, cache_modifier=".cg")
         for n in range(depth):
             to = tl.load(entries + n * CHUNK).to(tl.int64)
             out = out_ptr + to[:, None] * D + columns[None, :]

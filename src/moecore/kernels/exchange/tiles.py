@@ -66,15 +66,15 @@ def count_tiles(layout: ExchangeLayout, columns: Columns) -> int:
 
 
 def move_tile(
-    layout: ExchangeLayout, columns: Columns, most_rows: int, least_rows: int = 1
+    layout: ExchangeLayout, columns: Columns, max_rows: int, min_rows: int = 1
 ) -> tuple[int, int]:
     """Return rows and columns of one of the tiles that a program loads at once."""
     # Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
     # rows of 128.
     size = layout.num_warps * TILE_BYTES_PER_WARP
     if count_tiles(layout, columns) == 1:
-        return _tile(columns, size, most_rows, least_rows)
-    rows, block = _tile(columns, 2 * size, most_rows, least_rows)
+        return _tile(columns, size, max_rows, min_rows)
+    rows, block = _tile(columns, 2 * size, max_rows, min_rows)
     return rows, block // 4
 
 
@@ -86,8 +86,8 @@ def add_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
 def sum_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
     """Return pairs and columns of a tile of which four slots, most of them none, load at once."""
     # Example, bf16, 7168 columns: 16 rows of 1024.
-    most = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
-    return _tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 2, most, least_rows=8)
+    max_pairs = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
+    return _tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 2, max_pairs, min_rows=8)
 
 
 def list_width(layout: ExchangeLayout) -> int:
@@ -142,13 +142,13 @@ def constants(
     )
 
 
-def _tile(columns: Columns, num_bytes: int, most_rows: int, least_rows: int = 1) -> tuple[int, int]:
+def _tile(columns: Columns, num_bytes: int, max_rows: int, min_rows: int = 1) -> tuple[int, int]:
     """Return rows and columns: few idle columns first, then many elements."""
     D, elements = columns.count, num_bytes // columns.itemsize
     sizes = [n // columns.itemsize for n in (8192, 4096, 2048, 1024, 512)]
-    fits = (n for n in sizes if n * least_rows <= elements and cdiv(D, n) * n * 8 <= D * 9)
+    fits = (n for n in sizes if n * min_rows <= elements and cdiv(D, n) * n * 8 <= D * 9)
     block = next(fits, min(sizes[-1], next_power_of_2(D)))
-    rows = min(next_power_of_2(most_rows), elements // block)
+    rows = min(next_power_of_2(max_rows), elements // block)
     while block < D and 2 * block * rows <= elements:
         block *= 2
     return rows, block

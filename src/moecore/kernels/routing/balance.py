@@ -234,8 +234,15 @@ def _statistics(
     z_parts = logits_TE.new_empty(B * num_parts)
     score_sums_BE, z_sum = logits_TE.new_empty(B, E), logits_TE.new_empty(())
     args = (logits_TE, _bytes(padding_mask_T), score_parts, z_parts, num_rows, num_parts)
-    how = dict(E=E, FUNCTION=score_function, BLOCK_T=block_t, BLOCK_E=block_e)
-    launch(balance_statistics_fwd_kernel, B * num_parts, *args, **how)
+    launch(
+        balance_statistics_fwd_kernel,
+        B * num_parts,
+        *args,
+        E=E,
+        FUNCTION=score_function,
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+    )
     block_e = min(block_e, 16)
     args = (score_parts, z_parts, score_sums_BE, z_sum, num_parts, B * num_parts)
     grid = B * cdiv(E, block_e) + 1
@@ -259,8 +266,15 @@ def _statistics_bwd(
     num_tiles = cdiv(T // B, block_t)
     grads = (dscore_sums_BE.contiguous(), dz_sum.contiguous())
     args = (logits_TE, _bytes(padding_mask_T), *grads, dlogits_TE, T // B, num_tiles)
-    how = dict(E=E, FUNCTION=score_function, BLOCK_T=block_t, BLOCK_E=block_e)
-    launch(balance_statistics_bwd_kernel, B * num_tiles, *args, **how)
+    launch(
+        balance_statistics_bwd_kernel,
+        B * num_tiles,
+        *args,
+        E=E,
+        FUNCTION=score_function,
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+    )
     return dlogits_TE
 
 
@@ -317,8 +331,8 @@ def balance_statistics(
     if sequences_T is None:
         if use_kernel(logits_TE) and is_small:
             return _balance_statistics(logits_TE, padding_mask_T, num_sequences, score_function)
-        what = f"balance statistics of {logits_TE.shape[1]} experts {logits_TE.dtype}"
-        warn_plain(logits_TE, what)
+        operation = f"balance statistics of {logits_TE.shape[1]} experts {logits_TE.dtype}"
+        warn_plain(logits_TE, operation)
     return balance_statistics_ref(
         logits_TE, num_sequences, score_function, padding_mask_T, sequences_T
     )

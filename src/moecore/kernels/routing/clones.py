@@ -39,36 +39,38 @@ class ClonePlan(NamedTuple):
     stops_N: Tensor  # int32, behind the last
 
 
-def plan_clones_ref(loads_E: Tensor, num_ranks: int, num_clones: int, least: float) -> ClonePlan:
+def plan_clones_ref(
+    loads_E: Tensor, num_ranks: int, num_clones: int, min_share: float
+) -> ClonePlan:
     """Return the plan, step by step on the host."""
     loads, e = loads_E.tolist(), loads_E.numel() // num_ranks
     ranks = [sum(loads[p * e : (p + 1) * e]) for p in range(num_ranks)]
     mean = -(-sum(loads) // num_ranks)
-    at_least = max(1, mean * _share(least) >> 16)
-    used = [0] * num_ranks
-    found = [(-1, 0, 0)] * (num_ranks * num_clones)
-    for _ in found:
+    min_tokens = max(1, mean * _share(min_share) >> 16)
+    clone_counts = [0] * num_ranks
+    places = [(-1, 0, 0)] * (num_ranks * num_clones)
+    for _ in places:
         p = max(range(num_ranks), key=lambda p: ranks[p])
         x = max(range(p * e, (p + 1) * e), key=lambda x: loads[x])
-        free = [q for q in range(num_ranks) if used[q] < num_clones]
+        free = [q for q in range(num_ranks) if clone_counts[q] < num_clones]
         q = min(free, key=lambda q: ranks[q])
-        moved = min(ranks[p] - mean, mean - ranks[q], loads[x])
-        if moved < at_least:
-            moved = min((ranks[p] - ranks[q]) // 2, loads[x])
-        if moved < at_least:
+        num_tokens = min(ranks[p] - mean, mean - ranks[q], loads[x])
+        if num_tokens < min_tokens:
+            num_tokens = min((ranks[p] - ranks[q]) // 2, loads[x])
+        if num_tokens < min_tokens:
             break
-        found[q * num_clones + used[q]] = x, loads[x] - moved, loads[x]
-        used[q] += 1
-        loads[x] -= moved
-        ranks[p] -= moved
-        ranks[q] += moved
-    columns = torch.tensor(found, dtype=torch.int32, device=loads_E.device).T
+        places[q * num_clones + clone_counts[q]] = x, loads[x] - num_tokens, loads[x]
+        clone_counts[q] += 1
+        loads[x] -= num_tokens
+        ranks[p] -= num_tokens
+        ranks[q] += num_tokens
+    columns = torch.tensor(places, dtype=torch.int32, device=loads_E.device).T
     return ClonePlan(*columns.contiguous())
 
 
-def _share(least: float) -> int:
+def _share(min_share: float) -> int:
     """Return a share in units of 2^-16, so that host and device round alike."""
-    return round(least * 2**16)
+    return round(min_share * 2**16)
 
 
 @triton.jit
@@ -89,62 +91,62 @@ def _plan_clones_kernel(
     ranks = tl.arange(0, RANKS)
     inside = (ranks < P)[:, None] & (experts < NUM_LOCAL)[None, :]
     at = ranks[:, None] * NUM_LOCAL + experts[None, :]
-    kept = tl.load(loads_ptr + at, mask=inside, other=0)  # tokens that stay at home
-    loads = tl.sum(kept, axis=1)
+    local_loads = tl.load(loads_ptr + at, mask=inside, other=0)  # tokens that stay at home
+    loads = tl.sum(local_loads, axis=1)
     mean = (tl.sum(loads, axis=0) + P - 1) // P
-    at_least = tl.maximum((mean.to(tl.int64) * SHARE >> 16).to(tl.int32), 1)
-    used = tl.where(ranks < P, 0, CLONES)
+    min_tokens = tl.maximum((mean.to(tl.int64) * SHARE >> 16).to(tl.int32), 1)
+    clone_counts = tl.where(ranks < P, 0, CLONES)
     places = tl.arange(0, PLACES)
     of = tl.full([PLACES], -1, tl.int32)
     starts = tl.zeros([PLACES], tl.int32)
     stops = tl.zeros([PLACES], tl.int32)
     for _ in range(P * CLONES):
         p = tl.argmax(tl.where(ranks < P, loads, -1), axis=0)
-        q = tl.argmin(tl.where(used < CLONES, loads, 2147483647), axis=0)
-        of_p = tl.sum(tl.where(ranks[:, None] == p, kept, 0), axis=0)
+        q = tl.argmin(tl.where(clone_counts < CLONES, loads, 2147483647), axis=0)
+        of_p = tl.sum(tl.where(ranks[:, None] == p, local_loads, 0), axis=0)
         x = tl.argmax(tl.where(experts < NUM_LOCAL, of_p, -1), axis=0)
         at_home = tl.max(of_p, axis=0)
         over = tl.max(loads, axis=0) - mean
         room = mean - tl.sum(tl.where(ranks == q, loads, 0), axis=0)
-        place = q * CLONES + tl.sum(tl.where(ranks == q, used, 0), axis=0)
-        moved = tl.minimum(tl.minimum(over, room), at_home)
+        place = q * CLONES + tl.sum(tl.where(ranks == q, clone_counts, 0), axis=0)
+        num_tokens = tl.minimum(tl.minimum(over, room), at_home)
         half = tl.minimum(tl.maximum(over + room, 0) // 2, at_home)
-        moved = tl.where(moved < at_least, half, moved)
-        moved = tl.where(moved < at_least, 0, moved)  # and so in all later steps
-        here = (places == place) & (moved > 0)
-        of = tl.where(here, p * NUM_LOCAL + x, of)
-        starts = tl.where(here, at_home - moved, starts)
-        stops = tl.where(here, at_home, stops)
-        kept -= tl.where((ranks[:, None] == p) & (experts[None, :] == x), moved, 0)
-        loads += tl.where(ranks == q, moved, 0) - tl.where(ranks == p, moved, 0)
-        used += ((ranks == q) & (moved > 0)).to(tl.int32)
+        num_tokens = tl.where(num_tokens < min_tokens, half, num_tokens)
+        num_tokens = tl.where(num_tokens < min_tokens, 0, num_tokens)  # and so in all later steps
+        place_mask = (places == place) & (num_tokens > 0)
+        of = tl.where(place_mask, p * NUM_LOCAL + x, of)
+        starts = tl.where(place_mask, at_home - num_tokens, starts)
+        stops = tl.where(place_mask, at_home, stops)
+        local_loads -= tl.where((ranks[:, None] == p) & (experts[None, :] == x), num_tokens, 0)
+        loads += tl.where(ranks == q, num_tokens, 0) - tl.where(ranks == p, num_tokens, 0)
+        clone_counts += ((ranks == q) & (num_tokens > 0)).to(tl.int32)
     tl.store(experts_ptr + places, of, mask=places < P * CLONES)
     tl.store(starts_ptr + places, starts, mask=places < P * CLONES)
     tl.store(stops_ptr + places, stops, mask=places < P * CLONES)
 
 
 def plan_clones(
-    loads_E: Tensor, *, num_ranks: int, num_clones: int, least: float = 0.0
+    loads_E: Tensor, *, num_ranks: int, num_clones: int, min_share: float = 0.0
 ) -> ClonePlan:
     """Return which experts to clone where, and their parts. No host sync.
 
     Args:
         loads_E: int32, tokens of each expert, over all ranks; expert x is on rank x // (E / P).
         num_ranks: P, of which E is a multiple.
-        least: no clone gets fewer tokens than this share of a rank's mean.
+        min_share: no clone gets fewer tokens than this share of a rank's mean.
 
     Example, two ranks of two experts, one clone each, loads [6, 2, 1, 1]: the mean is 5, so rank 1
     clones expert 0 for its last 3 tokens: experts_N [-1, 0], starts_N [0, 3], stops_N [0, 6].
     """
     if not use_kernel(loads_E):
-        return plan_clones_ref(loads_E, num_ranks, num_clones, least)
+        return plan_clones_ref(loads_E, num_ranks, num_clones, min_share)
     E, N = loads_E.numel(), num_ranks * num_clones
     plan = ClonePlan(*(torch.empty(N, dtype=torch.int32, device=loads_E.device) for _ in range(3)))
     launch(
         _plan_clones_kernel,
         1,
         *(loads_E.contiguous(), *plan),
-        SHARE=_share(least),
+        SHARE=_share(min_share),
         NUM_LOCAL=E // num_ranks,
         P=num_ranks,
         CLONES=num_clones,
@@ -160,13 +162,13 @@ def physical_ids_ref(
 ) -> Tensor:
     """Return the physical ids; `places_TK` = which of its expert's tokens each choice is."""
     block_TK = torch.div(ids_TK, num_local, rounding_mode="floor")
-    found_TK = torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * num_clones)
+    physical_TK = torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * num_clones)
     for place, (x, start, stop) in enumerate(zip(*(t.tolist() for t in plan), strict=True)):
         rank, number = divmod(place, num_clones)
         physical = rank * (num_local + num_clones) + num_local + number
-        is_here_TK = (ids_TK == x) & (places_TK >= start) & (places_TK < stop) & (x >= 0)
-        found_TK = found_TK.masked_fill(is_here_TK, physical)
-    return found_TK
+        is_clone_TK = (ids_TK == x) & (places_TK >= start) & (places_TK < stop) & (x >= 0)
+        physical_TK = physical_TK.masked_fill(is_clone_TK, physical)
+    return physical_TK
 
 
 @triton.jit(do_not_specialize=["num_choices"])
@@ -188,16 +190,18 @@ def _physical_ids_kernel(
     choices = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = choices < num_choices
     ids = tl.load(ids_ptr + choices, mask=inside, other=-1)
-    chosen = ids >= 0
+    is_choice = ids >= 0
     rows = tl.load(rows_ptr + choices, mask=inside, other=0)
     first = tl.load(offsets_ptr + ids - 1, mask=ids > 0, other=0)
-    places = rows - first + tl.load(before_ptr + ids, mask=chosen, other=0)
-    out = tl.where(chosen, ids + ids // NUM_LOCAL * CLONES, ids)
+    places = rows - first + tl.load(before_ptr + ids, mask=is_choice, other=0)
+    out = tl.where(is_choice, ids + ids // NUM_LOCAL * CLONES, ids)
     for n in range(N):
         x = tl.load(experts_ptr + n)
-        here = (ids == x) & (places >= tl.load(starts_ptr + n)) & (places < tl.load(stops_ptr + n))
+        is_clone = (
+            (ids == x) & (places >= tl.load(starts_ptr + n)) & (places < tl.load(stops_ptr + n))
+        )
         physical = n // CLONES * (NUM_LOCAL + CLONES) + NUM_LOCAL + n % CLONES
-        out = tl.where(here & (x >= 0), physical, out)
+        out = tl.where(is_clone & (x >= 0), physical, out)
     tl.store(out_ptr + choices, out, mask=inside)
 
 
@@ -221,6 +225,14 @@ def physical_ids(
         return physical_ids_ref(ids_TK, places_TK, plan, num_local, num_clones)
     out_TK, num_choices = torch.empty_like(rows_TK), ids_TK.numel()
     args = (ids_TK.contiguous(), rows_TK, offsets_E, before_E.contiguous(), *plan, out_TK)
-    how = dict(NUM_LOCAL=num_local, CLONES=num_clones, N=plan.experts_N.numel(), BLOCK=BLOCK)
-    launch(_physical_ids_kernel, cdiv(num_choices, BLOCK), *args, num_choices, **how)
+    launch(
+        _physical_ids_kernel,
+        cdiv(num_choices, BLOCK),
+        *args,
+        num_choices,
+        NUM_LOCAL=num_local,
+        CLONES=num_clones,
+        N=plan.experts_N.numel(),
+        BLOCK=BLOCK,
+    )
     return out_TK

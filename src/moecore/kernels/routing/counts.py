@@ -57,10 +57,12 @@ def expert_counts_fwd_kernel(
     position = block * BLOCK + tl.arange(0, BLOCK)
     inside = position < num_ids
     expert = tl.load(ids + sequence * num_ids + position, mask=inside, other=-1)
-    found = tl.histogram(expert, BINS, mask=(expert >= 0) & (expert < E))
+    histogram = tl.histogram(expert, BINS, mask=(expert >= 0) & (expert < E))
     bins = tl.arange(0, BINS)
     out = counts + sequence * WIDTH
-    tl.atomic_add(out + bins, found.to(tl.int64), mask=(bins < E) & (found > 0), sem="relaxed")
+    tl.atomic_add(
+        out + bins, histogram.to(tl.int64), mask=(bins < E) & (histogram > 0), sem="relaxed"
+    )
     if WIDTH > E:
         if padding is None:
             if block == 0:
@@ -84,8 +86,16 @@ def _add_counts(
     num_blocks = cdiv(num_tokens * K, BLOCK)
     padding = None if padding_mask_T is None else padding_mask_T.contiguous().view(torch.uint8)
     args = (ids_TK.contiguous(), padding, counts_BX, num_tokens * K, num_tokens, num_blocks)
-    how = dict(E=num_experts, WIDTH=width, BINS=max(32, next_power_of_2(num_experts)), BLOCK=BLOCK)
-    launch(expert_counts_fwd_kernel, B * num_blocks, *args, **how, num_warps=8)
+    launch(
+        expert_counts_fwd_kernel,
+        B * num_blocks,
+        *args,
+        E=num_experts,
+        WIDTH=width,
+        BINS=max(32, next_power_of_2(num_experts)),
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
 
 
 _add_expert_counts = Op(

@@ -56,23 +56,25 @@ def _add_entropy_kernel(
 ):
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     columns = tl.arange(0, EP)[None, :]
-    here = rows < num_tokens
+    row_mask = rows < num_tokens
     real = columns < E
-    logits = tl.load(logits_ptr + rows * E + columns, mask=here & real, other=float("-inf"))
-    scores, _, _ = row_scores(tl.where(here, logits, 0.0), FUNCTION)
+    logits = tl.load(logits_ptr + rows * E + columns, mask=row_mask & real, other=float("-inf"))
+    scores, _, _ = row_scores(tl.where(row_mask, logits, 0.0), FUNCTION)
     scores = tl.where(real, scores, 0.0)
     if FUNCTION != "softmax":
         scores = scores / (tl.sum(scores, axis=1, keep_dims=True) + 1e-20)
     # A NaN is not > 0, so that it counts as 0, in a step that will be skipped.
     terms = tl.where(scores > 0.0, -scores * tl.log(tl.where(scores > 0.0, scores, 1.0)), 0.0)
     entropy = tl.sum(terms, axis=1, keep_dims=True)
-    counted = here
+    token_mask = row_mask
     if padding_ptr is not None:
-        counted = counted & (tl.load(padding_ptr + rows, mask=here, other=1).to(tl.int32) == 0)
-    units = tl.where(counted, (entropy.to(tl.float64) * UNITS + 0.5).to(tl.int64), 0)
+        token_mask = token_mask & (
+            tl.load(padding_ptr + rows, mask=row_mask, other=1).to(tl.int32) == 0
+        )
+    units = tl.where(token_mask, (entropy.to(tl.float64) * UNITS + 0.5).to(tl.int64), 0)
     tl.atomic_add(total_ptr, tl.sum(tl.sum(units, axis=1), axis=0), sem="relaxed")
-    num_counted = tl.sum(tl.sum(counted.to(tl.int64), axis=1), axis=0)
-    tl.atomic_add(total_ptr + 1, num_counted, sem="relaxed")
+    count = tl.sum(tl.sum(token_mask.to(tl.int64), axis=1), axis=0)
+    tl.atomic_add(total_ptr + 1, count, sem="relaxed")
 
 
 def add_entropy_(
@@ -93,5 +95,14 @@ def add_entropy_(
     EP = next_power_of_2(E)
     BT = max(1, TILE // EP)
     padding = None if padding_mask_T is None else padding_mask_T.contiguous()
-    how = dict(E=E, FUNCTION=score_function, UNITS=1 / UNIT, BT=BT, EP=EP, num_warps=4)
-    launch(_add_entropy_kernel, cdiv(T, BT), logits_TE.contiguous(), padding, total_2, T, **how)
+    launch(
+        _add_entropy_kernel,
+        cdiv(T, BT),
+        *(logits_TE.contiguous(), padding, total_2, T),
+        E=E,
+        FUNCTION=score_function,
+        UNITS=1 / UNIT,
+        BT=BT,
+        EP=EP,
+        num_warps=4,
+    )

@@ -44,10 +44,10 @@ def add_margins_ref(
     # A NaN would become an address; it lands in bin 0, of a step that will be skipped.
     bins_TE = ((cutoff_T1 - scores_TE - low) / width).nan_to_num(0.0).clamp(0, X - 1).long()
     bins_TE = bins_TE + torch.arange(E, device=bins_TE.device) * X
-    counted_TE = torch.ones_like(bins_TE)
+    counts_TE = torch.ones_like(bins_TE)
     if padding_mask_T is not None:
-        counted_TE = counted_TE.masked_fill(padding_mask_T[:, None], 0)
-    histogram_EX.view(-1).scatter_add_(0, bins_TE.flatten(), counted_TE.flatten())
+        counts_TE = counts_TE.masked_fill(padding_mask_T[:, None], 0)
+    histogram_EX.view(-1).scatter_add_(0, bins_TE.flatten(), counts_TE.flatten())
 
 
 def even_bias_ref(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
@@ -56,11 +56,11 @@ def even_bias_ref(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
     low_1, width_1 = margin_range(bias_E)
     below_EX = histogram_EX.cumsum(-1)
     total_E1 = below_EX[..., -1:]
-    wanted_E1 = total_E1.double() * top_k / E
-    bin_E1 = torch.searchsorted(below_EX.double(), wanted_E1).clamp(max=X - 1)
+    target_E1 = total_E1.double() * top_k / E
+    bin_E1 = torch.searchsorted(below_EX.double(), target_E1).clamp(max=X - 1)
     inside_E1 = histogram_EX.gather(-1, bin_E1)
     before_E1 = below_EX.gather(-1, bin_E1) - inside_E1
-    place_E1 = bin_E1 + (wanted_E1 - before_E1) / inside_E1.clamp(min=1)
+    place_E1 = bin_E1 + (target_E1 - before_E1) / inside_E1.clamp(min=1)
     solved_E = (low_1 + width_1 * place_E1[..., 0]).float()
     return torch.where(total_E1[..., 0] > 0, solved_E, bias_E)
 
@@ -81,10 +81,10 @@ def _add_margins_kernel(
 ):
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     columns = tl.arange(0, EP)[None, :]
-    here = rows < num_tokens
+    row_mask = rows < num_tokens
     real = columns < E
-    logits = tl.load(logits_ptr + rows * E + columns, mask=here & real, other=float("-inf"))
-    scores, _, _ = row_scores(tl.where(here, logits, 0.0), FUNCTION)
+    logits = tl.load(logits_ptr + rows * E + columns, mask=row_mask & real, other=float("-inf"))
+    scores, _, _ = row_scores(tl.where(row_mask, logits, 0.0), FUNCTION)
     bias = tl.load(bias_ptr + columns, mask=real, other=0.0)
     low = tl.min(tl.where(real, bias, float("inf")), axis=1, keep_dims=True).to(tl.float64)
     high = tl.max(tl.where(real, bias, float("-inf")), axis=1, keep_dims=True).to(tl.float64)
@@ -100,11 +100,11 @@ def _add_margins_kernel(
     place = tl.div_rn(cutoff - scores - low, tl.broadcast_to(width, [BT, EP]))
     place = tl.where(place == place, place, 0.0)  # a NaN would become an address
     bins = tl.minimum(tl.maximum(place, 0.0), X - 1.0).to(tl.int64)
-    counted = here & real
+    mask = row_mask & real
     if padding_ptr is not None:
-        counted = counted & (tl.load(padding_ptr + rows, mask=here, other=1).to(tl.int32) == 0)
-    ones = tl.full([BT, EP], 1, dtype=tl.int64)
-    tl.atomic_add(histogram_ptr + columns * X + bins, ones, mask=counted, sem="relaxed")
+        mask = mask & (tl.load(padding_ptr + rows, mask=row_mask, other=1).to(tl.int32) == 0)
+    increments = tl.full([BT, EP], 1, dtype=tl.int64)
+    tl.atomic_add(histogram_ptr + columns * X + bins, increments, mask=mask, sem="relaxed")
 
 
 def add_margins_(
@@ -131,7 +131,12 @@ def add_margins_(
         _add_margins_kernel,
         cdiv(T, BT),
         *(logits_TE.contiguous(), bias_E.contiguous(), padding, histogram_EX, T),
-        **dict(E=E, K=top_k, X=histogram_EX.shape[1], FUNCTION=score_function, BT=BT, EP=EP),
+        E=E,
+        K=top_k,
+        X=histogram_EX.shape[1],
+        FUNCTION=score_function,
+        BT=BT,
+        EP=EP,
         enable_fp_fusion=False,  # scores with the bits of `route`
         num_warps=max(1, EP // TILE),
     )
@@ -153,11 +158,11 @@ def _even_bias_kernel(
     counts = tl.load(histogram_ptr + row * X + bins, mask=bins < X, other=0)
     below = tl.cumsum(counts, axis=0)
     total = tl.sum(counts, axis=0)
-    wanted = total.to(tl.float64) * K / E
-    place = tl.minimum(tl.sum((below.to(tl.float64) < wanted).to(tl.int32), axis=0), X - 1)
+    target = total.to(tl.float64) * K / E
+    place = tl.minimum(tl.sum((below.to(tl.float64) < target).to(tl.int32), axis=0), X - 1)
     inside = tl.sum(tl.where(bins == place, counts, 0), axis=0)
     before = tl.sum(tl.where(bins < place, counts, 0), axis=0)
-    share = (wanted - before.to(tl.float64)) / tl.maximum(inside, 1).to(tl.float64)
+    share = (target - before.to(tl.float64)) / tl.maximum(inside, 1).to(tl.float64)
 
     real = columns < E
     bias = tl.load(bias_ptr + row // E * E + columns, mask=real, other=0.0)
@@ -184,7 +189,11 @@ def even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
         _even_bias_kernel,
         bias_E.numel(),
         *(histogram_EX.contiguous(), bias_E.contiguous(), out_E),
-        **dict(E=E, K=top_k, X=X, XP=next_power_of_2(X), EP=next_power_of_2(E)),
+        E=E,
+        K=top_k,
+        X=X,
+        XP=next_power_of_2(X),
+        EP=next_power_of_2(E),
         enable_fp_fusion=False,  # the bits of the reference
     )
     return out_E

@@ -82,8 +82,8 @@ def _select(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> 
     if options.top_groups < options.num_groups:
         ranked_TGS = ranked_TE.view(T, options.num_groups, E // options.num_groups)
         # Added best first, as the kernel does: equal bits tie in both.
-        best, *others = ranked_TGS.topk(options.group_experts, dim=-1).values.unbind(-1)
-        groups_TG = _best_first(sum(others, start=best))
+        best, *rest = ranked_TGS.topk(options.group_experts, dim=-1).values.unbind(-1)
+        groups_TG = _best_first(sum(rest, start=best))
         excluded_TG = torch.ones_like(groups_TG, dtype=torch.uint8)
         excluded_TG.scatter_(1, groups_TG[:, : options.top_groups], 0)
         excluded_TE = excluded_TG[..., None].expand_as(ranked_TGS).reshape(T, E)
@@ -126,7 +126,7 @@ def forward(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[Tenso
     logits_TE = logits_TE.contiguous()
     ids_TK, weights_TK = _route_fake(logits_TE, bias_E, *flat)
     bias_E = None if bias_E is None else bias_E.float().contiguous()
-    _launch_forward(logits_TE, bias_E, ids_TK, weights_TK, _record(flat), given=False)
+    _launch_forward(logits_TE, bias_E, ids_TK, weights_TK, _record(flat), has_ids=False)
     return ids_TK, weights_TK
 
 
@@ -137,30 +137,36 @@ def _launch_forward(
     weights_TK: Tensor,
     options: RouteOptions,
     *,
-    given: bool,
+    has_ids: bool,
 ) -> None:
-    """Fill weights_TK, and ids_TK unless they are given; all contiguous."""
+    """Fill weights_TK, and ids_TK unless `has_ids`; all contiguous."""
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
-    BT, how = _forward_constants(E, K, options, given)
+    BT, constants = _forward_constants(E, K, options, has_ids)
     args = (logits_TE, bias_E, ids_TK, weights_TK, T, options.scale)
-    launch(route_fwd_kernel, cdiv(T, BT), *args, **how)
+    launch(route_fwd_kernel, cdiv(T, BT), *args, **constants)
 
 
 @cache
 def _forward_constants(
-    E: int, K: int, options: RouteOptions, given: bool
+    E: int, K: int, options: RouteOptions, has_ids: bool
 ) -> tuple[int, dict[str, Any]]:
     G = options.num_groups if options.top_groups < options.num_groups else 1
     GP, SP, KP = (next_power_of_2(n) for n in (G, E // G, K))
     BT = _tokens_per_program(FWD_TILE, max(GP * SP, KP))
     return BT, dict(
-        **dict(E=E, K=K, G=G, BT=BT, KP=KP, GP=GP, SP=SP),
+        E=E,
+        K=K,
+        G=G,
+        BT=BT,
+        KP=KP,
+        GP=GP,
+        SP=SP,
         TOP_GROUPS=options.top_groups,
         GROUP_EXPERTS=options.group_experts,
         FUNCTION=options.score_function,
         POST=options.score_order == "post",
         NORMALIZE=options.normalize,
-        GIVEN=given,
+        HAS_IDS=has_ids,
         num_warps=1,
         enable_fp_fusion=False,  # Note [same bits] of scores.py
     )
@@ -191,7 +197,11 @@ def _route_bwd(
         route_bwd_kernel,
         cdiv(T, BT),
         *(logits_TE, ids_TK, dweights_TK, dlogits_TE, T, scale),
-        **dict(E=E, K=K, BT=BT, KP=next_power_of_2(K), EP=EP),
+        E=E,
+        K=K,
+        BT=BT,
+        KP=next_power_of_2(K),
+        EP=EP,
         FUNCTION=score_function,
         POST=score_order == "post",
         NORMALIZE=normalize,
@@ -279,17 +289,17 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
 def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> Tensor:
     """Return what `route_weights` returns, in plain PyTorch, in fp32 or fp64 as the logits."""
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    chosen_TK = ids_TK >= 0
+    is_choice_TK = ids_TK >= 0
     ids_TK = ids_TK.long().clamp(min=0)
     if options.score_order == "post":
-        picked_TK = logits_TE.gather(1, ids_TK)
+        logits_TK = logits_TE.gather(1, ids_TK)
         # A row without a choice would be a softmax of nothing, NaN.
-        out_TK = ~chosen_TK & chosen_TK.any(-1, keepdim=True)
-        weights_TK = picked_TK.masked_fill(out_TK, -torch.inf).softmax(-1)
-        weights_TK = torch.where(chosen_TK, weights_TK, 0)
+        out_TK = ~is_choice_TK & is_choice_TK.any(-1, keepdim=True)
+        weights_TK = logits_TK.masked_fill(out_TK, -torch.inf).softmax(-1)
+        weights_TK = torch.where(is_choice_TK, weights_TK, 0)
     else:
         scores_TE = scores_ref(logits_TE, options.score_function)
-        weights_TK = torch.where(chosen_TK, scores_TE.gather(1, ids_TK), 0)
+        weights_TK = torch.where(is_choice_TK, scores_TE.gather(1, ids_TK), 0)
         if options.normalize:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     return weights_TK * options.scale
@@ -298,7 +308,7 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
 def _route_weights(logits_TE: Tensor, ids_TK: Tensor, *flat: Any) -> Tensor:
     logits_TE, ids_TK = logits_TE.contiguous(), ids_TK.contiguous()
     weights_TK = logits_TE.new_empty(ids_TK.shape)
-    _launch_forward(logits_TE, None, ids_TK, weights_TK, _record(flat), given=True)
+    _launch_forward(logits_TE, None, ids_TK, weights_TK, _record(flat), has_ids=True)
     return weights_TK
 
 
@@ -334,7 +344,7 @@ def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> T
     """
     is_small = logits_TE.dtype != torch.float64 and logits_TE.shape[1] <= MAX_EXPERTS
     if not (is_small and use_kernel(logits_TE)):
-        what = f"routing weights of {logits_TE.shape[1]} experts in {logits_TE.dtype}"
-        warn_plain(logits_TE, what)
+        operation = f"routing weights of {logits_TE.shape[1]} experts in {logits_TE.dtype}"
+        warn_plain(logits_TE, operation)
         return route_weights_ref(logits_TE, ids_TK, options).float()
     return _route_weights_op(logits_TE.float(), ids_TK, *flat(options))

@@ -35,10 +35,10 @@ def _best(keys, columns):
 
 
 @triton.jit
-def _softmax_of_chosen(picked, in_k):
+def _softmax_of_choices(choice_logits, in_k):
     """Return the softmax over a row's chosen logits, 0 elsewhere and in a row without any."""
-    exps = tl.where(in_k, picked, float("-inf"))
-    exps = exp(picked - tl.max(exps, axis=1, keep_dims=True))
+    exps = tl.where(in_k, choice_logits, float("-inf"))
+    exps = exp(choice_logits - tl.max(exps, axis=1, keep_dims=True))
     exps = tl.where(in_k, exps, 0.0)
     total = row_sums(exps)
     return tl.div_rn(exps, tl.where(total == 0.0, 1.0, total))
@@ -66,12 +66,12 @@ def _exclude_groups(
         rest = tl.where(columns == column, -0x80000000, rest)
     groups = tl.arange(0, GP)[None, :]
     group_keys = tl.where(groups < G, _key(sums), -0x80000000)
-    kept = tl.zeros([BT, GP], dtype=tl.int32)
+    group_mask = tl.zeros([BT, GP], dtype=tl.int32)
     for _ in range(TOP_GROUPS):
         best = _best(group_keys, groups)
-        kept = tl.where(groups == best, 1, kept)
+        group_mask = tl.where(groups == best, 1, group_mask)
         group_keys = tl.where(groups == best, -0x80000000, group_keys)
-    keys = tl.where(kept[:, :, None] != 0, keys, -0x80000000)
+    keys = tl.where(group_mask[:, :, None] != 0, keys, -0x80000000)
     return tl.reshape(keys, [BT, GP * SP])
 
 
@@ -88,21 +88,21 @@ def _choose(
     """Return int32 [BT, KP], the experts of the K greatest keys; 0 in the padding."""
     columns = tl.arange(0, GP * SP)[None, :]
     slots = tl.arange(0, KP)[None, :]
-    chosen = tl.zeros([BT, KP], dtype=tl.int32)
+    choices = tl.zeros([BT, KP], dtype=tl.int32)
     for k in range(K):
         best = _best(keys, columns)
-        chosen = tl.where(slots == k, best, chosen)
+        choices = tl.where(slots == k, best, choices)
         keys = tl.where(columns == best, -0x80000000, keys)
     if GP > 1:
-        chosen = (chosen // SP) * S + chosen % SP
-    return chosen
+        choices = (choices // SP) * S + choices % SP
+    return choices
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_fwd_kernel(
     logits,  # [T, E] fp32
     bias,  # [E] fp32, or None
-    ids,  # [T, K] int32; out, unless GIVEN: then read, -1 = no choice
+    ids,  # [T, K] int32; out, unless HAS_IDS: then read, -1 = no choice
     weights,  # out, [T, K] fp32
     num_tokens,
     scale,
@@ -114,7 +114,7 @@ def route_fwd_kernel(
     FUNCTION: tl.constexpr,
     POST: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    GIVEN: tl.constexpr,
+    HAS_IDS: tl.constexpr,
     BT: tl.constexpr,
     KP: tl.constexpr,
     GP: tl.constexpr,
@@ -124,7 +124,7 @@ def route_fwd_kernel(
     S: tl.constexpr = E // G
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     slots = tl.arange(0, KP)[None, :]
-    here = rows < num_tokens
+    row_mask = rows < num_tokens
     columns = tl.arange(0, GP * SP)[None, :]
     experts = columns
     real = columns < E
@@ -133,35 +133,35 @@ def route_fwd_kernel(
     if GP > 1:
         experts = (columns // SP) * S + columns % SP
         real = (columns % SP < S) & (columns < G * SP)
-    x = tl.load(logits + rows * E + experts, mask=here & real, other=0.0)
+    x = tl.load(logits + rows * E + experts, mask=row_mask & real, other=0.0)
     x = tl.where(real, x, float("-inf"))
     if POST:
         ranked = x
     else:
         ranked, top, factor = row_scores(x, FUNCTION)
-    in_k = here & (slots < K)
-    if GIVEN:
-        chosen = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
-        in_k = in_k & (chosen >= 0)
+    in_k = row_mask & (slots < K)
+    if HAS_IDS:
+        choices = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
+        in_k = in_k & (choices >= 0)
     else:
         if bias is not None:
             ranked += tl.load(bias + experts, mask=real, other=0.0)
         keys = tl.where(real, _key(ranked), -0x80000000)
         if G > 1:
             keys = _exclude_groups(keys, G, TOP_GROUPS, GROUP_EXPERTS, BT, GP, SP)
-        chosen = _choose(keys, K, S, BT, KP, GP, SP)
+        choices = _choose(keys, K, S, BT, KP, GP, SP)
     # The chosen logits are read again, from cache: cheaper than a reduction per choice.
-    picked = tl.load(logits + rows * E + chosen, mask=in_k, other=0.0)
+    choice_logits = tl.load(logits + rows * E + choices, mask=in_k, other=0.0)
     if POST:
-        w = _softmax_of_chosen(picked, in_k)
+        w = _softmax_of_choices(choice_logits, in_k)
     else:
-        w, _ = score(picked, top, factor, FUNCTION)
+        w, _ = score(choice_logits, top, factor, FUNCTION)
         w = tl.where(in_k, w, 0.0)
         if NORMALIZE:
             w = tl.div_rn(w, row_sums(w) + 1e-20)
-    if not GIVEN:
-        tl.store(ids + rows * K + slots, chosen, mask=in_k)
-    tl.store(weights + rows * K + slots, w * scale, mask=here & (slots < K))
+    if not HAS_IDS:
+        tl.store(ids + rows * K + slots, choices, mask=in_k)
+    tl.store(weights + rows * K + slots, w * scale, mask=row_mask & (slots < K))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -185,23 +185,23 @@ def route_bwd_kernel(
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     slots = tl.arange(0, KP)[None, :]
     columns = tl.arange(0, EP)[None, :]
-    here = rows < num_tokens
-    in_k = here & (slots < K)
-    chosen = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
-    in_k = in_k & (chosen >= 0)
+    row_mask = rows < num_tokens
+    in_k = row_mask & (slots < K)
+    choices = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
+    in_k = in_k & (choices >= 0)
     dw = tl.load(dweights + rows * K + slots, mask=in_k, other=0.0) * scale
-    picked = tl.load(logits + rows * E + chosen, mask=in_k, other=0.0)
+    choice_logits = tl.load(logits + rows * E + choices, mask=in_k, other=0.0)
     background = tl.zeros([BT, EP], dtype=tl.float32)
     if POST:
-        p = _softmax_of_chosen(picked, in_k)
+        p = _softmax_of_choices(choice_logits, in_k)
         dpicked = p * (dw - tl.sum(p * dw, axis=1, keep_dims=True))
     else:
         x = background
         if FUNCTION == "softmax":  # the other scores need nothing of the other experts
-            x = tl.load(logits + rows * E + columns, mask=here & (columns < E), other=0.0)
+            x = tl.load(logits + rows * E + columns, mask=row_mask & (columns < E), other=0.0)
             x = tl.where(columns < E, x, float("-inf"))
         scores, top, factor = row_scores(x, FUNCTION)
-        s, slope = score(picked, top, factor, FUNCTION)
+        s, slope = score(choice_logits, top, factor, FUNCTION)
         s = tl.where(in_k, s, 0.0)
         if NORMALIZE:
             norm = tl.div_rn(1.0, tl.sum(s, axis=1, keep_dims=True) + 1e-20)
@@ -212,6 +212,6 @@ def route_bwd_kernel(
             inner = tl.sum(dw * s, axis=1, keep_dims=True)
             dpicked = s * (dw - inner)
             background = -inner * scores
-    tl.store(dlogits + rows * E + columns, background, mask=here & (columns < E))
+    tl.store(dlogits + rows * E + columns, background, mask=row_mask & (columns < E))
     tl.debug_barrier()  # the chosen columns are written twice, by different threads: in this order
-    tl.store(dlogits + rows * E + chosen, dpicked, mask=in_k)
+    tl.store(dlogits + rows * E + choices, dpicked, mask=in_k)

@@ -62,7 +62,7 @@ def route_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `router_logits(x, weight, bias)`, and ids and weights of `route` by `selection_E`."""
     tensors = [t for t in (x_TD, weight_ED, bias_E, selection_E) if t is not None]
-    is_one = (
+    can_fuse = (
         torch.is_grad_enabled()
         and is_plain_eager()
         and use_kernel(*tensors)
@@ -70,11 +70,11 @@ def route_tokens(
         and products.has_kernel(x_TD, weight_ED)
         and weight_ED.shape[0] <= routes.MAX_EXPERTS
     )
-    if is_one:
+    if can_fuse:
         products.check(x_TD, weight_ED, bias_E)
         routes.check(weight_ED.shape[0], options)
         flat = routes.flat(options)
-        found: Any = _RouteTokens.apply(x_TD, weight_ED, bias_E, selection_E, flat)
-        return found
+        outputs: Any = _RouteTokens.apply(x_TD, weight_ED, bias_E, selection_E, flat)
+        return outputs
     logits_TE = products.router_logits(x_TD, weight_ED, bias_E)
     return logits_TE, *routes.route(logits_TE, selection_E, options)

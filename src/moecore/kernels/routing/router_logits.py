@@ -225,11 +225,11 @@ def _split(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
     rows, columns = v.shape
     out_rows, out_columns = rows, columns
     if side_by_side:
-        out_columns = _padded(columns)
+        out_columns = _align_rows(columns)
         shape = (rows, len(parts) * out_columns)
         part_stride = out_columns
     else:
-        out_rows = _padded(rows)
+        out_rows = _align_rows(rows)
         shape = (len(parts) * out_rows, columns)
         part_stride = out_rows * columns
     out = v.new_empty(shape, dtype=torch.bfloat16)
@@ -250,7 +250,7 @@ def _split(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
     return out
 
 
-def _padded(num_experts: int) -> int:
+def _align_rows(num_experts: int) -> int:
     """Rows of 16 bytes, which tensor cores load fastest."""
     return -(-num_experts // 8) * 8
 
@@ -263,10 +263,11 @@ def _tile(num_experts: int, num_parts: int) -> dict[str, Any]:
 
 
 @cache
-def _product(D: int, E: int, P: int, EP: int, gradient_stride: int) -> dict[str, Any]:
+def _product_constants(D: int, E: int, P: int, EP: int, gradient_stride: int) -> dict[str, Any]:
     """Constants of _product_kernel; the stride of dlogits is 0 in forward."""
-    how = dict(D=D, E=E, P=P, GRADIENT=gradient_stride > 0, EP=EP, B_STRIDE=gradient_stride or 1)
-    return how | _tile(E, P)
+    return _tile(E, P) | dict(
+        D=D, E=E, P=P, GRADIENT=gradient_stride > 0, EP=EP, B_STRIDE=gradient_stride or 1
+    )
 
 
 def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
@@ -278,12 +279,12 @@ def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
         return logits_TE
     parts, P, rows = weight_ED, 1, E
     if weight_ED.dtype == torch.float32:
-        parts, P, rows = _split(weight_ED, (0, 1, 2), side_by_side=False), 3, _padded(E)
+        parts, P, rows = _split(weight_ED, (0, 1, 2), side_by_side=False), 3, _align_rows(E)
     tile = _tile(E, P)
     bias_E = None if bias_E is None else bias_E.contiguous()
     args = (x_TD, parts, bias_E, logits_TE, T, D)
-    how = _product(D, E, P, rows, 0)
-    launch(_product_kernel, cdiv(T, tile["BM"]) * cdiv(E, tile["BN"]), *args, **how)
+    constants = _product_constants(D, E, P, rows, 0)
+    launch(_product_kernel, cdiv(T, tile["BM"]) * cdiv(E, tile["BN"]), *args, **constants)
     return logits_TE
 
 
@@ -304,7 +305,7 @@ def _router_logits_bwd(
     # An fp32 weight: hi, hi, mid for dx, which takes mid, hi, hi of the weight; the last three
     # parts for dweight. A bf16 weight: hi, mid for both.
     dlogits = _split(dlogits_TE.contiguous(), (0, 0, 1, 2) if wide else (0, 1), side_by_side=True)
-    EP = _padded(weight_ED.shape[0])
+    EP = _align_rows(weight_ED.shape[0])
     dweight_ED = weight_ED.new_empty(weight_ED.shape if need_dweight else (0,))
     if not need_dx:
         dx_TD = x_TD.new_empty(0)
@@ -339,8 +340,8 @@ def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
     if num_splits > 1:
         splits = x_TD.new_empty((num_splits, E, D), dtype=torch.float32)
     args = (x_TD, dlogits, None, splits, T, split_size)
-    how = _product(D, E, P, _padded(E), dlogits.stride(0))
-    launch(_product_kernel, (tiles, num_splits), *args, **how)
+    constants = _product_constants(D, E, P, _align_rows(E), dlogits.stride(0))
+    launch(_product_kernel, (tiles, num_splits), *args, **constants)
     if num_splits > 1:
         sums = (splits, dweight_ED, num_splits, E * D)
         launch(_sum_splits_kernel, cdiv(E * D, SUM_BLOCK), *sums, BLOCK=SUM_BLOCK)
@@ -395,10 +396,10 @@ def check(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> None:
     """Raise a ValueError for shapes that do not go together."""
     E = weight_ED.shape[0]
     if x_TD.shape[1:] != weight_ED.shape[1:] or (bias_E is not None and bias_E.shape != (E,)):
-        shown = None if bias_E is None else tuple(bias_E.shape)
+        bias_shape = None if bias_E is None else tuple(bias_E.shape)
         raise ValueError(
-            f"x_TD {tuple(x_TD.shape)}, weight_ED {tuple(weight_ED.shape)} and bias_E {shown} must "
-            "agree in D and E: pass [T, D], [E, D] and [E]"
+            f"x_TD {tuple(x_TD.shape)}, weight_ED {tuple(weight_ED.shape)} and bias_E {bias_shape} "
+            "must agree in D and E: pass [T, D], [E, D] and [E]"
         )
 
 

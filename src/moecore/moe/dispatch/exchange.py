@@ -171,7 +171,7 @@ class Exchange:
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         where = (peers_T, places_S, places_S[:, None])
-        return kernels.reduce(self.buffer, sums_SD, *where, choices, copied=True)
+        return kernels.reduce(self.buffer, sums_SD, *where, choices, has_sums=True)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets, at most `num_rows`; larger ones are recorded as a shortage."""
