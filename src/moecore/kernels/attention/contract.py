@@ -58,9 +58,9 @@ class AttentionMask(CheckedRecord):
     def _rules(self) -> Rules:
         if self.window is not None and not self.causal:
             yield "window", "be None without causal: set causal=True"
-        packed = self.cu_seqlens_q is not None
+        is_packed = self.cu_seqlens_q is not None
         for name in ("cu_seqlens_k", "max_length_q", "max_length_k"):
-            if (getattr(self, name) is not None) != packed:
+            if (getattr(self, name) is not None) != is_packed:
                 yield name, "be given with cu_seqlens_q, and only with it: give all four or none"
         cu_seqlens_q, cu_seqlens_k = self.cu_seqlens_q, self.cu_seqlens_k
         if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -104,9 +104,9 @@ class AttentionKernel(Protocol):
 
 def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
     """Return o, in the dtype of sums, and lse of two blocks; a query may see no key of the new."""
-    both = torch.logaddexp(lse, lse_new)
-    old, new = ((one - both).exp().transpose(1, 2)[..., None] for one in (lse, lse_new))
-    return o * old + o_new * new, both
+    total_lse = torch.logaddexp(lse, lse_new)
+    old, new = ((part - total_lse).exp().transpose(1, 2)[..., None] for part in (lse, lse_new))
+    return o * old + o_new * new, total_lse
 
 
 def add_sinks(o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:

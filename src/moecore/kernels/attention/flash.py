@@ -32,7 +32,7 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     o, lse, *_ = flash_attention(
-        *_as_taken(mask, dim, q, k, v),
+        *_as_inputs(mask, dim, q, k, v),
         *_documents(mask, q, k),
         0.0,
         mask.causal and mask.window is None,
@@ -57,7 +57,7 @@ def backward(
         lse = lse.transpose(0, 1).flatten(1)
     unused = lse.new_empty(0)
     dq, dk, dv = flash_attention_backward(
-        *_as_taken(mask, dim, do, q, k, v, o),
+        *_as_inputs(mask, dim, do, q, k, v, o),
         lse.contiguous(),
         *_documents(mask, q, k),
         0.0,
@@ -72,11 +72,11 @@ def backward(
     return dq, dk, dv.reshape(*v.shape[:3], dim)[..., : v.shape[-1]]
 
 
-def _as_taken(mask: AttentionMask, dim: int, *tensors: Tensor) -> list[Tensor]:
+def _as_inputs(mask: AttentionMask, dim: int, *tensors: Tensor) -> list[Tensor]:
     """Return heads of one dim, and packed rows as one [B * T, H, dim]."""
-    padded = [x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
-    padded = [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
-    return [x.flatten(0, 1) for x in padded] if mask.is_packed else padded
+    wide = [x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
+    wide = [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
+    return [x.flatten(0, 1) for x in wide] if mask.is_packed else wide
 
 
 def _documents(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | int | None, ...]:

@@ -23,8 +23,8 @@ from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, re
 from moecore.kernels.invariant import is_batch_invariant
 
 PACKAGE = "flash-attn-4"
-TAKEN = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal"}
-TAKEN |= {"window_size_left", "window_size_right"}
+PARAMETERS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale"}
+PARAMETERS |= {"causal", "window_size_left", "window_size_right"}
 
 
 class _Functions(NamedTuple):
@@ -59,8 +59,8 @@ def recommend(device: torch.device) -> None:
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return o and lse: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
-    heads = _as_taken(mask, q, k, v)
-    o, lse, *_ = _functions().forward(*heads, **_how(mask, scale), return_lse=True)
+    heads = _as_inputs(mask, q, k, v)
+    o, lse, *_ = _functions().forward(*heads, **_arguments(mask, scale), return_lse=True)
     if mask.is_packed:  # [H, B * T]
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return o.view(*q.shape[:3], v.shape[-1]), lse
@@ -74,20 +74,21 @@ def backward(
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(s - lse) of a row that sees no key is 0
     if mask.is_packed:
         lse = lse.transpose(0, 1).flatten(1)
-    heads = _as_taken(mask, q, k, v, o, do)
+    heads = _as_inputs(mask, q, k, v, o, do)
     is_exact = torch.are_deterministic_algorithms_enabled()
-    how = _how(mask, scale)
-    dq, dk, dv = _functions().backward(*heads, lse.contiguous(), **how, deterministic=is_exact)
+    dq, dk, dv = _functions().backward(
+        *heads, lse.contiguous(), **_arguments(mask, scale), deterministic=is_exact
+    )
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-def _as_taken(mask: AttentionMask, *tensors: Tensor) -> list[Tensor]:
+def _as_inputs(mask: AttentionMask, *tensors: Tensor) -> list[Tensor]:
     """Return packed rows as one [B * T, H, dim]."""
     dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     return [x.flatten(0, 1) for x in dense] if mask.is_packed else dense
 
 
-def _how(mask: AttentionMask, scale: float) -> dict[str, Any]:
+def _arguments(mask: AttentionMask, scale: float) -> dict[str, Any]:
     """Return its arguments beside tensors of heads; windows count keys before a query's own."""
     return dict(
         softmax_scale=scale,
@@ -116,7 +117,7 @@ def _why_not() -> str | None:
     except (ImportError, AttributeError) as error:
         return f"{PACKAGE} must be installed and have its functions ({error}): install it"
     for function in functions:
-        missing = TAKEN - inspect.signature(function).parameters.keys()
+        missing = PARAMETERS - inspect.signature(function).parameters.keys()
         if missing:
             return f"{PACKAGE} must take {', '.join(sorted(missing))}: install another release"
     return None

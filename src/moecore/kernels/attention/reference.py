@@ -54,33 +54,33 @@ def _parts(mask: AttentionMask, q: Tensor, k: Tensor) -> list[tuple[int, Attenti
     (B, T), cu_q, cu_k = q.shape[:2], mask.cu_seqlens_q, mask.cu_seqlens_k
     if cu_q is None or cu_k is None or k.shape[1] != T or not B * T:
         return None
-    is_apart = is_batch_invariant()
-    if not is_apart and (B == 1 or q.device.type != "cpu"):
+    splits_documents = is_batch_invariant()
+    if not splits_documents and (B == 1 or q.device.type != "cpu"):
         return None
     if not cu_q.equal(cu_k):
         return None
-    if is_apart:
-        alone = AttentionMask(causal=mask.causal, window=mask.window)
-        return [(length, alone) for length in cu_q.diff().tolist()]
+    if splits_documents:
+        document_mask = AttentionMask(causal=mask.causal, window=mask.window)
+        return [(length, document_mask) for length in cu_q.diff().tolist()]
     if not torch.isin(torch.arange(0, B * T + 1, T), cu_q).all():
         return None
     cu_of_rows = [(cu_q - row * T).clamp(0, T) for row in range(B)]
     return [(T, replace(mask, cu_seqlens_q=cu, cu_seqlens_k=cu)) for cu in cu_of_rows]
 
 
-def _apart(
-    block: AttentionBlock, parts: list[tuple[int, AttentionMask]], *others: Tensor
+def _split(
+    block: AttentionBlock, parts: list[tuple[int, AttentionMask]], *tensors: Tensor
 ) -> Iterator[Any]:
     """Yield the block of each part, one row, and its part of other tensors of tokens."""
     lengths, masks = zip(*parts, strict=True)
-    tokens = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in (*block[:3], *others)]
+    tokens = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in (*block[:3], *tensors)]
     for mask, q, k, v, *rest in zip(masks, *tokens, strict=True):
         yield AttentionBlock(q, k, v, mask, block.scale), *rest
 
 
-def _joined(parts: Iterable[Tensor], like: Tensor) -> Tensor:
+def _merge(parts: Iterable[Tensor], like: Tensor) -> Tensor:
     """Return tokens of parts in the rows of a batch."""
-    return torch.cat(list(parts), dim=1).unflatten(1, like.shape[:2])[0]
+    return torch.cat(list(parts), dim=1).unflatten(1, like.shape[:2])[0]  # type: ignore[no-any-return]
 
 
 def _scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
@@ -94,7 +94,7 @@ def _grouped(x_BTHx: Tensor, h: int, mask: AttentionMask) -> Tensor:
     """Return x as [B, T, h, g, x] in the dtype of sums; packed rows one after the other."""
     x = x_BTHx.to(torch.promote_types(x_BTHx.dtype, torch.float32))
     x = x.flatten(0, 1)[None] if mask.is_packed else x
-    return x.unflatten(2, (h, x.shape[2] // h))
+    return x.unflatten(2, (h, x.shape[2] // h))  # type: ignore[no-any-return]
 
 
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
@@ -102,9 +102,9 @@ def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     q, k, v, mask, scale = block
     parts = _parts(mask, q, k)
     if parts is not None:
-        outputs = [forward(part) for (part,) in _apart(block, parts)]
+        outputs = [forward(part) for (part,) in _split(block, parts)]
         os, lses = zip(*outputs, strict=True)
-        return _joined(os, q), _joined((x.transpose(1, 2) for x in lses), q).transpose(1, 2)
+        return _merge(os, q), _merge((x.transpose(1, 2) for x in lses), q).transpose(1, 2)
     B, T, H, _ = q.shape
     h = k.shape[2]
     qs, ks, vs = _grouped(q, h, mask), _grouped(k, h, mask)[..., 0, :], _grouped(v, h, mask)
@@ -123,9 +123,11 @@ def backward(
     q, k, v, mask, scale = block
     parts = _parts(mask, q, k)
     if parts is not None:
-        apart = _apart(block, parts, do, o, lse.transpose(1, 2))
-        grads = [backward(one, do_1, o_1, l_1.transpose(1, 2)) for one, do_1, o_1, l_1 in apart]
-        dq, dk, dv = (_joined(x, q) for x in zip(*grads, strict=True))
+        blocks = _split(block, parts, do, o, lse.transpose(1, 2))
+        grads = [
+            backward(block_1, do_1, o_1, l_1.transpose(1, 2)) for block_1, do_1, o_1, l_1 in blocks
+        ]
+        dq, dk, dv = (_merge(x, q) for x in zip(*grads, strict=True))
         return dq, dk, dv
     h = k.shape[2]
     qs, ks, vs = _grouped(q, h, mask), _grouped(k, h, mask)[..., 0, :], _grouped(v, h, mask)

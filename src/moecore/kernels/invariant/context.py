@@ -53,7 +53,7 @@ def batch_invariant(device_type: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says once that kernels are replaced
         for name, function in OPERATIONS[key].items():
-            before = _Before(torch.library.get_kernel(f"aten::{name}", key).call_boxed, mm)
+            before = _TorchKernels(torch.library.get_kernel(f"aten::{name}", key).call_boxed, mm)
             library.impl(name, partial(_replaced, function, before), key, with_keyset=True)
     _active.add(device_type)
     try:
@@ -63,50 +63,57 @@ def batch_invariant(device_type: str) -> Iterator[None]:
         del library  # torch's own kernels are back
 
 
-class _Before(NamedTuple):
+class _TorchKernels(NamedTuple):
     """Kernels that are replaced; they take a set of dispatch keys first."""
 
-    own: Kernel  # of the operation
+    kernel: Kernel  # of the operation
     mm: Kernel
 
-    def product(self, keys: Any, *args: Any, **how: Any) -> Tensor:
+    def product(self, keys: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return `invariant_product`, on a CPU of rows by torch's own kernel."""
-        return invariant_product(*args, **how, multiply=partial(self.mm, keys))
+        return invariant_product(*args, **kwargs, multiply=partial(self.mm, keys))
 
 
 def _replaced(
-    function: Kernel, before: _Before, keys: Any, x: Tensor, *args: Any, **how: Any
+    function: Kernel, before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Compute in the other way; integers, whose sums are exact, as torch does."""
     if not x.is_floating_point():
-        return before.own(keys, x, *args, **how)
-    return function(before, keys, x, *args, **how)
+        return before.kernel(keys, x, *args, **kwargs)
+    return function(before, keys, x, *args, **kwargs)
 
 
-def _mm(before: _Before, keys: Any, a: Tensor, b: Tensor) -> Tensor:
+def _mm(before: _TorchKernels, keys: Any, a: Tensor, b: Tensor) -> Tensor:
     return before.product(keys, a, b)
 
 
-def _mm_dtype(before: _Before, keys: Any, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _mm_dtype(before: _TorchKernels, keys: Any, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return before.product(keys, a, b, dtype=dtype)
 
 
-def _mm_out(before: _Before, keys: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+def _mm_out(before: _TorchKernels, keys: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     return out.copy_(before.product(keys, a, b))
 
 
 def _addmm(
-    before: _Before, keys: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+    before: _TorchKernels,
+    keys: Any,
+    c: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
 ) -> Tensor:
     return before.product(keys, a, b, c, beta=beta, alpha=alpha)
 
 
-def _mv(before: _Before, keys: Any, a: Tensor, v: Tensor) -> Tensor:
+def _mv(before: _TorchKernels, keys: Any, a: Tensor, v: Tensor) -> Tensor:
     return before.product(keys, a, v[:, None])[:, 0]
 
 
 def _grouped_mm(
-    before: _Before,
+    before: _TorchKernels,
     keys: Any,
     a: Tensor,
     b: Tensor,
@@ -116,7 +123,7 @@ def _grouped_mm(
 ) -> Tensor:
     """Rows by experts; a product whose sums are over rows stays as it is."""
     if a.ndim == 3 or b.ndim == 2 or offs is None:
-        return before.own(keys, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
+        return before.kernel(keys, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
     if has_hopper_kernels(a.device) and a.dtype != torch.float32:
         return grouped_gemm(a.contiguous(), b, offs, dtype=out_dtype)  # its tiles are fixed
     out = a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype or a.dtype)
@@ -126,7 +133,7 @@ def _grouped_mm(
 
 
 def _sum(
-    before: _Before,
+    before: _TorchKernels,
     keys: Any,
     x: Tensor,
     dim: Sequence[int] | None = None,
@@ -139,28 +146,28 @@ def _sum(
     is_of_rows = x.ndim > 1 and dim is not None and list(dim) in ([-1], [x.ndim - 1])
     is_wide = x.dtype not in KERNEL_DTYPES or dtype not in (None, *KERNEL_DTYPES)
     if not is_of_rows or not x.numel() or is_wide:
-        return before.own(keys, x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
-    ones = x.new_ones(x.shape[-1], 1, dtype=torch.float32)
+        return before.kernel(keys, x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+    column = x.new_ones(x.shape[-1], 1, dtype=torch.float32)
     rows = x.reshape(-1, x.shape[-1]).float()
-    total = before.product(keys, rows, ones, alpha=share, dtype=dtype or x.dtype)
+    total = before.product(keys, rows, column, alpha=share, dtype=dtype or x.dtype)
     return total.view(*x.shape[:-1], 1) if keepdim else total.view(x.shape[:-1])
 
 
-def _mean(before: _Before, keys: Any, x: Tensor, *args: Any, **how: Any) -> Tensor:
-    return _sum(before, keys, x, *args, **how, share=1 / max(1, x.shape[-1] if x.ndim else 1))
+def _mean(before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _sum(before, keys, x, *args, **kwargs, share=1 / max(1, x.shape[-1] if x.ndim else 1))
 
 
-def _by_vectors(before: _Before, keys: Any, x: Tensor, *args: Any, **how: Any) -> Tensor:
+def _by_vectors(before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Compute a function of elements, all of them on whole vectors."""
     n = x.numel()
-    whole = F.pad(x.flatten(), (0, -n % VECTORS), value=1.0)
-    parts = [before.own(keys, part, *args, **how) for part in whole.split(SERIAL)]
+    vector = F.pad(x.flatten(), (0, -n % VECTORS), value=1.0)
+    parts = [before.kernel(keys, part, *args, **kwargs) for part in vector.split(SERIAL)]
     return torch.cat(parts)[:n].view(x.shape)
 
 
-def _by_vectors_(before: _Before, keys: Any, x: Tensor, *args: Any, **how: Any) -> Tensor:
+def _by_vectors_(before: _TorchKernels, keys: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The same in place."""
-    return x.copy_(_by_vectors(before, keys, x, *args, **how))
+    return x.copy_(_by_vectors(before, keys, x, *args, **kwargs))
 
 
 # What forwards of models multiply and add with. Weight gradients may also do so by other names.

@@ -45,9 +45,11 @@ def invariant_product_ref(
     """Return what `invariant_product` does, row by row: all calls of `multiply` are of one row."""
     if a.ndim == 3:
         addends = [None] * len(a) if addend is None else addend.expand(len(a), -1, -1)
-        how: Any = dict(beta=beta, alpha=alpha, dtype=dtype, multiply=multiply)
         parts = [
-            invariant_product_ref(*matrices, **how) for matrices in zip(a, b, addends, strict=True)
+            invariant_product_ref(
+                a_MK, b_KN, c, beta=beta, alpha=alpha, dtype=dtype, multiply=multiply
+            )
+            for a_MK, b_KN, c in zip(a, b, addends, strict=True)
         ]
         return torch.stack(parts) if parts else a.new_empty(0, a.shape[1], b.shape[2], dtype=dtype)
     wide = torch.promote_types(a.dtype, torch.float32)
@@ -139,8 +141,8 @@ def _tile(N: int, dtype: torch.dtype) -> dict[str, Any]:
         return dict(BM=16, BN=32, BK=32, GROUP_M=2, WIDEN=dtype == torch.bfloat16)
     wide = dtype == torch.float32  # plain multiplications, of which a program holds fewer
     BN = min(64 if wide else 128, max(16, next_power_of_2(N)))
-    how = dict(BM=64, BK=32, num_warps=4) if wide else dict(BM=128, BK=64, num_warps=8)
-    return dict(BN=BN, GROUP_M=8, WIDEN=False, num_stages=3, **how)
+    size = dict(BM=64, BK=32, num_warps=4) if wide else dict(BM=128, BK=64, num_warps=8)
+    return dict(BN=BN, GROUP_M=8, WIDEN=False, num_stages=3, **size)
 
 
 def invariant_product(
@@ -170,9 +172,10 @@ def invariant_product(
     Raises:
         NotImplementedError: on a GPU, for another dtype.
     """
-    how: Any = dict(beta=beta, alpha=alpha, dtype=dtype)
     if not use_kernel(a, b):
-        return invariant_product_ref(a, b, addend, **how, multiply=multiply)
+        return invariant_product_ref(
+            a, b, addend, beta=beta, alpha=alpha, dtype=dtype, multiply=multiply
+        )
     if a.dtype not in KERNEL_DTYPES:
         raise NotImplementedError(
             f"dtype of a product ({a.dtype}) must be bfloat16, float16 or float32 for batch "
@@ -180,7 +183,7 @@ def invariant_product(
         )
     if a.ndim == 2:
         c = None if addend is None else addend.expand(a.shape[0], b.shape[1])[None]
-        return invariant_product(a[None], b[None], c, **how)[0]
+        return invariant_product(a[None], b[None], c, beta=beta, alpha=alpha, dtype=dtype)[0]
     (B, M, K), N = a.shape, b.shape[2]
     out = a.new_empty(B, M, N, dtype=dtype or a.dtype)
     c = None if addend is None or beta == 0 else addend.expand(B, M, N)

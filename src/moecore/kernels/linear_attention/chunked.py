@@ -39,7 +39,7 @@ def gated_delta_rule(
         dtype = torch.promote_types(x_THX.dtype, torch.float32)
         filled = x_THX.new_zeros((num_chunks * CHUNK, *x_THX.shape[1:]), dtype=dtype)
         filled = filled.index_copy(0, places_T, x_THX.to(dtype))
-        return filled.unflatten(0, (num_chunks, CHUNK)).transpose(1, 2)
+        return filled.unflatten(0, (num_chunks, CHUNK)).transpose(1, 2)  # type: ignore[no-any-return]
 
     g_THk = rule.g_THk if rule.g_THk.ndim == 3 else rule.g_THk[..., None]
     q, k, values, g = (chunks(x) for x in (*rule[:3], g_THk))
@@ -47,9 +47,9 @@ def gated_delta_rule(
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q * rule.scale, k))
     decay = g.cumsum(-2)  # since the chunk began
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)[..., None]
+    future_mask = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)[..., None]
     between = decay[..., None, :] - decay[..., None, :, :]
-    between = between.masked_fill(later, -torch.inf).exp()
+    between = between.masked_fill(future_mask, -torch.inf).exp()
 
     def paired(x: Tensor) -> Tensor:
         """Return what each token's x finds of the keys before it in its chunk, decayed."""
@@ -57,14 +57,14 @@ def gated_delta_rule(
             return (x @ k.mT) * between[..., 0]
         return (x[..., None, :] * k[..., None, :, :] * between).sum(-1)
 
-    u, w, within = values, torch.zeros_like(k), paired(q)
+    u, w, local_scores = values, torch.zeros_like(k), paired(q)
     if rule.beta_TH is not None:
         beta = chunks(rule.beta_TH)[..., None]
-        system, known = paired(k * beta), torch.cat((values, k * decay.exp()), dim=-1) * beta
-        solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        system, targets = paired(k * beta), torch.cat((values, k * decay.exp()), dim=-1) * beta
+        solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
         u, w = solved.split((v, k.shape[-1]), dim=-1)
     q, last_k = q * decay.exp(), k * (decay[..., -1:, :] - decay).exp()
-    whole = decay[..., -1, :, None].exp()
+    chunk_decay = decay[..., -1, :, None].exp()
 
     chunk_m = torch.arange(num_chunks, device=g.device)
     documents_m = documents_of(firsts, num_chunks).clamp(max=len(cu_seqlens) - 2)
@@ -74,9 +74,9 @@ def gated_delta_rule(
     for i in range(num_chunks):
         first = torch.zeros_like(state) if initial_nHkv is None else initial_nHkv[documents_m[i]]
         state = torch.where(begins_m[i], first, state)
-        written = u[i] - w[i] @ state
-        outs.append(q[i] @ state + within[i] @ written)
-        state = state * whole[i] + last_k[i].mT @ written
+        updates = u[i] - w[i] @ state
+        outs.append(q[i] @ state + local_scores[i] @ updates)
+        state = state * chunk_decay[i] + last_k[i].mT @ updates
         states.append(state)
     o_mHCv = torch.stack(outs)
     o_THv = o_mHCv.transpose(1, 2).flatten(0, 1)[places_T].to(rule.v_THv.dtype)

@@ -32,7 +32,7 @@ RULE_WITHOUT_RATES = ("fla.ops.simple_gla", "chunk_simple_gla")
 # package raises there (fla-org/flash-linear-attention#640) unless it has tilelang.
 WRONG_FROM, WRONG_BEFORE = (3, 4), (3, 7, 1)
 CONVOLUTION = ("fla.modules.causal_conv1d", "causal_conv1d")
-TAKEN = {"initial_state", "output_final_state", "cu_seqlens"}
+PARAMETERS = {"initial_state", "output_final_state", "cu_seqlens"}
 
 
 def supports(rule: DeltaRule) -> str | None:
@@ -58,11 +58,11 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return o_THv and states_nHkv: see `gated_delta.gated_delta_rule`."""
     q, k, v, g, beta = rule[:5]
-    more: dict[str, Any] = {}
+    rate_kwargs: dict[str, Any] = {}
     if beta is None:  # that function has a key head for each value head
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
     else:
-        more = dict(beta=beta[None], use_qk_l2norm_in_kernel=rule.norm_qk)
+        rate_kwargs = dict(beta=beta[None], use_qk_l2norm_in_kernel=rule.norm_qk)
     if v.is_meta:
         rule = rule._replace(q_Thk=q, k_Thk=k)
         return fla_on_meta.gated_delta_rule(rule, cu_seqlens, initial_nHkv)
@@ -72,7 +72,7 @@ def gated_delta_rule(
         initial_state=initial_nHkv,
         output_final_state=True,
         cu_seqlens=cu_seqlens,
-        **more,
+        **rate_kwargs,
     )
     return o_1THv[0], states_nHkv
 
@@ -138,7 +138,7 @@ def _why_not(module: str, name: str, on_meta: bool) -> str | None:
         function = _function(module, name)
     except (ImportError, AttributeError) as error:
         return f"{PACKAGE} must be installed and have {module}.{name} ({error}): install it"
-    missing = TAKEN - inspect.signature(function).parameters.keys()
+    missing = PARAMETERS - inspect.signature(function).parameters.keys()
     if missing:
         return f"{PACKAGE} must take {', '.join(sorted(missing))}: install another release"
     return None

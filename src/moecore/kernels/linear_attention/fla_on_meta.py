@@ -44,11 +44,11 @@ def gated_delta_rule(
     """
     q, k, v, g, beta = rule[:5]
     assert rule.norm_qk == (beta is not None), "queries and keys are normed where there are rates"
-    others = initial_nHkv, len(cu_seqlens) - 1
+    num_documents = len(cu_seqlens) - 1
     if beta is None:
-        o_THv, states_nHkv = _RuleWithoutRatesOnMeta.apply(q, k, v, g, *others)
+        o_THv, states_nHkv = _RuleWithoutRatesOnMeta.apply(q, k, v, g, initial_nHkv, num_documents)
     else:
-        o_THv, states_nHkv = _RuleOnMeta.apply(q, k, v, g, beta, *others)
+        o_THv, states_nHkv = _RuleOnMeta.apply(q, k, v, g, beta, initial_nHkv, num_documents)
     return o_THv, states_nHkv
 
 
@@ -73,7 +73,7 @@ class _Scan:
         flops = 2 * self.T * self.H * (states * self.k * self.v + CHUNK * chunks)
         record_launch(name, ScanSize(self._shape, flops), *tensors)
 
-    def written(
+    def recompute_w_u(
         self, k: Tensor, v: Tensor, beta: Tensor, sums: Tensor, A: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return w_THk and u_THv: see `chunked.py`."""
@@ -112,16 +112,16 @@ class _RuleOnMeta(torch.autograd.Function):
         initial: Tensor | None,
         num_documents: int,
     ) -> tuple[Tensor, Tensor]:
-        given = [x.contiguous() for x in (q, k, v, g, beta)]
-        (q, q_rstd), (k, k_rstd) = map(_normed, given[:2])
-        v, g, beta = given[2:]
+        inputs = [x.contiguous() for x in (q, k, v, g, beta)]
+        (q, q_rstd), (k, k_rstd) = map(_normed, inputs[:2])
+        v, g, beta = inputs[2:]
         scan = _Scan(k, v, num_documents)
         sums = torch.empty_like(g, dtype=torch.float32)
         record_launch("chunk_local_cumsum_scalar_kernel", g, sums)
         A = torch.zeros(scan.T, scan.H, CHUNK, dtype=k.dtype, device=k.device)
         name = "chunk_gated_delta_rule_fwd_kkt_solve_kernel"
         scan.launch(name, k, sums, beta, A, chunks=scan.k)
-        w, u = scan.written(k, v, beta, sums, A)
+        w, u = scan.recompute_w_u(k, v, beta, sums, A)
         last = k.new_zeros(num_documents, scan.H, scan.k, scan.v, dtype=torch.float32)
         h, new = scan.states(k, w, u, sums, initial, last)
         o, by_chunk = torch.empty_like(v), scan.k + scan.v
@@ -132,26 +132,26 @@ class _RuleOnMeta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, q_rstd, k, k_rstd, *others = ctx.saved_tensors
+        q, q_rstd, k, k_rstd, *rest = ctx.saved_tensors
         do, dlast = (grad.contiguous() for grad in grads)
-        (dq, dk), others = _gradients(ctx.scan, (q, k, *others), do, dlast)
-        return _of_length(q, q_rstd, dq), _of_length(k, k_rstd, dk), *others, None
+        (dq, dk), rest = _gradients(ctx.scan, (q, k, *rest), do, dlast)
+        return _of_length(q, q_rstd, dq), _of_length(k, k_rstd, dk), *rest, None
 
 
 def _gradients(
-    scan: _Scan, saved: Sequence[Any], do: Tensor, dlast: Tensor
+    scan: _Scan, saved_tensors: Sequence[Any], do: Tensor, dlast: Tensor
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
     """Return those of normed queries and keys; and of values, decays, rates, and first states."""
-    q, k, v, sums, beta, A, initial = saved
-    w, u = scan.written(k, v, beta, sums, A)
+    q, k, v, sums, beta, A, initial = saved_tensors
+    w, u = scan.recompute_w_u(k, v, beta, sums, A)
     h, new = scan.states(k, w, u, sums, initial, None)
     dv, by_chunk = torch.empty_like(do), scan.k + scan.v
     scan.launch("chunk_bwd_kernel_dv_local", q, k, sums, do, dv, chunks=by_chunk)
     dh, dinitial = torch.empty_like(h), None if initial is None else torch.empty_like(initial)
-    found = torch.empty_like(dv)
-    tensors: tuple[Any, ...] = q, k, w, sums, dlast, dinitial, do, dh, dv, found
+    dv_new = torch.empty_like(dv)
+    tensors: tuple[Any, ...] = q, k, w, sums, dlast, dinitial, do, dh, dv, dv_new
     scan.launch("chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64", *tensors, states=3)
-    dv = found
+    dv = dv_new
     dq, dk, dw = (k.new_empty(scan.T, scan.H, scan.k) for _ in range(3))
     dsums = sums.new_empty(cdiv(scan.k, KEY_DIMS), *sums.shape)
     tensors = q, k, new, sums, h, do, dh, dq, dk, dw, dv, dsums
@@ -161,14 +161,14 @@ def _gradients(
     dq = _of_key_heads(dq, q)
     dk = _of_key_heads(dk, k)
     dsums = dsums.sum(0)
-    more, dvalues = k.new_empty(scan.T, scan.H, scan.k), torch.empty_like(v)
+    dk_new, dvalues = k.new_empty(scan.T, scan.H, scan.k), torch.empty_like(v)
     of_sums, dbeta = torch.empty_like(sums), torch.empty_like(beta)
-    tensors = k, v, beta, sums, A, dw, dv, more, dvalues, dbeta, of_sums
+    tensors = k, v, beta, sums, A, dw, dv, dk_new, dvalues, dbeta, of_sums
     chunks = 5 * scan.k + 2 * scan.v + 2 * CHUNK
     scan.launch("prepare_wy_repr_bwd_kernel", *tensors, chunks=chunks)
     del tensors
-    more = _of_key_heads(more, k)
-    dk += more
+    dk_new = _of_key_heads(dk_new, k)
+    dk += dk_new
     dsums += of_sums
     dg = torch.empty_like(sums)
     record_launch("chunk_local_cumsum_scalar_kernel", dsums, dg)
@@ -234,7 +234,7 @@ def _of_length(x_Thk: Tensor, rstd: Tensor, grad: Tensor) -> Tensor:
 def _of_key_heads(grad_THk: Tensor, x_Thk: Tensor) -> Tensor:
     if grad_THk.shape == x_Thk.shape:
         return grad_THk
-    return grad_THk.unflatten(1, (x_Thk.shape[1], -1)).sum(2)
+    return grad_THk.unflatten(1, (x_Thk.shape[1], -1)).sum(2)  # type: ignore[no-any-return]
 
 
 class _ConvolutionOnMeta(torch.autograd.Function):

@@ -63,8 +63,8 @@ def sparse_attention(
     """
     places = index or _no_indexer(heads.q_tHd)
     width = None if top_k is None else min(top_k, spans.longest)
-    how = _SparseOptions(scale, width, diverges)
-    o, selected, kl = _SparseAttention.apply(*heads, *places, selected_tK, spans, how)
+    options = _SparseOptions(scale, width, diverges)
+    o, selected, kl = _SparseAttention.apply(*heads, *places, selected_tK, spans, options)
     return SparseOutput(o, selected, kl)
 
 
@@ -88,7 +88,7 @@ class _Chunk(NamedTuple):
     indexer: IndexerHeads
     span: SpanOfKeys  # all keys that they may see
 
-    def own(self, x_tX: Tensor) -> Tensor:
+    def take(self, x_tX: Tensor) -> Tensor:
         return x_tX[self.begin : self.end]
 
 
@@ -109,11 +109,11 @@ def _chunks(
         begins = range(min(number // 2 * size, t - size), t, t)
     for begin in begins:
         end = min(t, begin + size)
-        own = slice(begin, end)
+        part = slice(begin, end)
         first, last = spans.bounds(begin, end, N)
-        span = SpanOfKeys(first, last, spans.first_t[own], spans.last_t[own])
-        of_index = index._replace(q_thi=index.q_thi[own], w_th=index.w_th[own])
-        of_heads = heads._replace(q_tHd=heads.q_tHd[own])
+        span = SpanOfKeys(first, last, spans.first_t[part], spans.last_t[part])
+        of_index = index._replace(q_thi=index.q_thi[part], w_th=index.w_th[part])
+        of_heads = heads._replace(q_tHd=heads.q_tHd[part])
         with repeated(number) if heads.q_tHd.is_meta else nullcontext():
             yield _Chunk(begin, end, of_heads, of_index, span)
 
@@ -143,13 +143,13 @@ class _SparseAttention(torch.autograd.Function):
         w_th: Tensor,
         selected: Tensor | None,
         spans: KeySpans,
-        how: _SparseOptions,
+        options: _SparseOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         heads, index = LatentHeads(q, keys_Nl, up, down), IndexerHeads(q_thi, k_Ni, w_th)
-        (t, H, _), (_, L, v), new_width = q.shape, down.shape, how.width
+        (t, H, _), (_, L, v), new_width = q.shape, down.shape, options.width
         wide = torch.promote_types(q.dtype, torch.float32)
         o, lse = q.new_empty(t, H, v), q.new_empty(t, H, dtype=wide)
-        kl = q.new_empty(t, dtype=wide) if how.diverges else None
+        kl = q.new_empty(t, dtype=wide) if options.diverges else None
         if new_width is not None:
             selected = q.new_empty(t, new_width, dtype=torch.int32)
         width = None if selected is None else selected.shape[1]
@@ -157,21 +157,21 @@ class _SparseAttention(torch.autograd.Function):
             keys: Keys = chunk.span
             if selected is not None and new_width is not None:
                 scores_CS = span_scores(chunk.indexer, chunk.span)
-                chunk.own(selected).copy_(select(scores_CS, chunk.span.first, new_width))
+                chunk.take(selected).copy_(select(scores_CS, chunk.span.first, new_width))
                 del scores_CS
             if selected is not None:
-                keys = SelectedKeys(chunk.own(selected))
+                keys = SelectedKeys(chunk.take(selected))
             rows = keys.of(keys_Nl)
-            p = _scores(_latent_queries(chunk.heads), rows, keys, how.scale)
+            p = _scores(_latent_queries(chunk.heads), rows, keys, options.scale)
             lse_CH = p.logsumexp(-1)
             p = p.sub_(lse_CH[..., None]).exp_()
             o_CHL = keys.weigh(p.to(q.dtype), rows[..., :L]).to(q.dtype)
-            chunk.own(o).copy_((o_CHL.transpose(0, 1) @ down).transpose(0, 1))
-            chunk.own(lse).copy_(lse_CH)
+            chunk.take(o).copy_((o_CHL.transpose(0, 1) @ down).transpose(0, 1))
+            chunk.take(lse).copy_(lse_CH)
             if kl is not None:
-                chunk.own(kl).copy_(divergence(p.mean(1), index_scores(chunk.indexer, keys)))
-        ctx.spans, ctx.how = spans, how
-        of_index = index if how.diverges else _no_indexer(q)  # a choice needs none of it again
+                chunk.take(kl).copy_(divergence(p.mean(1), index_scores(chunk.indexer, keys)))
+        ctx.spans, ctx.options = spans, options
+        of_index = index if options.diverges else _no_indexer(q)  # a choice needs none of it again
         ctx.save_for_backward(*heads, *of_index, selected, o, lse)
         ctx.set_materialize_grads(False)
         if new_width is None:
@@ -184,7 +184,7 @@ class _SparseAttention(torch.autograd.Function):
         do, _, dkl = grads
         *tensors, selected, o, lse = ctx.saved_tensors
         heads, index = LatentHeads(*tensors[:4]), IndexerHeads(*tensors[4:])
-        how, wide = ctx.how, lse.dtype
+        options, wide = ctx.options, lse.dtype
         if do is None:
             do = torch.zeros_like(o)
         (_, L, _), n = heads.down_HLv.shape, heads.up_HnL.shape[1]
@@ -196,26 +196,26 @@ class _SparseAttention(torch.autograd.Function):
             dindex = torch.empty_like(index.q_thi), dk_Ni, torch.empty_like(index.w_th)
         width = None if selected is None else selected.shape[1]
         for chunk in _chunks(heads, index, ctx.spans, width, False):
-            keys = chunk.span if selected is None else SelectedKeys(chunk.own(selected))
+            keys = chunk.span if selected is None else SelectedKeys(chunk.take(selected))
             rows, q_CHl = keys.of(heads.keys_Nl), _latent_queries(chunk.heads)
-            p = _scores(q_CHl, rows, keys, how.scale).sub_(chunk.own(lse)[..., None]).exp_()
-            do_CHv, q_CHd = chunk.own(do), chunk.heads.q_tHd
+            p = _scores(q_CHl, rows, keys, options.scale).sub_(chunk.take(lse)[..., None]).exp_()
+            do_CHv, q_CHd = chunk.take(do), chunk.heads.q_tHd
             if dkl is not None and dindex is not None:
                 parts = divergence_gradient(
-                    chunk.own(dkl), p.mean(1), chunk.indexer, keys, dindex[1]
+                    chunk.take(dkl), p.mean(1), chunk.indexer, keys, dindex[1]
                 )
                 for total, part in zip((dindex[0], dindex[2]), parts, strict=True):
-                    chunk.own(total).copy_(part)
+                    chunk.take(total).copy_(part)
             do_HCv = do_CHv.transpose(0, 1)
             do_CHL = (do_HCv @ heads.down_HLv.mT).transpose(0, 1).contiguous()
             dp = keys.dot(do_CHL, rows[..., :L])
-            delta_CH = (do_CHv.to(wide) * chunk.own(o)).sum(-1)
-            ds = dp.sub_(delta_CH[..., None]).mul_(p).mul_(how.scale).to(q_CHd.dtype)
+            delta_CH = (do_CHv.to(wide) * chunk.take(o)).sum(-1)
+            ds = dp.sub_(delta_CH[..., None]).mul_(p).mul_(options.scale).to(q_CHd.dtype)
             p = p.to(q_CHd.dtype)
             dq_CHl = keys.weigh(ds, rows).to(q_CHd.dtype)
             dq_HCL = dq_CHl[..., :L].transpose(0, 1)
-            chunk.own(dq)[..., :n].copy_((dq_HCL @ heads.up_HnL.mT).transpose(0, 1))
-            chunk.own(dq)[..., n:].copy_(dq_CHl[..., L:])
+            chunk.take(dq)[..., :n].copy_((dq_HCL @ heads.up_HnL.mT).transpose(0, 1))
+            chunk.take(dq)[..., n:].copy_(dq_CHl[..., L:])
             dup += product(q_CHd[..., :n].permute(1, 2, 0), dq_HCL)
             o_CHL = keys.weigh(p, rows[..., :L]).to(q_CHd.dtype)
             ddown += product(o_CHL.permute(1, 2, 0), do_HCv)

@@ -28,17 +28,17 @@ def select(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
     Example: scores [2, 0, 0, 3, 0], first 10 and top_k 3 give [10, 11, 13].
     """
     C, S = scores_CS.shape
-    chosen_CS = scores_CS > -torch.inf
+    is_choice_CS = scores_CS > -torch.inf
     if top_k < S:
-        least_C1 = scores_CS.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
-        above_CS = scores_CS > least_C1
-        equal_CS = (scores_CS == least_C1) & chosen_CS
-        left_C1 = top_k - above_CS.sum(-1, keepdim=True)
-        chosen_CS = above_CS | (equal_CS & (equal_CS.cumsum(-1) <= left_C1))
-    places_CS = (chosen_CS.cumsum(-1) - 1).masked_fill_(~chosen_CS, top_k)
+        cutoff_C1 = scores_CS.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
+        above_CS = scores_CS > cutoff_C1
+        equal_CS = (scores_CS == cutoff_C1) & is_choice_CS
+        remaining_C1 = top_k - above_CS.sum(-1, keepdim=True)
+        is_choice_CS = above_CS | (equal_CS & (equal_CS.cumsum(-1) <= remaining_C1))
+    places_CS = (is_choice_CS.cumsum(-1) - 1).masked_fill_(~is_choice_CS, top_k)
     keys_CS = torch.arange(first, first + S, dtype=torch.int32, device=scores_CS.device)
-    found = keys_CS.new_full((C, top_k + 1), -1)  # the last column is of those not chosen
-    return found.scatter_(1, places_CS, keys_CS.expand(C, S))[:, :top_k]
+    out = keys_CS.new_full((C, top_k + 1), -1)  # the last column is of those not chosen
+    return out.scatter_(1, places_CS, keys_CS.expand(C, S))[:, :top_k]
 
 
 def divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:

@@ -92,11 +92,11 @@ class SpanOfKeys:
 
     def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
         """One product."""
-        return product(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])
+        return product(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])  # type: ignore[no-any-return]
 
     def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
         """One product."""
-        return product(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])
+        return product(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])  # type: ignore[no-any-return]
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
         """Add the sum over queries."""
@@ -112,4 +112,4 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if not is_gpu(a):
         return a.float() @ b.float()
     multiply = torch.mm if a.ndim == 2 else torch.bmm
-    return multiply(a, b, out_dtype=torch.float32)  # type: ignore[call-overload,no-any-return]
+    return multiply(a, b, out_dtype=torch.float32)

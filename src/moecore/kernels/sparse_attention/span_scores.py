@@ -54,11 +54,11 @@ def _index_scores_kernel(
     rows = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
     columns = tl.program_id(1).to(tl.int64) * BS + tl.arange(0, BS)
     dims = tl.arange(0, DIM)
-    here = rows < num_queries
+    row_mask = rows < num_queries
     last_key = first_key + num_keys - 1
     # Less than 2^31 keys: whole comparisons of 64 bits would spill.
-    first = tl.load(first_ptr + rows, mask=here, other=last_key + 1).to(tl.int32)
-    last = tl.load(last_ptr + rows, mask=here, other=-1).to(tl.int32)
+    first = tl.load(first_ptr + rows, mask=row_mask, other=last_key + 1).to(tl.int32)
+    last = tl.load(last_ptr + rows, mask=row_mask, other=-1).to(tl.int32)
     keys = (first_key + columns).to(tl.int32)
     total = tl.zeros([BC, BS], dtype=tl.float32)
     if (tl.max(last, 0) >= tl.min(keys, 0)) & (tl.min(first, 0) <= tl.max(keys, 0)):
@@ -70,9 +70,9 @@ def _index_scores_kernel(
         for head in range(HEADS):
             of_head = rows * HEADS + head
             q = tl.load(
-                q_ptr + of_head[:, None] * DIM + dims[None, :], mask=here[:, None], other=0.0
+                q_ptr + of_head[:, None] * DIM + dims[None, :], mask=row_mask[:, None], other=0.0
             )
-            w = tl.load(w_ptr + of_head, mask=here, other=0.0)
+            w = tl.load(w_ptr + of_head, mask=row_mask, other=0.0)
             if WIDEN:
                 dots = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
             else:
@@ -82,7 +82,7 @@ def _index_scores_kernel(
     tl.store(
         scores_ptr + rows[:, None] * num_keys + columns[None, :],
         tl.where(seen, total, float("-inf")),
-        mask=here[:, None] & (columns < num_keys)[None, :],
+        mask=row_mask[:, None] & (columns < num_keys)[None, :],
     )
 
 
@@ -94,7 +94,17 @@ def span_scores(index: IndexerHeads, span: SpanOfKeys) -> Tensor:
     (C, h, i), S = q_Chi.shape, len(k_Si)
     scores_CS = q_Chi.new_empty(C, S, dtype=torch.float32)
     tensors = q_Chi, k_Si, index.w_th.float().contiguous(), span.first_C, span.last_C, scores_CS
-    how = dict(HEADS=h, DIM=i, WIDEN=INTERPRET, BC=64, BS=256, num_warps=8, num_stages=3)
-    grid = cdiv(C, 64), cdiv(S, 256)
-    launch(_index_scores_kernel, grid, *tensors, C, S, span.first, **how)
+    launch(
+        _index_scores_kernel,
+        (cdiv(C, 64), cdiv(S, 256)),
+        *tensors,
+        *(C, S, span.first),
+        HEADS=h,
+        DIM=i,
+        WIDEN=INTERPRET,
+        BC=64,
+        BS=256,
+        num_warps=8,
+        num_stages=3,
+    )
     return scores_CS
