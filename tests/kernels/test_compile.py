@@ -259,7 +259,7 @@ def run_quantised_rows(travelled: bool) -> None:
     tiles = row_tiles.map_row_tiles(ints(E), T * K)
     sources = quantised.quantise_rows(bf16(T, D), power_of_two=True, num_rows=ints())
     if travelled:
-        sources = record.Rows.from_packed(fp8_rows.pack_rows(bf16(T, D)), D, torch.bfloat16)
+        sources = record.Rows.from_bytes(fp8_rows.pack_rows(bf16(T, D)), D, torch.bfloat16)
     record.widen_rows(sources, ints())
     record.widen_rows(sources)
     blocks = quantised.gather_row_blocks(sources, ints(T * K), ints(T, K), ints())

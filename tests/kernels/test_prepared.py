@@ -15,7 +15,7 @@ from moecore.kernels import prepared
 from moecore.kernels.common import gl, gluon, gluon_descriptor, hopper, launch, tl, triton
 
 pytest.importorskip("triton")
-if not prepared.KNOWN:
+if not prepared.IS_SUPPORTED:
     pytest.skip("launches are prepared for Triton 3.6, compiled", allow_module_level=True)
 
 from triton.backends.compiler import GPUTarget
@@ -86,7 +86,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 def plainly(run: Any) -> None:
     """Run with Triton's own path for arguments."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "KNOWN", False)
+        patch.setattr(prepared, "IS_SUPPORTED", False)
         run()
 
 
@@ -184,7 +184,7 @@ def test_keys_separate_what_triton_separates(is_specialised: bool) -> None:
     for value in [*VALUES, *POINTERS, *[torch.nn.Parameter(p) for p in POINTERS[:3]]]:
         args: list[Any] = [X, Y, 4, 4, 1.0, True]
         args[place] = value
-        functions = prepared._generated(copy_kernel, tuple(args))
+        functions = prepared._generate(copy_kernel, tuple(args))
         assert functions is not None
         key = functions[0](*args)
         own = jit.native_specialize_impl(backend, value, False, is_specialised, True)

@@ -154,20 +154,20 @@ def _kept_ref(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return (place, content) of what is kept, each pair of one dtype."""
     if row.remainder is None:
-        kept = [(row.weight, w.to(row.weight.dtype))]
+        pairs = [(row.weight, w.to(row.weight.dtype))]
     else:
         weight, remainder = split_master_ref(w)
-        kept = [(row.weight, weight), (row.remainder, remainder)]
+        pairs = [(row.weight, weight), (row.remainder, remainder)]
     moments = (row.exp_avg, row.exp_avg_sq)
     if row.exponents is not None:
         noise = noise_ref(m.numel(), row.step, number)
         encoded = encode_moments_ref(m.reshape(-1), v.reshape(-1), noise)
-        return [*kept, *zip((*moments, row.exponents), encoded, strict=True)]
+        return [*pairs, *zip((*moments, row.exponents), encoded, strict=True)]
     if row.exp_avg.dtype == torch.bfloat16:
         noise = noise_ref(m.numel(), row.step, number)
         m = round_at_random_ref(m, noise & 0xFFFF)
         v = round_at_random_ref(v, noise >> 16)
-    return [*kept, *((old, new.to(old.dtype)) for old, new in zip(moments, (m, v), strict=True))]
+    return [*pairs, *((old, new.to(old.dtype)) for old, new in zip(moments, (m, v), strict=True))]
 
 
 @triton.jit
@@ -346,8 +346,8 @@ def adamw_(
     numbers = torch.arange(len(counts), dtype=torch.int32, device=weight.device)
     of_programs = torch.repeat_interleave(numbers, counts, output_size=num_programs)
     lr, (beta1, beta2) = options.lr, options.betas
-    is_here = isinstance(lr, Tensor) and lr.device == weight.device
-    rates = (lr, 0.0) if is_here else (None, float(lr))
+    is_on_device = isinstance(lr, Tensor) and lr.device == weight.device
+    rates = (lr, 0.0) if is_on_device else (None, float(lr))
     betas = (1 - beta1, 1 - beta2, _log(beta1), _log(beta2))
     block = FP8_BLOCK if tensors.exponents else BLOCK
     rest = (options.eps, options.weight_decay, grad_scale, found_inf)
@@ -374,7 +374,7 @@ def _fits_kernel(tensors: AdamWTensors) -> bool:
     dtypes[2:] = [] if tensors.exponents else [dtypes[2] | dtypes[3]]  # both are read as one type
     laid_out = [t for row in rows for t in (*row[:4], *row[5:]) if t is not None]
     return (
-        all(len(found) == 1 and found <= TRITON_DTYPES.keys() for found in dtypes)
+        all(len(kinds) == 1 and kinds <= TRITON_DTYPES.keys() for kinds in dtypes)
         and use_kernel(*tensors.weights)
         and all(t.is_contiguous() for t in laid_out)
         # It reads addresses: of another shape they would end elsewhere.

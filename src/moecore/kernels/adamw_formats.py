@@ -97,8 +97,8 @@ def encode_moments_ref(
     """
     noise = torch.as_tensor(noise, device=m.device)
     first, m_scales = _scales_ref(m, FIRST_BIAS)
-    least = m_scales * 2.0 ** -(FIRST_BIAS + 2)
-    v = torch.where(v > 0, torch.maximum(v, least * least), v)
+    min_value = m_scales * 2.0 ** -(FIRST_BIAS + 2)
+    v = torch.where(v > 0, torch.maximum(v, min_value * min_value), v)
     second, v_scales = _scales_ref(v, SECOND_BIAS)
     x = v / v_scales
     x = torch.where(v > 0, x.clamp(min=2.0 ** -(SECOND_BIAS + 2)), x)
@@ -206,8 +206,8 @@ def encode_moments(m, v, noise):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
     """Return codes, uint8 twice, and exponents, int16 [ROWS] with the first in its low byte."""
     first = _exponents(m, _FIRST)
     inverse = _power(254 - first)[:, None]
-    least = _power(first)[:, None] / _FIRST_UNITS
-    v = tl.where(v > 0, tl.maximum(v, least * least), v)
+    min_value = _power(first)[:, None] / _FIRST_UNITS
+    v = tl.where(v > 0, tl.maximum(v, min_value * min_value), v)
     second = _exponents(v, _SECOND)
     x = v * _power(254 - second)[:, None]
     x = tl.where(v > 0, tl.maximum(x, 1.0 / _SECOND_UNITS), x)

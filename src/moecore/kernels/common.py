@@ -164,10 +164,10 @@ def use_kernel(*tensors: Tensor) -> bool:
     return tensors[0].is_cuda and all(t.is_cuda for t in tensors)
 
 
-def warn_plain(x: Tensor, what: str) -> None:
-    """Say, once for each `what`, that plain PyTorch computes it on a GPU that has kernels."""
+def warn_plain(x: Tensor, operation: str) -> None:
+    """Say, once for each `operation`, that plain PyTorch computes it on a GPU that has kernels."""
     if HAS_TRITON and x.is_cuda and not torch.compiler.is_compiling():
-        warnings.warn(f"{what} has no kernel: plain PyTorch computes it, slower", stacklevel=2)
+        warnings.warn(f"{operation} has no kernel: plain PyTorch computes it, slower", stacklevel=2)
 
 
 def can_skip_masks(num_rows: Tensor, length: int) -> bool:
@@ -204,13 +204,13 @@ def has_block_scaled_kernels(device: torch.device) -> bool:
     )  # Blackwell
 
 
-_HERE = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device: make it the tensor's."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return _HERE
+        return _NO_CONTEXT
     return torch.cuda.device(x.device)
 
 
@@ -227,7 +227,7 @@ def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants:
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast rounds nothing within, in a backward neither; it knows no meta device."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
-        return _HERE
+        return _NO_CONTEXT
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -60,9 +60,9 @@ def cross_entropy_ref_(
     # What an ignored row holds, NaN or inf, must not get past the factor 0.
     logits_CV.masked_fill_(ignored_C1, 0)
     logits_CV.sub_(logits_CV.amax(1, keepdim=True))
-    picked_C1 = logits_CV.gather(1, labels_C1)
+    label_logits_C1 = logits_CV.gather(1, labels_C1)
     sums_C1 = logits_CV.exp_().sum(1, keepdim=True)
-    loss = ((sums_C1.log() - picked_C1) * counts_C1).sum()
+    loss = ((sums_C1.log() - label_logits_C1) * counts_C1).sum()
     if dtype is None:
         return loss, None
     logits_CV.mul_(counts_C1 / sums_C1).scatter_add_(1, labels_C1, -counts_C1)
@@ -154,8 +154,9 @@ def _write_zeros(
         tl.store(d_row + at, zeros, mask=at < V, eviction_policy="evict_first")
         if scales is not None:
             block = start // 128 + tl.arange(0, LANES * WIDTH // 128)
-            least = tl.full([LANES * WIDTH // 128], 1.1754943508222875e-38, tl.float32)  # 2^-126
-            tl.store(scales + block * stride + row, least, mask=block < V // 128)
+            # 2^-126
+            min_scales = tl.full([LANES * WIDTH // 128], 1.1754943508222875e-38, tl.float32)
+            tl.store(scales + block * stride + row, min_scales, mask=block < V // 128)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -183,11 +184,11 @@ def _cross_entropy_kernel(
     else:
         inside = (label >= 0) & (label < V)
         # Before the sums, where threads meet: in place, the second pass overwrites it.
-        picked = tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32)
+        label_logit = tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32)
         high, total = _max_and_sum(x_row, columns, V, LANES, WIDTH)
         # A release build has no device asserts: a label that does not exist shows as NaN.
         total = tl.where(inside, total, float("nan"))
-        tl.store(losses + row, tl.log(total) - (picked - high))
+        tl.store(losses + row, tl.log(total) - (label_logit - high))
         if d_logits is not None:
             d_row, target, scale = d_logits + row * V, label.to(tl.int32), 1.0 / total
             _write_gradient(
@@ -219,16 +220,16 @@ def _row_statistics_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
-    high, total, picked = 0.0, 1.0, 0.0
+    high, total, label_logit = 0.0, 1.0, 0.0
     if label != IGNORE:
         x_row = logits + row * V
         columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         inside = (label >= 0) & (label < V)
-        picked = tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32)
+        label_logit = tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32)
         high, total = _max_and_sum(x_row, columns, V, LANES, WIDTH)
     tl.store(statistics + row * 3, high)
     tl.store(statistics + row * 3 + 1, total)
-    tl.store(statistics + row * 3 + 2, picked)
+    tl.store(statistics + row * 3 + 2, label_logit)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -287,8 +288,15 @@ def _cross_entropy(
     # tile, since threads overwrite what others read, and leave the products after it rows of 2 * V,
     # for 2 * C * V bytes less. It has its own memory instead.
     args = (logits_CV, labels_C, losses_C, logits_CV if in_place else d_logits_CV, *_at(scales))
-    how = dict(V=V, IGNORE=IGNORE_INDEX, POWER_OF_TWO=power_of_two, **_tile(V))
-    launch(_cross_entropy_kernel, C, *args, **how)
+    launch(
+        _cross_entropy_kernel,
+        C,
+        *args,
+        V=V,
+        IGNORE=IGNORE_INDEX,
+        POWER_OF_TWO=power_of_two,
+        **_tile(V),
+    )
     return losses_C
 
 
@@ -359,9 +367,9 @@ def row_statistics_ref(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     x_CV = x_CV.masked_fill((labels_C == IGNORE_INDEX)[:, None], 0)
     high_C1 = x_CV.amax(1, keepdim=True)
     total_C = (x_CV - high_C1).exp().sum(1).masked_fill(labels_C == IGNORE_INDEX, 1)
-    picked_C1 = x_CV.gather(1, labels_C.clamp(0, x_CV.shape[1] - 1)[:, None])
+    label_logits_C1 = x_CV.gather(1, labels_C.clamp(0, x_CV.shape[1] - 1)[:, None])
     inside_C = (labels_C >= 0) & (labels_C < x_CV.shape[1])
-    return torch.stack((high_C1[:, 0], total_C, picked_C1[:, 0].masked_fill(~inside_C, 0)), 1)
+    return torch.stack((high_C1[:, 0], total_C, label_logits_C1[:, 0].masked_fill(~inside_C, 0)), 1)
 
 
 def softmax_gradient_ref_(
@@ -403,8 +411,15 @@ def _softmax_gradient(
     C, V = logits_CV.shape
     out_CV = logits_CV if d_logits_CV is None else d_logits_CV
     args = (logits_CV, labels_C, highs_C, sums_C, out_CV, *_at(scales))
-    how = dict(V=V, IGNORE=IGNORE_INDEX, POWER_OF_TWO=power_of_two, **_tile(V))
-    launch(_softmax_gradient_kernel, C, *args, **how)
+    launch(
+        _softmax_gradient_kernel,
+        C,
+        *args,
+        V=V,
+        IGNORE=IGNORE_INDEX,
+        POWER_OF_TWO=power_of_two,
+        **_tile(V),
+    )
 
 
 _softmax_gradient_op = Op(

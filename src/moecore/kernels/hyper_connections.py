@@ -88,7 +88,7 @@ def expand_streams_ref(streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor) ->
     T, N, _ = streams_TND.shape
     post_TN, comb_TW = weights_TW.split((N, N * N), dim=-1)
     mixed_TND = comb_TW.view(T, N, N).mT @ streams_TND.to(weights_TW.dtype)
-    return (post_TN[..., None] * y_TD[:, None] + mixed_TND).to(streams_TND.dtype)
+    return (post_TN[..., None] * y_TD[:, None] + mixed_TND).to(streams_TND.dtype)  # type: ignore[no-any-return]
 
 
 def _by_token(streams_TND: Tensor) -> dict[str, Any]:
@@ -158,15 +158,27 @@ def _collapse_backward(
     pre_TN, draw_TM, factor_T, sums_T2M = new(T, N), new(T, M), new(T), new(T, 2, M)
     inputs = (streams_TND, raw_TM, r_T, base_M, scale_3, dx_TD, dweights_TW)
     outputs = (new(T, iterations - 1, N, N), pre_TN, draw_TM, factor_T, sums_T2M)
-    by_token = _by_token(streams_TND)
-    launch(collapse_streams_bwd_mixes_kernel, T, *inputs, *outputs, eps, iterations, **by_token)
+    launch(
+        collapse_streams_bwd_mixes_kernel,
+        T,
+        *(*inputs, *outputs, eps, iterations),
+        **_by_token(streams_TND),
+    )
     dbase_M, dscale_M = sums_T2M.sum(0)
     dscale_3 = torch.stack([group.sum() for group in dscale_M.split((N, N, N * N))])
     dstreams_TND, dfn_MC = torch.empty_like(streams_TND), torch.empty_like(fn_MC)
     args = (streams_TND, fn_MC, dx_TD, dlink_TND, pre_TN, draw_TM, factor_T, dstreams_TND, T)
-    how = dict(N=N, D=D, M=M, MP=max(16, next_power_of_2(M)), num_warps=TILE_WARPS, **TILE)
-    grid = cdiv(T, TILE["BLOCK_T"]) * N * cdiv(D, TILE["BLOCK_D"])
-    launch(collapse_streams_bwd_kernel, grid, *args, **how)
+    launch(
+        collapse_streams_bwd_kernel,
+        cdiv(T, TILE["BLOCK_T"]) * N * cdiv(D, TILE["BLOCK_D"]),
+        *args,
+        N=N,
+        D=D,
+        M=M,
+        MP=max(16, next_power_of_2(M)),
+        num_warps=TILE_WARPS,
+        **TILE,
+    )
     if need_dfn:
         dfn_MC = router_dweight(draw_TM, streams_TND.flatten(1), fn_MC)
     return dstreams_TND, dfn_MC, dbase_M, dscale_3
@@ -178,9 +190,9 @@ _collapse_bwd = Op("collapse_streams_bwd", _collapse_backward, _empty_gradients)
 def _collapse_grads(ctx: Any, dx: Tensor, dweights: Tensor, *rest: Tensor) -> tuple[Any, ...]:
     needs, grads = ctx.needs_input_grad, (dx, dweights, rest[-1])
     args = (*ctx.saved_tensors, *(grad.contiguous() for grad in grads), *ctx.others)
-    found = _collapse_bwd(*args, needs[1])
-    wanted = (grad if need else None for grad, need in zip(found, needs, strict=False))
-    return *wanted, None, None, None
+    outputs = _collapse_bwd(*args, needs[1])
+    input_grads = (grad if need else None for grad, need in zip(outputs, needs, strict=False))
+    return *input_grads, None, None, None
 
 
 _collapse = Op(
@@ -210,8 +222,8 @@ def _expand_backward(
     return grads
 
 
-def _empty_like(_: Tensor, streams_TND: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dstreams, dy, dweights = map(torch.empty_like, (streams_TND, *others))
+def _empty_like(_: Tensor, streams_TND: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dstreams, dy, dweights = map(torch.empty_like, (streams_TND, *tensors))
     return dstreams, dy, dweights
 
 
@@ -251,9 +263,15 @@ def collapse_streams(
         x_TD, weights_TW = collapse_streams_ref(streams_TND, fn_MC, base_M, scale_3, options)
         return x_TD, CollapsedStreams(streams_TND, weights_TW)
     streams_TND = streams_TND.contiguous()
-    weights = (fn_MC.contiguous(), base_M.float().contiguous(), scale_3.float().contiguous())
-    how = (options.iterations, options.eps, options.norm_eps)
-    x_TD, weights_TW, _, _, link_TND = _collapse(streams_TND, *weights, *how)
+    x_TD, weights_TW, _, _, link_TND = _collapse(
+        streams_TND,
+        fn_MC.contiguous(),
+        base_M.float().contiguous(),
+        scale_3.float().contiguous(),
+        options.iterations,
+        options.eps,
+        options.norm_eps,
+    )
     return x_TD, CollapsedStreams(streams_TND.detach(), weights_TW, link_TND)
 
 

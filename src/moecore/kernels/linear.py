@@ -71,13 +71,13 @@ def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     dweight_NK = None
     if operands is not None and (sink is None or not sink.defer(products.weight_grad, *operands)):
         dweight_NK = products.weight_grad(*operands, GradTarget())
-    results: tuple[Tensor | None, ...] = (dx, dweight_NK, dbias_N)
+    input_grads: tuple[Tensor | None, ...] = (dx, dweight_NK, dbias_N)
     if torch.is_grad_enabled() and not products.differentiable_twice:
-        results = tuple(
+        input_grads = tuple(
             g if g is None else _DifferentiableOnce.apply(g.detach().requires_grad_())
-            for g in results
+            for g in input_grads
         )
-    return *results, *[None] * (len(ctx.needs_input_grad) - 3)
+    return *input_grads, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
 class _DifferentiableOnce(torch.autograd.Function):

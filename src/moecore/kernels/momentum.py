@@ -83,11 +83,24 @@ def momentum_(
     """
     plain = momentum.dtype != torch.float32 or not {grad.dtype, dtype} <= {*KERNEL_DTYPES}
     if plain or not use_kernel(momentum) or not momentum.is_contiguous():
-        how = dict(grad_scale=grad_scale, found_inf=found_inf)
-        return momentum_ref_(grad, momentum, dtype, decay=decay, nesterov=nesterov, **how)
+        return momentum_ref_(
+            grad,
+            momentum,
+            dtype,
+            decay=decay,
+            nesterov=nesterov,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
     grad = grad.contiguous()
     out = torch.empty_like(momentum, dtype=dtype)
     args = (grad, momentum, out, grad_scale, found_inf, out.numel(), decay)
-    constants = dict(NESTEROV=nesterov, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    launch(_momentum_kernel, cdiv(out.numel(), BLOCK), *args, **constants)
+    launch(
+        _momentum_kernel,
+        cdiv(out.numel(), BLOCK),
+        *args,
+        NESTEROV=nesterov,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
     return out

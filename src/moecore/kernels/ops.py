@@ -18,12 +18,12 @@ Out = TypeVar("Out")
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def keep(tensors: slice, others: slice = slice(0)) -> Callable[..., None]:
+def keep(tensors: slice, options: slice = slice(0)) -> Callable[..., None]:
     """Return a `save` of inputs: some as `ctx.saved_tensors`, others as `ctx.others`."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[tensors])
-        ctx.others = inputs[others]
+        ctx.others = inputs[options]
 
     return save
 

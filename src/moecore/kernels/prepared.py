@@ -47,9 +47,11 @@ try:
     _run, _knobs = JITFunction.run, triton.knobs.runtime
     _enter, _exit = _knobs.launch_enter_hook, _knobs.launch_exit_hook
     # The launcher of another release takes other arguments.
-    KNOWN = triton.__version__.startswith("3.6.") and os.environ.get("TRITON_INTERPRET") != "1"
+    IS_SUPPORTED = (
+        triton.__version__.startswith("3.6.") and os.environ.get("TRITON_INTERPRET") != "1"
+    )
 except (ImportError, AttributeError):
-    KNOWN = False
+    IS_SUPPORTED = False
 
 current_device = torch.accelerator.current_device_index
 GPU_FLAG = "is_cuda"  # attribute of tensors whose addresses kernels may read
@@ -74,10 +76,10 @@ class Descriptor:
         return self._encoded
 
 
-class _OfGluon(GluonDescriptor, Descriptor): ...  # type: ignore[misc]
+class _OfGluon(GluonDescriptor, Descriptor): ...
 
 
-class _OfTriton(TensorDescriptor, Descriptor): ...  # type: ignore[misc]
+class _OfTriton(TensorDescriptor, Descriptor): ...
 
 
 class _Address(NamedTuple):
@@ -117,7 +119,7 @@ def launch_prepared(
     kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any]
 ) -> bool:
     """Launch a kernel that `keep` has kept; return whether it did."""
-    if not (KNOWN and _is_plain(kernel)):
+    if not (IS_SUPPORTED and _is_plain(kernel)):
         return False
     site = _SITES.get((kernel.fn, tuple(map(type, args)), *constants))
     if site is None:
@@ -127,21 +129,21 @@ def launch_prepared(
 
 def keep(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled: Any) -> None:
     """Keep what Triton has compiled and launched for these arguments, for `launch_prepared`."""
-    if not (KNOWN and _is_plain(kernel)) or type(compiled) is not CompiledKernel:
+    if not (IS_SUPPORTED and _is_plain(kernel)) or type(compiled) is not CompiledKernel:
         return
     name = (kernel.fn, tuple(map(type, args)), *constants)
     if name not in _SITES:
-        functions = _generated(kernel, args)
+        functions = _generate(kernel, args)
         _SITES[name] = None if functions is None else _Site(*functions, {})
     site = _SITES[name]
     if site is None:
         return
-    whole = (*site.read(*args), *constants.values())
-    if whole in site.entries:
+    key = (*site.read(*args), *constants.values())
+    if key in site.entries:
         return
     if len(site.entries) >= MOST_ENTRIES:
         site.entries.clear()
-    site.entries[whole] = _entry(kernel, args, compiled)
+    site.entries[key] = _entry(kernel, args, compiled)
 
 
 def descriptor(
@@ -153,21 +155,22 @@ def descriptor(
     Gluon's layout of a dtype and a block; None for a kernel of Triton.
     """
     key = (x.data_ptr(), x.dtype, x.shape, x.stride(), block, layout_of)
-    found = _DESCRIPTORS.get(key)
-    if found is not None:
-        return found
+    desc = _DESCRIPTORS.get(key)
+    if desc is not None:
+        return desc
     layout = None if layout_of is None else layout_of(x.dtype, block)
     flat = x if x.ndim == len(block) else x.view(-1, x.shape[-1])
-    if not KNOWN or x.is_meta:
-        how = (flat, list(block)) if layout is None else (flat, list(block), layout)
-        return (TensorDescriptor if layout is None else GluonDescriptor).from_tensor(*how)
+    if not IS_SUPPORTED or x.is_meta:
+        if layout is None:
+            return TensorDescriptor.from_tensor(flat, list(block))
+        return GluonDescriptor.from_tensor(flat, list(block), layout)
     shape: Any = (_Address(x.dtype, key[0]), flat.shape, flat.stride(), list(block))
-    found = _OfTriton(*shape) if layout is None else _OfGluon(*shape, layout)
-    found.kind = _KINDS.setdefault((x.dtype, block, str(layout)), len(_KINDS))
+    desc = _OfTriton(*shape) if layout is None else _OfGluon(*shape, layout)
+    desc.kind = _KINDS.setdefault((x.dtype, block, str(layout)), len(_KINDS))
     if len(_DESCRIPTORS) >= MOST_DESCRIPTORS:
         _DESCRIPTORS.clear()
-    _DESCRIPTORS[key] = found
-    return found
+    _DESCRIPTORS[key] = desc
+    return desc
 
 
 def _is_plain(kernel: Any) -> bool:
@@ -180,7 +183,7 @@ def _is_plain(kernel: Any) -> bool:
     )
 
 
-def _generated(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
+def _generate(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
     """Return `_Site.read` and `_Site.launch` of arguments of these types; None = some unknown."""
     reads, key, values, device = [], [], [], None
     for i, (arg, param) in enumerate(zip(args, kernel.params, strict=False)):
@@ -223,16 +226,16 @@ def launch(entry_of, current_device, grid, constants, {names}):
     entry.launch(*grid, 1, stream, *entry.head, {", ".join(values)}, *entry.tail)
     return True
 """
-    made: dict[str, Any] = {}
-    exec(text, made)
-    return made["read"], made["launch"]
+    namespace: dict[str, Any] = {}
+    exec(text, namespace)
+    return namespace["read"], namespace["launch"]
 
 
 def _entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | None:
     """Return how a compiled kernel is launched; None = not in a way that is known here."""
     types = [compiled.src.signature.get(name) for name in kernel.arg_names]
-    taken = [_is_taken(arg, kind) for arg, kind in zip(args, types, strict=False)]
-    if not all(taken) or any(kind != "constexpr" for kind in types[len(args) :]):
+    matches = [_is_supported(arg, kind) for arg, kind in zip(args, types, strict=False)]
+    if not all(matches) or any(kind != "constexpr" for kind in types[len(args) :]):
         return None
     launcher, metadata = compiled.run, compiled.metadata
     if type(launcher) is not nvidia.CudaLauncher or metadata.global_scratch_size:
@@ -241,10 +244,10 @@ def _entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | None:
         return None
     launch, descriptors = launcher.launch, [arg for arg in args if isinstance(arg, Descriptor)]
     if descriptors:  # Triton's function encodes them, then calls that of C
-        within = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
-        launch, metas = within["launcher"].cell_contents, within["tensordesc_meta"].cell_contents
-        for found, meta in zip(descriptors, metas, strict=True):
-            if meta is None or _METAS.setdefault(found.kind, meta) != meta:
+        cells = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
+        launch, metas = cells["launcher"].cell_contents, cells["tensordesc_meta"].cell_contents
+        for desc, meta in zip(descriptors, metas, strict=True):
+            if meta is None or _METAS.setdefault(desc.kind, meta) != meta:
                 return None
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
     head = (compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None)
@@ -252,7 +255,7 @@ def _entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | None:
     return _Entry(launch, stream, head, (None,) * (len(types) - len(args)))
 
 
-def _is_taken(arg: Any, kind: Any) -> bool:
+def _is_supported(arg: Any, kind: Any) -> bool:
     """Whether the launcher of C takes an argument as `_reader` passes it."""
     if isinstance(arg, Tensor):
         return bool(getattr(arg, GPU_FLAG)) and str(kind).startswith("*")
@@ -260,4 +263,4 @@ def _is_taken(arg: Any, kind: Any) -> bool:
         return str(kind).startswith("tensordesc<")
     if type(arg) is int:
         return kind == "i32" or (kind == "constexpr" and arg == 1)
-    return kind == {float: "fp32", bool: "u1", type(None): "constexpr"}.get(type(arg))
+    return kind == {float: "fp32", bool: "u1", type(None): "constexpr"}.get(type(arg))  # type: ignore[no-any-return]

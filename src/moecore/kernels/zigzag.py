@@ -51,11 +51,11 @@ def held_tokens(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
 
     cu_seqlens are borders [n + 1] of documents, each a multiple of 2 * size, maybe without tokens.
     """
-    num_held = num_tokens // size
+    num_local = num_tokens // size
     cu_seqlens = cu_seqlens.long()
     borders = cu_seqlens // size
-    documents = documents_of(borders, num_held)
-    places = torch.arange(num_held, device=cu_seqlens.device) - borders[documents]
+    documents = documents_of(borders, num_local)
+    places = torch.arange(num_local, device=cu_seqlens.device) - borders[documents]
     chunks = (cu_seqlens.diff() // (2 * size))[documents]
     is_late = places >= chunks
     ranks = torch.arange(size, device=cu_seqlens.device)[:, None]

@@ -135,10 +135,9 @@ def _spread_kernel(
                     to = tl.load(marks_ptr + rows, mask=exists, other=-1)
                     if CONST.N > 1:
                         tl.debug_barrier()  # the last list has been read; `wait` ends with one
-                        CHUNK: tl.constexpr = CONST.CHUNK
                         list_slots(
                             ptrs.slots, lists_ptr + pid * CONST.LIST, rows, exists, 0,
-                            CONST.N, CHUNK, CHUNK, CHUNK, CONST.BLOCK_N,
+                            CONST.N, CONST.CHUNK, CONST.CHUNK, CONST.CHUNK, CONST.BLOCK_N,
                         )  # fmt: skip
                 arrived = wait(
                     end, operation, source, number, num_chunks, rank, remaining, 0, 1, CONST
@@ -146,22 +145,14 @@ def _spread_kernel(
                 remaining = tl.where(arrived, remaining, 0)
                 if choices is not None:
                     to = receive_choices(
-                        end.bases,
-                        out_choices,
-                        ptrs.places,
-                        rows,
-                        exists,
-                        slot,
-                        arrived,
-                        rank,
-                        CONST,
-                    )
+                        end.bases, out_choices, ptrs.places,
+                        rows, exists, slot, arrived, rank, CONST,
+                    )  # fmt: skip
                 if arrived:
                     if CONST.N == 1:
                         copy_rows(base, ptrs.out, to, rows, CONST)
                     else:
-                        list_ptr = lists_ptr + pid * CONST.LIST
-                        copy_to_slots(base, ptrs.out, list_ptr, to, rows, CONST)
+                        copy_to_slots(base, ptrs.out, lists_ptr + pid * CONST.LIST, to, rows, CONST)
         finish(end.state, operation)
 
 
@@ -261,16 +252,11 @@ def spread_choices(
             in one process); what a half does not do is left uninitialised.
     """
     out = SpreadChoices.empty(x_TD, ids_TK, weights_TK, buffer.layout.source_rows)
+    ptrs = Ptrs(as_words(x_TD), out.peers_T, out.places_S, out.places_S, as_words(out.rows_SD))
     _launch_spread(
         buffer,
         half,
-        Ptrs(
-            rows=as_words(x_TD),
-            peers=out.peers_T,
-            places=out.places_S,
-            slots=out.places_S,
-            out=as_words(out.rows_SD),
-        ),
+        ptrs,
         choices=Choices(ids_TK, weights_TK),
         out_choices=Choices(out.ids_SK, out.weights_SK),
         num_local=num_local,
@@ -347,8 +333,7 @@ def reduce(
     Returns:
         [T, D], zero for a token that went nowhere; and [T, K] fp32 or None.
     """
-    T = peers_T.shape[0]
-    D = y_RD.shape[1]
+    T, D = peers_T.shape[0], y_RD.shape[1]
     out_TD = y_RD.new_empty(T, D)
     out_TK, of_choices = None, None
     if choices is not None:

@@ -75,6 +75,6 @@ def route_tokens(
         routes.check(weight_ED.shape[0], options)
         flat = routes.flat(options)
         outputs: Any = _RouteTokens.apply(x_TD, weight_ED, bias_E, selection_E, flat)
-        return outputs
+        return outputs  # type: ignore[no-any-return]
     logits_TE = products.router_logits(x_TD, weight_ED, bias_E)
     return logits_TE, *routes.route(logits_TE, selection_E, options)

@@ -327,9 +327,7 @@ def _save_slots(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
 
 
-def _build_index_backward(
-    ctx: Any, _: Any, dweights_R: Tensor | None, *rest: Any
-) -> tuple[Tensor | None, ...]:
+def _build_index_backward(ctx: Any, _: Any, dweights_R: Tensor | None, *__: Any) -> Any:
     dweights_SK = None
     if ctx.needs_input_grad[1] and dweights_R is not None:
         dweights_SK = _build_index_bwd(dweights_R, *ctx.saved_tensors)
@@ -339,9 +337,7 @@ def _build_index_backward(
 _build_index = Op(
     "build_index",
     _index,
-    lambda ids_SK, weights_SK, _, num_local, __, length: _empty(
-        ids_SK, weights_SK, num_local, length
-    ),
+    lambda ids_SK, weights_SK, _, e, __, R: _empty(ids_SK, weights_SK, e, R),
     save=_save_slots,
     backward=_build_index_backward,
 )
