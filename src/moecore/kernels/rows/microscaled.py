@@ -215,7 +215,7 @@ def quantise_microscaled_matrices(
         if is_needed:
             first = None if pack else operands[0]
             operand = first if first is not None and height == width else None
-            operand = operand or make(recipe, block, amax_e, packed=pack, transposed=bool(i))
+            operand = operand or make(recipe, block, amax_e, pack=pack, transposed=bool(i))
             if pack:
                 operand, amax_e = (
                     replace(operand, kind=(PACKED_FORWARD, PACKED_BACKWARD)[i]),
