@@ -107,8 +107,8 @@ def slices(offsets_e: Tensor) -> list[slice]:
 
 def check_gemm(o: Operands, dtype: torch.dtype, multiply: Any = block_scaled_gemm) -> None:
     for backward, x in enumerate((o.x_RK, o.y_RN)):
-        b = o.matrices(bool(backward), packed=True)
-        a, how = o.rows(x, packed=True), (o.offsets_e, o.recipe, dtype)
+        b = o.matrices(bool(backward), pack=True)
+        a, how = o.rows(x, pack=True), (o.offsets_e, o.recipe, dtype)
         found = multiply(a, b, *how)
         assert found.dtype == dtype
         wide = o.rows(x), o.matrices(bool(backward))
@@ -117,7 +117,7 @@ def check_gemm(o: Operands, dtype: torch.dtype, multiply: Any = block_scaled_gem
 
 
 def check_wgrad(o: Operands, multiply: Any = block_scaled_wgrad) -> None:
-    sides = o.columns(o.y_RN, packed=True), o.columns(o.x_RK, packed=True)
+    sides = o.columns(o.y_RN, pack=True), o.columns(o.x_RK, pack=True)
     found = multiply(*sides, o.padded.offsets_e, o.recipe)
     y, x = o.columns(o.y_RN), o.columns(o.x_RK)
     for i, rows in enumerate(slices(o.padded.offsets_e)):
@@ -148,7 +148,7 @@ def test_products(N: int, K: int, recipe: Recipe, device: str) -> None:
 @recipes
 def test_gradients_are_added(recipe: Recipe, device: str) -> None:
     o = Operands(recipe, 32, 64, device)
-    sides = o.columns(o.y_RN, packed=True), o.columns(o.x_RK, packed=True)
+    sides = o.columns(o.y_RN, pack=True), o.columns(o.x_RK, pack=True)
     new = block_scaled_wgrad(*sides, o.padded.offsets_e, o.recipe)
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.randn(new.shape, device=device).to(dtype)
@@ -164,15 +164,15 @@ def test_gradients_are_added(recipe: Recipe, device: str) -> None:
 def test_what_is_not_finite_stays_in_its_row_and_its_expert(recipe: Recipe, device: str) -> None:
     o = Operands(recipe, 32, 64, device)
     clean = block_scaled_gemm(
-        o.rows(o.x_RK, packed=True), o.matrices(packed=True), o.offsets_e, recipe, torch.float32
+        o.rows(o.x_RK, pack=True), o.matrices(pack=True), o.offsets_e, recipe, torch.float32
     )
     o.x_RK[7, 3], o.x_RK[-9:] = torch.inf, torch.nan
-    a, b = o.rows(o.x_RK, packed=True), o.matrices(packed=True)
+    a, b = o.rows(o.x_RK, pack=True), o.matrices(pack=True)
     found = block_scaled_gemm(a, b, o.offsets_e, recipe, torch.float32)
     others = torch.arange(R, device=device) != 7
     others[-9:] = False
     assert torch.equal(found[others], clean[others]) and not found[7].isfinite().any()
-    sides = o.columns(o.y_RN, packed=True), o.columns(o.x_RK, packed=True)
+    sides = o.columns(o.y_RN, pack=True), o.columns(o.x_RK, pack=True)
     grad = block_scaled_wgrad(*sides, o.padded.offsets_e, recipe)
     assert not grad[2].isfinite().all() and grad[[0, 1, 3, 4, 5]].isfinite().all()
 
