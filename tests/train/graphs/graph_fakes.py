@@ -33,7 +33,7 @@ class FakeRecorder:
     @contextmanager
     def aliases(self, modules: Any) -> Iterator[list[Tensor]]:
         with ALIASES(modules) as found:
-            places = list(module._trained(modules))
+            places = list(module._trained_params(modules))
             self._swap = lambda: swapped(places)
             yield found
 

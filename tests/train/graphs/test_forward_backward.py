@@ -170,12 +170,12 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
         run(x)
     model[1].part("router").tape = None
 
-    exchanges.held = (buffers, object())  # one of an evaluation
+    exchanges.owners = (buffers, object())  # one of an evaluation
     run(x)
     owner.drop()
-    exchanges.held = (object(),)
+    exchanges.owners = (object(),)
     found["buffers"] = error_of(lambda: run(x))
-    exchanges.held = (buffers,)
+    exchanges.owners = (buffers,)
 
     def overflow() -> None:
         raise ExchangeError("too many rows")
@@ -211,7 +211,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "padded": error_of(lambda: GraphedForwardBackward(print, make(PADDED))),
         "local": error_of(lambda: GraphedForwardBackward(print, make(ep=1))),
         "changes": {change: error_after(change, x) for change in ("", *CHANGES)},
-        "said": module._first_of_all("broken" if rank == 1 else ""),
+        "said": module._first_problem("broken" if rank == 1 else ""),
     }
     with emulated():
         model = make(dispatch=replace(CLONES, name="nvlink", nvlink=NVLinkOptions(max_tokens=6)))
@@ -288,7 +288,7 @@ def test_lines_that_wait_for_the_gpu_are_named(
         return x
 
     with pytest.raises(ValueError, match=rf"in 1 places, first at {__file__}:\d+: change"):
-        module._watched(waits, (torch.ones(1),))
+        module._call_without_syncs(waits, (torch.ones(1),))
     assert modes == ["warn", 0]
     assert [str(w.message) for w in recwarn] == ["deprecated"], "others are passed on"
 
@@ -302,6 +302,6 @@ def test_outputs_are_copied_and_other_types_are_refused() -> None:
     assert copied["a"][0].tolist() == copied["b"][0].tolist() == [1.0, 1.0]
     named = torch.ones(2, 2).max(0)  # a named tuple
     for other in (1.0, named):
-        said = module._problem([], (x, other))
+        said = module._capture_problem([], (x, other))
         assert said.startswith(f"outputs of forward_backward ({type(other).__name__}) must be")
-    assert "detach" in module._problem([], torch.ones(2, requires_grad=True) * 2)
+    assert "detach" in module._capture_problem([], torch.ones(2, requires_grad=True) * 2)

@@ -18,7 +18,7 @@ from moecore.base.saved_tensors import packing
 from moecore.kernels.experts.contract import SINK
 from moecore.moe.micro_batch import MicroBatch
 from moecore.train.graphs import graphed_part as module
-from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart, GraphMemory, filled, form_of
+from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart, GraphMemory, fill_form, form_of
 from tests.train.graphs.graph_fakes import FakeRecorder, fake_graphs
 
 
@@ -243,7 +243,7 @@ def test_forms_are_equal_but_for_tensors() -> None:
     form = form_of(value, tensors)
     assert [x is y for x, y in zip(tensors, (a, b, a), strict=True)] == [True] * 3
     again: list[Tensor] = []
-    assert form == form_of(filled(form, [b, a, b]), again)
+    assert form == form_of(fill_form(form, [b, a, b]), again)
     assert [x is y for x, y in zip(again, (b, a, b), strict=True)] == [True] * 3
     for other in (
         ((a, 2), *value[1:]),

@@ -84,7 +84,7 @@ class GraphedForwardBackward:
         check_arguments(GraphedForwardBackward.__init__, locals())
         self._state = moe_state(model)
         self._capacity = capacity_of(model)
-        _check_whole(model)
+        _refuse_pipeline(model)
         _check_dispatchers(self._state)
         self._device = _gpu_of(model)
         self._forward_backward = forward_backward
@@ -138,16 +138,16 @@ class GraphedForwardBackward:
 
     def _first(self, inputs: Inputs) -> Any:
         """Warm up, or capture and replay."""
-        own = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
+        device_inputs = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
         if self._num_warm < self._warm_up:
             is_last = self._num_warm == self._warm_up - 1
             run = self._forward_backward
-            outputs = _watched(run, own) if is_last else run(*own)
+            outputs = _call_without_syncs(run, device_inputs) if is_last else run(*device_inputs)
             self._num_warm += 1
-            self._inputs = own
+            self._inputs = device_inputs
             return outputs
-        _check_inputs(own, self._inputs)
-        self._captured = _capture(self._forward_backward, self._model, self._state, own)
+        _check_inputs(device_inputs, self._inputs)
+        self._captured = _capture(self._forward_backward, self._model, self._state, device_inputs)
         self._capacity.graph_steps = SkippedSteps()
         self._inputs = ()
         return self._captured.replay(inputs)
@@ -169,14 +169,16 @@ class _Captured:
 
     def replay(self, inputs: Inputs) -> Any:
         """Replay the graph; set gradients, count micro-batches, and return copies of outputs."""
-        found = parallel_state(self.model)
-        if found is not None and found.arguments is not None:  # a replay runs no hook of the model
+        record = parallel_state(self.model)
+        if (
+            record is not None and record.arguments is not None
+        ):  # a replay runs no hook of the model
             named = {f"inputs[{place}]": x for place, x in enumerate(inputs)}
-            found.arguments.check(named, None)
+            record.arguments.check(named, None)
         _check_inputs(inputs, self.inputs)
         self.facts.check(self.model, self.state)
-        for mine, given in zip(self.inputs, inputs, strict=True):
-            mine.copy_(given, non_blocking=True)
+        for target, source in zip(self.inputs, inputs, strict=True):
+            target.copy_(source, non_blocking=True)
         self.graph.replay()
         for param, grad in self.grads:
             param.grad = grad
@@ -201,7 +203,7 @@ def _capture(
     before = 0 if progress is None else progress.num_done
     graph, outputs, error = _graph_of(function, inputs)
     reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-    failure = _first_of_all(reason)
+    failure = _first_problem(reason)
     if isinstance(error, torch.OutOfMemoryError | ExchangeError):
         raise error
     if failure:
@@ -252,7 +254,7 @@ def _graph_of(
     return graph, outputs, None
 
 
-def _watched(function: Callable[..., Any], inputs: Inputs) -> Any:
+def _call_without_syncs(function: Callable[..., Any], inputs: Inputs) -> Any:
     """Return the outputs of a call; then raise, on all ranks, if no graph can hold it."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
@@ -266,13 +268,13 @@ def _watched(function: Callable[..., Any], inputs: Inputs) -> Any:
     for other in caught:
         if other not in waits and WATCH_WARNING not in str(other.message):
             warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
-    problem = _first_of_all(_problem(waits, outputs))
+    problem = _first_problem(_capture_problem(waits, outputs))
     if problem:
         raise ValueError(problem)
     return outputs
 
 
-def _problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
+def _capture_problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
     """Return why a graph cannot hold a call; "" = it can."""
     if waits:
         return (
@@ -287,7 +289,7 @@ def _problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
     return ""
 
 
-def _first_of_all(problem: str) -> str:
+def _first_problem(problem: str) -> str:
     """Return the problem of the first rank that has one. Collective over all ranks."""
     of_ranks = gather(problem)
     if len(of_ranks) == 1:
@@ -313,12 +315,12 @@ def _check_start(model: nn.Module, state: MoEState) -> None:
             )
 
 
-def _check_inputs(inputs: Inputs, others: Inputs) -> None:
-    now = [(tuple(x.shape), x.dtype) for x in inputs]
-    then = [(tuple(x.shape), x.dtype) for x in others]
-    if now != then:
+def _check_inputs(inputs: Inputs, expected_inputs: Inputs) -> None:
+    kinds = [(tuple(x.shape), x.dtype) for x in inputs]
+    expected_kinds = [(tuple(x.shape), x.dtype) for x in expected_inputs]
+    if kinds != expected_kinds:
         raise ValueError(
-            f"inputs ({now}) must be as in the calls before ({then}): pad them, or call "
+            f"inputs ({kinds}) must be as in the calls before ({expected_kinds}): pad them, or call "
             "forward_backward itself for this step, on every rank"
         )
 
@@ -349,9 +351,9 @@ def _check_dispatchers(state: MoEState) -> None:
             )
 
 
-def _check_whole(model: nn.Module) -> None:
-    found = parallel_state(model)
-    if found is not None and found.pipeline is not None:
+def _refuse_pipeline(model: nn.Module) -> None:
+    record = parallel_state(model)
+    if record is not None and record.pipeline is not None:
         raise ValueError(
             f"model ({type(model).__name__}) must have no pipeline stages for a CUDA graph, "
             "because they wait for each other: call forward_backward itself"
@@ -403,22 +405,22 @@ class GraphFacts:
     """Facts on which a graph relies, compared before a replay, in the order of `_names`."""
 
     values: list[Any]
-    held: list[Any]  # owners of addresses in `values`, so that no other object gets them
+    owners: list[Any]  # owners of addresses in `values`, so that no other object gets them
     exchanges: tuple[Any, ...]  # whose buffers the graph writes; kept alive
 
     def check(self, model: nn.Module, state: MoEState) -> None:
         """Raise a ValueError that names a changed fact; 3 ms of host time for 531 parameters."""
-        now = facts_of(model, state)
-        if now.values != self.values:
-            named = zip(_names(model, state), now.values, self.values, strict=False)
-            changed = (name for name, value, then in named if value != then)
+        current_facts = facts_of(model, state)
+        if current_facts.values != self.values:
+            named = zip(_names(model, state), current_facts.values, self.values, strict=False)
+            changed = (name for name, value, captured_value in named if value != captured_value)
             raise ValueError(
                 f"{next(changed, 'the modules of the model')} must be what it was when the graph "
                 "was captured: set it back, or call close(), after which the next calls warm up "
                 "and capture anew"
             )
         # New exchanges may exist, but those that other ranks write to must still be there.
-        if any(exchange not in now.exchanges for exchange in self.exchanges):
+        if any(exchange not in current_facts.exchanges for exchange in self.exchanges):
             raise ValueError(
                 "the buffers of dispatcher ('nvlink') must be those of when the graph was "
                 "captured: call close() of the graph, too, when you close them"
@@ -429,34 +431,34 @@ class GraphFacts:
 def facts_of(model: nn.Module, state: MoEState) -> GraphFacts:
     """Return the current facts of a model."""
     values: list[Any] = [state.num_micro_batches]
-    held: list[Any] = []
+    owners: list[Any] = []
     for module in model.modules():
         config = vars(module).get("config")
-        held.append(config)
+        owners.append(config)
         values += (module.training, len(hooks_around(module)), id(config))
         for _, tensor in _tensors(module):
             local = local_of(tensor).detach()
-            held.append(local)
+            owners.append(local)
             values += (tensor.requires_grad, num_gradient_hooks(tensor), local.data_ptr())
     for layer in state.layers.values():
-        held.append(layer.tracker.counts)
+        owners.append(layer.tracker.counts)
         values.append(id(layer.tracker.counts))
-    held.append(state.loss_scale)
+    owners.append(state.loss_scale)
     values.append(id(state.loss_scale))
     record = parallel_state(model)
     exchanges = () if record is None or record.exchanges is None else record.exchanges.held
-    return GraphFacts(values=values, held=held, exchanges=exchanges)
+    return GraphFacts(values=values, owners=owners, exchanges=exchanges)
 
 
 def _names(model: nn.Module, state: MoEState) -> Iterator[str]:
     """Yield the names of the values of `facts_of`, in the same order."""
     yield "the number of micro-batches of a step"
     for name, module in model.named_modules():
-        for what in ("train or eval mode", "the number of hooks", "the config"):
-            yield f"{what} of {name or 'the model'}"
-        for own, _ in _tensors(module):
-            for what in ("requires_grad", "the number of hooks", "the memory"):
-                yield f"{what} of {name}.{own}".replace(" .", " ")
+        for fact in ("train or eval mode", "the number of hooks", "the config"):
+            yield f"{fact} of {name or 'the model'}"
+        for tensor_name, _ in _tensors(module):
+            for fact in ("requires_grad", "the number of hooks", "the memory"):
+                yield f"{fact} of {name}.{tensor_name}".replace(" .", " ")
     for name in state.layers:
         yield f"the balance config of {name}"
     yield "the loss scale"

@@ -77,9 +77,9 @@ class _GraphSlot:
         return turn
 
 
-def _is_open(turn: weakref.ref[_Turn]) -> bool:
-    found = turn()
-    return found is not None and not found.has_ended
+def _is_open(turn_ref: weakref.ref[_Turn]) -> bool:
+    turn = turn_ref()
+    return turn is not None and not turn.has_ended
 
 
 class GraphMemory:
@@ -148,14 +148,14 @@ class GraphedPart:
         memory: GraphMemory,
         may_run: Callable[[], bool] | None = None,
     ) -> None:
-        self._how = (name, function, modules, memory, may_run)
-        self._name, self._function, self._modules, self._memory, self._may_run = self._how
+        self._init_args = (name, function, modules, memory, may_run)
+        self._name, self._function, self._modules, self._memory, self._may_run = self._init_args
         self._call: _Call | None = None  # the call of the warm-up, then of the graphs
         self._num_warm = 0
         self._pairs: dict[_GraphSlot, _GraphPair] = {}
 
     def __reduce__(self) -> Any:
-        return GraphedPart, self._how
+        return GraphedPart, self._init_args
 
     def drop(self) -> None:
         """Free the graphs and their memory; the part warms up and is captured anew."""
@@ -188,8 +188,8 @@ class GraphedPart:
         slot = self._memory.slot_of(self._pairs)
         pair = self._pairs.get(slot)
         if pair is None:
-            pair = self._pairs[slot] = self._captured(form, tensors, slot)
-        return pair.run(tensors, [p for _, _, p in _trained(self._modules)])
+            pair = self._pairs[slot] = self._capture_call(form, tensors, slot)
+        return pair.run(tensors, [p for _, _, p in _trained_params(self._modules)])
 
     def _is_asked_for(self, tensors: list[Tensor]) -> bool:
         if not tensors or not _may_hold(tensors[0]) or is_recomputing():
@@ -213,13 +213,13 @@ class GraphedPart:
                         facts += (tensor.data_ptr(), tensor.requires_grad)
         return facts
 
-    def _captured(self, form: Any, tensors: list[Tensor], slot: _GraphSlot) -> _GraphPair:
+    def _capture_call(self, form: Any, tensors: list[Tensor], slot: _GraphSlot) -> _GraphPair:
         """Return the captured graphs of a call; a RuntimeError if the capture fails."""
         inputs = [
             torch.empty(x.shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
             for x in tensors
         ]
-        args, kwargs = filled(form, inputs)
+        args, kwargs = fill_form(form, inputs)
         function = partial(self._function, *args, **kwargs)
         try:
             with _aliases(self._modules) as parameters:
@@ -243,7 +243,7 @@ class _GraphPair:
     inputs: list[Tensor]
     form: Any  # of the part's result
     outputs: list[Tensor]  # of the part's result
-    held: Any  # keeps memory of the graphs alive
+    memory_owners: Any  # keeps memory of the graphs alive
     backward: Callable[[], None] | None = None  # None if no output needs a gradient
     output_grads: list[Tensor] = field(default_factory=list)  # of outputs that need them
     grads: list[Tensor | None] = field(default_factory=list)  # of inputs and parameters
@@ -260,10 +260,10 @@ class _GraphPair:
         """Return the part's result for inputs."""
         if self.backward is None:
             self.replay(tensors)
-            found = _copies(self.outputs)
+            outputs = _copies(self.outputs)
         else:
-            found = list(_GraphReplay.apply(self, len(tensors), *tensors, *parameters))
-        return filled(self.form, found)
+            outputs = list(_GraphReplay.apply(self, len(tensors), *tensors, *parameters))
+        return fill_form(self.form, outputs)
 
     def replay(self, tensors: list[Tensor]) -> None:
         """Copy inputs in and replay the forward."""
@@ -297,11 +297,11 @@ class _GraphReplay(torch.autograd.Function):
                 "backward of a part that runs as a CUDA graph must come once, before the next "
                 "forward of its kind: run the forward again, or set DenseOptions.graph=False"
             )
-        given = [g for g, x in zip(grads, pair.outputs, strict=True) if x.requires_grad]
-        foreach_copy_(pair.output_grads, given)
+        output_grads = [g for g, x in zip(grads, pair.outputs, strict=True) if x.requires_grad]
+        foreach_copy_(pair.output_grads, output_grads)
         pair.backward()
-        found = iter(_copies([grad for grad in pair.grads if grad is not None]))
-        own_grads = iter([None if grad is None else next(found) for grad in pair.grads])
+        grad_copies = iter(_copies([grad for grad in pair.grads if grad is not None]))
+        own_grads = iter([None if grad is None else next(grad_copies) for grad in pair.grads])
         ctx.turn.has_ended = True
         return None, None, *(next(own_grads) if needs else None for needs in ctx.needs_gradient)
 
@@ -314,14 +314,14 @@ def _capture(
     slot: _GraphSlot,
 ) -> _GraphPair:
     """Return the graphs of a function of some inputs; backward computes gradients of `sources`."""
-    kept: list[Tensor] = []
-    forward, found = _record(partial(_forward, function, kept), memory, slot)
+    saved_tensors: list[Tensor] = []
+    forward, result = _record(partial(_forward, function, saved_tensors), memory, slot)
     outputs: list[Tensor] = []
-    form = form_of(found, outputs)
+    form = form_of(result, outputs)
     trained = [x for x in outputs if x.requires_grad]
     pair = partial(_GraphPair, slot=slot, forward=forward, inputs=inputs, form=form)
     if not trained:
-        return pair(outputs=outputs, held=kept)
+        return pair(outputs=outputs, held=saved_tensors)
     output_grads = memory.grads_of(trained)
     backward, grads = _record(partial(_gradients, trained, sources, output_grads), memory, slot)
     # Operations may also save tensors without autograd, for as long as their nodes live.
@@ -330,15 +330,15 @@ def _capture(
         outputs=outputs,
         output_grads=output_grads,
         grads=list(grads),
-        held=(kept, sources),
+        held=(saved_tensors, sources),
     )
 
 
-def _forward(function: Callable[[], Any], kept: list[Tensor]) -> Any:
-    """Return a function's result; saved tensors that no other packer takes go to `kept`."""
+def _forward(function: Callable[[], Any], saved_tensors: list[Tensor]) -> Any:
+    """Return a function's result; saved tensors that no other packer takes go to `saved_tensors`."""
 
     def keep(tensor: Tensor) -> Handle:
-        kept.append(tensor.detach())
+        saved_tensors.append(tensor.detach())
         return TensorHandle(tensor)
 
     with packing(keep), _uncached_autocast():
@@ -365,7 +365,7 @@ def _record(
         with torch.cuda.stream(memory.stream):
             graph.capture_begin(pool=slot.pool, capture_error_mode="thread_local")
             try:
-                found = function()
+                result = function()
             except BaseException:
                 with suppress(RuntimeError):  # the end of a broken capture raises
                     graph.capture_end()
@@ -375,26 +375,26 @@ def _record(
         if collects:
             gc.enable()
     current.wait_stream(memory.stream)
-    return graph.replay, found
+    return graph.replay, result
 
 
 @contextmanager
 def _aliases(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """Let modules have other parameters in the same memory; their own keep hooks and gradients."""
-    trained, found = list(_trained(modules)), list[Tensor]()
+    trained, aliases = list(_trained_params(modules)), list[Tensor]()
     for module, name, param in trained:
         alias = nn.Parameter(param.detach())
         vars(alias).update({key: value for key, value in vars(param).items() if key != SINK})
         module._parameters[name] = alias
-        found.append(alias)
+        aliases.append(alias)
     try:
-        yield found
+        yield aliases
     finally:
         for module, name, param in trained:
             module._parameters[name] = param
 
 
-def _trained(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _trained_params(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield (module, name, parameter) of the trained parameters."""
     for module in modules:
         for name, param in module._parameters.items():
@@ -415,10 +415,10 @@ def _uncached_autocast() -> AbstractContextManager[Any]:
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    found = [torch.empty_like(x) for x in tensors]
-    if found:
-        foreach_copy_(found, tensors)
-    return found
+    copies = [torch.empty_like(x) for x in tensors]
+    if copies:
+        foreach_copy_(copies, tensors)
+    return copies
 
 
 class _FormSlot(NamedTuple):
@@ -456,21 +456,21 @@ def form_of(value: Any, tensors: list[Tensor]) -> Any:
     return _FormRecord(cls, names, tuple(form_of(getattr(value, name), tensors) for name in names))
 
 
-def filled(form: Any, tensors: list[Tensor]) -> Any:
+def fill_form(form: Any, tensors: list[Tensor]) -> Any:
     """Return the value of a form with these tensors in its slots."""
     cls = type(form)
     if cls is _FormSlot:
         return tensors[form.number]
     if cls in (tuple, list):
-        return cls(filled(item, tensors) for item in form)
+        return cls(fill_form(item, tensors) for item in form)
     if cls is dict:
-        return {key: filled(item, tensors) for key, item in form.items()}
+        return {key: fill_form(item, tensors) for key, item in form.items()}
     if cls is not _FormRecord:
         return form
-    values = [filled(item, tensors) for item in form.values]
+    values = [fill_form(item, tensors) for item in form.values]
     if issubclass(form.cls, tuple):
         return form.cls(*values)
-    made = object.__new__(form.cls)
+    instance = object.__new__(form.cls)
     for name, item in zip(form.names, values, strict=True):
-        object.__setattr__(made, name, item)
-    return made
+        object.__setattr__(instance, name, item)
+    return instance

@@ -7,7 +7,7 @@ graph_blocks        makes CUDA graphs of that code, of routers, of shared expert
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -24,12 +24,14 @@ from moecore.train.graphs.graphed_part import GraphedPart, GraphMemory
 
 def compiled_modules(block: nn.Module) -> set[nn.Module]:
     """Return the modules whose code is compiled within the regions of a block's owners."""
-    routed = {m for layer in block.modules() if isinstance(layer, RoutedLayer) for m in _all(layer)}
+    routed_modules = {
+        m for layer in block.modules() if isinstance(layer, RoutedLayer) for m in _all(layer)
+    }
     owners = [m for m in block.modules() if hasattr(m, "compile_regions")]
-    found: set[nn.Module] = set()
+    modules: set[nn.Module] = set()
     for owner in owners or [block]:
-        found |= set(_inside(owner)) - {owner}
-    return found - routed
+        modules |= set(_inside(owner)) - {owner}
+    return modules - routed_modules
 
 
 def _inside(owner: nn.Module) -> list[nn.Module]:
@@ -75,14 +77,19 @@ def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
     memory = GraphMemory()
     for name, block in blocks.items():
         for path, module in block.named_modules():
-            own = ".".join(filter(None, (name, path)))
+            full_name = ".".join(filter(None, (name, path)))
             for method in getattr(module, "compile_regions", ()):
                 inside = _inside(module)
                 _graph(
-                    f"{own}.{method}", module, method, inside, memory, partial(_can_replay, inside)
+                    f"{full_name}.{method}",
+                    module,
+                    method,
+                    inside,
+                    memory,
+                    partial(_can_replay, inside),
                 )
             if isinstance(module, RoutedLayer):
-                _graph_layer(own, module, memory)
+                _graph_layer(full_name, module, memory)
 
 
 def drop_graphs(model: nn.Module) -> None:
@@ -100,14 +107,22 @@ def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
         _graph(f"{name}.router", router, "forward", [router], memory, partial(_is_free, router))
     shared = layer.part("shared") if isinstance(layer, MoELayer) else None
     if shared is not None:
-        beside = GraphMemory() if layer.shared_stream is not None else memory
-        _graph(f"{name}.shared", shared, "forward", list(shared.modules()), beside)
+        shared_memory = GraphMemory() if layer.shared_stream is not None else memory
+        _graph(f"{name}.shared", shared, "forward", list(shared.modules()), shared_memory)
     if isinstance(dispatcher, (AllToAllDispatcher, HierarchicalDispatcher)):
         _graph(f"{name}.dispatcher", dispatcher, "prepare", [], memory)
 
 
-def _graph(name: str, owner: Any, method: str, *how: Any) -> None:
-    setattr(owner, method, GraphedPart(name, getattr(owner, method), *how))
+def _graph(
+    name: str,
+    owner: Any,
+    method: str,
+    modules: Sequence[nn.Module],
+    memory: GraphMemory,
+    may_run: Callable[[], bool] | None = None,
+) -> None:
+    part = GraphedPart(name, getattr(owner, method), modules, memory, may_run)
+    setattr(owner, method, part)
 
 
 def _is_free(router: Router) -> bool:
