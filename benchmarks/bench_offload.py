@@ -119,10 +119,10 @@ class Bench:
     def kept_bytes(self) -> int:
         """Return what the blocks of a forward keep, the last one too."""
         self.prepare(NONE)
-        self.offload.fraction, before = 0.0, self.offload.kept_bytes
+        self.offload.fraction, before = 0.0, self.offload.candidate_bytes
         self.offload.attach([*self.model.layers, nn.Identity()], self.names.get)
         self.fwd_bwd()
-        return self.offload.kept_bytes - before
+        return self.offload.candidate_bytes - before
 
     def gradients(self) -> list[Tensor]:
         """Return gradients and the loss, of a forward and backward."""

@@ -40,7 +40,7 @@ from moecore.moe.forced import force_even_load
 from moecore.moe.placement import DomainPlacement, ExpertPlacement, domain_of
 from moecore.moe.records import Dispatcher, Routing
 from moecore.parallel.mesh import domain_groups, ranks_of_fabrics
-from moecore.train.memory.kept import kept_bytes
+from moecore.train.memory.kept import count_saved_bytes
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.moe import test_dispatch_ranks as ranks
@@ -248,7 +248,7 @@ def kept(make: Callable[..., Dispatcher]) -> tuple[int, int]:
     x = torch.randn(48, 128, requires_grad=True)
     given = x.detach().to("meta").requires_grad_()
     how: dict[str, Any] = dict(options=MemoryOptions(), device_type="cpu")
-    (predicted,) = kept_bytes(layer, [layer], lambda copy: copy(given), **how).blocks
+    (predicted,) = count_saved_bytes(layer, [layer], lambda copy: copy(given), **how).blocks
     saved = Saved(layer)
     with packing(saved):
         y = layer(x)

@@ -39,7 +39,7 @@ from moecore.moe.layer import MoELayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, Routing
 from moecore.train import AdamW
-from moecore.train.memory.kept import kept_bytes
+from moecore.train.memory.kept import count_saved_bytes
 from tests.helpers.ranks import run_ranks
 from tests.moe import fake_nccl_ep as fake
 from tests.moe import test_dispatch_ranks as ranks
@@ -148,7 +148,7 @@ def kept(groups: EPGroups) -> tuple[int, int]:
     x = torch.randn(48, 128, requires_grad=True)
     given = x.detach().to("meta").requires_grad_()
     how: dict[str, Any] = dict(options=MemoryOptions(), device_type="cpu")
-    (predicted,) = kept_bytes(layer, [layer], lambda copy: copy(given), **how).blocks
+    (predicted,) = count_saved_bytes(layer, [layer], lambda copy: copy(given), **how).blocks
     saved = Saved(layer)
     with packing(saved):
         y = layer(x)

@@ -41,7 +41,7 @@ from moecore.planning.estimate import kept_of
 from moecore.planning.pieces import pieces_of, small_of
 from moecore.planning.search import refuse
 from moecore.planning.stored import _rank_size, sizes_of
-from moecore.train.memory.kept import kept_bytes
+from moecore.train.memory.kept import count_saved_bytes
 from tests.helpers.grids import beside
 from tests.train.memory.test_kept import Saved
 
@@ -174,7 +174,7 @@ def test_activations_of_sparse_attention_are_those_that_a_forward_keeps() -> Non
     model.init_weights(0)
     tokens_BT = torch.randint(0, 60, (2, 48), generator=torch.Generator().manual_seed(0))
     how: dict[str, Any] = dict(options=MemoryOptions(), device_type="cpu")
-    kept = kept_bytes(model, find_blocks(model), lambda of: of(tokens_BT, tokens_BT), **how)
+    kept = count_saved_bytes(model, find_blocks(model), lambda of: of(tokens_BT, tokens_BT), **how)
     saved = Saved(model)
     with packing(saved):
         out = model(tokens_BT, tokens_BT)

@@ -20,7 +20,7 @@ from moecore.models import preset
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning import OptimizerOptions, RankMemory, TrainingRun, plan_memory
 from moecore.planning.stored import sizes_of, state_bytes
-from moecore.train.memory.kept import kept_bytes
+from moecore.train.memory.kept import count_saved_bytes
 from tests.planning.report_layer import BF16, ReportLayer
 
 CONFIG = preset("deepseek-v3")
@@ -58,7 +58,7 @@ def kept_of_a_layer(options: MemoryOptions, *, weighs_late: bool = True) -> floa
     layer = ReportLayer(CONFIG, weighs_late=weighs_late)
     x_TD = torch.empty(SEQ_LEN, CONFIG.dim, **BF16).requires_grad_()
     how = dict(options=options, device_type="cuda")
-    kept = kept_bytes(layer, [layer], lambda copy: copy(x_TD), **how)
+    kept = count_saved_bytes(layer, [layer], lambda copy: copy(x_TD), **how)
     return (kept.blocks[0].num_bytes + kept.outside.num_bytes) / 1e9
 
 

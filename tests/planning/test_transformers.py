@@ -41,7 +41,7 @@ from moecore.planning.estimate import kept_of
 from moecore.planning.pieces import small_of
 from moecore.planning.search import refuse
 from moecore.planning.stored import held_kinds, sizes_of
-from moecore.train.memory.kept import kept_bytes
+from moecore.train.memory.kept import count_saved_bytes
 from tests.families.transformers.family_models import (
     SIZES,
     config_values,
@@ -235,7 +235,7 @@ def test_activations_are_those_that_a_forward_keeps(family: str) -> None:
         return copy(input_ids=tokens_BT, use_cache=False, **positions)
 
     how: dict[str, Any] = dict(options=MemoryOptions(), device_type="cpu")
-    kept = kept_bytes(model, find_blocks(model), forward, **how)
+    kept = count_saved_bytes(model, find_blocks(model), forward, **how)
     saved = Saved(model)
     with packing(saved):
         out = forward(model)

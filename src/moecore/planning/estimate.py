@@ -36,7 +36,7 @@ from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
 from moecore.planning.stored import state_bytes
 from moecore.planning.transformers import refusing
-from moecore.train.memory.kept import ModelKept, kept_bytes
+from moecore.train.memory.kept import ModelSavedBytes, count_saved_bytes
 
 MESSAGES = 2  # messages of a layer's tokens in each pass, among the ranks of tp and of cp
 BY_EXPERTS = ("collective", "grouped product")
@@ -312,7 +312,7 @@ class Estimate:
 
 
 @lru_cache(maxsize=256)
-def kept_of(run: TrainingRun) -> ModelKept:
+def kept_of(run: TrainingRun) -> ModelSavedBytes:
     """Return the bytes that a forward of one micro-batch saves, in a tenth of a dry run's time."""
     model = run.planned.build(run.dtype)
     tokens_BT = torch.empty(run.batch_size, run.seq_len, dtype=torch.int64, device="meta")
@@ -320,7 +320,7 @@ def kept_of(run: TrainingRun) -> ModelKept:
         meshes = build_meshes(run.parallel, "cpu")
         parallelize_moe(model, meshes, dispatch="alltoall", precision=run.precision, fsdp=run.fsdp)
         parts = run.planned.parts(model)
-        return kept_bytes(
+        return count_saved_bytes(
             model,
             [*parts.layers, *parts.mtp],
             lambda copy: copy(**run.planned.inputs(tokens_BT)),

@@ -41,7 +41,7 @@ from moecore.parallel.model.plan import dtype_name
 from moecore.parallel.model.request import Request
 from moecore.precision.apply import fp8_linears
 from moecore.train.graphs.regions import compiled_modules
-from moecore.train.memory.kept import kept_bytes
+from moecore.train.memory.kept import count_saved_bytes
 
 UNITS = {"block": "blocks", "experts": "experts", "routers": "routers", "head": "heads"}
 
@@ -310,7 +310,7 @@ def _buffers(plan: ShardPlan) -> str:
 COLUMNS = (*OFFLOADED[:-1], "routing", "rest", "all", "recomputed", "in host memory")
 TOKENS = 1024  # of which a layer's bytes per token are counted
 Batch = Annotated[tuple[Count, Count], "pass (sequences, tokens of each)"]
-How = dict[str, Any]  # arguments of `kept_bytes`
+How = dict[str, Any]  # arguments of `count_saved_bytes`
 
 
 def how_computed(model: nn.Module) -> How:
@@ -344,7 +344,9 @@ def layer_line(layer: RoutedLayer, how: How) -> str:
     if not isinstance(layer, MoELayer):  # the choice is the model's own
         inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.int64)]
         inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.float32).requires_grad_()]
-    (kept,) = kept_bytes(layer, [layer], lambda copy: copy(*inputs), options=options, **how).blocks
+    (kept,) = count_saved_bytes(
+        layer, [layer], lambda copy: copy(*inputs), options=options, **how
+    ).blocks
     parts = [
         f"{part.replace('_', ' ')} {shown_bytes(n / TOKENS)}" for part, n in kept.device.items()
     ]
@@ -374,7 +376,9 @@ def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
     elif hasattr(model, "get_input_embeddings"):  # of transformers
         more = dict(use_cache=False, position_ids=torch.arange(batch[1])[None])
     kept, whole = (
-        kept_bytes(model, blocks, lambda copy: copy(tokens_BT, **more), options=asked, **how).blocks
+        count_saved_bytes(
+            model, blocks, lambda copy: copy(tokens_BT, **more), options=asked, **how
+        ).blocks
         for asked in (options or MemoryOptions(), MemoryOptions())
     )
     rows: dict[tuple[tuple[str, int], ...], list[int]] = {}

@@ -38,7 +38,7 @@ from moecore.rl.micro_batches import (
 from moecore.rl.objectives import Mean, Objective
 from moecore.rl.rollouts import PER_TOKEN, Rollouts
 from moecore.rl.routes import RoutedLayers
-from moecore.train.memory.training_offload import TrainingOffload, What
+from moecore.train.memory.training_offload import PartOrAll, TrainingOffload
 from moecore.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -243,12 +243,12 @@ class Engine:
 
         return stream_weights(self.model, **options)
 
-    def offload(self, what: What = "all") -> None:
+    def offload(self, what: PartOrAll = "all") -> None:
         """Free device memory of model, optimizers and reference: see `TrainingOffload.offload`."""
         for one in self._offloads:
             one.offload(what)
 
-    def onload(self, what: What = "all") -> None:
+    def onload(self, what: PartOrAll = "all") -> None:
         """Bring it back: see `TrainingOffload.onload`."""
         for one in self._offloads:
             one.onload(what)

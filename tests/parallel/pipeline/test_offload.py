@@ -105,11 +105,11 @@ class Watch:
         forward, backward, free = _ScheduleRun._forward, _ScheduleRun._backward, offload.free
 
         def run_forward(run: _ScheduleRun, action: Action) -> Tensor | None:
-            before = offload.out_bytes, offload.kept_bytes
+            before = offload.out_bytes, offload.candidate_bytes
             result = forward(run, action)
             self.out[action.stage] += offload.out_bytes - before[0]
-            self.kept[action.stage] += offload.kept_bytes - before[1]
-            self.whole[action.stage] += run._forward_chunk.offloads_last_block
+            self.kept[action.stage] += offload.candidate_bytes - before[1]
+            self.whole[action.stage] += run._forward_chunk.offloads_last
             hidden = run._forwards[action.stage, action.micro_batch].hidden
             if hidden is not None:
                 held = StorageWeakRef(hidden.untyped_storage()).cdata
@@ -119,13 +119,13 @@ class Watch:
 
         def run_backward(run: _ScheduleRun, action: Action) -> Tensor | None:
             chunk = run._forwards[action.stage, action.micro_batch].chunk
-            if chunk.offloads_last_block:
+            if chunk.offloads_last:
                 self.misplaced += sum(c.size for c in copies(chunk) if c.data is None)
             return backward(run, action)
 
         def run_free(chunk: OffloadChunk) -> None:
             free(chunk)
-            if chunk.offloads_last_block:
+            if chunk.offloads_last:
                 self.freed += 1
                 gone = [c for c in copies(chunk) if c.piece is not None]
                 self.misplaced += sum(c.size for c in gone if c.data is not None)

@@ -96,7 +96,7 @@ def in_chunks(model: Plain, offload: Offload, batches: Sequence[tuple[Tensor, Te
     waiting: deque[tuple[Tensor, Any]] = deque()
     left = None
     for batch in batches:
-        with offload.chunk(offloads_last_block=True) as chunk:
+        with offload.chunk(offloads_last=True) as chunk:
             waiting.append((model(*batch), chunk))
         if left is not None:
             offload.free(left)

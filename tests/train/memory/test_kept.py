@@ -28,7 +28,7 @@ from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.train.memory.apply import apply_memory
-from moecore.train.memory.kept import kept_bytes
+from moecore.train.memory.kept import count_saved_bytes
 from moecore.train.memory.offload import Offload
 from tests.helpers.grids import beside
 
@@ -96,7 +96,9 @@ class Saved:
 
 def predicted(model: nn.Module, options: MemoryOptions, **how: Any) -> tuple[int, int]:
     """Return the bytes on the device and in host memory."""
-    kept = kept_bytes(model, find_blocks(model), run, options=options, device_type="cpu", **how)
+    kept = count_saved_bytes(
+        model, find_blocks(model), run, options=options, device_type="cpu", **how
+    )
     everything = (*kept.blocks, kept.outside)
     return sum(one.num_bytes for one in everything), sum(sum(o.host.values()) for o in everything)
 
@@ -172,7 +174,7 @@ def test_a_layer_keeps_what_was_predicted(name: str) -> None:
     options = MemoryOptions(recompute=("expert_fc1",) if "recompute_fc1" in backend else ())
     given = x.detach().to("meta").requires_grad_()
     how: dict[str, Any] = dict(options=options, device_type="cpu")
-    kept = kept_bytes(layer, [layer], lambda copy: copy(given), **how)
+    kept = count_saved_bytes(layer, [layer], lambda copy: copy(given), **how)
     saved = Saved(layer)
     with packing(saved):
         y = layer(x)
@@ -203,7 +205,7 @@ def test_what_experts_keep_by_hand() -> None:
     for parts, columns in (((), C), (("expert_fc1",), 0)):
         options = MemoryOptions(recompute=parts)
         call = dict(options=options, device_type="cuda")
-        (kept,) = kept_bytes(layer, [layer], lambda copy: copy(x), **call).blocks  # type: ignore[arg-type]
+        (kept,) = count_saved_bytes(layer, [layer], lambda copy: copy(x), **call).blocks  # type: ignore[arg-type]
         assert kept.device["experts"] == T * K * columns * 2 + T * K * (4 + 4) + E * 4
         assert kept.device["routing"] >= T * D * 2 + T * E * 4 + T * K * 4
 
@@ -222,7 +224,7 @@ def test_a_gpu_keeps_what_was_predicted() -> None:
         model = Decoder(config, device="meta")
         routers = {layer.router.weight for layer in model.modules() if isinstance(layer, MoELayer)}
         tokens = torch.zeros(row["batch_size"], row["seq_len"], dtype=torch.int64)
-        kept = kept_bytes(
+        kept = count_saved_bytes(
             model,
             find_blocks(model),
             lambda copy, tokens=tokens: copy.model(tokens),

@@ -20,7 +20,7 @@ from moecore.moe.forced import force_even_load
 from moecore.moe.layer import MoELayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
-from moecore.train.memory.kept import KeptBytes, kept_bytes
+from moecore.train.memory.kept import SavedBytes, count_saved_bytes
 from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import EmulatedExchangePool
 from tests.train.memory.test_kept import Saved
@@ -52,7 +52,7 @@ DISPATCHERS: dict[str, Callable[[ExpertPlacement], Dispatcher]] = {
 }
 
 
-def worker(rank: int, device: torch.device) -> dict[str, tuple[KeptBytes, int, int]]:
+def worker(rank: int, device: torch.device) -> dict[str, tuple[SavedBytes, int, int]]:
     """Return by dispatcher what was predicted, what a forward kept, and what pages save."""
     mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("ep", "etp"))
     place = ExpertPlacement(group=dist.group.WORLD, num_experts=8, ep=WORLD, etp=1)  # type: ignore[arg-type]
@@ -65,9 +65,9 @@ def worker(rank: int, device: torch.device) -> dict[str, tuple[KeptBytes, int, i
         x = torch.randn(T, D, requires_grad=True)
         given = x.detach().to("meta").requires_grad_()
         how: dict[str, Any] = dict(options=MemoryOptions(), device_type="cpu")
-        (kept,) = kept_bytes(layer, [layer], lambda copy, x=given: copy(x), **how).blocks
+        (kept,) = count_saved_bytes(layer, [layer], lambda copy, x=given: copy(x), **how).blocks
         how["options"] = MemoryOptions(stash=StashOptions(page_rows=2))
-        (stashed,) = kept_bytes(layer, [layer], lambda copy, x=given: copy(x), **how).blocks
+        (stashed,) = count_saved_bytes(layer, [layer], lambda copy, x=given: copy(x), **how).blocks
         saved = Saved(layer)
         with packing(saved):
             y = layer(x)

@@ -182,7 +182,7 @@ def test_what_is_asked_for_is_there_already() -> None:
     D, T = 16, 48
     # Per layer: norm's input and 2 statistics, twice; MLPs of widths D and 4 D: input, h, gelu(h).
     of_layer = 4 * T * (2 * (D + 2) + (D + 2 * D) + (D + 2 * 4 * D))
-    assert offload.out_bytes == offload.back_bytes == offload.kept_bytes == 3 * of_layer
+    assert offload.out_bytes == offload.back_bytes == offload.candidate_bytes == 3 * of_layer
     assert offload.late_bytes == 0
 
 
@@ -227,7 +227,7 @@ def test_chunks_in_flight_are_away() -> None:
             assert_equal(found, want[number])
         peaks[-number] = bytes_.peak
     assert offload.late_bytes == offload.used_host_bytes == 0
-    assert offload.kept_bytes == offload.out_bytes == offload.back_bytes
+    assert offload.candidate_bytes == offload.out_bytes == offload.back_bytes
     of_forward = offload.out_bytes // (2 * (4 + 8))
     assert of_forward == 2 * 4 * 48 * (2 * (16 + 2) + 3 * 16 + 9 * 16), "of both layers"
     assert (peaks[8] - peaks[4]) - (peaks[-8] - peaks[-4]) == 4 * of_forward
@@ -237,10 +237,10 @@ def test_a_chunk_that_fails_leaves_nothing() -> None:
     model = Plain(2)
     want = gradients(model, one)
     offload = offloaded(model)
-    with pytest.raises(ZeroDivisionError), offload.chunk(offloads_last_block=True):
+    with pytest.raises(ZeroDivisionError), offload.chunk(offloads_last=True):
         loss = model(*batch(0)) / (1 // 0)
         loss.backward()
-    assert offload.out_bytes > 0 == offload.used_host_bytes and not offload._leaving
+    assert offload.out_bytes > 0 == offload.used_host_bytes and not offload._pending_free
     assert_equal(gradients(model, one), want)
     assert offload.late_bytes == offload.used_host_bytes == 0
 
@@ -251,7 +251,7 @@ def test_a_fraction_is_met_in_all_layers_alike() -> None:
         offload = offloaded(model, fraction=fraction)
         one(model)
         largest = 4 * 48 * 64
-        assert 0 <= fraction * offload.kept_bytes - offload.out_bytes < largest
+        assert 0 <= fraction * offload.candidate_bytes - offload.out_bytes < largest
         assert offload.back_bytes == offload.out_bytes
 
 
@@ -262,8 +262,8 @@ def test_host_memory_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "moecore.train.memory"):
         for _ in range(2):
             assert_equal(gradients(model, in_order), want)
-    assert 0 < offload.host_bytes <= 50_000 < offload.kept_bytes
-    assert 0 < offload.out_bytes < offload.kept_bytes
+    assert 0 < offload.host_bytes <= 50_000 < offload.candidate_bytes
+    assert 0 < offload.out_bytes < offload.candidate_bytes
     (record,) = caplog.records
     assert "host memory" in record.message and "\n" not in record.message
 
@@ -425,9 +425,9 @@ def test_experts_with_room_for_more_rows_keep_those_in_use() -> None:
                 y_RD = experts(inp).y_RD
             with offload.layer(1, 3), offload.part("experts", experts):
                 pass
-            (h,) = [c for c in offload._copies.values() if c.used is not None]
+            (h,) = [c for c in offload._copies.values() if c.used_rows is not None]
             assert h.data is None and h.size == 4 * R * 2 * F
-            assert h.used.length == R and int(h.used.num_rows) == 12
+            assert h.used_rows.length == R and int(h.used_rows.num_rows) == 12
         (y_RD[:12] ** 2).sum().backward()
         return [weights_TK.grad, *(p.grad for p in experts.parameters())]
 
@@ -455,10 +455,10 @@ def test_small_tensors_and_other_devices_stay() -> None:
     offload = Offload(CPU, min_bytes=65)
     x = torch.randn(4, 4, requires_grad=True)
     layers_of(offload, torch.exp, x).sum().backward()
-    assert offload.kept_bytes == 0
+    assert offload.candidate_bytes == 0
     offload = Offload(torch.device("meta"), min_bytes=0)
     layers_of(offload, torch.exp, x).sum().backward()
-    assert offload.kept_bytes == 0
+    assert offload.candidate_bytes == 0
 
 
 def test_device_memory_is_free_and_host_memory_goes_back_with_the_graph() -> None:

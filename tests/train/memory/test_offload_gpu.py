@@ -130,7 +130,7 @@ def test_chunks_in_flight_are_away(which: str, monkeypatch: pytest.MonkeyPatch) 
             in_chunks(model, offload, batches)
         assert_equal(grads_of(model), want)
     assert offload.late_bytes == offload.used_host_bytes == 0
-    assert offload.kept_bytes == offload.out_bytes == offload.back_bytes > 0
+    assert offload.candidate_bytes == offload.out_bytes == offload.back_bytes > 0
     torch.cuda.set_sync_debug_mode("error")
     try:
         in_chunks(model, offload, batches)

@@ -365,7 +365,7 @@ def test_a_layer_takes_three_launches_and_four_events(
     here = CountedStream(counts)
     monkeypatch.setattr(streams, "current", lambda: here)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(CopyStream, "running", lambda self: nullcontext())
+    monkeypatch.setattr(CopyStream, "as_current", lambda self: nullcontext())
     for copies in (streams._out, streams._back):
         copies._turns = [CountedStream(counts)]  # type: ignore[list-item]
     want = gradients(model, one)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.rows.free_list import DEMAND_WORD, FREE_WORD, MISSED_WORD
-from moecore.train.memory.stash import Dispatched, Stash
+from moecore.train.memory.stash import DispatchPages, Stash
 from tests.train.memory.test_offload_gpu import assert_equal, capture, grads_of
 from tests.train.memory.towers import RoomyDispatcher, Tower, make_tower, stashed
 
@@ -73,7 +73,7 @@ def test_late_copies_and_late_compute_give_equal_gradients(
         return call
 
     if which in ("fill", "read"):
-        monkeypatch.setattr(Dispatched, which, late(getattr(Dispatched, which)))
+        monkeypatch.setattr(DispatchPages, which, late(getattr(DispatchPages, which)))
     if which == "compute":
         for layer in model.layers:
             layer.norm.register_forward_pre_hook(lambda *_: torch.cuda._sleep(PAUSE))

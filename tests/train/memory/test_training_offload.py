@@ -82,7 +82,7 @@ def test_cycles_change_no_bit_and_grow_nothing(no_group_left: None, number: int)
         run.offload.onload()
         sizes.add((run.offload.host_bytes, len(before)))
     assert equal(run, other) and len(sizes) == 1
-    assert not run.offload.away
+    assert not run.offload.offloaded_parts
 
 
 def cycles(rank: int, device: torch.device, folder: str) -> dict[str, list[Any]]:

@@ -304,7 +304,7 @@ class _StreamPass:
         if items is None:
             return
         self._copies.follow()
-        with torch.no_grad(), self._copies.running(), explain_transport_errors(PASS):
+        with torch.no_grad(), self._copies.as_current(), explain_transport_errors(PASS):
             self._merge(dict.fromkeys(source for item in items for source, _ in item.parts))
             bucket = self._collector.collect(items, self._read)
         self._ahead = bucket, self._copies.mark()

@@ -77,7 +77,7 @@ def offload_fractions(
         schedule: of `make_schedule`.
         costs: of each of its stages, in seconds.
         sizes: what a micro-batch leaves on each stage in the parts that are offloaded, in bytes
-            (`kept_bytes`).
+            (`count_saved_bytes`).
         bytes_per_second: of copies in one direction, while copies run in the other.
 
     Raises:

@@ -43,9 +43,9 @@ class StageOffload(Protocol):
     """Offloads the saved tensors of a stage's forward until its backward."""
 
     def chunk(
-        self, *, offloads_last_block: bool, hidden: Tensor | None
+        self, *, offloads_last: bool, resident_input: Tensor | None
     ) -> AbstractContextManager[Any]:
-        """Return a context of a forward, which gives its chunk; `hidden` is not offloaded."""
+        """Return a context of a forward, which gives its chunk; `resident_input` stays."""
 
     def bring_back(self, chunk: Any) -> None:
         """Start to copy a forward's offloaded tensors back to the device."""
@@ -228,7 +228,7 @@ class _ScheduleRun:
         """Return the context of a stage's forward, whose input is not offloaded."""
         if self._offload is None or not torch.is_grad_enabled():
             return nullcontext()
-        return self._offload.chunk(offloads_last_block=self._offloads_last, hidden=hidden)
+        return self._offload.chunk(offloads_last=self._offloads_last, resident_input=hidden)
 
     def _checked(self, out: Tensor, action: Action) -> Tensor:
         """Return hidden states, after a check of the shape and dtype that the next stage needs."""

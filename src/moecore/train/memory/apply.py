@@ -19,7 +19,7 @@ from moecore.base.options.memory import GEMM_LAST, MemoryOptions, Recomputed
 from moecore.base.regions import recompute_products
 from moecore.moe.backends import separate_computation
 from moecore.moe.layer import RoutedLayer
-from moecore.train.memory.offload import Offload, within, wrap
+from moecore.train.memory.offload import Offload, call_within, wrap
 from moecore.train.memory.parts import BlockPart, PartUse, find_parts, use_of
 from moecore.train.memory.recompute import recompute, sharing_outputs
 from moecore.train.memory.stash import Stash
@@ -46,12 +46,12 @@ def apply_memory(
     _apply_recompute(blocks, options, compiled)
     if not options.offload:
         return None
-    names = _offloaded(blocks, options, compiled)
+    names = _offload_kinds(blocks, options, compiled)
     offload = Offload(device, max_host_bytes=options.offload_host_bytes)
     fraction = options.offload_fraction
     for index, chunk in ({0: blocks} if stages is None else stages).items():
-        own = fraction[index] if isinstance(fraction, tuple) else fraction
-        offload.attach(chunk, names.get, own)
+        chunk_fraction = fraction[index] if isinstance(fraction, tuple) else fraction
+        offload.attach(chunk, names.get, chunk_fraction)
     return offload
 
 
@@ -65,10 +65,10 @@ def apply_stash(
     """Save rows of routed experts in pages, in place; None where no layer has spare rows."""
     if options.stash is None:
         return None
-    found: list[Any] = [
+    layers: list[Any] = [
         m for block in blocks for m in block.modules() if _has_spare_rows(m) and m not in compiled
     ]
-    if not found:
+    if not layers:
         warnings.warn(
             "MemoryOptions.stash is not used: no MoE layer of a block has room for more rows than "
             "come (dispatcher 'nvlink', or a capacity with pad), and experts 'triton' or 'torch' "
@@ -76,8 +76,8 @@ def apply_stash(
             stacklevel=6,
         )
         return None
-    stash = Stash(device, options.stash, sum(layer.runs for layer in found))
-    stash.attach(blocks, dict.fromkeys(found, "moe").get)
+    stash = Stash(device, options.stash, sum(layer.runs for layer in layers))
+    stash.attach(blocks, dict.fromkeys(layers, "moe").get)
     return stash
 
 
@@ -87,40 +87,40 @@ def _has_spare_rows(module: nn.Module) -> bool:
         return False
     experts, capacity = module.part("experts"), module.config.capacity
     pads = capacity is not None and capacity.pad
-    is_apart = (
+    is_separate = (
         separate_computation(experts.backend, experts.spec(), has_more=experts.has_more) is not None
     )
-    return module.dispatcher.has_spare_rows(pads=pads) and not is_apart
+    return module.dispatcher.has_spare_rows(pads=pads) and not is_separate
 
 
 def _apply_recompute(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
 ) -> None:
-    wanted = set(options.parts) - {"expert_fc1"}
-    if not wanted:
+    recompute_parts = set(options.parts) - {"expert_fc1"}
+    if not recompute_parts:
         return
-    used: set[Recomputed] = set()
+    used_parts: set[Recomputed] = set()
     for block in blocks:
         for part in list(find_parts(block)):
-            use = use_of(part, wanted)
-            used |= use.parts
+            use = use_of(part, recompute_parts)
+            used_parts |= use.parts
             if use.parts and part.module not in compiled:
                 _recompute(part, use)
-        wrap(block, within, sharing_outputs)
-    if wanted.issuperset(GEMM_LAST):  # a block need not have all three
-        wanted.difference_update(GEMM_LAST)
-    unused = [part for part in options.parts if part in wanted - used]
+        wrap(block, call_within, sharing_outputs)
+    if recompute_parts.issuperset(GEMM_LAST):  # a block need not have all three
+        recompute_parts.difference_update(GEMM_LAST)
+    unused = [part for part in options.parts if part in recompute_parts - used_parts]
     if unused:
         warnings.warn(
             f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it", stacklevel=7
         )
 
 
-def _offloaded(
+def _offload_kinds(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
 ) -> dict[nn.Module, str]:
     """Return the modules whose savings are offloaded, and their parts."""
-    found: dict[nn.Module, str] = {}
+    kinds: dict[nn.Module, str] = {}
     for block in blocks:
         inside: set[nn.Module] = set()
         for _, kind, module in find_parts(block):
@@ -129,17 +129,17 @@ def _offloaded(
             if kind != "moe":
                 inside.update(module.modules())
             if kind in options.offload and module not in compiled:
-                found[module] = kind
+                kinds[module] = kind
         if "rest" in options.offload:
-            found[block] = "rest"
-    unused = [part for part in options.offload if part not in found.values()]
+            kinds[block] = "rest"
+    unused = [part for part in options.offload if part not in kinds.values()]
     if unused:
         warnings.warn(
             f"MemoryOptions.offload ({unused[0]!r}) is not used: no block has it outside of what "
             "is compiled",
             stacklevel=7,
         )
-    return found
+    return kinds
 
 
 def _recompute(part: BlockPart, use: PartUse) -> None:
@@ -148,7 +148,7 @@ def _recompute(part: BlockPart, use: PartUse) -> None:
         wrap(module, _checkpointed)
         return
     for child in use.products:
-        wrap(module.get_submodule(child), within, recompute_products)
+        wrap(module.get_submodule(child), call_within, recompute_products)
     wrap(module, _as_region, name, kind != "norm")
 
 

@@ -88,7 +88,8 @@ def inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dic
 
 def _last(path: str) -> str:
     """Return the last name of a module's path, "self_attn" of "L['self'].self_attn"."""
-    return re.findall(r"\w+", path)[-1]
+    name: str = re.findall(r"\w+", path)[-1]
+    return name
 
 
 def _is_small(node: Node) -> bool:

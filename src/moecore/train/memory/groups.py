@@ -28,20 +28,20 @@ class Readers:
     """Counts of living handles, and of those yet to be unpacked in this turn (one backward)."""
 
     alive: int = 0
-    left: int = 0
+    remaining: int = 0
     turn: int = 0
 
     def join(self) -> int:
         """Count a new handle; return the turn in which it is unpacked next."""
         self.alive += 1
-        self.left += 1
+        self.remaining += 1
         return self.turn
 
-    def asked(self, turn: int) -> tuple[int, bool]:
+    def count_unpack(self, turn: int) -> tuple[int, bool]:
         """Count an unpacking; return the handle's next turn, and whether it ends this turn."""
         if turn != self.turn:
             return turn, False
-        self.left -= 1
+        self.remaining -= 1
         return turn + 1, self._is_over()
 
     def leave(self, turn: int) -> bool:
@@ -49,13 +49,13 @@ class Readers:
         self.alive -= 1
         if turn != self.turn:
             return False
-        self.left -= 1
+        self.remaining -= 1
         return self._is_over()
 
     def _is_over(self) -> bool:
-        if self.left:
+        if self.remaining:
             return False
-        self.turn, self.left = self.turn + 1, self.alive
+        self.turn, self.remaining = self.turn + 1, self.alive
         return True
 
 
@@ -69,7 +69,7 @@ class HostCopy:
     version: int
     data: Tensor | None  # uint8, on the device; None while only the store has it
     home: Stream | None  # waits before `data` is freed
-    used: UsedRows | None  # the rows in use; None = all
+    used_rows: UsedRows | None  # the rows in use; None = all
     piece: Any = None  # its place in the store; None where the storage stays
     out: CopyMark | None = None  # the end of the copy to the store
     busy: CopyMark | None = None  # the end of the last copy that reads or writes `data`
@@ -88,7 +88,7 @@ class HostCopy:
             self.busy.hold(self.home)
         self.data, self.busy, self.is_back = None, None, False
 
-    def is_as_saved(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return whether the storage on the device still has its memory and its values."""
         assert self.data is not None
         has_memory = self.data.untyped_storage().nbytes() == self.size
@@ -105,9 +105,10 @@ class StorageGroup:
     stream: Stream | None  # of its layer
     weights: frozenset[int]  # keys of the storages of the part's parameters and buffers
     fresh: list[HostCopy] = field(default_factory=list)  # that no earlier group saved
-    before: list[StorageGroup] = field(default_factory=list)  # copied back after this backward
+    # Groups that are copied back after the backward of this one.
+    prefetch_groups: list[StorageGroup] = field(default_factory=list)
     readers: Readers = field(default_factory=Readers)
-    is_asked: bool = False  # whether backward has unpacked one of its handles
+    has_unpacked: bool = False  # whether backward has unpacked one of its handles
 
     def retire(self) -> None:
         """Free the device memory of the storages that were copied out."""
@@ -128,24 +129,24 @@ class Layer:
     def follow(self, previous: Layer | None) -> None:
         """Link each group to the group of the layer before, whose backward is the next."""
         self.groups = {key: group for key, group in self.groups.items() if group.readers.alive}
-        others = dict(previous.groups) if previous is not None else {}
+        previous_groups = dict(previous.groups) if previous is not None else {}
         if not self.groups:
-            self.groups = others
+            self.groups = previous_groups
             return
         for key, group in self.groups.items():
-            if key in others:
-                group.before.append(others.pop(key))
+            if key in previous_groups:
+                group.prefetch_groups.append(previous_groups.pop(key))
         # Parts that this layer lacks are copied back after the part whose backward comes first.
-        next(reversed(self.groups.values())).before += others.values()
+        next(reversed(self.groups.values())).prefetch_groups += previous_groups.values()
 
 
 @dataclass(eq=False, slots=True)
 class OffloadChunk:
     """One forward of blocks whose backward is announced, such as that of a pipeline's stage."""
 
-    offloads_last_block: bool  # whether the last block is offloaded, too
+    offloads_last: bool  # whether the last block is offloaded, too
     layers: list[Layer] = field(default_factory=list)
-    leaving: list[StorageGroup] = field(default_factory=list)  # copied out, not freed yet
+    pending_free: list[StorageGroup] = field(default_factory=list)  # copied out, not freed yet
 
 
 @dataclass(slots=True)

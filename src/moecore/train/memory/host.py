@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +25,17 @@ class Slab:
     """Memory that is handed out from front to back; uint8."""
 
     memory: Tensor
-    used: int = 0
+    used_bytes: int = 0
 
     @property
     def room(self) -> int:
         """Bytes that are free."""
-        return self.memory.numel() - self.used
+        return self.memory.numel() - self.used_bytes
 
     def take(self, num_bytes: int) -> Tensor:
         """Return the next bytes, which must be free."""
-        data = self.memory[self.used : self.used + num_bytes]
-        self.used += aligned(num_bytes)
+        data = self.memory[self.used_bytes : self.used_bytes + num_bytes]
+        self.used_bytes += aligned(num_bytes)
         return data
 
 
@@ -58,9 +57,10 @@ class Slabs:
 
     def add(self, num_bytes: int) -> Slab:
         """Return a new slab, or raise a RuntimeError without memory. To pin it is slow."""
-        where: dict[str, Any] = dict(device=self.device, pin_memory=self.pinned)
         with host_memory():
-            memory = torch.empty(num_bytes, dtype=torch.uint8, **where)
+            memory = torch.empty(
+                num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pinned
+            )
         self.slabs.append(Slab(memory))
         return self.slabs[-1]
 
@@ -120,31 +120,31 @@ class HostPool:
 
     def _grow(self, size: int) -> Slab | None:
         """Return a new slab: as large as all others together up to `SLAB_BYTES`, or as needed."""
-        made = self.num_bytes
+        pool_bytes = self.num_bytes
         limit = float("inf") if self.max_bytes is None else self.max_bytes
-        least = power_of_two(size)
-        for num_bytes in (max(least, min(power_of_two(made), SLAB_BYTES)), least):
-            if made + num_bytes > limit:
+        min_bytes = power_of_two(size)
+        for num_bytes in (max(min_bytes, min(power_of_two(pool_bytes), SLAB_BYTES)), min_bytes):
+            if pool_bytes + num_bytes > limit:
                 continue
             try:
                 return self._slabs.add(num_bytes)
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0]
                 raise RuntimeError(
-                    f"host memory for offloaded tensors ({made} bytes) could not grow by "
+                    f"host memory for offloaded tensors ({pool_bytes} bytes) could not grow by "
                     f"{num_bytes} ({reason}): set max_host_bytes to what the host has"
                 ) from error
         return None
 
 
 @contextmanager
-def of_host_memory(what: str) -> Iterator[None]:
-    """Return a context of allocations; short host memory raises a MemoryError that names `what`."""
+def of_host_memory(subject: str) -> Iterator[None]:
+    """Return a context in which short host memory raises a MemoryError that names `subject`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         reason = str(error).partition("\n")[0]
-        raise MemoryError(f"{what} must fit in host memory: lower it ({reason})") from error
+        raise MemoryError(f"{subject} must fit in host memory: lower it ({reason})") from error
 
 
 def size_class(num_bytes: int) -> int:
@@ -187,12 +187,12 @@ class HostCopies:
                 )
         for of, names in new.items():
             names.sort(key=lambda name: -tensors[name].nbytes)
-            left = sum(aligned(tensors[name].nbytes) for name in names)
+            remaining_bytes = sum(aligned(tensors[name].nbytes) for name in names)
             for name in names:
                 like, size = tensors[name], aligned(tensors[name].nbytes)
-                data = _slab_with(self._slabs[of], size, left).take(like.nbytes)
+                data = _slab_with(self._slabs[of], size, remaining_bytes).take(like.nbytes)
                 self._copies[name] = data.view(like.dtype).view(like.shape)
-                left -= size
+                remaining_bytes -= size
         return {name: self._copies[name] for name in tensors}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -234,6 +234,8 @@ class HostCopies:
         return self._streams[device]
 
 
-def _slab_with(slabs: Slabs, size: int, left: int) -> Slab:
-    """Return a slab with `size` free bytes; a new slab has `left` bytes, up to `SLAB_BYTES`."""
-    return slabs.fitting(size) or slabs.add(power_of_two(max(size, min(left, SLAB_BYTES))))
+def _slab_with(slabs: Slabs, size: int, remaining_bytes: int) -> Slab:
+    """Return a slab with `size` free bytes; a new slab has `remaining_bytes` at most."""
+    return slabs.fitting(size) or slabs.add(
+        power_of_two(max(size, min(remaining_bytes, SLAB_BYTES)))
+    )

@@ -30,7 +30,8 @@ from moecore.train.memory.apply import apply_memory
 from moecore.train.memory.on_meta import META, OnMeta
 from moecore.train.memory.parts import find_parts
 
-OWN_PARTS = ("ep", "etp", "tp")  # mesh dims whose ranks compute with their own part of a parameter
+# Mesh dims whose ranks compute with a part of a parameter.
+SHARDED_DIMS = ("ep", "etp", "tp")
 OBSERVERS = ("tape", "observe_scores")  # attributes that would record what did not happen
 NAMES = {"moe": "routing"}  # what is left of an MoE layer beside its experts
 OUTER = ("", "rest", "routing")  # parts in which others lie
@@ -38,7 +39,7 @@ Parts = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class KeptBytes:
+class SavedBytes:
     """What one block's forward saves, in bytes by part; what two parts save counts in the first."""
 
     device: Parts
@@ -51,14 +52,14 @@ class KeptBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelKept:
+class ModelSavedBytes:
     """What a forward saves; `outside`: what no block or several save, such as the head."""
 
-    blocks: tuple[KeptBytes, ...]
-    outside: KeptBytes
+    blocks: tuple[SavedBytes, ...]
+    outside: SavedBytes
 
 
-def kept_bytes(
+def count_saved_bytes(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     run: Callable[[Any], Any],
@@ -67,7 +68,7 @@ def kept_bytes(
     device_type: str,
     dtype_of: Callable[[Tensor], torch.dtype] = lambda param: param.dtype,
     compiled: Set[nn.Module] = frozenset(),
-) -> ModelKept:
+) -> ModelSavedBytes:
     """Return what a training forward saves. Nothing is allocated, sent or changed.
 
     Exact for what runs eagerly, up to what attention's kernel saves and how even loads are. A
@@ -97,9 +98,9 @@ def kept_bytes(
         count.wrap(block, i, "rest")
     with meta_as(device_type), packing(count), on_meta, torch.enable_grad():
         out = run(copies[model])
-    kept = count.result(len(blocks), frozenset() if offload is None else offload.away)
+    saved_bytes = count.result(len(blocks), frozenset() if offload is None else offload.stored_keys)
     del out  # its graph has kept the saved storages until here
-    return kept
+    return saved_bytes
 
 
 @dataclass(slots=True)
@@ -123,29 +124,29 @@ class _Count:
         self, weights: Set[int], move: Callable[[Tensor], Tensor], stash: StashOptions | None
     ) -> None:
         self.weights, self.move, self.stash = weights, move, stash
-        self.found: dict[int, _Storage] = {}  # by `StorageWeakRef.cdata`
+        self.storages: dict[int, _Storage] = {}  # by `StorageWeakRef.cdata`
         self._place: tuple[int, str] = (-1, "")
 
     def __call__(self, tensor: Tensor) -> None:
-        used = None if self.stash is None else used_rows(tensor)
+        rows = None if self.stash is None else used_rows(tensor)
         tensor, (block, part) = self.move(tensor), self._place
         if storage_key(tensor) in self.weights:
             return
         storage = tensor.untyped_storage()
         ref = StorageWeakRef(storage)
-        if ref.cdata not in self.found:
+        if ref.cdata not in self.storages:
             num_bytes = storage.nbytes()
-            if self.stash is not None and used is not None and used.balanced is not None:
-                pages = cdiv(used.balanced, self.stash.page_rows)
-                num_bytes = num_bytes // used.length * self.stash.page_rows * pages
-            self.found[ref.cdata] = _Storage(num_bytes, ref, part, [])
-        self.found[ref.cdata].blocks.append(block)
+            if self.stash is not None and rows is not None and rows.balanced is not None:
+                pages = cdiv(rows.balanced, self.stash.page_rows)
+                num_bytes = num_bytes // rows.length * self.stash.page_rows * pages
+            self.storages[ref.cdata] = _Storage(num_bytes, ref, part, [])
+        self.storages[ref.cdata].blocks.append(block)
 
     def wrap(self, module: nn.Module, block: int, part: str) -> None:
         """Let what a module keeps count as a part's; of two, one in the other, as the outer's."""
-        module.forward = partial(self._within, module.forward, (block, part))  # type: ignore[method-assign]
+        module.forward = partial(self._forward_in_part, module.forward, (block, part))
 
-    def _within(
+    def _forward_in_part(
         self, forward: Callable[..., Any], place: tuple[int, str], *args: Any, **kwargs: Any
     ) -> Any:
         if self._place[1] not in OUTER:
@@ -156,17 +157,19 @@ class _Count:
         finally:
             self._place = before
 
-    def result(self, num_blocks: int, away: Set[int]) -> ModelKept:
+    def result(self, num_blocks: int, host_keys: Set[int]) -> ModelSavedBytes:
         sums: list[tuple[Counter[str], Counter[str]]]
         sums = [(Counter(), Counter()) for _ in range(num_blocks + 1)]
-        for address, storage in self.found.items():
-            if storage.ref.expired() and address not in away:
+        for address, storage in self.storages.items():
+            if storage.ref.expired() and address not in host_keys:
                 continue
-            first, *others = dict.fromkeys(storage.blocks)
-            place = (-1, "outside") if others or first < 0 else (first, storage.part)
-            sums[place[0]][address in away][place[1]] += storage.num_bytes
-        *blocks, outside = (KeptBytes(dict(here), dict(there)) for here, there in sums)
-        return ModelKept(tuple(blocks), outside)
+            first, *other_blocks = dict.fromkeys(storage.blocks)
+            place = (-1, "outside") if other_blocks or first < 0 else (first, storage.part)
+            sums[place[0]][address in host_keys][place[1]] += storage.num_bytes
+        *blocks, outside = (
+            SavedBytes(dict(device_bytes), dict(host_bytes)) for device_bytes, host_bytes in sums
+        )
+        return ModelSavedBytes(tuple(blocks), outside)
 
 
 def _copies(
@@ -174,11 +177,11 @@ def _copies(
 ) -> dict[nn.Module, nn.Module]:
     """Return a copy on meta of each module, before anything wrapped it, without observers."""
 
-    def computed(param: nn.Parameter) -> nn.Parameter:
-        empty = torch.empty(_own_shape(param), dtype=dtype_of(param), device=META)
+    def compute_param(param: nn.Parameter) -> nn.Parameter:
+        empty = torch.empty(_compute_shape(param), dtype=dtype_of(param), device=META)
         return nn.Parameter(empty, requires_grad=param.requires_grad)
 
-    copies = copy_modules(model, computed, unwrapped=True)
+    copies = copy_modules(model, compute_param, unwrapped=True)
     for module in copies.values():
         state = vars(module)
         state |= {name: None for name in OBSERVERS if name in state}
@@ -192,12 +195,12 @@ def _copies(
     return copies
 
 
-def _own_shape(param: Tensor) -> list[int]:
+def _compute_shape(param: Tensor) -> list[int]:
     """Return the shape with which this rank computes: what data ranks cut is all-gathered."""
     shape = list(param.shape)
     if isinstance(param, DTensor):
         names = param.device_mesh.mesh_dim_names or ()
         for i, (name, placement) in enumerate(zip(names, param.placements, strict=True)):
-            if name in OWN_PARTS and not placement.is_replicate():
+            if name in SHARDED_DIMS and not placement.is_replicate():
                 shape[placement.dim] //= param.device_mesh.size(i)  # type: ignore[attr-defined]
     return shape

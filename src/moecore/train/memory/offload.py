@@ -53,7 +53,7 @@ class Offload(SavedStorages):
     memory stay; None = no limit.
     """
 
-    _rows_alone = False  # True: only matrices whose used rows are counted are offloaded
+    _rows_only = False  # True: only matrices whose used rows are counted are offloaded
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class Offload(SavedStorages):
             for module in block.modules():
                 name = part_of(module)
                 if module is not block and name is not None:
-                    self._unwrap.append(wrap(module, within, partial(self.part, name, module)))
+                    self._unwrap.append(wrap(module, call_within, partial(self.part, name, module)))
             rest = None if part_of(block) is None else block
             around = partial(self.layer, index, len(blocks), rest, fraction)
-            self._unwrap.append(wrap(block, within, around))
+            self._unwrap.append(wrap(block, call_within, around))
 
     def detach(self) -> None:
         """Unwrap the forwards that `attach` has wrapped; host memory stays reserved."""
@@ -111,16 +111,16 @@ class Offload(SavedStorages):
 
     @contextmanager
     def chunk(
-        self, *, offloads_last_block: bool, hidden: Tensor | None = None
+        self, *, offloads_last: bool, resident_input: Tensor | None = None
     ) -> Iterator[OffloadChunk]:
         """Return the context of a forward of blocks whose backward `bring_back` announces."""
-        # With `offloads_last_block` the last block is offloaded, too; `free` then frees its memory.
-        # `hidden`, an input that the caller needs until backward, is not offloaded.
+        # With `offloads_last` the last block is offloaded, too; `free` then frees its memory.
+        # `resident_input` stays: the caller holds this input until backward.
         # Forwards and backwards of other stages run between forward and backward of a stage. Only
         # the pipeline has their order, so it announces the backward.
-        chunk, is_done = OffloadChunk(offloads_last_block), False
-        if hidden is not None:
-            ref = StorageWeakRef(hidden.untyped_storage())
+        chunk, is_done = OffloadChunk(offloads_last), False
+        if resident_input is not None:
+            ref = StorageWeakRef(resident_input.untyped_storage())
             self._staying[ref.cdata] = ref
         self._chunk = chunk
         try:
@@ -131,19 +131,19 @@ class Offload(SavedStorages):
             with self._locked():
                 if not is_done:
                     self._retire(lambda group: True)
-                chunk.leaving, self._leaving = self._leaving, []
+                chunk.pending_free, self._pending_free = self._pending_free, []
 
     def free(self, chunk: OffloadChunk) -> None:
         """Free the device memory of the storages that a chunk's last block has copied out."""
         with self._locked():
-            for group in chunk.leaving:
+            for group in chunk.pending_free:
                 group.retire()
-            chunk.leaving = []
+            chunk.pending_free = []
 
     def bring_back(self, chunk: OffloadChunk) -> None:
         """Allocate and start to copy back all storages of a chunk, before its backward."""
         with self._locked():
-            chunk.leaving = []  # storages that `free` has not freed yet stay on the device
+            chunk.pending_free = []  # storages that `free` has not freed yet stay on the device
             for layer in reversed(chunk.layers):
                 self._bring_all(reversed(layer.groups.values()))
 
@@ -164,7 +164,7 @@ class Offload(SavedStorages):
             yield
             return
         outer, previous, chunk = self._layer, self._previous, self._chunk
-        is_last = index == num_layers - 1 and not (chunk is not None and chunk.offloads_last_block)
+        is_last = index == num_layers - 1 and not (chunk is not None and chunk.offloads_last)
         layer = Layer(index, is_last, self._streams.current())
         if index == 0:
             self._start_forward(self.fraction if fraction is None else fraction)
@@ -215,7 +215,7 @@ class Offload(SavedStorages):
         layer.groups[key] = group
         is_done = False
         try:
-            with packing(partial(self._pack, group), only_rows=self._rows_alone):
+            with packing(partial(self._pack, group), only_rows=self._rows_only):
                 yield
             is_done = True
         finally:
@@ -226,11 +226,11 @@ class Offload(SavedStorages):
     @torch.no_grad()
     def _keys_of(self, module: nn.Module) -> frozenset[int]:
         """Return the keys of the storages of a module's parameters and buffers."""
-        found = self._registries.get(module)
-        if found is None:
-            found = [d for m in module.modules() for d in (m._parameters, m._buffers)]
-            self._registries[module] = found
-        tensors = (t for registry in found for t in registry.values() if t is not None)
+        registries = self._registries.get(module)
+        if registries is None:
+            registries = [d for m in module.modules() for d in (m._parameters, m._buffers)]
+            self._registries[module] = registries
+        tensors = (t for registry in registries for t in registry.values() if t is not None)
         return frozenset(storage_key(local_of(t)) for t in tensors)
 
     def _send(self, group: StorageGroup) -> None:
@@ -239,16 +239,16 @@ class Offload(SavedStorages):
             self._put(group)
 
 
-def wrap(module: nn.Module, function: Callable[..., Any], *how: Any) -> Callable[[], None]:
+def wrap(module: nn.Module, function: Callable[..., Any], *bound_args: Any) -> Callable[[], None]:
     """Replace a module's forward by `function(forward, *how, args, kwargs)`; return the undo."""
-    own, forward = vars(module).get("forward"), module.forward
+    instance_forward, forward = vars(module).get("forward"), module.forward
     # A partial of bound methods: the deep copy of a module gets a forward of its own.
-    wrapped = partial(_unless_compiled, function, forward, how)
-    module.forward = update_wrapper(wrapped, forward)  # type: ignore[method-assign]
-    return partial(_put_back, module, own)
+    wrapped = partial(_call_unless_compiled, function, forward, bound_args)
+    module.forward = update_wrapper(wrapped, forward)
+    return partial(_restore_forward, module, instance_forward)
 
 
-def within(
+def call_within(
     forward: Callable[..., Any],
     context: Callable[[], AbstractContextManager[Any]],
     args: Any,
@@ -259,20 +259,20 @@ def within(
         return forward(*args, **kwargs)
 
 
-def _unless_compiled(
+def _call_unless_compiled(
     function: Callable[..., Any],
     forward: Callable[..., Any],
-    how: tuple[Any, ...],
+    bound_args: tuple[Any, ...],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
-    return function(forward, *how, args, kwargs)
+    return function(forward, *bound_args, args, kwargs)
 
 
-def _put_back(module: nn.Module, own: Callable[..., Any] | None) -> None:
-    if own is None:
+def _restore_forward(module: nn.Module, instance_forward: Callable[..., Any] | None) -> None:
+    if instance_forward is None:
         del module.forward
     else:
-        module.forward = own  # type: ignore[method-assign]
+        module.forward = instance_forward

@@ -39,7 +39,8 @@ class OnMeta(TorchFunctionMode):
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self._is_gpu = device_type == "cuda"
-        self.moved: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> itself, and one on meta
+        # By storage: a tensor that keeps it alive, and a tensor on meta of the same bytes.
+        self.meta_copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -82,33 +83,33 @@ class OnMeta(TorchFunctionMode):
         if x.is_meta or type(x) is not Tensor:
             return x
         key = storage_key(x)
-        if key not in self.moved:
+        if key not in self.meta_copies:
             num_bytes = x.untyped_storage().nbytes()
-            self.moved[key] = x, torch.empty(num_bytes, dtype=torch.uint8, device=META)
-        storage = self.moved[key][1].untyped_storage()
+            self.meta_copies[key] = x, torch.empty(num_bytes, dtype=torch.uint8, device=META)
+        storage = self.meta_copies[key][1].untyped_storage()
         view = torch.empty(0, dtype=x.dtype, device=META)
-        return view.set_(storage, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+        return view.set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
     """Return the tensors of an operation's arguments: within lists, tuples and dicts."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if type(value) in PLAIN_VALUES:  # most of them, at a tenth of the time
             continue
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            found += tensors_of(*value) if value else ()
+            tensors += tensors_of(*value) if value else ()
         elif isinstance(value, dict):
-            found += tensors_of(*value.values()) if value else ()
-    return found
+            tensors += tensors_of(*value.values()) if value else ()
+    return tensors
 
 
 def _nonzero(x: Tensor, *, as_tuple: bool = False) -> Any:
     """Return the places of all elements: [N, dims], or as many [N]."""
-    found = torch.empty(x.numel(), x.ndim, dtype=torch.int64, device=META)
-    return found.unbind(1) if as_tuple else found
+    indices = torch.empty(x.numel(), x.ndim, dtype=torch.int64, device=META)
+    return indices.unbind(1) if as_tuple else indices
 
 
 def _indices(index: Any) -> Iterator[Any]:
@@ -134,10 +135,10 @@ class _AttentionOnMeta(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, out, sums = ctx.saved_tensors
         dq_sums = torch.empty_like(q, dtype=torch.float32)  # cuDNN's, while it runs
-        found = tuple(torch.empty_like(x) for x in (q, k, v))
-        record_launch("attention_bwd", q, k, v, out, sums, *grads, *found)
+        input_grads = tuple(torch.empty_like(x) for x in (q, k, v))
+        record_launch("attention_bwd", q, k, v, out, sums, *grads, *input_grads)
         del dq_sums
-        return *found, None
+        return *input_grads, None
 
 
 class _Norm(torch.autograd.Function):
@@ -186,8 +187,8 @@ class _GroupedProduct(torch.autograd.Function):
 def _grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
     """Return what torch's product does, which takes bf16 alone on meta."""
     if b_eKN.ndim == 2:  # of weights' gradients, without their own: [M, R] by [R, N] -> [e, M, N]
-        found = a_RK.new_empty(len(offs), a_RK.shape[0], b_eKN.shape[1])
-        record_launch("grouped_mm", a_RK, b_eKN, found)
-        return found
+        dw_eMN = a_RK.new_empty(len(offs), a_RK.shape[0], b_eKN.shape[1])
+        record_launch("grouped_mm", a_RK, b_eKN, dw_eMN)
+        return dw_eMN
     out: Tensor = _GroupedProduct.apply(a_RK, b_eKN, offs)
     return out

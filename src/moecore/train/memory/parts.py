@@ -48,21 +48,21 @@ def find_parts(block: nn.Module) -> Iterator[BlockPart]:
             yield BlockPart(name, kind, module)
 
 
-def use_of(part: BlockPart, wanted: Set[Recomputed]) -> PartUse:
+def use_of(part: BlockPart, options: Set[Recomputed]) -> PartUse:
     """Return what of a part is recomputed, of the wanted parts of `MemoryOptions.recompute`."""
     _, kind, module = part
     if kind in ("norm", "moe"):
-        return PartUse(wanted & {kind})
+        return PartUse(options & {kind})
     if kind in ("mlp", "shared_experts"):
-        return PartUse(wanted & {kind, "activation"}, ("",) if kind in wanted else ())
+        return PartUse(options & {kind, "activation"}, ("",) if kind in options else ())
     if kind != "attention":
         return PartUse(set())
     children = {name for name, _ in module.named_children()}
     up, qkv = UP & children, QKV & children
-    found: dict[Recomputed, set[str]] = {"mla_up_proj": up | qkv} if up else {"qkv_proj": qkv}
-    names = {name for option in wanted & set(found) for name in found[option]}
-    has = {option for option in found if found[option]}
-    return PartUse(wanted & {"rope", *has}, tuple(sorted(names)))
+    projections: dict[Recomputed, set[str]] = {"mla_up_proj": up | qkv} if up else {"qkv_proj": qkv}
+    names = {name for option in options & set(projections) for name in projections[option]}
+    has = {option for option in projections if projections[option]}
+    return PartUse(options & {"rope", *has}, tuple(sorted(names)))
 
 
 def _kind_of(name: str, module: nn.Module) -> Kind | None:

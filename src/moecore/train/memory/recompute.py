@@ -76,7 +76,7 @@ class _RegionProduct:
     numbers: Sequence[Tensor] = ()  # states of generators behind it, where it may draw
 
 
-class _Dropped:
+class _DroppedValue:
     """Stands for a value of a region."""
 
     __slots__ = ("_base", "_place", "_region", "_view")
@@ -110,24 +110,24 @@ class _RunningRegion:
     _inputs: list[Any] = field(default_factory=list)  # handles of tensors, and other leaves
     _spec: Any = None
     _versions: tuple[int, ...] = ()  # of the inputs
-    _known: set[int] = field(default_factory=set)  # storages that are kept anyway, while it runs
+    _resident_keys: set[int] = field(default_factory=set)  # storages that stay while it runs
     _largest: int = 0
-    _num_saved: int = 0
+    _num_values: int = 0
     _num_products: int = 0
     _open: _RegionProduct | None = None
     _last: int = 0  # products before the last value that is dropped
-    _expected: Counter[_ValuePlace] = field(default_factory=Counter)
-    _left: Counter[_ValuePlace] = field(default_factory=Counter)
+    _expected_counts: Counter[_ValuePlace] = field(default_factory=Counter)
+    _remaining_counts: Counter[_ValuePlace] = field(default_factory=Counter)
     _values: dict[_ValuePlace, Tensor] = field(default_factory=dict)
     # Outputs of products in the second run, while it runs: the storage of one that is freed would
     # be given to a value that is looked for, and is known.
-    _given_again: list[Any] = field(default_factory=list)
+    _replayed_outputs: list[Any] = field(default_factory=list)
     _context: Any = None  # autocast of the first run
     _numbers: Sequence[Tensor] = ()  # states of torch's generators before the first run
     _own_numbers: dict[torch.Generator, Tensor] = field(default_factory=dict)  # of a model's own
     _stream: torch.cuda.Stream | None = None  # of the second run, and its end
     _event: torch.cuda.Event | None = None
-    _is_again: bool = False
+    _is_rerun: bool = False
 
     # The first run.
 
@@ -150,20 +150,22 @@ class _RunningRegion:
         ]
         for number, product in enumerate(self.products):
             product.is_needed = number < self._last
-            product.output = _map(_kept_output, product.output) if product.is_needed else None
-        self._known.clear()
+            product.output = _map(_save_output, product.output) if product.is_needed else None
+        self._resident_keys.clear()
         return output
 
     def _start(self, tensors: list[Tensor]) -> None:
         self._versions = _versions(tensors)
-        self._known = {storage_key(tensor) for tensor in tensors}
+        self._resident_keys = {storage_key(tensor) for tensor in tensors}
         self._largest = max((tensor.nbytes for tensor in tensors), default=0)
-        self._num_saved = self._num_products = 0
+        self._num_values = self._num_products = 0
 
     def _check_unchanged(self, inputs: list[Tensor]) -> None:
         """Raise where a second run would start from other values."""
-        is_same = self._versions == _versions(inputs)
-        if not is_same or any(p.versions != _versions(_tensors(p.output)) for p in self.products):
+        has_same_inputs = self._versions == _versions(inputs)
+        if not has_same_inputs or any(
+            p.versions != _versions(_tensors(p.output)) for p in self.products
+        ):
             raise NotImplementedError(
                 f"{self.name} must not change its input or a product's output in place to be "
                 "computed again: leave it out of MemoryOptions.recompute"
@@ -174,32 +176,34 @@ class _RunningRegion:
         if self._is_kept(tensor):
             return None
         if self._open is None:
-            place = _ValuePlace("saved", self._num_saved)
-            self._num_saved += 1
+            place = _ValuePlace("saved", self._num_values)
+            self._num_values += 1
             return self._drop(place, tensor, tensor)
-        for position, given in enumerate(self._open.inputs):
-            if not isinstance(given, Tensor) or given.is_leaf:
+        for position, value in enumerate(self._open.inputs):
+            if not isinstance(value, Tensor) or value.is_leaf:
                 continue
-            if storage_key(given) == storage_key(tensor) and given.dtype == tensor.dtype:
+            if storage_key(value) == storage_key(tensor) and value.dtype == tensor.dtype:
                 place = _ValuePlace("input", self._num_products, position)
-                return self._drop(place, given, tensor)
+                return self._drop(place, value, tensor)
         return None  # of the product's own, such as attention's log-sum-exp
 
     def _is_kept(self, tensor: Tensor) -> bool:
         if tensor.nbytes * SMALL <= self._largest or not _is_plain(tensor):
             return True
-        return storage_key(tensor) in self._known
+        return storage_key(tensor) in self._resident_keys
 
-    def _drop(self, place: _ValuePlace, base: Tensor, tensor: Tensor) -> _Dropped:
+    def _drop(self, place: _ValuePlace, base: Tensor, tensor: Tensor) -> _DroppedValue:
         self._last = self._num_products
-        return _Dropped(self, place, _View.of(base), _View.of(tensor))
+        return _DroppedValue(self, place, _View.of(base), _View.of(tensor))
 
     def _offer(self, output: Any) -> None:
         """Let the consumers of the outputs drop them too."""
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_kept(leaf):
                 self._last = len(self.products)
-                _here.outputs[storage_key(leaf)] = _RegionOutput(self, number, leaf, version(leaf))
+                _thread_regions.outputs[storage_key(leaf)] = _RegionOutput(
+                    self, number, leaf, version(leaf)
+                )
 
     @property
     def is_multiplying(self) -> bool:
@@ -210,8 +214,8 @@ class _RunningRegion:
         """Return what a product returns: of the call itself, or what the first run kept."""
         number = self._num_products
         inputs = tree_flatten((args, kwargs))[0]
-        if self._is_again:
-            return self._multiplied(number, inputs)
+        if self._is_rerun:
+            return self._rerun_product(number, inputs)
         product = _RegionProduct(inputs)
         self.products.append(product)
         self._open = product
@@ -222,50 +226,50 @@ class _RunningRegion:
         product.output, product.versions = output, _versions(_tensors(output))
         if function is F.scaled_dot_product_attention:
             product.numbers = generators()
-        self._known |= {storage_key(t) for t in _tensors(output)}
+        self._resident_keys |= {storage_key(t) for t in _tensors(output)}
         self._num_products += 1
         return output
 
     def draw(self, generator: torch.Generator) -> None:
         """Note that the function draws from a generator of its own."""
-        if not self._is_again:
+        if not self._is_rerun:
             self._own_numbers.setdefault(generator, generator.get_state())
 
     # The second run.
 
     def expect(self, place: _ValuePlace) -> None:
         """Count a handle of a value."""
-        self._expected[place] += 1
+        self._expected_counts[place] += 1
 
     def value(self, place: _ValuePlace) -> Tensor:
         """Return a value, and free it where no other handle waits for it."""
         if place not in self._values:
-            self._run_again()
+            self._rerun()
         value = self._values[place]
         if self._event is not None:
             stream = torch.cuda.current_stream(value.device)
             if stream != self._stream:
                 stream.wait_event(self._event)
                 value.record_stream(stream)
-        self._left[place] -= 1
-        if self._left[place] <= 0:
+        self._remaining_counts[place] -= 1
+        if self._remaining_counts[place] <= 0:
             del self._values[place]
         return value
 
-    def _run_again(self) -> None:
+    def _rerun(self) -> None:
         """Compute all values that handles stand for."""
-        leaves = [_again(leaf) for leaf in self._inputs]
+        leaves = [_rerun_leaf(leaf) for leaf in self._inputs]
         args, kwargs = tree_unflatten(leaves, self._tree)
         self._start([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-        self._left, self._values = Counter(self._expected), {}
-        wants_output = any(place.kind == "output" for place in self._expected)
-        self._is_again = True
+        self._remaining_counts, self._values = Counter(self._expected_counts), {}
+        wants_output = any(place.kind == "output" for place in self._expected_counts)
+        self._is_rerun = True
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._drawing_again())
+                stack.enter_context(self._restore_generators())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self._context or nullcontext())
-                hooks = torch.autograd.graph.saved_tensors_hooks(self._find_saved, _never)
+                hooks = torch.autograd.graph.saved_tensors_hooks(self._find_value, _never)
                 stack.enter_context(hooks)
                 stack.enter_context(finding_products(self, has_products=self.has_products))
                 output = self.function(*args, **kwargs)
@@ -274,25 +278,25 @@ class _RunningRegion:
         except _Stop:
             pass
         finally:
-            self._is_again = False
-            self._known.clear()
-            self._given_again.clear()
-        missing = [place for place in self._expected if place not in self._values]
+            self._is_rerun = False
+            self._resident_keys.clear()
+            self._replayed_outputs.clear()
+        missing = [place for place in self._expected_counts if place not in self._values]
         if missing:
             raise RuntimeError(
                 f"{self.name} must save the same tensors in backward as in forward, but "
-                f"{len(missing)} of {len(self._expected)} were not: leave it out of "
+                f"{len(missing)} of {len(self._expected_counts)} were not: leave it out of "
                 "MemoryOptions.recompute"
             )
-        some = next(iter(self._values.values()))
-        if some.is_cuda:
-            self._stream = torch.cuda.current_stream(some.device)
+        first_value = next(iter(self._values.values()))
+        if first_value.is_cuda:
+            self._stream = torch.cuda.current_stream(first_value.device)
             self._event = self._stream.record_event()
 
     @contextmanager
-    def _drawing_again(self) -> Iterator[None]:
+    def _restore_generators(self) -> Iterator[None]:
         """Return a context in which generators are as the first run had them."""
-        before, own = generators(), {g: g.get_state() for g in self._own_numbers}
+        before, own_states = generators(), {g: g.get_state() for g in self._own_numbers}
         set_generators(self._numbers)
         for generator, state in self._own_numbers.items():
             generator.set_state(state)
@@ -301,7 +305,7 @@ class _RunningRegion:
         finally:
             has_drawn = len(before) > 1 and _offset(generators()[1]) > _offset(before[1])
             set_generators(before)
-            for generator, state in own.items():
+            for generator, state in own_states.items():
                 generator.set_state(state)
             # In one capture backward comes after what forward has drawn; each begins at 0.
             if has_drawn and torch.cuda.is_current_stream_capturing():
@@ -310,26 +314,26 @@ class _RunningRegion:
                     "of its own: leave it out of MemoryOptions.recompute"
                 )
 
-    def _find_saved(self, tensor: Tensor) -> None:
+    def _find_value(self, tensor: Tensor) -> None:
         # Both runs save the same tensors in the same order, so a place in it names a value.
         if not self._is_kept(tensor):
-            place = _ValuePlace("saved", self._num_saved)
-            self._num_saved += 1
+            place = _ValuePlace("saved", self._num_values)
+            self._num_values += 1
             self._find(place, tensor)
 
-    def _multiplied(self, number: int, inputs: list[Any]) -> Any:
+    def _rerun_product(self, number: int, inputs: list[Any]) -> Any:
         self._num_products += 1
-        for position, given in enumerate(inputs):
-            if isinstance(given, Tensor):
-                self._find(_ValuePlace("input", number, position), given)
+        for position, value in enumerate(inputs):
+            if isinstance(value, Tensor):
+                self._find(_ValuePlace("input", number, position), value)
         product = self.products[number]
         if not product.is_needed:
             raise _Stop
         if product.numbers:  # of products only attention draws; it is left out, and its states set
             set_generators(product.numbers)
-        output = _map(_again, product.output)
-        self._given_again.append(output)
-        self._known |= {storage_key(t) for t in _tensors(output)}
+        output = _map(_rerun_leaf, product.output)
+        self._replayed_outputs.append(output)
+        self._resident_keys |= {storage_key(t) for t in _tensors(output)}
         return output
 
     def _find_outputs(self, output: Any) -> None:
@@ -338,9 +342,9 @@ class _RunningRegion:
                 self._find(_ValuePlace("output", number), leaf)
 
     def _find(self, place: _ValuePlace, tensor: Tensor) -> None:
-        if place in self._expected:
+        if place in self._expected_counts:
             self._values[place] = tensor.detach()
-            if len(self._values) == len(self._expected):
+            if len(self._values) == len(self._expected_counts):
                 raise _Stop
 
 
@@ -353,7 +357,7 @@ class _RegionOutput(NamedTuple):
     version: int
 
 
-class _RegionsHere(threading.local):
+class _ThreadRegions(threading.local):
     """What runs in this thread."""
 
     def __init__(self) -> None:
@@ -361,7 +365,7 @@ class _RegionsHere(threading.local):
         self.is_sharing = False
 
 
-_here = _RegionsHere()
+_thread_regions = _ThreadRegions()
 
 
 def recompute(
@@ -376,7 +380,7 @@ def recompute(
     # It takes tensors and others, in any nesting; random numbers are torch's. has_products is False
     # for one without any, and without a generator of its own; this saves host time.
     kwargs = dict(kwargs or {})
-    if is_in_region() or not _here.is_sharing or not is_packing():
+    if is_in_region() or not _thread_regions.is_sharing or not is_packing():
         return function(*args, **kwargs)
     if not torch.is_grad_enabled() or not all(map(_is_plain, _tensors((args, kwargs)))):
         return function(*args, **kwargs)
@@ -386,25 +390,25 @@ def recompute(
 @contextmanager
 def sharing_outputs() -> Iterator[None]:
     """Let what saves an output of a region save the region instead; surrounds a block's forward."""
-    here = _here
-    if here.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
+    regions = _thread_regions
+    if regions.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
         yield
         return
-    here.is_sharing = True
+    regions.is_sharing = True
     try:
         with packing(_pack_output, is_first=True):
             yield
     finally:
-        here.is_sharing = False
-        here.outputs.clear()
+        regions.is_sharing = False
+        regions.outputs.clear()
 
 
 def _pack_output(tensor: Tensor) -> Handle | None:
-    found = _here.outputs.get(storage_key(tensor)) if _is_plain(tensor) else None
-    if found is None or found.version != version(tensor) or found.tensor.dtype != tensor.dtype:
+    output = _thread_regions.outputs.get(storage_key(tensor)) if _is_plain(tensor) else None
+    if output is None or output.version != version(tensor) or output.tensor.dtype != tensor.dtype:
         return None
-    place = _ValuePlace("output", found.number)
-    return _Dropped(found.region, place, _View.of(found.tensor), _View.of(tensor))
+    place = _ValuePlace("output", output.number)
+    return _DroppedValue(output.region, place, _View.of(output.tensor), _View.of(tensor))
 
 
 def _autocast(tensors: list[Tensor]) -> Any:
@@ -413,11 +417,11 @@ def _autocast(tensors: list[Tensor]) -> Any:
     return None if dtype is None else torch.autocast(tensors[0].device.type, dtype)
 
 
-def _kept_output(leaf: Any) -> Any:
+def _save_output(leaf: Any) -> Any:
     return (keep(leaf.detach()), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def _again(leaf: Any) -> Any:
+def _rerun_leaf(leaf: Any) -> Any:
     """Return a leaf for the second run."""
     if not isinstance(leaf, tuple):
         return leaf
@@ -432,9 +436,9 @@ def _offset(state: Tensor) -> int:
 
 def _map(function: Callable[[Any], Any], output: Any) -> Any:
     if isinstance(output, list):
-        return [_map(function, one) for one in output]
+        return [_map(function, item) for item in output]
     if isinstance(output, tuple) and not (len(output) == 2 and hasattr(output[0], "unpack")):
-        return tuple(_map(function, one) for one in output)
+        return tuple(_map(function, item) for item in output)
     return function(output)
 
 

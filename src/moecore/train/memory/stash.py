@@ -38,7 +38,7 @@ PAGE_ALIGNMENT = 16  # bytes that a thread copies at once
 
 
 @dataclass(eq=False, slots=True)
-class Dispatched:
+class DispatchPages:
     """The matrices of one dispatch that are copied together, and their table."""
 
     table: Tensor
@@ -47,7 +47,7 @@ class Dispatched:
     of_graph: bool  # whether a CUDA graph fills the table in every replay
     slots: Tensor | None  # the rows in use, as in `UsedRows`
     num_rows: Tensor | None
-    left: int  # matrices whose pages are still needed
+    remaining: int  # matrices whose pages are still needed
     out: CopyMark | None = None  # the end of the copy to pages
     back: CopyMark | None = None  # the end of the last copy back
 
@@ -56,28 +56,28 @@ class Dispatched:
         take_rows(self.table, self.layout, self.slots, self.num_rows)
         copy_rows(matrices, self.table, self.layout, stash=True)
 
-    def read(self, matrices: Sequence[Tensor | None], over: Dispatched | None) -> None:
+    def read(self, matrices: Sequence[Tensor | None], over: DispatchPages | None) -> None:
         """Copy the used rows back, leave other rows as they are, and return the pages of `over`."""
-        gone = None if over is None else (over.table, over.layout.num_entries)
-        copy_rows(matrices, self.table, self.layout, stash=False, over=gone)
+        freed_table = None if over is None else (over.table, over.layout.num_entries)
+        copy_rows(matrices, self.table, self.layout, stash=False, over=freed_table)
 
 
 class PagePlace(NamedTuple):
     """The place of a matrix, a `HostCopy.piece`: a dispatch, and the matrix's number in it."""
 
-    of: Dispatched
+    of: DispatchPages
     number: int
 
 
 class ToPages(NamedTuple):
     """A copy to pages: a `Job`."""
 
-    target: Dispatched
+    target: DispatchPages
     source: tuple[Tensor, ...]
 
     def start(self, stream: CopyStream) -> None:
         """Start the copy; on a CPU it is done at return."""
-        with stream.running():
+        with stream.as_current():
             self.target.fill(self.source)
 
 
@@ -85,12 +85,12 @@ class FromPages(NamedTuple):
     """A copy back: a `Job`."""
 
     target: tuple[Tensor | None, ...]
-    source: Dispatched
-    over: Dispatched | None
+    source: DispatchPages
+    over: DispatchPages | None
 
     def start(self, stream: CopyStream) -> None:
         """Start the copy; on a CPU it is done at return."""
-        with stream.running():
+        with stream.as_current():
             self.source.read(self.target, self.over)
 
 
@@ -111,16 +111,17 @@ class PageStore:
         self.pool: PagePool | None = None
         self._balanced_pages = 0.0  # of all layers, with even loads
         self._kinds: dict[Any, _PageKind] = {}  # by the sizes of their matrices
-        self._waiting: list[Dispatched] = []  # of eager code: returned when a capture has ended
+        # Of eager code; returned when the running capture has ended.
+        self._pending_returns: list[DispatchPages] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the pages on the device."""
         return 0 if self.pool is None else self.pool.pages.nbytes
 
-    def takes(self, used: UsedRows | None) -> bool:
+    def takes(self, rows: UsedRows | None) -> bool:
         """Return whether the rows in use are counted, and their number with even loads is given."""
-        return used is not None and used.balanced is not None
+        return rows is not None and rows.balanced is not None
 
     def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
         """Start to copy used rows to pages."""
@@ -130,28 +131,30 @@ class PageStore:
         pool = self.pool or self._make_pool(copies, in_capture=in_capture)
         jobs, emptied = [], []
         for group in _by_dispatch(copies):
-            found, mark = self._dispatched(pool, group, in_capture=in_capture)
+            dispatch, mark = self._new_dispatch(pool, group, in_capture=in_capture)
             for index, copy in enumerate(group):
-                copy.piece = PagePlace(found, index)
-            jobs.append(ToPages(found, tuple(copy.data for copy in group if copy.data is not None)))
+                copy.piece = PagePlace(dispatch, index)
+            jobs.append(
+                ToPages(dispatch, tuple(copy.data for copy in group if copy.data is not None))
+            )
             emptied += [] if mark is None else [mark]
         out = self._streams.copy_out(jobs, *emptied)
         for copy in copies:
             copy.out = copy.busy = copy.piece.of.out = out
         return list(copies)
 
-    def bring(self, copies: Sequence[HostCopy], gone: Sequence[PagePlace] = ()) -> None:
-        """Start to copy used rows back; the same launch returns the pages of `gone`."""
+    def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[PagePlace] = ()) -> None:
+        """Start to copy used rows back; the same launch returns the pages of `freed_pieces`."""
         in_capture = self._start()
-        matrices: dict[Dispatched, list[Tensor | None]] = {}
+        matrices: dict[DispatchPages, list[Tensor | None]] = {}
         for copy in copies:
             of, index = copy.piece
             matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
-        over, jobs = _over(gone), list[FromPages]()
-        for of, given in matrices.items():
+        over, jobs = _over(freed_pieces), list[FromPages]()
+        for of, tensors in matrices.items():
             # Only copies back read these pages, and they come earlier in the same stream.
             goes_along = over and over[-1].back is not None and over[-1].of_graph == in_capture
-            jobs.append(FromPages(tuple(given), of, over.pop() if goes_along else None))
+            jobs.append(FromPages(tuple(tensors), of, over.pop() if goes_along else None))
         back = self._streams.copy_back(jobs, *(of.out for of in matrices if of.out is not None))
         for job in jobs:
             job.source.back = back
@@ -167,7 +170,7 @@ class PageStore:
 
     def clear(self) -> None:
         """Free all pages."""
-        self._waiting.clear()
+        self._pending_returns.clear()
         self._kinds.clear()
         self.pool = None
 
@@ -187,17 +190,17 @@ class PageStore:
     def _start(self) -> bool:
         """Return whether a capture runs; if none does, return the pages that waited for its end."""
         in_capture = self._streams.is_capturing()
-        if self._waiting and not in_capture:
-            waiting, self._waiting = self._waiting, []
-            self._return(waiting, in_capture=False)
+        if self._pending_returns and not in_capture:
+            pending, self._pending_returns = self._pending_returns, []
+            self._return(pending, in_capture=False)
         return in_capture
 
-    def _return(self, over: Sequence[Dispatched], *, in_capture: bool) -> None:
+    def _return(self, over: Sequence[DispatchPages], *, in_capture: bool) -> None:
         """Return pages to the pool, once no launched work of another stream reads them."""
         for of in over:
             # Captured, the return of eager code's pages would be repeated by each replay.
             if in_capture and not of.of_graph:
-                self._waiting.append(of)
+                self._pending_returns.append(of)
                 continue
             current = self._streams.current()
             # Pages that a graph has not returned itself are returned by its next replay.
@@ -208,33 +211,39 @@ class PageStore:
                 return_pages(of.table, of.layout.num_entries, of.layout.pool)
             of.free.append((of.table, CopyMark(current)))
 
-    def _dispatched(
+    def _new_dispatch(
         self, pool: PagePool, group: Sequence[HostCopy], *, in_capture: bool
-    ) -> tuple[Dispatched, CopyMark | None]:
+    ) -> tuple[DispatchPages, CopyMark | None]:
         """Return a dispatch with a table, and the mark at which the table was emptied or None."""
-        rows = {used.slots is not None: used for copy in group if (used := copy.used) is not None}
+        rows = {
+            used_rows.slots is not None: used_rows
+            for copy in group
+            if (used_rows := copy.used_rows) is not None
+        }
         listed, first = rows.get(True), rows.get(False)
         key = tuple(_row(copy) for copy in group)
-        lengths = tuple(0 if used is None else used.length for used in (listed, first))
+        lengths = tuple(
+            0 if used_rows is None else used_rows.length for used_rows in (listed, first)
+        )
         kind = self._kinds.get((key, lengths))
         if kind is None:
             self._check_widths(pool, key)
             kind = self._kinds[key, lengths] = _PageKind(PageLayout.of(pool, key, *lengths))
         # A CUDA graph needs tables of its own, which it fills at each replay. An eager table may
         # become a graph's, but not the other way round.
-        own = kind.of_graphs if in_capture else kind.of_eager
-        free = own or (kind.of_eager if in_capture else own)
+        tables = kind.of_graphs if in_capture else kind.of_eager
+        free = tables or (kind.of_eager if in_capture else tables)
         table, emptied = free.pop() if free else (kind.layout.table(), None)
-        found = Dispatched(
+        dispatch = DispatchPages(
             table=table,
             layout=kind.layout,
-            free=own,
+            free=tables,
             of_graph=in_capture,
             slots=None if listed is None else listed.slots,
             num_rows=None if first is None else first.num_rows,
-            left=len(group),
+            remaining=len(group),
         )
-        return found, emptied
+        return dispatch, emptied
 
     def _check_widths(self, pool: PagePool, rows: Sequence[tuple[int, bool]]) -> None:
         widest = max(width for width, _ in rows)
@@ -260,8 +269,8 @@ class PageStore:
         # layer has pages for the first one's rows with even loads, times the factor.
         num_pages, self._balanced_pages = 0, 0.0
         for copy in copies:
-            assert copy.used is not None and copy.used.balanced is not None
-            rows, step = max(1, copy.used.balanced), page_bytes // _row(copy)[0]
+            assert copy.used_rows is not None and copy.used_rows.balanced is not None
+            rows, step = max(1, copy.used_rows.balanced), page_bytes // _row(copy)[0]
             num_pages += num_layers * cdiv(math.ceil(options.factor * rows), step)
             self._balanced_pages += num_layers * rows / step
         num_host_pages = options.host_bytes // page_bytes
@@ -277,33 +286,33 @@ class PageStore:
 
 def _row(copy: HostCopy) -> tuple[int, bool]:
     """Return the bytes of a row, and whether a list (`UsedRows.slots`) has the rows in use."""
-    assert copy.used is not None
-    return copy.size // copy.used.length, copy.used.slots is not None
+    assert copy.used_rows is not None
+    return copy.size // copy.used_rows.length, copy.used_rows.slots is not None
 
 
 def _by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
     """Return copies in groups that share a table: one list and one number of used rows at most."""
-    found: list[list[HostCopy]] = []
+    groups: list[list[HostCopy]] = []
     rows: dict[bool, UsedRows] = {}
     for copy in copies:
-        used = copy.used
-        assert used is not None
-        is_full = not found or len(found[-1]) == MAX_MATRICES
-        if is_full or rows.setdefault(used.slots is not None, used) is not used:
-            found.append([])
-            rows = {used.slots is not None: used}
-        found[-1].append(copy)
-    return found
+        used_rows = copy.used_rows
+        assert used_rows is not None
+        is_full = not groups or len(groups[-1]) == MAX_MATRICES
+        if is_full or rows.setdefault(used_rows.slots is not None, used_rows) is not used_rows:
+            groups.append([])
+            rows = {used_rows.slots is not None: used_rows}
+        groups[-1].append(copy)
+    return groups
 
 
-def _over(pieces: Sequence[PagePlace]) -> list[Dispatched]:
+def _over(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
     """Count places as no longer needed; return the dispatches that have none left."""
-    found = []
+    dispatches = []
     for of, _ in pieces:
-        of.left -= 1
-        if not of.left:
-            found.append(of)
-    return found
+        of.remaining -= 1
+        if not of.remaining:
+            dispatches.append(of)
+    return dispatches
 
 
 class Stash(Offload, Holder):
@@ -311,7 +320,7 @@ class Stash(Offload, Holder):
 
     option = "StashOptions.factor"
     is_known_late = True  # a backward is the first to wait for the last copies
-    _rows_alone = True
+    _rows_only = True
 
     def __init__(self, device: torch.device, options: StashOptions, num_layers: int) -> None:
         super().__init__(device, min_bytes=0)
@@ -340,7 +349,7 @@ class Stash(Offload, Holder):
             for group, of_graph in resting:
                 if of_graph != in_capture:  # copies of eager groups are not captured
                     self._resting.append((group, of_graph))
-                elif group.readers.alive and not group.is_asked:
+                elif group.readers.alive and not group.has_unpacked:
                     self._put(group)
             self._resting = [entry for entry in self._resting if entry[0].readers.alive]
 
@@ -368,12 +377,12 @@ class Stash(Offload, Holder):
 
     def error(self, shortage: Shortage) -> ExchangeError:
         """Return the error that names the factor."""
-        least = math.ceil(shortage.factor_seen * 1000) / 1000
+        min_factor = math.ceil(shortage.factor_seen * 1000) / 1000
         return ExchangeError(
-            f"{self.option} ({self.factor}) must be >= {least:g} for the {shortage.num_seen} pages "
-            f"of rows that rank {this_rank()} keeps: raise it, or set host_bytes; results since "
-            "then are not valid",
-            stash_factor=least,
+            f"{self.option} ({self.factor}) must be >= {min_factor:g} for the "
+            f"{shortage.num_seen} pages of rows that rank {this_rank()} keeps: raise it, or set "
+            "host_bytes; results since then are not valid",
+            stash_factor=min_factor,
         )
 
     def wait(self) -> None:

@@ -39,7 +39,7 @@ logger = logging.getLogger("moecore.train.memory")
 class Store(Protocol):
     """Holds copies of storages. Called by one thread at a time; no call waits for the device."""
 
-    def takes(self, used: UsedRows | None) -> bool:
+    def takes(self, rows: UsedRows | None) -> bool:
         """Return whether a storage with these rows in use (None = all) may be copied here."""
         ...
 
@@ -47,8 +47,8 @@ class Store(Protocol):
         """Start to copy out the storages that fit, set `piece`, `out` and `busy`; return them."""
         ...
 
-    def bring(self, copies: Sequence[HostCopy], gone: Sequence[Any] = ()) -> None:
-        """Start to copy a group back to `data` of its size; set `busy`; free the pieces `gone`."""
+    def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
+        """Start to copy a group back to new `data`; set `busy`; free `freed_pieces`."""
         ...
 
     def give(self, pieces: Sequence[Any]) -> None:
@@ -67,7 +67,7 @@ class HostStore:
         self._streams, self._pool = streams, pool
         self._is_full = False  # logged once
 
-    def takes(self, used: UsedRows | None) -> bool:
+    def takes(self, rows: UsedRows | None) -> bool:
         """Return True: host memory takes any storage."""
         return True
 
@@ -75,25 +75,25 @@ class HostStore:
         """Start to copy out the storages for which there is host memory."""
         for copy in copies:
             copy.piece = self._piece(copy.size)
-        going = [copy for copy in copies if copy.piece is not None]
-        if going:
+        stored_copies = [copy for copy in copies if copy.piece is not None]
+        if stored_copies:
             mark = self._streams.copy_out(
-                Transfer(_host_memory(copy), copy.data, _counted(copy))
-                for copy in going
+                Transfer(_host_memory(copy), copy.data, _used_rows_of(copy))
+                for copy in stored_copies
                 if copy.data is not None
             )
-            for copy in going:
+            for copy in stored_copies:
                 copy.out = copy.busy = mark
-        return going
+        return stored_copies
 
-    def bring(self, copies: Sequence[HostCopy], gone: Sequence[HostPiece] = ()) -> None:
+    def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[HostPiece] = ()) -> None:
         """Start to copy storages back."""
-        self.give(gone)
+        self.give(freed_pieces)
         # Each storage has a mark of its own: the host's link is slow, and backward waits for the
         # storage that it reads, not for the whole group.
         for copy in copies:
             assert copy.data is not None and copy.out is not None
-            transfer = Transfer(copy.data, _host_memory(copy), _counted(copy))
+            transfer = Transfer(copy.data, _host_memory(copy), _used_rows_of(copy))
             copy.busy = self._streams.copy_back([transfer], copy.out)
 
     def give(self, pieces: Sequence[HostPiece]) -> None:
@@ -116,12 +116,12 @@ class HostStore:
         return piece
 
 
-def _counted(copy: HostCopy) -> tuple[Tensor, int] | None:
+def _used_rows_of(copy: HostCopy) -> tuple[Tensor, int] | None:
     """Return how many first rows are copied, and the bytes of a row; None = all bytes."""
-    used = copy.used
-    if used is None or used.num_rows is None:
+    rows = copy.used_rows
+    if rows is None or rows.num_rows is None:
         return None
-    return used.num_rows, copy.size // used.length
+    return rows.num_rows, copy.size // rows.length
 
 
 def _host_memory(copy: HostCopy) -> Tensor:
@@ -160,7 +160,7 @@ class SavedStorages:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.fraction, self.min_bytes = fraction, min_bytes
-        self.kept_bytes = 0  # of storages from `min_bytes` up, without those of last layers
+        self.candidate_bytes = 0  # of storages from `min_bytes` up, without those of last layers
         self.out_bytes = self.back_bytes = 0  # copied out, with unused rows, and back
         self.late_bytes = 0  # of `back_bytes`: the copy began only at the unpacking
         self.observe: Callable[[Tensor], None] | None = None  # of tensors that get a handle
@@ -173,13 +173,13 @@ class SavedStorages:
         self._store: Store = HostStore(self._streams, self._pool)
         self._nothing = torch.empty(0, device=device)
         self._share = fraction  # of this forward
-        self._leaving: list[StorageGroup] = []  # groups whose device memory is not freed yet
+        self._pending_free: list[StorageGroup] = []  # groups whose device memory is not freed yet
         # Storage -> its last copy. The key is not the storage's address, because a unit may free
         # and allocate the memory of a storage that stays.
         self._copies: dict[int, HostCopy] = {}
-        self._staying: dict[int, StorageWeakRef] = {}  # beyond the fraction, or `held` of a chunk
-        self._done: list[StorageGroup] = []  # groups whose backward has just run
-        self._offered = self._taken = 0  # bytes of this forward
+        self._staying: dict[int, StorageWeakRef] = {}  # beyond the fraction, or a `resident_input`
+        self._finished_groups: list[StorageGroup] = []  # groups whose backward has just run
+        self._offered = self._offload_bytes = 0  # bytes of this forward
         self._dead: deque[StorageUse] = deque()
         # Forward, autograd's thread and the thread that frees a graph of autograd call this object.
         self._lock = threading.Lock()
@@ -195,7 +195,7 @@ class SavedStorages:
         return self._pool.used_bytes
 
     @property
-    def away(self) -> frozenset[int]:
+    def stored_keys(self) -> frozenset[int]:
         """Keys (`StorageWeakRef.cdata`) of the storages that have a copy in the store."""
         return frozenset(key for key, copy in self._copies.items() if copy.piece is not None)
 
@@ -203,18 +203,18 @@ class SavedStorages:
 
     def _start_forward(self, share: float) -> None:
         self._share = share
-        self._offered = self._taken = 0
+        self._offered = self._offload_bytes = 0
         with self._locked():
-            known = self._copies.items()
-            self._copies = {a: c for a, c in known if c.readers.alive or not c.ref.expired()}
+            items = self._copies.items()
+            self._copies = {a: c for a, c in items if c.readers.alive or not c.ref.expired()}
             self._staying = {a: ref for a, ref in self._staying.items() if not ref.expired()}
 
     def _pack(self, group: StorageGroup, tensor: Tensor) -> Handle | None:
         """Return the handle of a saved tensor; None passes it to the next packer."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return None
-        used = used_rows(tensor)
-        if not self._store.takes(used):
+        rows = used_rows(tensor)
+        if not self._store.takes(rows):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(self.min_bytes, 1) or tensor.device != self._streams.device:
@@ -230,29 +230,29 @@ class SavedStorages:
             # table has: an offload would free no memory, so it stays.
             outlives = copy is not None and not copy.ref.expired()
             if copy is None or not outlives or not copy.holds(tensor):
-                if outlives or not (group.is_last or self._goes(ref, storage.nbytes())):
+                if outlives or not (group.is_last or self._is_within_share(ref, storage.nbytes())):
                     return None
-                copy = self._new(tensor, ref, group, used)
+                copy = self._new(tensor, ref, group, rows)
             use = StorageUse(copy, group, copy.readers.join(), group.readers.join())
         if self.observe is not None:
             self.observe(tensor)
         return _Offloaded(self, use, tensor)
 
-    def _goes(self, ref: StorageWeakRef, size: int) -> bool:
+    def _is_within_share(self, ref: StorageWeakRef, size: int) -> bool:
         """Return whether a storage that is saved for the first time is within the fraction."""
         stays = self._staying.get(ref.cdata)
         if stays is not None and not stays.expired():
             return False
         self._offered += size
-        self.kept_bytes += size
-        if self._taken + size <= self._share * self._offered:
-            self._taken += size
+        self.candidate_bytes += size
+        if self._offload_bytes + size <= self._share * self._offered:
+            self._offload_bytes += size
             return True
         self._staying[ref.cdata] = ref
         return False
 
     def _new(
-        self, tensor: Tensor, ref: StorageWeakRef, group: StorageGroup, used: UsedRows | None
+        self, tensor: Tensor, ref: StorageWeakRef, group: StorageGroup, rows: UsedRows | None
     ) -> HostCopy:
         storage = tensor.untyped_storage()
         counter = tensor.detach()
@@ -265,26 +265,26 @@ class SavedStorages:
             version=version(tensor),
             data=bytes_of(storage),
             home=group.stream,
-            used=used,
+            used_rows=rows,
         )
         self._copies[ref.cdata] = copy
         group.fresh.append(copy)
         return copy
 
     def _put(self, group: StorageGroup) -> None:
-        ready = [copy for copy in group.fresh if copy.readers.alive and copy.is_as_saved()]
-        going = self._store.put(ready)
-        self._taken -= sum(copy.size for copy in group.fresh if copy.piece is None)
-        if going:
-            self.out_bytes += sum(copy.size for copy in going)
-            self._leaving.append(group)
+        ready = [copy for copy in group.fresh if copy.readers.alive and copy.is_unchanged()]
+        stored_copies = self._store.put(ready)
+        self._offload_bytes -= sum(copy.size for copy in group.fresh if copy.piece is None)
+        if stored_copies:
+            self.out_bytes += sum(copy.size for copy in stored_copies)
+            self._pending_free.append(group)
 
     def _retire(self, is_due: Callable[[StorageGroup], bool]) -> None:
         """Free the device memory of groups that were copied out."""
-        for group in self._leaving:
+        for group in self._pending_free:
             if is_due(group):
                 group.retire()
-        self._leaving = [group for group in self._leaving if not is_due(group)]
+        self._pending_free = [group for group in self._pending_free if not is_due(group)]
 
     # Backward.
 
@@ -308,33 +308,33 @@ class SavedStorages:
                 if isinstance(current, torch.cuda.Stream) and current != copy.home:
                     data.record_stream(current)
             # A retained graph begins a further turn: `_bring` copies back once more.
-            use.copy_turn, is_over = copy.readers.asked(use.copy_turn)
+            use.copy_turn, is_over = copy.readers.count_unpack(use.copy_turn)
             if is_over and copy.piece is not None:
                 copy.free()
-            group.is_asked = True
-            use.group_turn, is_over = group.readers.asked(use.group_turn)
+            group.has_unpacked = True
+            use.group_turn, is_over = group.readers.count_unpack(use.group_turn)
             if is_over:
-                self._done.append(group)
+                self._finished_groups.append(group)
         return data
 
-    def _bring_all(self, groups: Iterable[StorageGroup], gone: Sequence[Any] = ()) -> None:
-        """Start to copy groups back, in the order of backward, and free `gone` pieces."""
+    def _bring_all(self, groups: Iterable[StorageGroup], freed_pieces: Sequence[Any] = ()) -> None:
+        """Start to copy groups back, in the order of backward, and free `freed_pieces`."""
         for group in groups:
             copies = [c for c in reversed(group.fresh) if c.readers.alive and c.data is None]
             if copies:
-                self._bring(copies, gone)
-                gone = ()
-        if gone:
-            self._store.give(gone)
+                self._bring(copies, freed_pieces)
+                freed_pieces = ()
+        if freed_pieces:
+            self._store.give(freed_pieces)
 
-    def _bring(self, copies: Sequence[HostCopy], gone: Sequence[Any] = ()) -> None:
+    def _bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[Any] = ()) -> None:
         """Allocate device memory for storages and start to copy them back."""
         home = self._streams.current()
         for copy in copies:
             copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
             copy.home, copy.is_back = home, True
             self.back_bytes += copy.size
-        self._store.bring(copies, gone)
+        self._store.bring(copies, freed_pieces)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -362,9 +362,9 @@ class SavedStorages:
         # back of the next part starts when all of them have died, or at the next unpacking, which
         # is after the launch of the part's last operation. With `more_may_die` it waits
         # for all: they die one by one, and one launch of the store then returns their pieces.
-        if not self._dead and not self._done:
+        if not self._dead and not self._finished_groups:
             return
-        gone = []
+        freed_pieces = []
         while self._dead:
             use = self._dead.popleft()
             copy, group = use.copy, use.group
@@ -373,12 +373,18 @@ class SavedStorages:
                 copy.free()
             # The next user of host memory copies after work that has waited for its last reader.
             if not copy.readers.alive and copy.piece is not None:
-                gone.append(copy.piece)
+                freed_pieces.append(copy.piece)
                 copy.piece = None
-            if group.readers.leave(use.group_turn) and group.is_asked:
-                self._done.append(group)
-        done = [g for g in self._done if not (more_may_die and g.readers.alive)]
-        self._done = [group for group in self._done if group not in done]
-        for group in done:
-            group.is_asked = False
-        self._bring_all(chain.from_iterable(group.before for group in done), gone)
+            if group.readers.leave(use.group_turn) and group.has_unpacked:
+                self._finished_groups.append(group)
+        finished_groups = [
+            g for g in self._finished_groups if not (more_may_die and g.readers.alive)
+        ]
+        self._finished_groups = [
+            group for group in self._finished_groups if group not in finished_groups
+        ]
+        for group in finished_groups:
+            group.has_unpacked = False
+        self._bring_all(
+            chain.from_iterable(group.prefetch_groups for group in finished_groups), freed_pieces
+        )

@@ -33,15 +33,15 @@ class Transfer(NamedTuple):
 
     target: Tensor
     source: Tensor
-    used: tuple[Tensor, int] | None = None  # rows in use, on the device, and bytes of a row
+    used_rows: tuple[Tensor, int] | None = None  # rows in use, on the device, and bytes of a row
 
     def start(self, stream: CopyStream) -> None:
         """Start the copy."""
-        if self.used is None or self.target.is_meta:
+        if self.used_rows is None or self.target.is_meta:
             stream.copy(self.target, self.source)
             return
-        num_rows, row_bytes = self.used
-        with stream.running():
+        num_rows, row_bytes = self.used_rows
+        with stream.as_current():
             copy_first_rows(
                 self.target.view(-1, row_bytes), self.source.view(-1, row_bytes), num_rows
             )
@@ -67,7 +67,7 @@ class CopyMark:
             stream.wait_event(self._event)
             self._passed = stream
 
-    def later(self, stream: Stream | None) -> CopyMark:
+    def mark_on(self, stream: Stream | None) -> CopyMark:
         """Return a mark of another stream, which waits for this point, on the same side."""
         return CopyMark(stream, self._in_capture)
 
@@ -86,18 +86,18 @@ class CopyStream:
         """The stream of the next copy; None on a CPU."""
         return self._turns[0] if self._turns else None
 
-    def running(self) -> AbstractContextManager[Any]:
+    def as_current(self) -> AbstractContextManager[Any]:
         """Return a context in which the stream of the next copy is the current one."""
         return on_stream(self.next)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Start a copy of a tensor of equal shape and dtype; both are contiguous if large."""
         if target.is_meta:
-            with self.running():
+            with self.as_current():
                 record_launch(self.name, target)
             return
         if not target.is_cuda or target.nbytes <= PIECE_BYTES:
-            with torch.no_grad(), self.running():
+            with torch.no_grad(), self.as_current():
                 target.copy_(source, non_blocking=bool(self._turns))
             return
         # A copy engine finishes all copies that one stream has queued before it takes a copy of
@@ -107,7 +107,7 @@ class CopyStream:
         numel = PIECE_BYTES // target.element_size()
         pieces = zip(target.view(-1).split(numel), source.view(-1).split(numel), strict=True)
         for piece, of_source in pieces:
-            with torch.no_grad(), self.running():
+            with torch.no_grad(), self.as_current():
                 piece.copy_(of_source, non_blocking=True)
             self._turns[1].wait_event(self._turns[0].record_event())
             self._turns.reverse()
@@ -168,11 +168,11 @@ class CopyStreams:
         # The current stream waits, too: it has already waited for most of these marks.
         for mark in after:
             mark.hold(current)
-        here = CopyMark(current)
-        here.hold(stream.next)
+        start_mark = CopyMark(current)
+        start_mark.hold(stream.next)
         for job in jobs:
             job.start(stream)
-        return here.later(stream.next)
+        return start_mark.mark_on(stream.next)
 
     def synchronize(self) -> None:
         """Wait for all copies of both directions. Host sync."""

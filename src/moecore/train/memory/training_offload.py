@@ -41,13 +41,13 @@ from moecore.train.memory.host import HostCopies, of_host_memory
 from moecore.train.memory.stash import Stash
 
 Part = Literal["weights", "grads", "optimizer", "buffers"]
-What = Literal["weights", "grads", "optimizer", "buffers", "all"]
+PartOrAll = Literal["weights", "grads", "optimizer", "buffers", "all"]
 PARTS: tuple[Part, ...] = get_args(Part)
 GARBAGE_BYTES = 64 * 2**20  # left of a training: perhaps what reference cycles alone refer to
 
 
 @dataclass(slots=True)
-class _MovedStorage:
+class _HostStorage:
     """A storage whose bytes are in host memory, and tensors that lie in it."""
 
     memory: Tensor  # uint8, all bytes of the storage
@@ -102,14 +102,14 @@ class TrainingOffload:
         self._model, self._optimizers = model, list(several or ())
         self._device = own_local(next(model.parameters())).device
         self._copies = HostCopies()
-        self._away: dict[Part, list[_MovedStorage]] = {}
+        self._host_parts: dict[Part, list[_HostStorage]] = {}
         self._freed: list[Buffer[Any]] = []
         self._guards: list[Any] = []
 
     @property
-    def away(self) -> frozenset[Part]:
+    def offloaded_parts(self) -> frozenset[Part]:
         """The parts that are not on the device."""
-        return frozenset(self._away)
+        return frozenset(self._host_parts)
 
     @property
     def host_bytes(self) -> int:
@@ -117,7 +117,7 @@ class TrainingOffload:
         return self._copies.num_bytes()
 
     @torch.no_grad()
-    def offload(self, what: What = "all") -> None:
+    def offload(self, selection: PartOrAll = "all") -> None:
         """Free the device memory of one part, or of all; of a part that is away nothing.
 
         Raises:
@@ -126,24 +126,24 @@ class TrainingOffload:
             MemoryError: when host memory is short. The part is whole, on the device.
         """
         check_arguments(TrainingOffload.offload, locals())
-        self._check(what)
+        self._check(selection)
         reshard_units(self._model)
-        for part in PARTS if what == "all" else (what,):
-            if part in self._away:
+        for part in PARTS if selection == "all" else (selection,):
+            if part in self._host_parts:
                 continue
             if part == "buffers":
                 self._free_buffers()
-            self._away[part] = self._send(part)
+            self._host_parts[part] = self._send(part)
         if not self._guards:
             self._guard()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            if what == "all" and torch.cuda.memory_allocated(self._device) > GARBAGE_BYTES:
+            if selection == "all" and torch.cuda.memory_allocated(self._device) > GARBAGE_BYTES:
                 gc.collect()  # 0.1 s
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def onload(self, what: What = "all") -> None:
+    def onload(self, selection: PartOrAll = "all") -> None:
         """Bring one part back to the device, or all; later work on its current stream may use it.
 
         Raises:
@@ -151,21 +151,21 @@ class TrainingOffload:
                 whole on the host; call it again.
         """
         check_arguments(TrainingOffload.onload, locals())
-        for part in PARTS if what == "all" else (what,):
-            moved = self._away.get(part, [])
-            while moved:
-                moved[-1].come_back()
-                moved.pop()
+        for part in PARTS if selection == "all" else (selection,):
+            storages = self._host_parts.get(part, [])
+            while storages:
+                storages[-1].come_back()
+                storages.pop()
             while part == "buffers" and self._freed:
                 self._freed[-1].restore()
                 self._freed.pop()
-            self._away.pop(part, None)
-        if not self._away:
+            self._host_parts.pop(part, None)
+        if not self._host_parts:
             for guard in self._guards:
                 guard.remove()
             self._guards.clear()
 
-    def _check(self, what: What) -> None:
+    def _check(self, selection: PartOrAll) -> None:
         progress = progress_of(self._model)
         if progress is not None:
             progress.check_between("offload()")
@@ -174,7 +174,7 @@ class TrainingOffload:
                     f"offload() must be between steps, but {progress.num_done} micro-batches of "
                     "this one are done: call finish() or drop() first"
                 )
-        for record in parallel_states(self._model) if what != "optimizer" else ():
+        for record in parallel_states(self._model) if selection != "optimizer" else ():
             if record.capacity is not None and record.capacity.graph_steps is not None:
                 raise ValueError(
                     "GraphedForwardBackward (captured) must not rely on addresses that change: "
@@ -185,12 +185,13 @@ class TrainingOffload:
         """Let forward and the optimizers' steps raise while they lack what they read."""
         self._guards.append(
             self._model.register_forward_pre_hook(
-                lambda *_: self._refuse("forward", self.away & {"weights", "buffers"}), prepend=True
+                lambda *_: self._refuse("forward", self.offloaded_parts & {"weights", "buffers"}),
+                prepend=True,
             )
         )
         for optimizer in self._optimizers:
             hook = optimizer.register_step_pre_hook(
-                lambda *_: self._refuse("optimizer.step()", self.away)
+                lambda *_: self._refuse("optimizer.step()", self.offloaded_parts)
             )
             self._guards.append(hook)
 
@@ -201,29 +202,29 @@ class TrainingOffload:
                 "device: call onload() first"
             )
 
-    def _send(self, part: Part) -> list[_MovedStorage]:
+    def _send(self, part: Part) -> list[_HostStorage]:
         """Move the storages of a part to the host."""
-        found: dict[int, list[Tensor]] = {}
+        storage_tensors: dict[int, list[Tensor]] = {}
         for tensor in {id(x): x for x in map(own_local, self._values(part))}.values():
             if tensor.device == self._device and tensor.untyped_storage().nbytes():
-                found.setdefault(storage_key(tensor), []).append(tensor)
-        for tensors in found.values():
+                storage_tensors.setdefault(storage_key(tensor), []).append(tensor)
+        for tensors in storage_tensors.values():
             if not tensors[0].untyped_storage().resizable():
                 raise ValueError(
                     f"memory of {part} (of a tensor {tuple(tensors[0].shape)}) must be torch's own "
                     "to be freed: clone what comes from files, other processes or libraries"
                 )
-        memory = {f"{part}.{i}": _bytes_of(ts[0]) for i, ts in enumerate(found.values())}
+        memory = {f"{part}.{i}": _bytes_of(ts[0]) for i, ts in enumerate(storage_tensors.values())}
         gib = sum(x.nbytes for x in memory.values()) / 2**30
         with of_host_memory(f"{part} ({gib:.1f} GiB)"):
             hosts = self._copies.fill(memory)
-        moved = [
-            _MovedStorage(memory[name], host.nbytes, [(x, x.data) for x in tensors], host)
-            for (name, host), tensors in zip(hosts.items(), found.values(), strict=True)
+        storages = [
+            _HostStorage(memory[name], host.nbytes, [(x, x.data) for x in tensors], host)
+            for (name, host), tensors in zip(hosts.items(), storage_tensors.values(), strict=True)
         ]
-        for one in moved:
-            one.leave()
-        return moved
+        for storage in storages:
+            storage.leave()
+        return storages
 
     def _values(self, part: Part) -> Iterator[Tensor]:
         params = list(self._model.parameters())
@@ -235,7 +236,11 @@ class TrainingOffload:
         elif part == "grads":
             yield from (param.grad for param in params if param.grad is not None)
         elif part == "optimizer":
-            leaves = (leaf for one in self._optimizers for leaf in tree_leaves(dict(one.state)))
+            leaves = (
+                leaf
+                for optimizer in self._optimizers
+                for leaf in tree_leaves(dict(optimizer.state))
+            )
             yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def _free_buffers(self) -> None:
@@ -254,4 +259,4 @@ class TrainingOffload:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return all bytes of the memory in which a tensor lies."""
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(tensor.untyped_storage())  # type: ignore[call-overload, no-any-return]
+    return empty.set_(tensor.untyped_storage())
