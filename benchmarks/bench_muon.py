@@ -63,9 +63,9 @@ def make_steps(model: Decoder, assignment: MatrixAssignment) -> dict[str, Step]:
         matrices, lr=LR, ns_steps=NS_STEPS, adjust_lr_fn="match_rms_adamw"
     )
     ways: dict[str, list[torch.optim.Optimizer]] = {
-        "muon": [Muon(assignment, lr=LR, ns_steps=NS_STEPS), AdamW(assignment.others, lr=LR)],
+        "muon": [Muon(assignment, lr=LR, ns_steps=NS_STEPS), AdamW(assignment.adamw_params, lr=LR)],
         "adamw": [AdamW(model.parameters(), lr=LR)],
-        "torch_muon": [torch_muon, torch.optim.AdamW(assignment.others, lr=LR, fused=True)],
+        "torch_muon": [torch_muon, torch.optim.AdamW(assignment.adamw_params, lr=LR, fused=True)],
     }
 
     def step_of(optimizers: list[torch.optim.Optimizer]) -> Step:

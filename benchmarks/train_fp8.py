@@ -373,7 +373,7 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
         done = owner.finish()
         values[step, 0] = loss.detach()
         values[step, 1:3] = loads_of(done.metrics)
-        values[step, 3] = done.skipped
+        values[step, 3] = done.is_skipped
         if (step + 1) % EVAL_EVERY == 0 or step + 1 == args.steps:
             held_out.append((step + 1, held_out_loss(model, unseen)))
     run = Run(seed=seed, variant=variant)

@@ -86,7 +86,7 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Return AdamW, behind Muon for the matrices with --optimizer muon."""
     assignment = assign_matrices(model) if args.optimizer else None
-    params = assignment.others if assignment else list(model.parameters())
+    params = assignment.adamw_params if assignment else list(model.parameters())
     moments = MOMENT_DTYPES[args.moment_dtype]
     how: dict[str, Any] = {"moment_dtype": moments, "master_remainder": master_remainder}
     adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, **how)

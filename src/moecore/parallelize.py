@@ -48,7 +48,7 @@ from moecore.parallel.model.request import LossConvention, Request, compare_mode
 from moecore.parallel.model.shard_model import shard_model
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.precision.apply import apply_precision, defer_linears
-from moecore.train.phases import compile_dense, graph_dense, save_less
+from moecore.train.phases import compile_dense, graph_dense, reduce_saved_memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -270,7 +270,7 @@ PHASES: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     _defer,  # before sharding, which finds the linears whose gradients come later
     _shard,  # after all that changes a module's class or parameters; before wraps of forwards
     compile_dense,  # inside of the units' hooks
-    save_less,  # around what is compiled
+    reduce_saved_memory,  # around what is compiled
     graph_dense,  # around what saves less
     _fuse_loss,  # after quantising, which changes heads that it finds
     apply_balance,  # after exchanges and pages, whose shortages it collects

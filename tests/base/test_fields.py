@@ -242,7 +242,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (IndexerConfig, {}),
     (PipelineConfig, {}),
     (Cut, {"sizes": (2, 4)}),
-    (MatrixLayout, dict(batch=1, rows=6, columns=4, cut=Cut(sizes=(2, 4)))),
+    (MatrixLayout, dict(batch=1, rows=6, columns=4, sections=Cut(sizes=(2, 4)))),
     (YarnConfig, dict(factor=2.0, original_max_seq_len=64)),
     (SparseKeysConfig, dict(num_heads=2, head_dim=4, top_k=3)),
     (LinearAttentionConfig, LINEAR),

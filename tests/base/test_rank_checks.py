@@ -29,7 +29,7 @@ def some(model: nn.Module, rank: int) -> Any:
 
 def muons(model: nn.Module, rank: int, **options: Any) -> Any:
     assignment = assign_matrices(model)
-    return [Muon(assignment, **options), AdamW(assignment.others)]
+    return [Muon(assignment, **options), AdamW(assignment.adamw_params)]
 
 
 def frozen(model: nn.Module, rank: int) -> Any:

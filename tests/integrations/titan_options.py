@@ -221,7 +221,7 @@ def native(
     else:
         assignment = assign_matrices(model)
         optimizers = [Muon(assignment, LR, weight_decay=WEIGHT_DECAY, **muon)]
-        optimizers.append(AdamW(assignment.others, **options))
+        optimizers.append(AdamW(assignment.adamw_params, **options))
     data_ranks = meshes.data_ranks
     step = TrainStep(model, optimizers, max_norm=max_norm, num_micro_batches=4 // data_ranks)
     run = Run()

@@ -357,7 +357,7 @@ def test_a_skipped_step_and_what_is_not_trained_change_no_scale() -> None:
         (1e9 * model(1e3 * tokens()).sum()).backward()
     with step.micro_batch():
         (model(tokens()).sum() * torch.inf).backward()
-    assert step.finish().skipped
+    assert step.finish().is_skipped
     assert all(torch.equal(steps, before[operand]) for operand, steps in history.steps.items())
     assert not any(history.seen.values())
 

@@ -21,4 +21,4 @@ def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert names["loss"].isfinite() and names["state"]["epoch"] == 1
     assert capsys.readouterr().out.startswith("[[1, 3], [0, 4], [2]]\n")
     assert names["own"]["input_ids"].shape == (1, 64)
-    assert not names["done"].skipped and names["loss"] > 4
+    assert not names["done"].is_skipped and names["loss"] > 4

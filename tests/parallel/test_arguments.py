@@ -212,7 +212,7 @@ def late_errors(*, fused: bool, is_slow: bool) -> dict[str, Any]:
     late.run(late.step.finish)
     before = late.weights()
     found["forward"] = late.forward_backward(odd=[ODD, WORLD - 1])
-    found["finish"] = late.run(lambda: bool(late.step.finish().skipped))
+    found["finish"] = late.run(lambda: bool(late.step.finish().is_skipped))
     found["next forward"] = late.forward_backward(odd=[])
     late.step.drop()
     found["one group"] = late.forward_backward(odd=[ODD]), late.run(late.step.finish)
@@ -221,7 +221,7 @@ def late_errors(*, fused: bool, is_slow: bool) -> dict[str, Any]:
     found["shapes"] = late.forward_backward(odd=[ODD, WORLD - 1], change="length")
     late.step.drop()
     found["again"] = late.forward_backward(odd=[])
-    found["skipped"] = late.run(lambda: bool(late.step.finish().skipped))
+    found["skipped"] = late.run(lambda: bool(late.step.finish().is_skipped))
     found["has trained"] = not any(map(torch.equal, before, late.weights()))
     return found
 
@@ -319,7 +319,7 @@ def test_contents_on_a_device_skip_the_step_and_raise_later(
     sharing, others = of_ranks[: ODD + 1], of_ranks[ODD + 1 :]
     assert are_refused([one["check"] if fused else one["one group"][1] for one in sharing], "tok")
     for one in others:
-        assert one["check"] is None and one["one group"][1].skipped, "no rank steps"
+        assert one["check"] is None and one["one group"][1].is_skipped, "no rank steps"
 
 
 def test_a_loop_that_clips_loses_the_gradients_of_other_contents(found: Any) -> None:

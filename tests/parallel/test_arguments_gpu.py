@@ -50,7 +50,7 @@ def differing(rank: int, device: torch.device) -> list[Any]:
         step.finish()
     before = [param.to_local().clone() for param in model.parameters()]
     step.forward_backward([inputs(device, seed=rank)])
-    skipped = bool(step.finish().skipped)
+    skipped = bool(step.finish().is_skipped)
     is_equal = all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
     error = ""
     try:

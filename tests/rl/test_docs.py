@@ -12,5 +12,5 @@ def test_the_examples_run() -> None:
     names: dict[str, Any] = {}
     for block in DOCS.read_text().split("```python\n")[1:]:
         exec(block.split("```")[0], names)
-    assert names["result"].loss.isfinite() and not names["done"].skipped
+    assert names["result"].loss.isfinite() and not names["done"].is_skipped
     assert names["approx_kl"].isfinite()

@@ -165,7 +165,7 @@ def test_steps_raise_the_objective(meshes: Meshes) -> None:
     losses = []
     for _ in range(4):
         losses.append(float(engine.forward_backward(rollouts, GRPO()).loss))
-        assert not step.finish().skipped
+        assert not step.finish().is_skipped
     assert abs(losses[0]) < 1e-6, "advantages of a group sum to 0"
     assert losses == sorted(losses, reverse=True)
 
@@ -236,7 +236,7 @@ def test_a_ratio_that_fp32_cannot_hold_is_clipped_as_any_other(meshes: Meshes) -
     for ratio in (120.0, 1e4):
         engine.forward_backward(with_old(ratio), objective)
         assert worst(gradients(engine.model), wanted) < 1e-5
-        assert not engine.step.finish().skipped
+        assert not engine.step.finish().is_skipped
         engine.model.zero_grad()
 
 

@@ -43,7 +43,7 @@ def test_a_lora_model_without_its_adapters_is_its_base(meshes: Meshes) -> None:
     assert {n for n, p in model.named_parameters() if p.grad is not None} == {
         n for n, is_trained in trained.items() if is_trained
     }
-    assert not engine.step.finish().skipped
+    assert not engine.step.finish().is_skipped
 
 
 def test_another_model_is_a_reference(meshes: Meshes) -> None:

@@ -107,7 +107,7 @@ def train(rank: int, plan: Plan, root: Path, store: Path, shared: Any) -> None:
             with step.micro_batch():
                 is_here = is_nan and rank == number % WORLD
                 loss_of(model, number, rank, plan.device, is_nan=is_here).backward()
-            assert bool(step.finish().skipped) == is_nan, number
+            assert bool(step.finish().is_skipped) == is_nan, number
             if number % plan.save_every == 0:
                 with full_disk(plan.is_full(number) and rank == number % WORLD):
                     shared.full[rank] += not saved(saver, number, fails=plan.is_full(number))

@@ -106,7 +106,7 @@ def worker(rank: int, device: torch.device, name: str) -> None:
                 (graph or forward_backward)(*inputs)
         with watched("finish()"):
             result = step.finish()
-        assert not result.skipped, "else nothing was computed"
+        assert not result.is_skipped, "else nothing was computed"
     if graph is not None:
         graph.close()
 

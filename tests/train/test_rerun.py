@@ -168,7 +168,7 @@ def looped(**options: Any) -> dict[str, Any]:
         for batch in batches():
             with step.micro_batch():
                 (model(**batch) / 2).backward()
-        skipped.append(bool(step.finish().skipped))
+        skipped.append(bool(step.finish().is_skipped))
         states.append({n: t.clone() for n, t in model.state_dict().items()})
         if not skipped[-1]:
             break
@@ -283,7 +283,7 @@ def graphed(*, room: bool) -> dict[str, Any]:
             torch.manual_seed(7 + dist.get_rank())
             before = [p.detach().clone() for p in model.parameters()]
             run(*tokens_of_batches())
-            skipped.append(bool(step.finish().skipped))
+            skipped.append(bool(step.finish().is_skipped))
             same.append(all(map(torch.equal, before, model.parameters())))
             captures.append(run._captured is not None)
         step.check()

@@ -103,7 +103,7 @@ def train(how: str) -> tuple[list[Tensor], list[float]]:
             optimizer.step()
             optimizer.zero_grad()
         done = step.finish()
-        assert done.norm is not None and not bool(done.skipped)
+        assert done.norm is not None and not bool(done.is_skipped)
         norms.append(done.norm.total)
     assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()
     return weights(model), norms
@@ -193,7 +193,7 @@ def not_finite(*, fused: bool) -> tuple[bool, bool, int]:
     run(step, model)
     counts = step.finish().metrics.tokens_per_expert
     assert not are_equal(before, weights(model))
-    return is_same, bool(done.skipped), int(sum(n.sum() for n in counts.values()))
+    return is_same, bool(done.is_skipped), int(sum(n.sum() for n in counts.values()))
 
 
 def two_models() -> tuple[bool, list[str], float, float]:

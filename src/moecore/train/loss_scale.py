@@ -60,11 +60,11 @@ class LossScale:
         self.num_good = torch.zeros((), dtype=torch.int32, device=device)
 
     @torch.no_grad()
-    def update(self, skipped: Tensor) -> None:
-        """End a step: halve the scale if `skipped` (bool, equal on all ranks), or let it grow."""
-        self.num_good.add_(1).masked_fill_(skipped, 0)
+    def update(self, is_skipped: Tensor) -> None:
+        """End a step: halve the scale if `is_skipped` (bool, equal on all ranks), or grow it."""
+        self.num_good.add_(1).masked_fill_(is_skipped, 0)
         grows = self.num_good >= self.options.growth_interval
-        factor = 1.0 + grows.float() - 0.5 * skipped.float()
+        factor = 1.0 + grows.float() - 0.5 * is_skipped.float()
         self.value.mul_(factor).clamp_(SMALLEST, LARGEST)
         self.num_good.masked_fill_(grows, 0)
 

@@ -11,30 +11,32 @@ from moecore.train.memory.apply import apply_memory, apply_stash
 from moecore.train.memory.compiled import inductor_options
 
 
-def compile_dense(model: nn.Module, found: ParallelState) -> None:
+def compile_dense(model: nn.Module, state: ParallelState) -> None:
     """Compile the code between two MoE layers, if it was asked for."""
-    if not found.request.dense.compile:
+    if not state.request.dense.compile:
         return
-    blocks = found.blocks(model)
-    compile_blocks(blocks, options=inductor_options(blocks, found.request.memory))
-    found.compiled = {module for block in blocks for module in compiled_modules(block)}
+    blocks = state.blocks(model)
+    compile_blocks(blocks, options=inductor_options(blocks, state.request.memory))
+    state.compiled = {module for block in blocks for module in compiled_modules(block)}
 
 
-def save_less(model: nn.Module, found: ParallelState) -> None:
+def reduce_saved_memory(model: nn.Module, state: ParallelState) -> None:
     """Recompute, offload and store in pages what the memory options name."""
-    blocks, request = found.blocks(model), found.request
-    how = request.memory, request.meshes.device
-    chunks = chunks_of(model, blocks, found)
-    found.offload = apply_memory(blocks, *how, compiled=found.compiled, stages=chunks)
-    found.stash = apply_stash(blocks, *how, compiled=found.compiled)
+    blocks, request = state.blocks(model), state.request
+    device = request.meshes.device
+    chunks = chunks_of(model, blocks, state)
+    state.offload = apply_memory(
+        blocks, request.memory, device, compiled=state.compiled, stages=chunks
+    )
+    state.stash = apply_stash(blocks, request.memory, device, compiled=state.compiled)
 
 
-def graph_dense(model: nn.Module, found: ParallelState) -> None:
+def graph_dense(model: nn.Module, state: ParallelState) -> None:
     """Make CUDA graphs of parts of each block, if they were asked for."""
-    if not found.request.dense.graph:
+    if not state.request.dense.graph:
         return
-    blocks = found.blocks(model)
-    chunks = chunks_of(model, blocks, found)
-    names = dict(zip(blocks, found.plan.blocks, strict=True))
+    blocks = state.blocks(model)
+    chunks = chunks_of(model, blocks, state)
+    names = dict(zip(blocks, state.plan.blocks, strict=True))
     for chunk in [blocks] if chunks is None else chunks.values():
         graph_blocks({names[block]: block for block in chunk})

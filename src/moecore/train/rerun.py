@@ -43,7 +43,7 @@ class Reruns:
         self._asks = bool(flag.item())
         self._asks_early = not any(h is not None and h.is_known_late for h in self._holders)
         self._is_running = False  # whether all of a step runs, perhaps again
-        self._needed: ToHost | None = None  # the factor that any rank needed of each holder
+        self._factors: ToHost | None = None  # the factor that any rank needed of each holder
 
     def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
         """Return the result of the first run whose rows fit on every rank."""
@@ -53,15 +53,15 @@ class Reruns:
             return run()
         rewinders = [tape.rewinder() for tape in tapes]
         while True:
-            before, self._needed, self._is_running = generators(), None, True
+            before, self._factors, self._is_running = generators(), None, True
             try:
                 with self.watched("reruns"):
-                    found = run()
+                    result = run()
             finally:
                 self._is_running = False
-            factors = (self._needed or self._asked()).read().tolist()
+            factors = (self._factors or self._max_factors()).read().tolist()
             if not any(factors):
-                return found
+                return result
             drop()
             for rewind in rewinders:
                 rewind()
@@ -76,11 +76,11 @@ class Reruns:
         Call it behind the last forward of a step, on every rank.
         """
         if self._is_running and self._asks_early:
-            self._needed = self._asked()
+            self._factors = self._max_factors()
 
     def is_short(self) -> Tensor | None:
         """Return a bool on the device: whether rows of this rank did not fit. None = no limit."""
-        return self._needed_here().amax() > 0 if self._asks else None
+        return self._local_factors().amax() > 0 if self._asks else None
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
@@ -95,31 +95,31 @@ class Reruns:
         for capacity in self._capacities:
             capacity.end_step(skips=skips)
 
-    def end_step(self, skipped: bool | Tensor) -> None:
+    def end_step(self, is_skipped: bool | Tensor) -> None:
         """Clear the counts of rows for the next step. No host sync."""
         for holder in self._holders:
             if holder is not None and self._asks:
                 holder.clear(host=False)
         for capacity in self._capacities:
             if capacity.graph_steps is not None:
-                capacity.graph_steps.note(skipped)
+                capacity.graph_steps.note(is_skipped)
 
     def check(self) -> None:
         """Raise an ExchangeError if rows did not fit. Host sync."""
         for capacity in self._capacities:
             capacity.check()
 
-    def _needed_here(self) -> Tensor:
+    def _local_factors(self) -> Tensor:
         """Return the factor that this rank needed of each holder; 0 = its rows fit."""
         zero = torch.zeros((), device=self._device)
         return torch.stack([zero if h is None else h.needed(self._device) for h in self._holders])
 
-    def _asked(self) -> ToHost:
+    def _max_factors(self) -> ToHost:
         """Return the largest factor that any rank needed of each holder."""
-        found = self._needed_here()
+        factors = self._local_factors()
         if dist.is_initialized():
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return ToHost(found)
+            dist.all_reduce(factors, dist.ReduceOp.MAX)
+        return ToHost(factors)
 
 
 def _enlarge(holder: Holder, factor: float) -> None:
@@ -127,21 +127,24 @@ def _enlarge(holder: Holder, factor: float) -> None:
     holder.clear()
     if not factor:
         return
-    now = larger(factor)
+    new_factor = larger(factor)
     if this_rank() == 0:
         logger.warning(
-            "%s (%s) was too small: the step runs again with %s", holder.option, holder.factor, now
+            "%s (%s) was too small: the step runs again with %s",
+            holder.option,
+            holder.factor,
+            new_factor,
         )
-    holder.resize(now)
+    holder.resize(new_factor)
 
 
 def drop_step(model: nn.Module) -> None:
     """Drop the micro-batches since the last optimizer step, as `TrainStep.drop` describes."""
     for engine in engines_of(model):
         engine.drop_step()
-    for found in parallel_states(model):
-        if found.arguments is not None:
-            found.arguments.drop_step()
+    for record in parallel_states(model):
+        if record.arguments is not None:
+            record.arguments.drop_step()
     drop_amax(model)
     for module in model.modules():
         if isinstance(module, RoutedLayer):

@@ -39,7 +39,7 @@ from moecore.precision.apply import advance_amax, has_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale
 from moecore.train.rerun import Reruns, drop_step
 from moecore.train.step_checks import check_parts, compare_steps
-from moecore.train.step_result import StepResult, joined
+from moecore.train.step_result import StepResult, merge_metrics
 
 T = TypeVar("T")
 
@@ -97,8 +97,8 @@ class TrainStep:
             check_arguments(TrainStep.__init__, arguments)
             models, self.optimizers = check_parts(model, optimizer, loss_scale)
         self._max_norm = math.inf if max_norm is None else max_norm
-        self._states = [moe_state(one) for one in models]
-        records = [record for one in models for record in parallel_states(one)]
+        self._states = [moe_state(module) for module in models]
+        records = [record for module in models for record in parallel_states(module)]
         self._pipeline = records[0].pipeline if len(models) == 1 else None
         self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
         request = self._request = records[0].request
@@ -117,7 +117,7 @@ class TrainStep:
         self._arguments = [r.arguments for r in records if r.arguments is not None]
         for engine in self._engines:  # a later TrainStep of the same model takes over
             engine.progress = weakref.ref(self._progress)
-        self._reruns = Reruns([capacity_of(one) for one in models], request.meshes.device)
+        self._reruns = Reruns([capacity_of(module) for module in models], request.meshes.device)
         self._is_overlapped = getattr(request.pipeline, "schedule", None) == "overlapped"
         self._pairs = Pairs(self._engines)
         self._is_scaled = True  # the running micro-batch's loss
@@ -162,7 +162,7 @@ class TrainStep:
                     "times in a step: call finish()"
                 )
             is_last = self._progress.num_done + 1 == self.num_micro_batches
-            with self._running(1, to_come=0 if is_last else math.inf):
+            with self._micro_batch_context(1, to_come=0 if is_last else math.inf):
                 yield
 
     @contextmanager
@@ -197,8 +197,11 @@ class TrainStep:
         self._pairs.takes_turns = any(layer.dispatcher.pairs for layer in layers)
         self._progress.is_several, number = True, self.num_micro_batches
         try:
-            where = f"a step of {number} micro-batches"
-            with publish_errors(where), self._running(number, to_come=forwards or number):
+            context = f"a step of {number} micro-batches"
+            with (
+                publish_errors(context),
+                self._micro_batch_context(number, to_come=forwards or number),
+            ):
                 yield
         finally:
             self._progress.is_several = False
@@ -224,7 +227,7 @@ class TrainStep:
         return self._pairs.run(forward, backward)
 
     @contextmanager
-    def _running(self, number: int, *, to_come: float) -> Iterator[None]:
+    def _micro_batch_context(self, number: int, *, to_come: float) -> Iterator[None]:
         progress = self._progress
         progress.is_last = progress.num_done + 1 == self.num_micro_batches
         for engine in self._engines:
@@ -309,7 +312,7 @@ class TrainStep:
         if pipeline is None:
             if self._is_overlapped:
                 return torch.stack(self._run_in_pairs(micro_batches))
-            return torch.stack([self._run_alone(inputs) for inputs in micro_batches])
+            return torch.stack([self._run_micro_batch(inputs) for inputs in micro_batches])
         forwards = pipeline.num_chunks * self.num_micro_batches
         with self.micro_batches(forwards=forwards, pairs=pipeline.config.schedule in PAIRING):
             losses = run_pipeline(pipeline, micro_batches, self._divided, self.side_by_side)
@@ -345,7 +348,7 @@ class TrainStep:
             loss.backward()
         return losses
 
-    def _run_alone(self, inputs: Mapping[str, Any]) -> Tensor:
+    def _run_micro_batch(self, inputs: Mapping[str, Any]) -> Tensor:
         with self.micro_batch():
             loss = loss_of(self.model(**inputs))
             if self._progress.is_last:
@@ -442,23 +445,29 @@ class TrainStep:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             norm, self._norm = self._norm, None
-            skipped = False if norm is None else norm.skipped
+            is_skipped = False if norm is None else norm.skipped
             if self._is_delayed:
-                advance_amax(self.model, self._request.meshes.stage_group, is_skipped=skipped)
-            self._reruns.end_step(skipped)
-            metrics = [state.reduce_step(skipped=skipped) for state in self._states]
+                advance_amax(self.model, self._request.meshes.stage_group, is_skipped=is_skipped)
+            self._reruns.end_step(is_skipped)
+            metrics = [state.reduce_step(skipped=is_skipped) for state in self._states]
             loss_scale = None
             if self._scale is not None and norm is not None:
                 loss_scale = self._scale.value.clone()
                 self._scale.update(norm.skipped)
         self._progress.restart()
         if norm is not None and norm.is_read and not norm.finite:
-            for one in self._arguments:  # the host has waited, and may say why the step is skipped
-                one.raise_late()
+            for (
+                arguments
+            ) in self._arguments:  # the host has waited, and may say why the step is skipped
+                arguments.raise_late()
         lr = self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
         lr = lr.clone() if isinstance(lr, Tensor) else lr  # a scheduler changes it in place
         return StepResult(
-            norm=norm, skipped=skipped, metrics=joined(metrics), lr=lr, loss_scale=loss_scale
+            norm=norm,
+            is_skipped=is_skipped,
+            metrics=merge_metrics(metrics),
+            lr=lr,
+            loss_scale=loss_scale,
         )
 
     def drop(self) -> None:
@@ -481,8 +490,8 @@ class TrainStep:
             ValueError: when ranks that share rows received different ones.
         """
         self._reruns.check()
-        for one in self._arguments:
-            one.raise_late()
+        for arguments in self._arguments:
+            arguments.raise_late()
 
     def close(self) -> None:
         """Free the buffers of "nvlink" and "nccl_ep"; collective. The next forward makes new ones.
@@ -494,15 +503,15 @@ class TrainStep:
 
     def _is_wrong(self) -> Tensor | None:
         """Return a bool on the device: whether the step must be skipped. None = it cannot be."""
-        both = (self._reruns.is_short(), rows_differ(self.model))
-        flags = [flag for flag in both if flag is not None]
+        problems = (self._reruns.is_short(), rows_differ(self.model))
+        flags = [flag for flag in problems if flag is not None]
         return torch.stack(flags).any() if flags else None
 
-    def _check_complete(self, what: str) -> None:
-        self._progress.check_between(what)
+    def _check_complete(self, caller: str) -> None:
+        self._progress.check_between(caller)
         if self._progress.num_done != self.num_micro_batches:
             raise ValueError(
-                f"{what} must follow num_micro_batches ({self.num_micro_batches}) micro-batches, "
+                f"{caller} must follow num_micro_batches ({self.num_micro_batches}) micro-batches, "
                 f"but {self._progress.num_done} are done: run forward and backward of each in "
                 "`with step.micro_batch():`, set num_micro_batches before the step, or drop()"
             )

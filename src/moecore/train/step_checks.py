@@ -24,16 +24,16 @@ def check_parts(
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:
         raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")
-    for one in models:
-        moe_state(one)
-        parallel_states(one)
+    for module in models:
+        moe_state(module)
+        parallel_states(module)
     optimizers = list(([optimizer] if isinstance(optimizer, Optimizer) else optimizer) or ())
     if optimizer is not None and not optimizers:
         raise ValueError("optimizer ([]) must be one, several or None: leave it out")
-    for one in models:
+    for module in models:
         if optimizers or loss_scale is not None:
-            refuse_on_meta(one, "optimizer" if optimizers else "loss scale")
-        check_loss_scale(one, loss_scale)
+            refuse_on_meta(module, "optimizer" if optimizers else "loss scale")
+        check_loss_scale(module, loss_scale)
     refuse_earlier(models[0] if len(models) == 1 else nn.ModuleList(models), optimizers)
     return models, optimizers
 

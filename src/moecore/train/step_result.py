@@ -19,8 +19,8 @@ class StepResult:
     Attributes:
         norm: the gradient's norm before clipping, without the loss scale; None if the step had no
             optimizer and no `clip()`.
-        skipped: whether the gradient was not finite or rows did not fit; no weight, state or bias
-            has changed then.
+        is_skipped: whether the gradient was not finite or rows did not fit; no weight, state or
+            bias has changed then.
         metrics: the routing of the MoE layers.
         lr: the step's learning rate of the first optimizer's first group; None without an
             optimizer.
@@ -28,7 +28,7 @@ class StepResult:
     """
 
     norm: GradientNorm | None
-    skipped: bool | Tensor
+    is_skipped: bool | Tensor
     metrics: MoEMetrics
     lr: float | Tensor | None = None
     loss_scale: Tensor | None = None
@@ -50,15 +50,15 @@ class StepResult:
         return numbers | {name: float(x) for name, x in scalars.items() if x is not None}
 
 
-def joined(metrics: Sequence[MoEMetrics]) -> MoEMetrics:
+def merge_metrics(metrics: Sequence[MoEMetrics]) -> MoEMetrics:
     """Return the metrics of several models as one; names begin with the model's number."""
     if len(metrics) == 1:
         return metrics[0]
     of_fields = {
         f.name: {
             f"{i}.{name}": tensor
-            for i, one in enumerate(metrics)
-            for name, tensor in getattr(one, f.name).items()
+            for i, model_metrics in enumerate(metrics)
+            for name, tensor in getattr(model_metrics, f.name).items()
         }
         for f in fields(MoEMetrics)
     }

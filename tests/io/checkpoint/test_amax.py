@@ -71,7 +71,7 @@ class Job:
         with self.step.micro_batch():
             tokens_BT = torch.arange(34).view(2, 17)
             (self.model(tokens_BT[:, :-1], tokens_BT[:, 1:]) * torch.inf).backward()
-        assert self.step.finish().skipped
+        assert self.step.finish().is_skipped
 
     def past(self) -> Past:
         owners = amax_histories(self.model).items()

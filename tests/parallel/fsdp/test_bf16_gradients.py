@@ -64,7 +64,7 @@ def gradients(layout: str, dtype: torch.dtype, rank: int) -> list[dict[str, Tens
     for name, param in model.named_parameters():
         want = torch.float32 if ".router." in name else dtype
         assert param.dtype == local(param.grad).dtype == want, name
-    assert not owner.finish().skipped
+    assert not owner.finish().is_skipped
     return found
 
 

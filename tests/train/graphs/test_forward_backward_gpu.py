@@ -323,7 +323,7 @@ def outgrown() -> list[Any]:
     skipped = []
     for n in range(WARM_UP + 4):
         job.run(job.batch(n))
-        skipped.append(bool(job.owner.finish().skipped))
+        skipped.append(bool(job.owner.finish().is_skipped))
     job.owner.check()
     of_ranks: list[Any] = [None] * WORLD
     dist.all_gather_object(of_ranks, (skipped, capacity_of(job.model).graph_steps is not None))

@@ -228,7 +228,7 @@ def sharded_run(kind: str, folder: str) -> dict[str, Any]:
             loss.backward()
         if step == 1:
             model.get_parameter("model.norm.weight").grad.to_local()[:] = float("nan")
-        assert bool(owner.finish().skipped) == (step == 1)
+        assert bool(owner.finish().is_skipped) == (step == 1)
         losses.append(loss.item())
         if kind != "plain" and step in (2, 4):
             path = save(f"{folder}/{kind}", step, model, optimizer)

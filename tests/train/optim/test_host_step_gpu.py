@@ -126,7 +126,7 @@ def sharded_run(kind: str, folder: str) -> dict[str, Any]:
             loss.backward()
         if step == 1:
             local(model.get_parameter("model.norm.weight").grad)[:] = float("nan")
-        assert bool(owner.finish().skipped) == (step == 1)
+        assert bool(owner.finish().is_skipped) == (step == 1)
         losses.append(loss.item())
         if step == 3:
             path = save(f"{folder}/{kind}", step, model, optimizer)

@@ -244,7 +244,7 @@ def test_who_is_stepped_by_what() -> None:
     stepped = {n for n, d in assignment.decisions.items() if d.layout is not None}
     assert {"model.layers.1.mlp.router.weight", "model.layers.1.mlp.experts.w1"} <= stepped
     assert set(found) == {name for name, _ in model.named_parameters()}
-    muon, adamw = set(assignment.matrices), set(assignment.others)
+    muon, adamw = set(assignment.matrices), set(assignment.adamw_params)
     assert not muon & adamw and muon | adamw == set(model.parameters())
     assert "muon   model.layers.1.mlp.experts.w2: 8 x (" in str(assignment)
     frozen = assign_matrices(model.requires_grad_(False))
@@ -279,7 +279,7 @@ def test_overrides() -> None:
     columns = Experts(CONFIG, layout=ExpertLayout(gate_up="concatenated", transposed=True))
     halved = Cut(dim=1, sizes=(columns.w1.shape[-1] // 2,), repeats=2)
     layout = assign_matrices(columns, (("w1", halved),)).decisions["w1"].layout
-    assert layout is not None and layout.cut == halved and layout.transposed
+    assert layout is not None and layout.sections == halved and layout.transposed
     with pytest.raises(ValueError, match=r"param_group \(\(16, 16\)\) must hold matrices"):
         Muon(assignment).add_param_group({"params": [model[2].weight]})
     with pytest.raises(ValueError, match=r"overrides \('3\.\*'\) must match"):
@@ -344,7 +344,7 @@ def test_learns() -> None:
     torch.manual_seed(0)
     model = Decoder(preset("tiny"))
     assignment = assign_matrices(model)
-    optimizers = [Muon(assignment, lr=3e-3), AdamW(assignment.others, lr=3e-3)]
+    optimizers = [Muon(assignment, lr=3e-3), AdamW(assignment.adamw_params, lr=3e-3)]
     tokens = torch.randint(0, 256, (2, 17))
     losses = []
     for _ in range(6):

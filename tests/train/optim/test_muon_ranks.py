@@ -91,7 +91,7 @@ def make_sharded(name: str) -> tuple[Decoder, Any]:
 def optimizers_of(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
     assignment = assign_matrices(model, (("model.layers.0.self_attn.q_proj.weight", BY_GROUPS),))
     muon = Muon(assignment, **{"lr": 2e-2, "ns_dtype": torch.float32, **options})
-    return [muon, AdamW(assignment.others, lr=1e-2)]
+    return [muon, AdamW(assignment.adamw_params, lr=1e-2)]
 
 
 def set_gradients(model: nn.Module, step: int) -> None:
@@ -174,7 +174,7 @@ def run_skip(model: Decoder, meshes: Any) -> dict[str, Any]:
         same = before.keys() == after.keys() and all(
             torch.equal(before[key], after[key]) for key in before
         )
-        flags = torch.tensor([same, bool(done.skipped)])
+        flags = torch.tensor([same, bool(done.is_skipped)])
         every = [torch.empty_like(flags) for _ in range(WORLD)]
         dist.all_gather(every, flags)
         found[name] = torch.stack(every)
@@ -205,7 +205,7 @@ def facts_of(model: Decoder, muon: Muon) -> dict[str, Any]:
     costs = [[cost_of(shape[1:])] * shape[0] for _, one in plan.rounds for shape in one.owned]
     every: list[Any] = [None] * WORLD
     dist.all_gather_object(every, [cost for some in costs for cost in some])
-    return {"alone": len(plan.alone), "exchanges": sent.call_count, "costs": every}
+    return {"alone": len(plan.local_blocks), "exchanges": sent.call_count, "costs": every}
 
 
 def cost_of(shape: tuple[int, ...]) -> int:

@@ -152,7 +152,7 @@ def test_a_skipped_step_changes_nothing() -> None:
         with torch.no_grad():
             model.model.embed_tokens.weight.mul_(poison)
         model(TOKENS, TOKENS).backward()
-        clip.step(skipped=skipped)
+        clip.step(is_skipped=skipped)
         assert all(
             torch.equal(a, b)
             for a, (name, b) in zip(before, model.named_parameters(), strict=True)
@@ -201,12 +201,12 @@ def test_compiled_blocks_are_watched() -> None:
     attention = model.layers[0].self_attn
     attention.forward = torch.compile(attention.forward, backend="eager", fullgraph=True)
     model(TOKENS, TOKENS).backward()
-    got = clip._watched[0].max_H.clone()
+    got = clip._watchers[0].max_H.clone()
     clip.step()
     plain = make_model("gqa")
     other = QKClip(plain, tau=TAU)
     plain(TOKENS, TOKENS).backward()
-    torch.testing.assert_close(got, other._watched[0].max_H)
+    torch.testing.assert_close(got, other._watchers[0].max_H)
 
 
 @pytest.mark.gpu
@@ -219,7 +219,7 @@ def test_the_host_waits_for_nothing() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        clip.step(skipped=skipped)
+        clip.step(is_skipped=skipped)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cat(list(clip.max_scores.values())).max() > TAU

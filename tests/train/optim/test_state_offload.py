@@ -96,14 +96,14 @@ def away(optimizer: Optimizer, offload: StateOffload) -> float:
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a tensor leaves behind, on either side, is nan at once."""
-    become = state_offload._Moved.become
+    become = state_offload._StateTensor.become
 
     def checked(moved: Any, flat: Tensor) -> None:
         before = moved.tensor.data
         become(moved, flat)
         before.fill_(float("nan"))
 
-    monkeypatch.setattr(state_offload._Moved, "become", checked)
+    monkeypatch.setattr(state_offload._StateTensor, "become", checked)
 
 
 @pytest.mark.usefixtures("poison")
@@ -297,7 +297,7 @@ def sharded_run(folder: str | None) -> dict[str, Any]:
                 shares.append({part.place for part in offload._parts})
         if step == 2:
             model.get_parameter("model.norm.weight").grad.to_local()[:] = float("nan")
-        assert bool(owner.finish().skipped) == (step == 2)
+        assert bool(owner.finish().is_skipped) == (step == 2)
         losses.append(loss.item())
         if offload is not None and step == 3:
             with torch.no_grad():

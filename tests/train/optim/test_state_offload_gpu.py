@@ -109,7 +109,7 @@ def test_other_optimizers(make: Any) -> None:
 def test_late_streams_change_nothing(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a tensor leaves on the GPU is nan at once, and copies or the model come late."""
     plain = run(None)
-    become, copy = state_offload._Moved.become, state_offload.CopyStream.copy
+    become, copy = state_offload._StateTensor.become, state_offload.CopyStream.copy
     hold = state_offload.CopyStream.hold
     calls = [0]
 
@@ -134,7 +134,7 @@ def test_late_streams_change_nothing(late: str, monkeypatch: pytest.MonkeyPatch)
         late_work(None)
         hold(stream, event)
 
-    monkeypatch.setattr(state_offload._Moved, "become", poisoned)
+    monkeypatch.setattr(state_offload._StateTensor, "become", poisoned)
     monkeypatch.setattr(state_offload.CopyStream, "copy", late_copy)
     monkeypatch.setattr(state_offload.CopyStream, "hold", late_hold)
     hook = register_optimizer_step_post_hook(late_work)

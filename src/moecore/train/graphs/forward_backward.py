@@ -320,8 +320,8 @@ def _check_inputs(inputs: Inputs, expected_inputs: Inputs) -> None:
     expected_kinds = [(tuple(x.shape), x.dtype) for x in expected_inputs]
     if kinds != expected_kinds:
         raise ValueError(
-            f"inputs ({kinds}) must be as in the calls before ({expected_kinds}): pad them, or call "
-            "forward_backward itself for this step, on every rank"
+            f"inputs ({kinds}) must be as in the calls before ({expected_kinds}): pad them, or "
+            "call forward_backward itself for this step, on every rank"
         )
 
 

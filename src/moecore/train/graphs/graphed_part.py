@@ -335,7 +335,7 @@ def _capture(
 
 
 def _forward(function: Callable[[], Any], saved_tensors: list[Tensor]) -> Any:
-    """Return a function's result; saved tensors that no other packer takes go to `saved_tensors`."""
+    """Return a function's result; append to `saved_tensors` what no other packer takes."""
 
     def keep(tensor: Tensor) -> Handle:
         saved_tensors.append(tensor.detach())

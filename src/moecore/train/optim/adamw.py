@@ -117,17 +117,17 @@ class AdamW(torch.optim.AdamW):
         state = dict(self.state[param])
         exponents = state.pop("exponents", None)
         if exponents is not None:
-            state |= _decoded(param, [state[name] for name in MOMENTS], exponents)
+            state |= _decode(param, [state[name] for name in MOMENTS], exponents)
         return state
 
     @torch.no_grad()
-    def restore_state(self, param: Tensor, stored: dict[str, Tensor]) -> None:
+    def restore_state(self, param: Tensor, saved_state: dict[str, Tensor]) -> None:
         """Set a parameter's state from that of any AdamW; tensors that fit are not copied."""
-        state, dtypes = dict(stored), self._dtypes(param)
+        state, dtypes = dict(saved_state), self._dtypes(param)
         self.state[param] = state
         state["step"] = state["step"].to(param.device, torch.float32)
         if "exponents" in dtypes:
-            state |= _encoded(param, [state[name] for name in MOMENTS])
+            state |= _encode(param, [state[name] for name in MOMENTS])
         else:
             for name in MOMENTS:
                 state[name] = state[name].to(param.device, dtypes[name])
@@ -139,36 +139,42 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of torch's AdamW, with FP8 moments as bf16."""
-        found: dict[str, Any] = super().state_dict()
+        result: dict[str, Any] = super().state_dict()
         params = self._params()
-        found["state"] = {
+        result["state"] = {
             place: self.stored_state(params[place]) if "exponents" in state else state
-            for place, state in found["state"].items()
+            for place, state in result["state"].items()
         }
-        return found
+        return result
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of torch's AdamW or this one; moments become `moment_dtype`."""
-        found: dict[str, Any] = {}  # the state dict after other hooks
-        hook = self.register_load_state_dict_pre_hook(lambda _, given: found.update(given))
+        final_dict: dict[str, Any] = {}  # the state dict after other hooks
+        hook = self.register_load_state_dict_pre_hook(
+            lambda _, loaded_state: final_dict.update(loaded_state)
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
         # torch has cast moments to the dtype of their parameter, in which small ones are lost.
-        places = [place for group in found["param_groups"] for place in group["params"]]
+        places = [place for group in final_dict["param_groups"] for place in group["params"]]
         for place, param in zip(places, self._params(), strict=True):
-            given = found["state"].get(place, {})
-            if all(name in given for name in MOMENTS):
-                own = {name: given[name] for name in (*MOMENTS, "remainder") if name in given}
-                self.restore_state(param, {**self.state[param], **own})
-                for name, value in own.items():
+            loaded_state = final_dict["state"].get(place, {})
+            if all(name in loaded_state for name in MOMENTS):
+                values = {
+                    name: loaded_state[name]
+                    for name in (*MOMENTS, "remainder")
+                    if name in loaded_state
+                }
+                self.restore_state(param, {**self.state[param], **values})
+                for name, value in values.items():
                     if self.state[param].get(name) is value:  # another optimizer may own it
                         self.state[param][name] = value.clone()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Raises:
@@ -195,8 +201,8 @@ class AdamW(torch.optim.AdamW):
         if found_inf is None:
             foreach_add_(steps, 1)
         else:
-            taken = (found_inf <= 0).float()
-            foreach_add_(steps, [taken] * len(steps))  # the host would read a single tensor
+            increment = (found_inf <= 0).float()
+            foreach_add_(steps, [increment] * len(steps))  # the host would read a single tensor
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
     def _tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
@@ -213,7 +219,7 @@ class AdamW(torch.optim.AdamW):
             for t in row[:4]:
                 kind += (t.dtype, t.is_contiguous())
             rows.setdefault(tuple(kind), []).append((row, number))
-        return [AdamWTensors.of(found) for found in rows.values()]
+        return [AdamWTensors.of(kind_rows) for kind_rows in rows.values()]
 
     def state_of(self, param: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter: new, or converted to this optimizer's format."""
@@ -232,7 +238,8 @@ class AdamW(torch.optim.AdamW):
             fits &= t is not None and t.dtype == dtype and t.device == param.device
         if not fits:
             self.restore_state(param, self.stored_state(param))
-        return self.state[param]
+        formatted: dict[str, Tensor] = self.state[param]
+        return formatted
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -298,12 +305,12 @@ def signals_of(
     optimizer: torch.optim.Optimizer, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the scalars grad_scale and found_inf that clipping gives a fused optimizer."""
-    found = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-    grad_scale, found_inf = (None if x is None else x.to(device).view(()) for x in found)
+    signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    grad_scale, found_inf = (None if x is None else x.to(device).view(()) for x in signals)
     return grad_scale, found_inf
 
 
-def _encoded(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
+def _encode(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return moments as the state of FP8 moments, rounded to nearest."""
     m, v = (local_of(moment).to(param.device).reshape(-1) for moment in moments)
     codes = [torch.empty(m.numel(), dtype=torch.uint8, device=param.device) for _ in MOMENTS]
@@ -314,11 +321,11 @@ def _encoded(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
             m[part].float(), v[part].float()
         )
         exponents.append(scales)
-    found = {name: _like(param, code) for name, code in zip(MOMENTS, codes, strict=True)}
-    return {**found, "exponents": torch.cat(exponents)}
+    state = {name: _like(param, code) for name, code in zip(MOMENTS, codes, strict=True)}
+    return {**state, "exponents": torch.cat(exponents)}
 
 
-def _decoded(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dict[str, Tensor]:
+def _decode(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dict[str, Tensor]:
     """Return FP8 moments as bf16."""
     m, v = (local_of(moment).reshape(-1) for moment in moments)
     flat = [torch.empty(m.numel(), dtype=torch.bfloat16, device=m.device) for _ in MOMENTS]
@@ -331,6 +338,6 @@ def _decoded(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dic
 
 def _like(param: Tensor, flat: Tensor) -> Tensor:
     """Return a tensor of a parameter's layout, whose local shard has flat values."""
-    found = torch.empty_like(param, dtype=flat.dtype, device=flat.device)
-    local_of(found).copy_(flat.view_as(local_of(found)))
-    return found
+    result = torch.empty_like(param, dtype=flat.dtype, device=flat.device)
+    local_of(result).copy_(flat.view_as(local_of(result)))
+    return result

@@ -45,13 +45,13 @@ class MatrixBlock(NamedTuple):
 
     def read(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return what lies there; see `is_view`."""
-        found = tensors[self.place]
+        values = tensors[self.place]
         for dim, index in enumerate((self.batch, self.rows, self.columns)):
             if isinstance(index, Tensor):
-                found = found.index_select(dim, index)
+                values = values.index_select(dim, index)
             else:
-                found = found[(slice(None),) * dim + (index,)]
-        return found
+                values = values[(slice(None),) * dim + (index,)]
+        return values
 
     def write(self, tensors: Sequence[Tensor], values: Tensor) -> None:
         """Copy values to where they belong."""
@@ -83,17 +83,19 @@ class Round:
         # Sources are tensors of all parameters, or, on the way back, the matrices of `owned`.
         out, into = (self.returns, self.results) if back else (self.sends, self.receives)
         pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
-        sent = torch.cat(pieces) if pieces else like.new_empty(0)
+        send_buffer = torch.cat(pieces) if pieces else like.new_empty(0)
         out_sizes, in_sizes = _sizes(out), _sizes(into)
-        received = like.new_empty(sum(in_sizes))
-        dist.all_to_all_single(received, sent, in_sizes, out_sizes, group=group)
-        return received
+        recv_buffer = like.new_empty(sum(in_sizes))
+        dist.all_to_all_single(recv_buffer, send_buffer, in_sizes, out_sizes, group=group)
+        return recv_buffer
 
-    def unpack(self, received: Tensor, *, back: bool) -> Iterator[tuple[MatrixBlock, Tensor]]:
+    def unpack(self, recv_buffer: Tensor, *, back: bool) -> Iterator[tuple[MatrixBlock, Tensor]]:
         """Yield the blocks of what came, and their values."""
-        blocks = [b for one in (self.results if back else self.receives) for b in one]
+        blocks = [
+            b for rank_blocks in (self.results if back else self.receives) for b in rank_blocks
+        ]
         sizes = [prod(block.shape) for block in blocks]
-        for block, values in zip(blocks, received.split(sizes), strict=True):
+        for block, values in zip(blocks, recv_buffer.split(sizes), strict=True):
             yield block, values.view(block.shape)
 
 
@@ -101,7 +103,7 @@ class Round:
 class MatrixPlan:
     """How one rank takes part in a step of some parameters."""
 
-    alone: dict[int, list[MatrixBlock]]  # place -> own blocks, of matrices on one rank each
+    local_blocks: dict[int, list[MatrixBlock]]  # place -> own blocks, of matrices on one rank each
     rounds: list[tuple[dist.ProcessGroup, Round]]  # of the others
     outputs: MatrixPlan | None = None  # the same blocks and rounds of one number per output
 
@@ -120,19 +122,24 @@ def make_plan(
     members = _members(params, layouts)
     shared: dict[tuple[int, ...], list[_Member]] = {}
     for member in members:
-        if not member.holding.is_alone:
+        if not member.holding.is_local:
             shared.setdefault(member.holding.ranks, []).append(member)
     rounds = []
     for ranks, group_members in shared.items():
         group, rank = group_of(ranks), ranks.index(dist.get_rank())
         owners = _assign(group_members, len(ranks))
-        for some in _rounds(group_members, len(ranks)):
-            rounds.append((group, [member.place for member in some], (owners, rank)))
+        for round_members in _rounds(group_members, len(ranks)):
+            rounds.append((group, [member.place for member in round_members], (owners, rank)))
 
-    def plan_of(found: list[_Member]) -> MatrixPlan:
-        alone = {m.place: found[m.place].blocks_alone() for m in members if m.holding.is_alone}
-        travel = [(g, _round([found[i] for i in some], *own)) for g, some, own in rounds]
-        return MatrixPlan(alone=alone, rounds=travel)
+    def plan_of(tensor_members: list[_Member]) -> MatrixPlan:
+        local_blocks = {
+            m.place: tensor_members[m.place].local_blocks() for m in members if m.holding.is_local
+        }
+        travel = [
+            (g, _round([tensor_members[i] for i in places], *assignment))
+            for g, places, assignment in rounds
+        ]
+        return MatrixPlan(local_blocks=local_blocks, rounds=travel)
 
     if outputs is None:
         return plan_of(members)
@@ -142,15 +149,15 @@ def make_plan(
 
 def _members(tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[_Member]:
     holdings: dict[object, _Holding] = {}  # tensors of one layout share theirs
-    found = []
+    members = []
     for place, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
         key: object = (tensor.shape, layout)
         if isinstance(tensor, DTensor):
             key = (key, tensor.device_mesh, tensor.placements)
         if key not in holdings:
             holdings[key] = _Holding(tensor, layout)
-        found.append(_Member(place, holdings[key], tensor.device))
-    return found
+        members.append(_Member(place, holdings[key], tensor.device))
+    return members
 
 
 class _Holding:
@@ -160,38 +167,38 @@ class _Holding:
         self.layout, self.numel = layout, param.numel()
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
             self.ranks: tuple[int, ...] = (0,)
-            self.held, self.is_alone = [layout.parts(param)], True
+            self.rank_parts, self.is_local = [layout.parts(param)], True
             return
         mesh = param.device_mesh.mesh
-        found = {int(mesh[tuple(c)]): tuple(c.tolist()) for c in (mesh >= 0).nonzero()}
-        self.ranks = tuple(sorted(found))
+        coordinates = {int(mesh[tuple(c)]): tuple(c.tolist()) for c in (mesh >= 0).nonzero()}
+        self.ranks = tuple(sorted(coordinates))
         # What ranks that hold copies of each other differ in.
         replicated = [i for i, p in enumerate(param.placements) if p.is_replicate()]
-        self.copy_of = [tuple(found[rank][i] for i in replicated) for rank in self.ranks]
-        self.held = [layout.parts(param, found[rank]) for rank in self.ranks]
+        self.copy_of = [tuple(coordinates[rank][i] for i in replicated) for rank in self.ranks]
+        self.rank_parts = [layout.parts(param, coordinates[rank]) for rank in self.ranks]
         # Per part, bool [ranks, batch]: who holds all of a matrix.
-        self.whole_on = [self._whole_on(number) for number in range(len(layout.shapes))]
-        self.is_alone = all(
-            bool((self._touched_by(number) == 1).all() and (whole.sum(0) == 1).all())
-            for number, whole in enumerate(self.whole_on)
+        self.full_masks = [self._ranks_with_full(number) for number in range(len(layout.shapes))]
+        self.is_local = all(
+            bool((self._touched_by(number) == 1).all() and (mask.sum(0) == 1).all())
+            for number, mask in enumerate(self.full_masks)
         )
 
     def _touched_by(self, number: int) -> Tensor:
         """Return by how many ranks each matrix of a part is held, whole or not."""
         counts = torch.zeros(self.layout.batch, dtype=torch.int64)
-        for parts in self.held:
+        for parts in self.rank_parts:
             part = parts[number]
             if part.rows.numel() and part.columns.numel():
                 counts[part.batch] += 1
         return counts
 
-    def _whole_on(self, number: int) -> Tensor:
-        found = torch.zeros(len(self.ranks), self.layout.batch, dtype=torch.bool)
-        for rank, parts in enumerate(self.held):
+    def _ranks_with_full(self, number: int) -> Tensor:
+        mask = torch.zeros(len(self.ranks), self.layout.batch, dtype=torch.bool)
+        for rank, parts in enumerate(self.rank_parts):
             part = parts[number]
             if (part.rows.numel(), part.columns.numel()) == self.layout.shapes[number]:
-                found[rank, part.batch] = True
-        return found
+                mask[rank, part.batch] = True
+        return mask
 
 
 class _Member(NamedTuple):
@@ -201,17 +208,17 @@ class _Member(NamedTuple):
     holding: _Holding
     device: torch.device
 
-    def block(self, part: MatrixPart, number: int, chosen: Tensor) -> MatrixBlock | None:
+    def block(self, part: MatrixPart, number: int, mask: Tensor) -> MatrixBlock | None:
         """Return the block of the chosen (bool) matrices in a rank's own tensor, or None."""
-        (batch,) = chosen.nonzero(as_tuple=True)
+        (batch,) = mask.nonzero(as_tuple=True)
         return _block(self.place, batch, part.rows, part.columns, number, self.device)
 
-    def blocks_alone(self) -> list[MatrixBlock]:
+    def local_blocks(self) -> list[MatrixBlock]:
         """Return the blocks of all that this rank holds."""
-        ranks, held = self.holding.ranks, self.holding.held
-        mine = held[ranks.index(dist.get_rank())] if len(ranks) > 1 else held[0]
-        found = [self.block(p, i, torch.ones_like(p.batch) > 0) for i, p in enumerate(mine)]
-        return [block for block in found if block is not None]
+        ranks, rank_parts = self.holding.ranks, self.holding.rank_parts
+        parts = rank_parts[ranks.index(dist.get_rank())] if len(ranks) > 1 else rank_parts[0]
+        blocks = [self.block(p, i, torch.ones_like(p.batch) > 0) for i, p in enumerate(parts)]
+        return [block for block in blocks if block is not None]
 
 
 def _block(
@@ -226,15 +233,15 @@ def _block(
 
 def _rounds(members: list[_Member], num_ranks: int) -> Iterator[list[_Member]]:
     """Yield parameters that travel together."""
-    some: list[_Member] = []
+    round_members: list[_Member] = []
     numel = 0
     for member in members:
-        if some and numel + member.holding.numel > ROUND_NUMEL * num_ranks:
-            yield some
-            some, numel = [], 0
-        some.append(member)
+        if round_members and numel + member.holding.numel > ROUND_NUMEL * num_ranks:
+            yield round_members
+            round_members, numel = [], 0
+        round_members.append(member)
         numel += member.holding.numel
-    yield some
+    yield round_members
 
 
 Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int64 [batch]
@@ -252,8 +259,8 @@ def _assign(members: list[_Member], num_ranks: int) -> Owners:
             owners[member.place, part] = torch.zeros(layout.batch, dtype=torch.int64)
             short, long = sorted(shape)
             cost = short * short * (2 * long + short)  # of Newton-Schulz
-            for i, whole in enumerate(member.holding.whole_on[part].T):
-                choice = whole.nonzero().flatten().tolist() or every
+            for i, mask in enumerate(member.holding.full_masks[part].T):
+                choice = mask.nonzero().flatten().tolist() or every
                 queue.append((len(choice) > 1, -cost, order, part, i, choice))
     # Those with one choice come first, then the longest, each to the rank with the least so far.
     for _, cost, order, part, i, choice in sorted(queue):
@@ -268,33 +275,33 @@ def _round(members: list[_Member], owners: Owners, rank: int) -> Round:
     num_ranks = len(members[0].holding.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists
-    found = Round([], [], sends, receives, returns, results)
+    result = Round([], [], sends, receives, returns, results)
     for member in members:
-        found.params.append(member.place)
-        held, copy_of = member.holding.held, member.holding.copy_of
+        result.params.append(member.place)
+        rank_parts, copy_of = member.holding.rank_parts, member.holding.copy_of
         for number, shape in enumerate(member.holding.layout.shapes):
             owner_of = owners[member.place, number]
-            mine = held[rank][number]
+            local_part = rank_parts[rank][number]
             for owner in range(num_ranks):
-                block = member.block(mine, number, owner_of[mine.batch] == owner)
+                block = member.block(local_part, number, owner_of[local_part.batch] == owner)
                 if block is not None:
-                    found.results[owner].append(block)
+                    result.results[owner].append(block)
                     if copy_of[owner] == copy_of[rank]:
-                        found.sends[owner].append(block)
-            (own,) = (owner_of == rank).nonzero(as_tuple=True)
-            if not own.numel():
+                        result.sends[owner].append(block)
+            (matrix_ids,) = (owner_of == rank).nonzero(as_tuple=True)
+            if not matrix_ids.numel():
                 continue
-            place = len(found.owned)
-            found.owned.append((own.numel(), *shape))
+            place = len(result.owned)
+            result.owned.append((matrix_ids.numel(), *shape))
             for holder in range(num_ranks):
-                part = held[holder][number]
-                places = torch.searchsorted(own, part.batch[owner_of[part.batch] == rank])
+                part = rank_parts[holder][number]
+                places = torch.searchsorted(matrix_ids, part.batch[owner_of[part.batch] == rank])
                 block = _block(place, places, part.of_rows, part.of_columns, number, member.device)
                 if block is not None:
-                    found.returns[holder].append(block)
+                    result.returns[holder].append(block)
                     if copy_of[holder] == copy_of[rank]:
-                        found.receives[holder].append(block)
-    return found
+                        result.receives[holder].append(block)
+    return result
 
 
 def _index(index: Tensor, device: torch.device) -> Index:

@@ -49,9 +49,13 @@ class _MomentPiece:
 
     def part(self, start: int, stop: int) -> _MomentPiece:
         """Return the elements from start to stop."""
-        cut = slice(start, stop)
+        elements = slice(start, stop)
         return _MomentPiece(
-            self.weight[cut], self.grad[cut], self.exp_avg[cut], self.exp_avg_sq[cut], self.step
+            self.weight[elements],
+            self.grad[elements],
+            self.exp_avg[elements],
+            self.exp_avg_sq[elements],
+            self.step,
         )
 
 
@@ -78,7 +82,7 @@ class _HostSlot:
         self._weights, self._grads = (
             torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
         )
-        self.copied: torch.cuda.Event | None = None  # after the copies to it
+        self.copy_event: torch.cuda.Event | None = None  # after the copies to it
 
     def views(self, chunk: _HostChunk) -> tuple[list[Tensor], list[Tensor]]:
         """Return memory for the weights and for the gradients of the pieces."""
@@ -151,18 +155,18 @@ class HostAdamW(AdamW):
         return CPU if param in self.host_params else param.device
 
     @torch.no_grad()
-    def restore_state(self, param: Tensor, stored: dict[str, Tensor]) -> None:
+    def restore_state(self, param: Tensor, saved_state: dict[str, Tensor]) -> None:
         """Set a parameter's state from that of any AdamW; tensors that fit are not copied."""
         if param not in self.host_params:
-            super().restore_state(param, stored)
+            super().restore_state(param, saved_state)
             return
         dtype = self.moment_dtype_of(param)
         with self._of_host_memory():
-            moments = {m: stored[m].to(CPU, dtype).contiguous() for m in MOMENTS}
-        self.state[param] = {"step": stored["step"].to(CPU, torch.float32), **moments}
+            moments = {m: saved_state[m].to(CPU, dtype).contiguous() for m in MOMENTS}
+        self.state[param] = {"step": saved_state["step"].to(CPU, torch.float32), **moments}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Raises:
@@ -212,8 +216,8 @@ class HostAdamW(AdamW):
     ) -> None:
         for number, chunk in enumerate(chunks):
             slot = self._slots[number % NUM_SLOTS]
-            if slot.copied is not None:
-                slot.copied.synchronize()
+            if slot.copy_event is not None:
+                slot.copy_event.synchronize()
             weights, grads = slot.views(chunk)
             _update(chunk, weights, grads, signals)
             for piece, weight in zip(chunk.pieces, weights, strict=True):
@@ -227,7 +231,7 @@ class HostAdamW(AdamW):
             chunk
             for number, group in enumerate(self.param_groups)
             for pieces in self._pieces(group)
-            for chunk in _packed(pieces, number, group)
+            for chunk in _chunk_pieces(pieces, number, group)
         ]
         num_bytes = max((chunk.num_bytes() for chunk in chunks), default=0)
         if not self._slots or self._slots[0].num_bytes < num_bytes:
@@ -242,7 +246,7 @@ class HostAdamW(AdamW):
 
     def _pieces(self, group: dict[str, Any]) -> list[list[_MomentPiece]]:
         """Return this rank's shards of a group that the host steps, in one list per dtypes."""
-        found: dict[Any, list[_MomentPiece]] = {}
+        pieces: dict[Any, list[_MomentPiece]] = {}
         for param in group["params"]:
             if param not in self.host_params or param.grad is None:
                 continue
@@ -251,8 +255,8 @@ class HostAdamW(AdamW):
             weight, exp_avg, exp_avg_sq = changed
             flat_grad = local_of(grad).contiguous().view(-1)
             piece = _MomentPiece(weight, flat_grad, exp_avg, exp_avg_sq, state["step"])
-            found.setdefault((param.dtype, grad.dtype), []).append(piece)
-        return list(found.values())
+            pieces.setdefault((param.dtype, grad.dtype), []).append(piece)
+        return list(pieces.values())
 
     def _host_state(self, param: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter on the host: new, or converted to the host's format."""
@@ -265,19 +269,20 @@ class HostAdamW(AdamW):
             state |= dict(zip(MOMENTS, moments, strict=True))
         if "exponents" in state or {t.device for t in state.values()} != {CPU}:
             self.restore_state(param, self.stored_state(param))
-        return self.state[param]
+            state = self.state[param]
+        return state
 
 
 class _Signals:
     """Device values that the host reads for a step: skip, gradient scale, learning rates."""
 
     def __init__(self, optimizer: HostAdamW, stream: CopyStream) -> None:
-        found: dict[Any, Any] = {
+        values: dict[Any, Any] = {
             name: getattr(optimizer, name, None) for name in ("found_inf", "grad_scale")
         }
-        found |= {number: group["lr"] for number, group in enumerate(optimizer.param_groups)}
-        self._values = {k: v for k, v in found.items() if not isinstance(v, Tensor)}
-        on_device = {k: v for k, v in found.items() if isinstance(v, Tensor)}
+        values |= {number: group["lr"] for number, group in enumerate(optimizer.param_groups)}
+        self._values = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
+        on_device = {k: v for k, v in values.items() if isinstance(v, Tensor)}
         self._names = list(on_device)
         self._source = [v.detach().double().view(()) for v in on_device.values()]
         self._host = [
@@ -286,12 +291,12 @@ class _Signals:
         stream.follow()
         for target, source in zip(self._host, self._source, strict=True):
             stream.copy(target, source)
-        self._copied = stream.mark()
+        self._copy_event = stream.mark()
 
     def wait(self) -> bool:
         """Return whether the step is skipped. This is the one host sync of a step for signals."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
         self._values |= dict(zip(self._names, (x.item() for x in self._host), strict=True))
         return bool(self._values["found_inf"])
 
@@ -306,22 +311,24 @@ class _Signals:
         return float(self._values[group])
 
 
-def _packed(pieces: list[_MomentPiece], number: int, group: dict[str, Any]) -> Iterator[_HostChunk]:
+def _chunk_pieces(
+    pieces: list[_MomentPiece], number: int, group: dict[str, Any]
+) -> Iterator[_HostChunk]:
     """Yield chunks of pieces, which are cut at multiples of `VECTOR`."""
-    found: list[_MomentPiece] = []
+    chunk: list[_MomentPiece] = []
     room = CHUNK
     for piece in pieces:
         start, end = 0, piece.weight.numel()
         while start < end:
             stop = min(end, start + room // VECTOR * VECTOR)
             if stop > start:
-                found.append(piece.part(start, stop))
+                chunk.append(piece.part(start, stop))
             room, start = room - (stop - start), stop
             if start < end:
-                yield _HostChunk(found, number, group)
-                found, room = [], CHUNK
-    if found:
-        yield _HostChunk(found, number, group)
+                yield _HostChunk(chunk, number, group)
+                chunk, room = [], CHUNK
+    if chunk:
+        yield _HostChunk(chunk, number, group)
 
 
 def _bring(stream: CopyStream, chunk: _HostChunk, slot: _HostSlot) -> None:
@@ -332,7 +339,7 @@ def _bring(stream: CopyStream, chunk: _HostChunk, slot: _HostSlot) -> None:
     for piece, weight, grad in zip(chunk.pieces, weights, grads, strict=True):
         stream.copy(weight, piece.weight)
         stream.copy(grad, piece.grad)
-    slot.copied = stream.mark()
+    slot.copy_event = stream.mark()
 
 
 def _update(

@@ -62,30 +62,36 @@ class MatrixLayout(CheckedRecord):
     batch: Count
     rows: Count
     columns: Count
-    cut: Cut | None = None
+    sections: Cut | None = None
     transposed: bool = False
 
     def _rules(self) -> Rules:
-        if self.cut is not None and self.cut.length != (self.rows, self.columns)[self.cut.dim]:
-            name = ("rows", "columns")[self.cut.dim]
-            yield "cut", f"have sum(sizes) * repeats = {name} ({getattr(self, name)}): correct it"
+        if (
+            self.sections is not None
+            and self.sections.length != (self.rows, self.columns)[self.sections.dim]
+        ):
+            name = ("rows", "columns")[self.sections.dim]
+            yield (
+                "sections",
+                f"have sum(sizes) * repeats = {name} ({getattr(self, name)}): correct it",
+            )
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """Rows and columns of each part."""
-        if self.cut is None:
+        if self.sections is None:
             return [(self.rows, self.columns)]
-        sizes = [size * self.cut.repeats for size in self.cut.sizes]
-        if self.cut.dim == 0:
+        sizes = [size * self.sections.repeats for size in self.sections.sizes]
+        if self.sections.dim == 0:
             return [(size, self.columns) for size in sizes]
         return [(self.rows, size) for size in sizes]
 
     def of_outputs(self) -> MatrixLayout:
         """Return the layout of one number per output: [batch, rows, 1], or [batch, 1, columns]."""
-        if self.cut is not None and self.cut.dim != int(self.transposed):
+        if self.sections is not None and self.sections.dim != int(self.transposed):
             raise ValueError(
-                f"Cut.dim ({self.cut.dim}) must be {int(self.transposed)}, that of outputs, with "
-                "beta2, so that an output is of one matrix: drop beta2 or the Cut"
+                f"Cut.dim ({self.sections.dim}) must be {int(self.transposed)}, that of outputs, "
+                "with beta2, so that an output is of one matrix: drop beta2 or the Cut"
             )
         return replace(self, rows=1) if self.transposed else replace(self, columns=1)
 
@@ -96,15 +102,15 @@ class MatrixLayout(CheckedRecord):
 
     def parts(self, param: Tensor, coordinate: Sequence[int] | None = None) -> list[MatrixPart]:
         """Return what a rank of the mesh, None = this one, holds of each part."""
-        found = global_indices(param, coordinate)
-        if len(found) == 2:
-            found = [torch.arange(1), *found]
-        if len(found) == 4:  # gate and up in a dim of their own
-            found[1:3] = [(found[1][:, None] * param.shape[2] + found[2]).flatten()]
-        batch, *dims = found
+        indices = global_indices(param, coordinate)
+        if len(indices) == 2:
+            indices = [torch.arange(1), *indices]
+        if len(indices) == 4:  # gate and up in a dim of their own
+            indices[1:3] = [(indices[1][:, None] * param.shape[2] + indices[2]).flatten()]
+        batch, *dims = indices
         axes = [[(torch.arange(index.numel()), index)] * len(self.shapes) for index in dims]
-        if self.cut is not None:
-            axes[self.cut.dim] = list(_pieces(self.cut, dims[self.cut.dim]))
+        if self.sections is not None:
+            axes[self.sections.dim] = list(_pieces(self.sections, dims[self.sections.dim]))
         return [
             MatrixPart(batch, rows[0], rows[1], columns[0], columns[1])
             for rows, columns in zip(*axes, strict=True)
@@ -121,13 +127,13 @@ class MatrixPart(NamedTuple):
     of_columns: Tensor  # as `of_rows`
 
 
-def _pieces(cut: Cut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(sections: Cut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, per piece, the places in `index` of what belongs to it, and where it lies there."""
-    run, place = index // sum(cut.sizes), index % sum(cut.sizes)
+    run, place = index // sum(sections.sizes), index % sum(sections.sizes)
     start = 0
-    for size in cut.sizes:
-        (here,) = ((place >= start) & (place < start + size)).nonzero(as_tuple=True)
-        yield here, run[here] * size + place[here] - start
+    for size in sections.sizes:
+        (positions,) = ((place >= start) & (place < start + size)).nonzero(as_tuple=True)
+        yield positions, run[positions] * size + place[positions] - start
         start += size
 
 
@@ -161,7 +167,7 @@ class MatrixAssignment:
         return {d.param: d.layout for d in self.decisions.values() if d.layout is not None}
 
     @property
-    def others(self) -> list[nn.Parameter]:
+    def adamw_params(self) -> list[nn.Parameter]:
         """The parameters that AdamW steps."""
         return [d.param for d in self.decisions.values() if d.layout is None]
 
@@ -193,11 +199,11 @@ def assign_matrices(model: nn.Module, overrides: Overrides = ()) -> MatrixAssign
     for name, param in model.named_parameters():
         if param.requires_grad:
             clean = clean_name(name)
-            found = [_decide(*owner) for owner in owners[param]]
+            choices = [_decide(*owner) for owner in owners[param]]
             # One use that AdamW steps (an embedding, tied to a head) decides for all.
-            layout, reason = min(found, key=lambda one: one[0] is not None)
-            asked = next((c for pattern, c in overrides if fnmatchcase(clean, pattern)), None)
-            decisions[clean] = _overridden(clean, Decision(param, layout, reason), asked)
+            layout, reason = min(choices, key=lambda choice: choice[0] is not None)
+            override = next((c for pattern, c in overrides if fnmatchcase(clean, pattern)), None)
+            decisions[clean] = _apply_override(clean, Decision(param, layout, reason), override)
     for pattern, _ in overrides:
         if not any(fnmatchcase(name, pattern) for name in decisions):
             raise ValueError(
@@ -226,20 +232,20 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
     return owners
 
 
-def _overridden(name: str, decision: Decision, asked: Choice | Cut | None) -> Decision:
+def _apply_override(name: str, decision: Decision, override: Choice | Cut | None) -> Decision:
     param, layout, _ = decision
-    if asked is None or (asked == "muon" and layout is not None):
+    if override is None or (override == "muon" and layout is not None):
         return decision
-    if asked == "adamw":
+    if override == "adamw":
         return Decision(param, None, "overridden")
-    whole = layout or _whole(param)
-    if whole is None:
+    full_layout = layout or _full_layout(param)
+    if full_layout is None:
         raise ValueError(
-            f"overrides ({asked!r}) must be 'adamw' for {name} {tuple(param.shape)}, which is no "
-            "matrix: correct the pattern"
+            f"overrides ({override!r}) must be 'adamw' for {name} {tuple(param.shape)}, which is "
+            "no matrix: correct the pattern"
         )
-    cut = asked if isinstance(asked, Cut) else whole.cut
-    return Decision(param, replace(whole, cut=cut), "overridden")
+    sections = override if isinstance(override, Cut) else full_layout.sections
+    return Decision(param, replace(full_layout, sections=sections), "overridden")
 
 
 def _decide(
@@ -263,15 +269,15 @@ def _decide(
     if is_thin:
         return None, "a linear of one output" if isinstance(module, nn.Linear) else VECTOR
     if isinstance(module, Router) or (last in ROUTERS and param.ndim == 2):
-        return _whole(param), "router"
+        return _full_layout(param), "router"
     if isinstance(module, Latent):
-        return _whole(param), "latent projection"
+        return _full_layout(param), "latent projection"
     if isinstance(module, nn.Linear):
         return _linear_layout(module, parent, last)
     return None, f"{type(module).__name__} is not known to multiply by it"
 
 
-def _whole(param: Tensor) -> MatrixLayout | None:
+def _full_layout(param: Tensor) -> MatrixLayout | None:
     if param.ndim not in (2, 3):
         return None
     batch, rows, columns = (1, *param.shape)[-3:]
@@ -284,17 +290,19 @@ def _expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | None, st
     if leaf not in (layout.w1, layout.w2, layout.w3):
         return None, BIAS
     E, D, F = config.num_experts, config.expert_dim, config.hidden_dim
-    outputs, inputs, cut = (D, F, None) if leaf == layout.w2 else (F, D, None)
+    outputs, inputs, sections = (D, F, None) if leaf == layout.w2 else (F, D, None)
     if leaf == layout.w1 and config.gated and not experts.is_separate:
         outputs, dim = 2 * F, int(layout.transposed)
         if layout.gate_up == "interleaved":
-            cut = Cut(dim=dim, sizes=(1, 1), repeats=F)
+            sections = Cut(dim=dim, sizes=(1, 1), repeats=F)
         else:
-            cut = Cut(dim=dim, sizes=(F, F))
+            sections = Cut(dim=dim, sizes=(F, F))
     rows, columns = (inputs, outputs) if layout.transposed else (outputs, inputs)
     assert param.numel() == E * rows * columns
-    found = MatrixLayout(batch=E, rows=rows, columns=columns, cut=cut, transposed=layout.transposed)
-    return found, "routed experts"
+    matrix_layout = MatrixLayout(
+        batch=E, rows=rows, columns=columns, sections=sections, transposed=layout.transposed
+    )
+    return matrix_layout, "routed experts"
 
 
 def _shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout | None, str]:
@@ -303,20 +311,20 @@ def _shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout | None
         return None, "gates of shared experts"
     rows, columns = getattr(shared, leaf).shape
     halves = leaf == "w1" and shared.config.gated
-    cut = Cut(sizes=(rows // 2, rows // 2)) if halves else None
-    return MatrixLayout(batch=1, rows=rows, columns=columns, cut=cut), "shared experts"
+    sections = Cut(sizes=(rows // 2, rows // 2)) if halves else None
+    return MatrixLayout(batch=1, rows=rows, columns=columns, sections=sections), "shared experts"
 
 
 def _linear_layout(
     linear: nn.Linear, parent: nn.Module, last: str
 ) -> tuple[MatrixLayout | None, str]:
     rows, columns = linear.weight.shape
-    cut = Cut(sizes=(rows // 2, rows // 2)) if last == "gate_up_proj" else None
+    sections = Cut(sizes=(rows // 2, rows // 2)) if last == "gate_up_proj" else None
     if any(word in last for word in FUSED):
-        cut = _fused_cut(parent, last, rows)
-        if cut is None:
+        sections = _fused_cut(parent, last, rows)
+        if sections is None:
             return None, "queries, keys and values in an unknown order: give a Cut"
-    return MatrixLayout(batch=1, rows=rows, columns=columns, cut=cut), "linear"
+    return MatrixLayout(batch=1, rows=rows, columns=columns, sections=sections), "linear"
 
 
 def _fused_cut(parent: Any, last: str, rows: int) -> Cut | None:

@@ -66,9 +66,13 @@ class MuonOptions(CheckedRecord):
     @classmethod
     def of(cls, group: dict[str, Any]) -> MuonOptions:
         """Return the options of a param group, which callers and schedulers may have changed."""
-        found = {one.name: group[one.name] for one in fields(cls) if one.name in group}
-        found["ns_coefficients"] = tuple(found["ns_coefficients"])
-        return cls(**found | {"adjust_lr_fn": found["adjust_lr_fn"] or "original"})  # torch's None
+        options = {
+            option.name: group[option.name] for option in fields(cls) if option.name in group
+        }
+        options["ns_coefficients"] = tuple(options["ns_coefficients"])
+        return cls(
+            **options | {"adjust_lr_fn": options["adjust_lr_fn"] or "original"}
+        )  # torch's None
 
 
 class Muon(torch.optim.Optimizer):
@@ -182,7 +186,7 @@ class Muon(torch.optim.Optimizer):
         return param
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.Muon`."""
         super().load_state_dict(state_dict)
         # torch has cast momentum to the dtype of its parameter, in which small changes are lost.
@@ -190,19 +194,19 @@ class Muon(torch.optim.Optimizer):
         places = [place for group in state_dict["param_groups"] for place in group["params"]]
         for param, place in zip(params, places, strict=True):
             for name, value in state_dict["state"].get(place, {}).items():
-                own = self.moment_dtype_of(param)
-                self.state[param][name] = value.to(param.device, own, copy=True)
+                dtype = self.moment_dtype_of(param)
+                self.state[param][name] = value.to(param.device, dtype, copy=True)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; collective where matrices are sharded.
 
         Raises:
             ValueError: when an option of a group has another type or range; nothing has changed.
         """
         loss = loss_of_closure(closure)
-        found = [MuonOptions.of(group) for group in self.param_groups]
-        for group, options in zip(self.param_groups, found, strict=True):
+        group_options = [MuonOptions.of(group) for group in self.param_groups]
+        for group, options in zip(self.param_groups, group_options, strict=True):
             params = [p for p in group["params"] if p.grad is not None]
             if params:
                 step = _Step(self, options, params)
@@ -262,22 +266,22 @@ class _Step:
         if self.found_inf is not None:
             self.lr = self.lr.masked_fill(self.found_inf > 0, 0.0)
         self.decay = 1 - self.lr * options.weight_decay
-        self.how: dict[str, Any] = {"steps": options.ns_steps, "eps": options.eps}
-        self.how["coefficients"] = options.ns_coefficients
+        self.ns_options: dict[str, Any] = {"steps": options.ns_steps, "eps": options.eps}
+        self.ns_options["coefficients"] = options.ns_coefficients
 
     def run(self, plan: MatrixPlan) -> None:
         """Step all parameters of the plan."""
         for chunk in self._chunks(plan):
-            self._step_alone(chunk, plan.outputs)
+            self._step_local(chunk, plan.outputs)
         beside = plan.outputs.rounds if plan.outputs else [(None, None)] * len(plan.rounds)
-        for (process_group, one), (_, of_means) in zip(plan.rounds, beside, strict=True):
-            self._step_together(one, of_means, process_group)
+        for (process_group, matrix_round), (_, of_means) in zip(plan.rounds, beside, strict=True):
+            self._step_round(matrix_round, of_means, process_group)
 
     def _chunks(self, plan: MatrixPlan) -> Iterator[list[tuple[int, slice, list[MatrixBlock]]]]:
         """Yield whole matrices of this rank that are stepped at once, of one parameter or more."""
         chunk: list[tuple[int, slice, list[MatrixBlock]]] = []
         numel = 0
-        for place, blocks in plan.alone.items():
+        for place, blocks in plan.local_blocks.items():
             batch, *matrix = self.views[place].weight.shape
             size = max(1, CHUNK_NUMEL // max(1, matrix[0] * matrix[1]))
             for start in range(0, batch, size):
@@ -290,58 +294,64 @@ class _Step:
         if chunk:
             yield chunk
 
-    def _step_alone(
+    def _step_local(
         self, chunk: list[tuple[int, slice, list[MatrixBlock]]], outputs: MatrixPlan | None
     ) -> None:
         targets, matrices = [], []
         for place, batch, blocks in chunk:
             views = self.views[place].of(batch)
             update = self._update_momentum(views.grad, views.momentum)
-            beside = outputs.alone[place] if outputs else blocks
+            beside = outputs.local_blocks[place] if outputs else blocks
             for block, of_means in zip(blocks, beside, strict=True):
-                here, there = (b._replace(place=0, batch=slice(None)) for b in (block, of_means))
-                matrices.append(here.read([update]))
-                targets.append((place, here, there, views))
-        done = orthogonalize_all(matrices, **self.how)
-        for (place, here, there, views), values in zip(targets, done, strict=True):
+                weight_block, means_block = (
+                    b._replace(place=0, batch=slice(None)) for b in (block, of_means)
+                )
+                matrices.append(weight_block.read([update]))
+                targets.append((place, weight_block, means_block, views))
+        orthogonal = orthogonalize_all(matrices, **self.ns_options)
+        for (place, weight_block, means_block, views), values in zip(
+            targets, orthogonal, strict=True
+        ):
             if views.means is not None:
-                means = there.read([views.means])
+                means = means_block.read([views.means])
                 self._divide(values, means)
-                there.write([views.means], means)
-            self._apply(views.weight, here, values, self.layouts[place])
+                means_block.write([views.means], means)
+            self._apply(views.weight, weight_block, values, self.layouts[place])
 
-    def _step_together(self, one: Round, of_means: Round | None, group: dist.ProcessGroup) -> None:
+    def _step_round(
+        self, matrix_round: Round, of_means: Round | None, group: dist.ProcessGroup
+    ) -> None:
         views = self.views
         updates: list[Any] = [None] * len(views)
-        for place in one.params:
+        for place in matrix_round.params:
             updates[place] = self._update_momentum(views[place].grad, views[place].momentum)
-        some = updates[one.params[0]]
-        received = one.exchange(some, updates, back=False, group=group)
-        owned = [some.new_empty(shape) for shape in one.owned]
-        for block, values in one.unpack(received, back=False):
+        like = updates[matrix_round.params[0]]
+        recv_buffer = matrix_round.exchange(like, updates, back=False, group=group)
+        owned = [like.new_empty(shape) for shape in matrix_round.owned]
+        for block, values in matrix_round.unpack(recv_buffer, back=False):
             block.write(owned, values)
-        del updates, received
-        done = orthogonalize_all(owned, **self.how)
+        del updates, recv_buffer
+        orthogonal = orthogonalize_all(owned, **self.ns_options)
         if of_means is not None:
-            self._divide_together(done, of_means, group)
-        received = one.exchange(some, done, back=True, group=group)
-        for block, values in one.unpack(received, back=True):
+            self._divide_round(orthogonal, of_means, group)
+        recv_buffer = matrix_round.exchange(like, orthogonal, back=True, group=group)
+        for block, values in matrix_round.unpack(recv_buffer, back=True):
             self._apply(views[block.place].weight, block, values, self.layouts[block.place])
 
-    def _divide_together(
-        self, done: list[Tensor], of_means: Round, group: dist.ProcessGroup
+    def _divide_round(
+        self, orthogonal: list[Tensor], of_means: Round, group: dist.ProcessGroup
     ) -> None:
         """Bring the means of owned matrices, divide these by them, and return the means."""
         means: list[Any] = [view.means for view in self.views]
-        some = means[of_means.params[0]]
-        received = of_means.exchange(some, means, back=False, group=group)
-        owned = [some.new_empty(shape) for shape in of_means.owned]
-        for block, values in of_means.unpack(received, back=False):
+        like = means[of_means.params[0]]
+        recv_buffer = of_means.exchange(like, means, back=False, group=group)
+        owned = [like.new_empty(shape) for shape in of_means.owned]
+        for block, values in of_means.unpack(recv_buffer, back=False):
             block.write(owned, values)
-        for values, own in zip(done, owned, strict=True):
-            self._divide(values, own)
-        received = of_means.exchange(some, owned, back=True, group=group)
-        for block, values in of_means.unpack(received, back=True):
+        for values, matrix_means in zip(orthogonal, owned, strict=True):
+            self._divide(values, matrix_means)
+        recv_buffer = of_means.exchange(like, owned, back=True, group=group)
+        for block, values in of_means.unpack(recv_buffer, back=True):
             block.write(means, values)
 
     def _divide(self, values: Tensor, means: Tensor) -> None:
@@ -366,30 +376,34 @@ class _Step:
     ) -> None:
         """Subtract decay and update from the weights of a block, computed in fp32 or fp64."""
         factor = scale_of(layout, layout.shapes[block.part], self.options.adjust_lr_fn)
-        here = block._replace(place=0)
-        old = here.read([weight])
+        local_block = block._replace(place=0)
+        old = local_block.read([weight])
         wide = torch.promote_types(weight.dtype, torch.float32)
         step = (self.lr * factor).to(wide)
-        if old.dtype == wide and here.is_view:
+        if old.dtype == wide and local_block.is_view:
             old.mul_(self.decay).addcmul_(values, step, value=-1)
         else:
             new = (old.to(wide) * self.decay).addcmul_(values, step, value=-1)
-            here.write([weight], new)
+            local_block.write([weight], new)
 
 
 def _views(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) -> _MatrixViews:
-    found = [local_of(param.detach()), local_of(grad_of(param)).contiguous(), *map(local_of, state)]
-    return _MatrixViews(*map(layout.view, found))
+    tensors = [
+        local_of(param.detach()),
+        local_of(grad_of(param)).contiguous(),
+        *map(local_of, state),
+    ]
+    return _MatrixViews(*map(layout.view, tensors))
 
 
 def _state_of(optimizer: Muon, param: nn.Parameter, slot: str) -> Tensor:
     """Return a state of a parameter: zeros, or converted to this optimizer's dtype."""
     state: dict[str, Tensor] = optimizer.state[param]
     dtype = optimizer.moment_dtype_of(param)
-    found = state.get(slot)
-    if found is None:
-        found = zeros_like(optimizer.state_like(param, slot), dtype)
-    state[slot] = found.to(param.device, dtype)
+    value = state.get(slot)
+    if value is None:
+        value = zeros_like(optimizer.state_like(param, slot), dtype)
+    state[slot] = value.to(param.device, dtype)
     return state[slot]
 
 
@@ -423,15 +437,15 @@ def orthogonalize_all(matrices: Sequence[Tensor], **options: object) -> list[Ten
     of_shape: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(matrices):
         of_shape.setdefault(x.shape[1:], []).append(i)
-    found: list[Tensor] = list(matrices)
+    results: list[Tensor] = list(matrices)
     for shape, places in of_shape.items():
-        joined = matrices[places[0]]
+        batch = matrices[places[0]]
         if len(places) > 1:
-            joined = torch.cat([matrices[i] for i in places])
-        most = max(1, BATCH_NUMEL // shape.numel())
-        parts = [orthogonalize(part, **options) for part in joined.split(most)]  # type: ignore[arg-type]
-        done = parts[0] if len(parts) == 1 else torch.cat(parts)
+            batch = torch.cat([matrices[i] for i in places])
+        max_matrices = max(1, BATCH_NUMEL // shape.numel())
+        parts = [orthogonalize(part, **options) for part in batch.split(max_matrices)]  # type: ignore[arg-type]
+        orthogonal = parts[0] if len(parts) == 1 else torch.cat(parts)
         sizes = [matrices[i].shape[0] for i in places]
-        for i, part in zip(places, done.split(sizes), strict=True):
-            found[i] = part
-    return found
+        for i, part in zip(places, orthogonal.split(sizes), strict=True):
+            results[i] = part
+    return results

@@ -27,15 +27,15 @@ def output_means_of(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> 
     """Return zeros with one number per output: the parameter's shape, with 1 for inputs."""
     dim = param.ndim - 2 if layout.transposed else param.ndim - 1
     local = local_of(param.detach())
-    found = torch.zeros(_reduced(local.shape, dim), dtype=dtype, device=local.device)
+    means = torch.zeros(_reduced(local.shape, dim), dtype=dtype, device=local.device)
     if not isinstance(param, DTensor):
-        return found
+        return means
     # Ranks that hold other inputs of the same outputs hold copies.
     placements = [Replicate() if p.is_shard(dim) else p for p in param.placements]
     shape = _reduced(param.shape, dim)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        found, param.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        means, param.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )
 
 
@@ -50,8 +50,8 @@ def divide_by_means_(
     new = torch.full((), 1 - beta2, dtype=means.dtype, device=means.device)
     if found_inf is not None:
         new = new.masked_fill(found_inf > 0, 0.0)
-    most = max(1, PART_NUMEL // x_nRC[0].numel())
-    for x, mean in zip(x_nRC.split(most), means.split(most), strict=True):
+    max_matrices = max(1, PART_NUMEL // x_nRC[0].numel())
+    for x, mean in zip(x_nRC.split(max_matrices), means.split(max_matrices), strict=True):
         wide = x.to(mean.dtype)
         mean.lerp_(wide.square().sum_to_size(mean.shape) / inputs, new)
         divided = wide / (mean.sqrt() + EPS)

@@ -65,18 +65,18 @@ def _raise_max(
     for start in range(0, T, size):
         stop = min(T, start + size)
         seen = stop if places_T is None else S
-        own_T1 = (keys_S if places_T is None else places_T)[start:stop, None]
+        query_places_T1 = (keys_S if places_T is None else places_T)[start:stop, None]
         rows = q_BhgTd[..., start:stop, :].flatten(2, 3)
         scores = (rows @ k_BhdS[..., :seen]).unflatten(2, (H // h, stop - start))
-        hidden = keys_S[:seen] > own_T1
+        hidden = keys_S[:seen] > query_places_T1
         if document_S is not None:
-            hidden |= document_S[own_T1] != document_S[:seen]
+            hidden |= document_S[query_places_T1] != document_S[:seen]
         scores.masked_fill_(hidden, -torch.inf)
         if padding_BS is not None:
-            is_padding = padding_BS[:, own_T1] | padding_BS[:, None, :seen]
+            is_padding = padding_BS[:, query_places_T1] | padding_BS[:, None, :seen]
             scores.masked_fill_(is_padding[:, None, None], -torch.inf)
-        found_H = scores.amax((0, 3, 4)).flatten().float() * scale
-        max_H.copy_(torch.maximum(max_H, found_H))
+        block_max_H = scores.amax((0, 3, 4)).flatten().float() * scale
+        max_H.copy_(torch.maximum(max_H, block_max_H))
 
 
 _raise_max_op = Op(
@@ -88,14 +88,14 @@ _raise_max_op = Op(
 
 
 @torch.compiler.disable
-def _whole_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+def _full_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
     """Return the keys of whole rows, and the places of this cp rank's queries. Collective."""
-    held = sequence.local_tokens
-    assert held is not None, "asked for only with tokens on several ranks"
-    k_BThd = k if k.shape[1] > q_BtHd.shape[1] else held.gather_values(k)
+    local_tokens = sequence.local_tokens
+    assert local_tokens is not None, "asked for only with tokens on several ranks"
+    k_BThd = k if k.shape[1] > q_BtHd.shape[1] else local_tokens.gather_values(k)
     rows = 1 if sequence.cu_seqlens is None else k.shape[0]
     tokens = torch.arange(rows * k_BThd.shape[1], device=k.device)
-    return k_BThd, held.slice_local(tokens.view(rows, -1)).flatten()
+    return k_BThd, local_tokens.slice_local(tokens.view(rows, -1)).flatten()
 
 
 class QKClip:
@@ -107,7 +107,7 @@ class QKClip:
         clip = QKClip(model, tau=100.0)
         ...
         done = step.finish()
-        clip.step(skipped=done.skipped)
+        clip.step(is_skipped=done.is_skipped)
 
     Args:
         model: parallelized or plain, a decoder or what holds one.
@@ -125,13 +125,13 @@ class QKClip:
     def __init__(self, model: nn.Module, tau: Positive = 100.0) -> None:
         check_arguments(QKClip.__init__, locals())
         self.tau = tau
-        self._watched = [
-            _Watched.of(clean_name(name), module)
+        self._watchers = [
+            _ScoreWatcher.of(clean_name(name), module)
             for name, module in model.named_modules()
             if isinstance(module, Attention | LatentAttention)
         ]
         owner, stages = find_stages(model)
-        if not self._watched and stages is None:
+        if not self._watchers and stages is None:
             raise ValueError(
                 f"model ({type(model).__name__}) must have attention of moecore.models: QK-clip "
                 "knows no other"
@@ -140,44 +140,44 @@ class QKClip:
         self._is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
         request = request_of(owner)
         self._group = None if request is None else request.meshes.stage_group
-        for watched in self._watched:
-            watched.module.observe_scores = watched
+        for watcher in self._watchers:
+            watcher.module.observe_scores = watcher
 
     @torch.no_grad()
-    def step(self, *, skipped: bool | Tensor = False) -> None:
+    def step(self, *, is_skipped: bool | Tensor = False) -> None:
         """Scale the projections of heads above tau, and watch anew. One all-reduce, no host sync.
 
-        Call it on every rank, after the optimizer; with `skipped` nothing changes. Attention with a
-        frozen projection stays as it is.
+        Call it on every rank, after the optimizer; with `is_skipped` nothing changes. Attention
+        with a frozen projection stays as it is.
         """
-        if not self._watched:
+        if not self._watchers:
             return
-        found = torch.cat([watched.whole() for watched in self._watched])
+        max_scores = torch.cat([watcher.full_max() for watcher in self._watchers])
         if self._is_sharded:
-            dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
-        sizes = [watched.num_heads for watched in self._watched]
-        for watched, max_H in zip(self._watched, found.split(sizes), strict=True):
+            dist.all_reduce(max_scores, dist.ReduceOp.MAX, self._group)
+        sizes = [watcher.num_heads for watcher in self._watchers]
+        for watcher, max_H in zip(self._watchers, max_scores.split(sizes), strict=True):
             exceeds_H = (max_H > self.tau) & max_H.isfinite()
-            if isinstance(skipped, Tensor) or skipped:
-                exceeds_H &= ~torch.as_tensor(skipped, device=max_H.device)
-            if watched.is_trained:
-                watched.scale((self.tau / max_H).where(exceeds_H, 1.0))
-            self.max_scores[watched.name] = max_H
-            watched.max_H.fill_(-torch.inf)
+            if isinstance(is_skipped, Tensor) or is_skipped:
+                exceeds_H &= ~torch.as_tensor(is_skipped, device=max_H.device)
+            if watcher.is_trained:
+                watcher.scale((self.tau / max_H).where(exceeds_H, 1.0))
+            self.max_scores[watcher.name] = max_H
+            watcher.max_H.fill_(-torch.inf)
 
     def close(self) -> None:
         """Stop watching."""
-        for watched in self._watched:
-            watched.module.observe_scores = None
+        for watcher in self._watchers:
+            watcher.module.observe_scores = None
 
 
-class _Scaled(NamedTuple):
+class _Projection(NamedTuple):
     """A projection: weight and bias, with the rows of each on this rank as global numbers."""
 
     params: dict[Tensor, Tensor]
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> _Scaled:
+    def of(cls, linear: nn.Linear) -> _Projection:
         """Return what scales a projection."""
         params = [param for param in (linear.weight, linear.bias) if param is not None]
         return cls({param: global_indices(param)[0].to(param.device) for param in params})
@@ -195,14 +195,16 @@ class _Scaled(NamedTuple):
             local.mul_(factors.view(-1, *[1] * (local.ndim - 1)))
 
 
-class _Watched:
+class _ScoreWatcher:
     """An attention module of `num_heads` over all tp ranks, with this rank's running maximum."""
 
     def __init__(self, name: str, module: Any, num_heads: int, queries: str, keys: str) -> None:
         self.name, self.module, self.num_heads = name, module, num_heads
         if module.observe_scores is not None:
             raise ValueError(f"{name} must be watched by one QKClip: close() the other")
-        self.queries, self.keys = (_Scaled.of(getattr(module, name)) for name in (queries, keys))
+        self.queries, self.keys = (
+            _Projection.of(getattr(module, name)) for name in (queries, keys)
+        )
         size, self.first = 1, 0
         if module.tp is not None:
             size = module.tp.size
@@ -210,7 +212,7 @@ class _Watched:
         self.max_H = torch.full((num_heads // size,), -torch.inf, device=self.queries.weight.device)
 
     @classmethod
-    def of(cls, name: str, module: Attention | LatentAttention) -> _Watched:
+    def of(cls, name: str, module: Attention | LatentAttention) -> _ScoreWatcher:
         """Return what watches a module."""
         if isinstance(module, LatentAttention):
             if module.indexer is not None:
@@ -248,7 +250,7 @@ class _Watched:
         if padding_BT is not None and tp is not None:
             padding_BT = tp.gather(padding_BT)
         if sequence.local_tokens is not None:
-            k_BThd, places_T = _whole_keys(q_BTHd, k_BThd, sequence)
+            k_BThd, places_T = _full_keys(q_BTHd, k_BThd, sequence)
             if padding_BT is not None:
                 padding_BT = sequence.local_tokens.gather_values(padding_BT)
         documents = sequence.cu_seqlens
@@ -260,11 +262,11 @@ class _Watched:
         params = (*self.queries.params, *self.keys.params)
         return all(param.requires_grad for param in params)
 
-    def whole(self) -> Tensor:
+    def full_max(self) -> Tensor:
         """Return fp32 [H], with -inf for the heads of other tp ranks."""
-        found_H = self.max_H.new_full((self.num_heads,), -torch.inf)
-        found_H[self.first : self.first + self.max_H.numel()] = self.max_H
-        return found_H
+        full_max_H = self.max_H.new_full((self.num_heads,), -torch.inf)
+        full_max_H[self.first : self.first + self.max_H.numel()] = self.max_H
+        return full_max_H
 
     def scale(self, gamma_H: Tensor) -> None:
         """Multiply each head's logits by its gamma, through the projections."""

@@ -36,7 +36,7 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 
 
 @dataclass(slots=True)
-class _Moved:
+class _StateTensor:
     """A state tensor that is offloaded."""
 
     tensor: Tensor  # this rank's shard
@@ -54,11 +54,11 @@ class _Moved:
 
 @dataclass(slots=True)
 class _StatePart:
-    """State tensors that are copied together; `copied` is an event after the copies."""
+    """State tensors that are copied together; `copy_event` is an event after the copies."""
 
-    tensors: list[_Moved]
+    tensors: list[_StateTensor]
     place: Literal["leaving", "away", "coming"]  # to the host, on the host, to the device
-    copied: torch.cuda.Event | None
+    copy_event: torch.cuda.Event | None
 
 
 class StateOffload:
@@ -124,10 +124,10 @@ class StateOffload:
             self._fetch(part)
         for part in self._parts:
             if part.place == "coming":
-                self._stream.hold(part.copied)
-                for moved in part.tensors:
-                    assert moved.device is not None
-                    moved.become(moved.device)
+                self._stream.hold(part.copy_event)
+                for state in part.tensors:
+                    assert state.device is not None
+                    state.become(state.device)
         self._parts = []
 
     def close(self) -> None:
@@ -156,9 +156,9 @@ class StateOffload:
             self._send()
         for part in self._parts:
             if part.place == "coming":
-                self._stream.hold(part.copied)
-                for moved in part.tensors:
-                    moved.device = None
+                self._stream.hold(part.copy_event)
+                for state in part.tensors:
+                    state.device = None
                 part.place = "away"
 
     @torch.compiler.disable
@@ -168,8 +168,8 @@ class StateOffload:
             return
         for part in self._parts[: number + 1]:
             self._free(part)
-        found = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad)
-        first = next(found, None)
+        tensors = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad)
+        first = next(tensors, None)
         if first is not None:
             first.register_hook(lambda _: self._before_backward_of(number))
 
@@ -178,17 +178,17 @@ class StateOffload:
         progress = next((p for p in (r.progress() for r in self._engines) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
-        num_done = len(self._blocks) - 1 - number
+        num_parts = len(self._blocks) - 1 - number
         with suppress(torch.OutOfMemoryError):  # `step` then fetches the part
-            for part in self._parts if number == 0 else self._parts[:num_done]:
+            for part in self._parts if number == 0 else self._parts[:num_parts]:
                 self._fetch(part)
 
     @torch.no_grad()
     def _send(self) -> None:
         """Start to copy state to the host."""
         movable = _movable(self._optimizer, self._device)
-        chosen = largest_up_to(self._fraction, {name: x.nbytes for name, x in movable.items()})
-        tensors = {name: tensor for name, tensor in movable.items() if name in chosen}
+        selection = largest_up_to(self._fraction, {name: x.nbytes for name, x in movable.items()})
+        tensors = {name: tensor for name, tensor in movable.items() if name in selection}
         if not tensors:  # before the first step
             return
         flat = {name: t.as_strided((t.numel(),), (1,)) for name, t in tensors.items()}
@@ -204,7 +204,7 @@ class StateOffload:
             part = []
             for name in names:
                 tensor = tensors[name]
-                part.append(_Moved(tensor, tensor.shape, tensor.stride(), hosts[name]))
+                part.append(_StateTensor(tensor, tensor.shape, tensor.stride(), hosts[name]))
                 self._stream.copy(hosts[name], flat[name])
             self._parts.append(_StatePart(part, "leaving", self._stream.mark()))
 
@@ -214,29 +214,29 @@ class StateOffload:
             # The model's stream waits for a copy out before it frees the source, and for a copy
             # back before `step`. So memory is freed and reused in the order of one stream, and the
             # allocator needs no event of another.
-            self._stream.hold(part.copied)
-            for moved in part.tensors:
-                moved.become(moved.host)
+            self._stream.hold(part.copy_event)
+            for state in part.tensors:
+                state.become(state.host)
             part.place = "away"
 
     def _fetch(self, part: _StatePart) -> None:
         """Start to copy a part to the device."""
         if part.place != "away":
             return
-        hosts = (moved.host for moved in part.tensors)
+        hosts = (state.host for state in part.tensors)
         memory = [torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in hosts]
         self._stream.follow()  # earlier work that used the same memory
-        for moved, device in zip(part.tensors, memory, strict=True):
-            moved.device = device
-            self._stream.copy(device, moved.host)
-        part.place, part.copied = "coming", self._stream.mark()
+        for state, device in zip(part.tensors, memory, strict=True):
+            state.device = device
+            self._stream.copy(device, state.host)
+        part.place, part.copy_event = "coming", self._stream.mark()
 
 
 @torch.no_grad()
 def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, Tensor]:
     """Return name -> this rank's shard of each state tensor whose offload frees memory."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for number, param in enumerate(params):
         for slot, value in optimizer.state.get(param, {}).items():
             if not isinstance(value, Tensor) or value.ndim == 0:
@@ -245,18 +245,18 @@ def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, Tensor]:
             is_dense = torch.empty_like(local, device="meta").stride() == local.stride()
             owns = local.untyped_storage().nbytes() == local.nbytes > 0
             if local.device == device and is_dense and owns:
-                found[f"{number}.{slot}"] = local
-    return found
+                tensors[f"{number}.{slot}"] = local
+    return tensors
 
 
 def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
     """Return the keys of the largest sizes whose sum is at most a fraction of all."""
-    room, chosen = fraction * sum(sizes.values()), set()
+    room, keys = fraction * sum(sizes.values()), set()
     for key in sorted(sizes, key=lambda key: -sizes[key]):
         if sizes[key] <= room:
-            chosen.add(key)
+            keys.add(key)
             room -= sizes[key]
-    return chosen
+    return keys
 
 
 def _in_parts(sizes: dict[str, int], num_parts: int) -> list[list[str]]:

@@ -84,8 +84,10 @@ class WidthRates:
             raise ValueError("optimizer must hold parameters of model alone: pass that model")
         groups = []
         for group in optimizer.param_groups:
-            how = (group["adjust_lr_fn"] or "original") if is_muon else "adamw"
-            factors = {name: rate.lr[how] for name, rate in self.rates.items() if how in rate.lr}
+            adjust = (group["adjust_lr_fn"] or "original") if is_muon else "adamw"
+            factors = {
+                name: rate.lr[adjust] for name, rate in self.rates.items() if adjust in rate.lr
+            }
             for param in group["params"]:
                 if self._rate_of(names[param], param) and names[param] not in factors:
                     raise ValueError(
@@ -94,9 +96,12 @@ class WidthRates:
                     )
             for factor in [1.0, *sorted({*factors.values()} - {1.0})]:
                 params = [p for p in group["params"] if factors.get(names[p], 1.0) == factor]
-                more: dict[str, Any] = {"params": params, "width_factor": factor}
-                more |= {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}
-                groups.append({**group, **more})
+                changes: dict[str, Any] = {"params": params, "width_factor": factor}
+                changes |= {
+                    "lr": group["lr"] * factor,
+                    "weight_decay": group["weight_decay"] / factor,
+                }
+                groups.append({**group, **changes})
         optimizer.param_groups[:] = groups
 
     def _rate_of(self, name: str, param: Tensor) -> WidthRate | None:
@@ -121,24 +126,26 @@ def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
             or the inputs of a parameter are unknown.
     """
     check_arguments(width_rates, locals())
-    ours, bases = (assign_matrices(one).decisions for one in (model, base))
-    if ours.keys() != bases.keys():
-        odd = min(ours.keys() ^ bases.keys())
+    decisions, bases = (assign_matrices(module).decisions for module in (model, base))
+    if decisions.keys() != bases.keys():
+        odd = min(decisions.keys() ^ bases.keys())
         raise ValueError(f"base ({odd}) must have the parameters of model: change widths alone")
-    if not any(decision.reason == matrices.HEAD for decision in ours.values()):
+    if not any(decision.reason == matrices.HEAD for decision in decisions.values()):
         raise ValueError(
             f"model ({type(model).__name__}) must have a trained head that is not tied to an "
             "embedding, because the rates of both differ: untie it"
         )
-    return WidthRates({name: _rate(name, ours[name], bases[name]) for name in ours})
+    return WidthRates({name: _rate(name, decisions[name], bases[name]) for name in decisions})
 
 
-def _rate(name: str, own: Decision, base: Decision) -> WidthRate:
-    inputs, outputs = (a / b for a, b in zip(_sides(name, own), _sides(name, base), strict=True))
+def _rate(name: str, decision: Decision, base: Decision) -> WidthRate:
+    inputs, outputs = (
+        a / b for a, b in zip(_sides(name, decision), _sides(name, base), strict=True)
+    )
     lr = {"adamw": 1 / inputs}
-    if own.layout is not None and base.layout is not None:
+    if decision.layout is not None and base.layout is not None:
         for adjust in get_args(AdjustLR):
-            ratio = _spectral(own.layout, adjust) / _spectral(base.layout, adjust)
+            ratio = _spectral(decision.layout, adjust) / _spectral(base.layout, adjust)
             lr[adjust] = round(ratio, 9)  # equal ones are one group
     return WidthRate(1 / inputs if outputs == 1 else inputs**-0.5, lr)
 

@@ -285,7 +285,10 @@ class MuonContainer(titan_optimizer.OptimizersContainer):
         for part in model_parts:
             assignment = assign_matrices(part)
             muon = Muon(assignment, config.lr, weight_decay=config.weight_decay, **muon_options)
-            self.optimizers += [muon, AdamW(assignment.others, **_adamw_options(config, options))]
+            self.optimizers += [
+                muon,
+                AdamW(assignment.adamw_params, **_adamw_options(config, options)),
+            ]
         params = [p for part in model_parts for p in part.parameters() if p.requires_grad]
         self._post_init(params, {"lr": config.lr})
 
