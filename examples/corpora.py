@@ -47,7 +47,7 @@ class SourceOptions:
         split: of a Hugging Face data set.
         config: of a Hugging Face data set that has several; "" = its only one.
         stream: read hf:NAME without storing it.
-        skip_broken: leave out lines of a .jsonl file that are not objects with the field. Metrics
+        skip_invalid: leave out lines of a .jsonl file that are not objects with the field. Metrics
             count these lines as bad_lines.
     """
 
@@ -58,7 +58,7 @@ class SourceOptions:
     split: str = "train"
     config: str = ""
     stream: bool = False
-    skip_broken: bool = False
+    skip_invalid: bool = False
 
 
 def source_of(word: str) -> SourceOptions:
@@ -138,14 +138,14 @@ def read_source(
 
 def _documents(options: SourceOptions, option: str) -> Any:
     path, name = Path(options.path), named(option, options.path)
-    if options.skip_broken and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
-        raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_broken")
+    if options.skip_invalid and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
+        raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_invalid")
     if options.path.startswith(HUB):
         return _from_datasets(options, option)
     if options.stream:
         raise ValueError(f"{name} must be {HUB}NAME to be streamed: drop stream")
     if path.suffix == ".jsonl":
-        return JsonLines(path, options.field, skip_broken=options.skip_broken)
+        return JsonLines(path, options.field, skip_invalid=options.skip_invalid)
     if any(os.path.lexists(path / file) for file in ("state.json", "dataset_dict.json")):
         import datasets
 

@@ -241,7 +241,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
         facts={"--tokenizer": args.tokenizer},
         packed=steps(sources, rows, shape, workers=args.workers),
         tokenizer=tokenizer,
-        bad_lines=sum(getattr(source.documents, "num_broken", 0) for source in sources),
+        bad_lines=sum(getattr(source.documents, "num_invalid", 0) for source in sources),
         validation={
             source.name: steps([source], fixed, eval_shape, workers=0).next() for source in held_out
         },

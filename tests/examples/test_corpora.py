@@ -45,10 +45,10 @@ def test_broken_lines_are_counted_and_left_out(pretrain: ModuleType, tmp_path: P
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "ab"}\n\n{"text": \n{"body": "c"}\n{"text": "d"}\n')
     source = pretrain.read_source(
-        pretrain.source_of(f"{path},skip_broken=true"), pretrain.Tokenizer("bytes")
+        pretrain.source_of(f"{path},skip_invalid=true"), pretrain.Tokenizer("bytes")
     )
     assert [source.tokenize(document) for document in source.documents] == [[97, 98], [100]]
-    assert (source.documents.num_broken, source.documents.num_empty) == (2, 1)
+    assert (source.documents.num_invalid, source.documents.num_empty) == (2, 1)
     with pytest.raises(ValueError, match=r"a\.jsonl line 3 must be a JSON object with 'text', not"):
         pretrain.read_source(pretrain.source_of(f"{path}"), pretrain.Tokenizer("bytes"))
 

@@ -14,7 +14,7 @@ import torch
 
 from moecore.packing import CorpusError, CorpusLoader, CorpusOptions, CorpusSource
 from moecore.packing.corpus.documents import EMPTY_IN_TURN
-from moecore.packing.corpus.loader import joined
+from moecore.packing.corpus.loader import merge_positions
 from moecore.packing.corpus.order import permuted
 
 BY_HAND = [[1, 2, 3], [4, 5, 6, 7, 8]]
@@ -67,7 +67,7 @@ def taken(loaders: Any, batches: int) -> list[list[int]]:
 
 
 def state_of(loaders: Any) -> Any:
-    return json.loads(json.dumps(joined([loader.state_dict() for loader in loaders])))
+    return json.loads(json.dumps(merge_positions([loader.state_dict() for loader in loaders])))
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_lines_without_content_are_left_out(blank: str, end: str, tmp_path: Path
     path.write_bytes(text.encode())
     lines = JsonLines(path)
     assert [line["text"] for line in lines] == ["a\u2028\x85", "b"]
-    assert lines.num_empty == 2 + (blank + end != "") and lines.num_broken == 0
+    assert lines.num_empty == 2 + (blank + end != "") and lines.num_invalid == 0
     assert lines.location(1) == f"{path} line 3"
 
 
@@ -151,8 +151,8 @@ def test_a_broken_line_is_found_when_the_file_is_opened(
         JsonLines(path, "text")
     assert "(broken lines: 1, empty lines: 1): mend it, replace it by an empty" in str(e.value)
     assert "\n" not in str(e.value) and len(str(e.value)) < 500
-    lines = JsonLines(path, "text", skip_broken=True)
-    assert list(lines) == [{"text": "one"}, {"text": [2]}] and lines.num_broken == 1
+    lines = JsonLines(path, "text", skip_invalid=True)
+    assert list(lines) == [{"text": "one"}, {"text": [2]}] and lines.num_invalid == 1
     assert lines.location(1) == f"{path} line 4"
     path.write_bytes(b'{"text": "one"}\n\n\n{"text": [2]}\n')  # as the error advises
     assert JsonLines(path).fingerprint == lines.fingerprint

@@ -239,7 +239,7 @@ def test_a_worker_that_is_killed_is_one_line(capfd: pytest.CaptureFixture[str]) 
     next(one)
     handler = signal.getsignal(signal.SIGCHLD)
     state = one.state_dict()
-    (worker,) = one._coming._workers  # type: ignore[union-attr]
+    (worker,) = one._batch_iterator._workers  # type: ignore[union-attr]
     os.kill(worker.pid, signal.SIGKILL)
     worker.join()
     with pytest.raises(CorpusError, match=r"^a data worker of this rank has ended \(") as error:

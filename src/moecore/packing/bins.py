@@ -73,8 +73,8 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
     check_fits(lengths_N, bin_tokens)
     by_length = np.argsort(-lengths_N, kind="stable")
     values, counts = np.unique(-lengths_N, return_counts=True)
-    most = min(len(lengths_N), 2 * int(lengths_N.sum()) // bin_tokens + 1)
-    opened = _Rooms(bin_tokens, most=most)
+    max_bins = min(len(lengths_N), 2 * int(lengths_N.sum()) // bin_tokens + 1)
+    opened = _Rooms(bin_tokens, max_bins=max_bins)
     bins: list[int] = []
     numbers: list[int] = []
     for length, count in zip((-values).tolist(), counts.tolist(), strict=True):
@@ -92,13 +92,13 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
 
 
 class _Rooms:
-    """A tree of the free tokens of bins, all empty at first: `most` bins are enough."""
+    """A tree of the free tokens of bins, all empty at first: `max_bins` bins are enough."""
 
     # Of two bins that first fit has opened, the later holds nothing that fits the earlier, so at
     # most one bin is no more than half full.
 
-    def __init__(self, bin_tokens: int, most: int) -> None:
-        self._leaves = 1 << max(most, 1).bit_length()
+    def __init__(self, bin_tokens: int, max_bins: int) -> None:
+        self._leaves = 1 << max(max_bins, 1).bit_length()
         self._largest = [bin_tokens] * (2 * self._leaves)  # of a node; children 2i and 2i + 1
 
     def first_with(self, tokens: int) -> tuple[int, int]:
@@ -115,8 +115,8 @@ class _Rooms:
         largest[node] = room
         while node > 1:
             node //= 2
-            left, right = largest[2 * node], largest[2 * node + 1]
-            room = left if left > right else right
+            left_largest, right_largest = largest[2 * node], largest[2 * node + 1]
+            room = left_largest if left_largest > right_largest else right_largest
             if largest[node] == room:
                 return
             largest[node] = room
@@ -170,17 +170,19 @@ def _pieces(
 def _pack(
     pieces: Iterator[tuple[Document, int]], bin_tokens: int, window: int
 ) -> Iterator[list[Document]]:
-    waiting = list(islice(pieces, window))
-    while waiting:
-        bins = list(pack_lengths([length for _, length in waiting], bin_tokens))
-        leaving = sorted(bins, key=lambda bin_: int(bin_[0]))  # by the document that waits longest
-        if len(waiting) == window:
-            leaving = _fullest_half(leaving, [length for _, length in waiting])
-        for bin_ in leaving:
-            yield [waiting[i][0] for i in bin_]
-        gone = {int(i) for bin_ in leaving for i in bin_}
-        waiting = [piece for i, piece in enumerate(waiting) if i not in gone]
-        waiting.extend(islice(pieces, window - len(waiting)))
+    window_pieces = list(islice(pieces, window))
+    while window_pieces:
+        bins = list(pack_lengths([length for _, length in window_pieces], bin_tokens))
+        full_bins = sorted(
+            bins, key=lambda bin_: int(bin_[0])
+        )  # by the document that waits longest
+        if len(window_pieces) == window:
+            full_bins = _fullest_half(full_bins, [length for _, length in window_pieces])
+        for bin_ in full_bins:
+            yield [window_pieces[i][0] for i in bin_]
+        indices = {int(i) for bin_ in full_bins for i in bin_}
+        window_pieces = [piece for i, piece in enumerate(window_pieces) if i not in indices]
+        window_pieces.extend(islice(pieces, window - len(window_pieces)))
 
 
 def _fullest_half(bins: list[Integers], lengths: list[int]) -> list[Integers]:

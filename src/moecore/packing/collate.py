@@ -127,20 +127,20 @@ class PackedCollator(CheckedRecord):
 
     def _placed(self, documents: Sequence[Document]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield where each document starts in the rows laid end to end, its ids and labels."""
-        row, used = 0, 0
+        row, row_length = 0, 0
         for number, document in enumerate(documents):
             ids, labels = read_document(document, number)
             length = self._rounded(len(ids))
-            if used + length > self.row_tokens:
-                row, used = row + 1, 0
+            if row_length + length > self.row_tokens:
+                row, row_length = row + 1, 0
             if length > self.row_tokens or row >= self.rows:
                 raise ValueError(
                     f"documents (number {number}, {len(ids)} tokens) must fit the rows "
                     f"({self.rows} of {self.row_tokens} tokens): give it the batches of a "
                     "PackedBatchSampler with these rows and bin_tokens"
                 )
-            yield row * self.row_tokens + used, ids, labels
-            used += length
+            yield row * self.row_tokens + row_length, ids, labels
+            row_length += length
 
     def _borders(self, spans: list[tuple[int, int]]) -> Tensor:
         """Return `cu_seqlens` of documents at these places, with padding where none is."""
@@ -188,11 +188,11 @@ def _one_per_token(document: Mapping[str, Any], key: str, name: str, length: int
 def _integers(numbers: Any, name: str) -> Tensor:
     """Return a list, array or tensor of whole numbers as int64."""
     try:
-        made = torch.as_tensor(np.asarray(numbers) if isinstance(numbers, list) else numbers)
+        tensor = torch.as_tensor(np.asarray(numbers) if isinstance(numbers, list) else numbers)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        made = torch.empty(0, dtype=torch.float32)
-    if made.ndim != 1 or made.is_floating_point() or made.is_complex():
+        tensor = torch.empty(0, dtype=torch.float32)
+    if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex():
         raise ValueError(
             f"{name} ({quote(numbers)}) must be whole numbers, one per token: tokenize it"
         )
-    return made.long()
+    return tensor.long()

@@ -25,7 +25,7 @@ Lengths = Annotated[Any, "one whole number >= 1 per document: a list, numpy arra
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def as_lengths(lengths: Lengths, name: str = "lengths", least: int = 1) -> Integers:
+def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Integers:
     """Return lengths as int64 [N], or refuse what is not whole, >= least and < 2**31."""
     numbers = lengths
     if isinstance(numbers, Tensor):
@@ -39,12 +39,12 @@ def as_lengths(lengths: Lengths, name: str = "lengths", least: int = 1) -> Integ
         raise ValueError(
             f"{name} ({quote(lengths)}) must be one whole number per document: pass a list of ints"
         )
-    wrong = np.flatnonzero((numbers < least) | (numbers >= 2**31))
+    wrong = np.flatnonzero((numbers < minimum) | (numbers >= 2**31))
     if wrong.size:
         first = int(wrong[0])
         raise ValueError(
-            f"{name} ({numbers[first]} of document {first}) must be >= {least} and < 2**31: leave "
-            "out the document"
+            f"{name} ({numbers[first]} of document {first}) must be >= {minimum} and < 2**31: "
+            "leave out the document"
         )
     return numbers.astype(np.int64)
 

@@ -54,21 +54,21 @@ class Documents:
         order_N = np.argsort(-lengths_N, kind="stable")
         self.order: list[int] = order_N.tolist()  # the caller's numbers
         lengths_N = lengths_N[order_N]
-        most = min(ranks & -ranks, cost.most_cp or ranks)
-        self.cps = [1 << i for i in range(most.bit_length())]
+        max_cp = min(ranks & -ranks, cost.most_cp or ranks)
+        self.cps = [1 << i for i in range(max_cp.bit_length())]
         tokens = {cp: padded_lengths(lengths_N, cp) // cp for cp in self.cps}
-        if tokens[most][0] > max_tokens:
+        if tokens[max_cp][0] > max_tokens:
             raise ValueError(
-                f"max_tokens ({max_tokens}) must be >= {tokens[most][0]}, what each of {most} "
+                f"max_tokens ({max_tokens}) must be >= {tokens[max_cp][0]}, what each of {max_cp} "
                 f"ranks holds of document {self.order[0]} ({lengths_N[0]} tokens): raise it, use "
                 "more ranks, or leave the document out"
             )
         costs = {cp: cost.of(lengths_N, cp) for cp in self.cps}
-        self._alone = np.stack(
+        self._rank_costs = np.stack(
             [np.where(tokens[cp] <= max_tokens, costs[cp], np.inf) for cp in self.cps]
         )  # cost on each rank; inf = does not fit
-        self.alone: list[float] = self._alone.min(axis=0).tolist()
-        work = self._work_within(np.inf)
+        self.min_costs: list[float] = self._rank_costs.min(axis=0).tolist()
+        work = self._work_below(np.inf)
         self.work: list[float] = work.tolist()  # of each, over its ranks, where it costs least
         self.all_work, self.all_tokens = float(work.sum()), int(lengths_N.sum())
         # By cp, of each document on each of cp ranks.
@@ -90,26 +90,26 @@ class Documents:
         if longest == len(self):
             return 0.0
         fixed = self.fewest_rounds(tokens) * self.fixed
-        return max(work / self.ranks, self.alone[longest]) + fixed
+        return max(work / self.ranks, self.min_costs[longest]) + fixed
 
     def lower_bound(self) -> float:
         """Return a time that no schedule is below."""
         fixed = self.fewest_rounds(self.all_tokens) * self.fixed
         # In a step of time t no document costs its ranks more than t, so each is on enough ranks
         # for that, and all of their work fits into t on all ranks.
-        low, high = float(self._alone.min(axis=0).max()), float(self._alone[-1].sum())
+        low, high = float(self._rank_costs.min(axis=0).max()), float(self._rank_costs[-1].sum())
         for _ in range(50):
             middle = (low + high) / 2
-            if self._work_within(middle).sum() > middle * self.ranks:
+            if self._work_below(middle).sum() > middle * self.ranks:
                 low = middle
             else:
                 high = middle
         return low + fixed
 
-    def _work_within(self, time: float) -> Costs:
+    def _work_below(self, time: float) -> Costs:
         """Return the least work of each document that costs each of its ranks at most a time."""
         ranks_1 = np.array(self.cps)[:, None]
-        return np.where(self._alone <= time, self._alone * ranks_1, np.inf).min(axis=0)
+        return np.where(self._rank_costs <= time, self._rank_costs * ranks_1, np.inf).min(axis=0)
 
     def sums(self, indices: list[int]) -> tuple[float, int]:
         """Return the work and the tokens of some documents."""
@@ -120,28 +120,28 @@ class Documents:
         fitting = (cp for cp in self.cps if self.tokens[cp][index] <= self.max_tokens)
         return [self.cost[cp][index] for cp in fitting]
 
-    def first_within(self, cp: int, load: float, tokens: int) -> int:
+    def first_fitting(self, cp: int, load: float, tokens: int) -> int:
         """Return the longest document of at most that cost and that many tokens on cp ranks."""
         return max(bisect_left(self._cost_up[cp], -load), bisect_left(self._tokens_up[cp], -tokens))
 
 
-class Left:
+class RemainingDocuments:
     """The documents that are left: a chain past those that are gone, one past those on trial."""
 
     def __init__(self, count: int) -> None:
-        self._gone = list(range(count + 1))
+        self._next = list(range(count + 1))
         self._trial: dict[int, int] = {}
 
     def first(self, index: int) -> int:
         """Return the longest that is left from an index on; N when none is."""
-        gone, trial = self._gone, self._trial
+        chain, trial = self._next, self._trial
         passed = []
         while True:  # both chains are shortened where they are walked
             end = index
-            while gone[end] != end:
-                end = gone[end]
-            while gone[index] != end:
-                gone[index], index = end, gone[index]
+            while chain[end] != end:
+                end = chain[end]
+            while chain[index] != end:
+                chain[index], index = end, chain[index]
             if end not in trial:
                 break
             passed.append(end)
@@ -161,7 +161,7 @@ class Left:
     def keep(self) -> None:
         """Make final what is on trial."""
         for index in self._trial:
-            self._gone[index] = index + 1
+            self._next[index] = index + 1
         self._trial.clear()
 
 
@@ -169,7 +169,7 @@ def make_rounds(documents: Documents) -> list[Blocks]:
     """Return the rounds: blocks, those of most ranks first, that fill all ranks."""
     search = _Search(documents)
     rounds = []
-    while search.left.first(0) < len(documents):
+    while search.remaining.first(0) < len(documents):
         rounds.append(sorted(search.next_round(), key=lambda block: -block.cp))
     return rounds
 
@@ -178,7 +178,7 @@ class _Search:
     """Rounds one after the other, and what is left after them."""
 
     def __init__(self, documents: Documents) -> None:
-        self.documents, self.left = documents, Left(len(documents))
+        self.documents, self.remaining = documents, RemainingDocuments(len(documents))
         self._work, self._tokens = documents.all_work, documents.all_tokens
 
     def next_round(self) -> Blocks:
@@ -189,7 +189,7 @@ class _Search:
             work, tokens = self.documents.sums([i for block in blocks for i in block.documents])
             time = max(block.load for block in blocks) + self.documents.fixed
             share = (bound - self._bound(work, tokens)) / time
-            self.left.put_back()
+            self.remaining.put_back()
             if share > best[0]:
                 best = (share, blocks)
             if share > ENOUGH:
@@ -204,26 +204,28 @@ class _Search:
         """
         limits = self._limits()
         for fewest in self.documents.cps:
-            needed = np.inf
+            min_limit = np.inf
             for limit in limits:
-                if limit <= needed:
-                    blocks, needed = _fill(self.documents, self.left, limit, fewest)
+                if limit <= min_limit:
+                    blocks, min_limit = _fill(self.documents, self.remaining, limit, fewest)
                     yield blocks
 
     def _take(self, indices: list[int]) -> None:
         for index in indices:
-            self.left.take(index)
-        self.left.keep()
+            self.remaining.take(index)
+        self.remaining.keep()
         work, tokens = self.documents.sums(indices)
         self._work, self._tokens = self._work - work, self._tokens - tokens
 
     def _bound(self, work: float, tokens: int) -> float:
         """Return the least time of what is left, when that much of it has just been taken."""
-        return self.documents.bound(self.left.first(0), self._work - work, self._tokens - tokens)
+        return self.documents.bound(
+            self.remaining.first(0), self._work - work, self._tokens - tokens
+        )
 
     def _limits(self) -> list[float]:
         """Return limits of time, from that of the longest document on few ranks to that on many."""
-        documents, longest = self.documents, self.left.first(0)
+        documents, longest = self.documents, self.remaining.first(0)
         mean = self._work / (documents.ranks * documents.fewest_rounds(max(self._tokens, 1)))
         loads = documents.loads(longest)
         # They reach the mean time of the fewest rounds for what is left, and a quarter of it.
@@ -234,31 +236,33 @@ class _Search:
         return [*limits, low * 1.0001]
 
 
-def _fill(documents: Documents, left: Left, limit: float, fewest: int) -> tuple[Blocks, float]:
+def _fill(
+    documents: Documents, remaining: RemainingDocuments, limit: float, fewest: int
+) -> tuple[Blocks, float]:
     """Return the blocks of a round below a limit, and the least limit that would give them.
 
     Their documents are taken.
     """
     limit *= 1 + ROUNDING
-    blocks, needed = _open_blocks(documents, left, limit, fewest)
+    blocks, min_limit = _open_blocks(documents, remaining, limit, fewest)
     heap = [(block.load, i) for i, block in enumerate(blocks)]
     heapq.heapify(heap)
     while heap:
         load, i = heapq.heappop(heap)
         block = blocks[i]
         room = documents.max_tokens - block.tokens
-        index = left.first(documents.first_within(block.cp, limit - load, room))
+        index = remaining.first(documents.first_fitting(block.cp, limit - load, room))
         if index < len(documents):
-            left.take(index)
+            remaining.take(index)
             _add(documents, block, index)
             heapq.heappush(heap, (block.load, i))
-    needed = max([needed, *(block.load for block in blocks)]) * (1 + ROUNDING)
+    min_limit = max([min_limit, *(block.load for block in blocks)]) * (1 + ROUNDING)
     _join_idle(documents, blocks)
-    return blocks, needed
+    return blocks, min_limit
 
 
 def _open_blocks(
-    documents: Documents, left: Left, limit: float, fewest: int
+    documents: Documents, remaining: RemainingDocuments, limit: float, fewest: int
 ) -> tuple[Blocks, float]:
     """Return a block for each of the longest documents, of the fewest ranks below the limit.
 
@@ -266,11 +270,11 @@ def _open_blocks(
     the most ranks that are free when its block is opened.
     """
     blocks: Blocks = []
-    needed = 0.0
+    min_limit = 0.0
     free = documents.ranks
     while free:
         widest = min(documents.cps[-1], 1 << (free.bit_length() - 1))
-        index = left.first(documents.first_within(widest, limit, documents.max_tokens))
+        index = remaining.first(documents.first_fitting(widest, limit, documents.max_tokens))
         if index == len(documents):
             break
         cp = next(
@@ -280,12 +284,12 @@ def _open_blocks(
             and documents.cost[cp][index] <= limit
             and documents.tokens[cp][index] <= documents.max_tokens
         )
-        needed = max(needed, documents.cost[widest][index])
-        left.take(index)
+        min_limit = max(min_limit, documents.cost[widest][index])
+        remaining.take(index)
         blocks.append(RankBlock(cp))
         _add(documents, blocks[-1], index)
         free -= cp
-    return blocks, needed
+    return blocks, min_limit
 
 
 def _add(documents: Documents, block: RankBlock, index: int) -> None:
@@ -297,15 +301,15 @@ def _add(documents: Documents, block: RankBlock, index: int) -> None:
 def _join_idle(documents: Documents, blocks: Blocks) -> None:
     """Give ranks without a document to the slowest block that can double, or to empty blocks."""
     free = documents.ranks - sum(block.cp for block in blocks)
-    most = documents.cps[-1]
+    max_cp = documents.cps[-1]
     while free:
-        doubling = [block for block in blocks if block.cp <= free and block.cp < most]
+        doubling = [block for block in blocks if block.cp <= free and block.cp < max_cp]
         if not doubling:
-            blocks.extend(RankBlock(most) for _ in range(free // most))
+            blocks.extend(RankBlock(max_cp) for _ in range(free // max_cp))
             return
         block = max(doubling, key=lambda block: block.load)
         free -= block.cp
-        taken, block.cp = block.documents, 2 * block.cp
+        indices, block.cp = block.documents, 2 * block.cp
         block.documents, block.load, block.tokens = [], 0.0, 0
-        for index in taken:
+        for index in indices:
             _add(documents, block, index)

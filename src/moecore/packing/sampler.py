@@ -69,9 +69,9 @@ class PackedBatchSampler:
         self._seed, self._shuffle = seed, shuffle
         self.epoch = 0
         self._first = 0  # bin with which the next iteration begins
-        self._begun = (0, 0)  # epoch and first bin of the latest iteration
-        self._taken = 0  # bins up to which it has gone
-        self._packed: tuple[int, Bins] | None = None
+        self._iteration_start = (0, 0)  # epoch and first bin of the latest iteration
+        self._end_bin = 0  # bins up to which it has gone
+        self._epoch_bins: tuple[int, Bins] | None = None
 
     def __len__(self) -> int:
         """Return how many batches the next iteration has."""
@@ -79,19 +79,19 @@ class PackedBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         bins = self._bins(self.epoch)
-        self._begun = (self.epoch, self._first)
-        own = self._data_rank * self._rows
+        self._iteration_start = (self.epoch, self._first)
+        rank_offset = self._data_rank * self._rows
         for first in range(self._first, len(bins), self._step):
-            self._taken = first + self._step
-            mine = range(first + own, min(first + own + self._rows, len(bins)))
-            yield [int(document) for index in mine for document in bins[index]]
+            self._end_bin = first + self._step
+            bin_ids = range(first + rank_offset, min(first + rank_offset + self._rows, len(bins)))
+            yield [int(document) for index in bin_ids for document in bins[index]]
         self.epoch, self._first = self.epoch + 1, 0
 
     def set_epoch(self, epoch: CountOrZero) -> None:
         """Begin the next iteration with another epoch; with the same one nothing changes."""
         check_arguments(PackedBatchSampler.set_epoch, locals())
         if epoch != self.epoch:
-            self.epoch, self._first, self._begun, self._taken = epoch, 0, (epoch, 0), 0
+            self.epoch, self._first, self._iteration_start, self._end_bin = epoch, 0, (epoch, 0), 0
 
     def state_dict(self, batches: CountOrZero | None = None) -> dict[str, Any]:
         """Return the position, as JSON; the same on every rank.
@@ -101,8 +101,8 @@ class PackedBatchSampler:
                 handed out, which is more when a DataLoader's workers fetch ahead.
         """
         check_arguments(PackedBatchSampler.state_dict, locals())
-        epoch, first = self._begun
-        bins = self._taken if batches is None else first + batches * self._step
+        epoch, first = self._iteration_start
+        bins = self._end_bin if batches is None else first + batches * self._step
         if bins >= len(self._bins(epoch)):
             epoch, bins = epoch + 1, 0
         return {"epoch": epoch, "bins": bins} | self._facts()
@@ -130,7 +130,7 @@ class PackedBatchSampler:
                     f"({value!r}): make it as it was"
                 )
         self.epoch, self._first = state["epoch"], state["bins"]
-        self._begun, self._taken = (self.epoch, self._first), self._first
+        self._iteration_start, self._end_bin = (self.epoch, self._first), self._first
 
     @property
     def _step(self) -> int:
@@ -147,9 +147,9 @@ class PackedBatchSampler:
         }
 
     def _bins(self, epoch: int) -> Bins:
-        if self._packed is None or self._packed[0] != epoch:
-            self._packed = (epoch, self._pack(epoch))
-        return self._packed[1]
+        if self._epoch_bins is None or self._epoch_bins[0] != epoch:
+            self._epoch_bins = (epoch, self._pack(epoch))
+        return self._epoch_bins[1]
 
     def _pack(self, epoch: int) -> Bins:
         """Return the bins of an epoch, in the order in which they are taken."""
@@ -158,13 +158,15 @@ class PackedBatchSampler:
         bins: list[Integers] = []
         for first in range(0, count, WINDOW):
             ids = order[first : first + WINDOW]
-            packed = pack_lengths(self._lengths[ids], self._bin_tokens)
-            bins.extend(ids[numbers] for numbers in sorted(packed, key=lambda bin_: int(bin_[0])))
+            window_bins = pack_lengths(self._lengths[ids], self._bin_tokens)
+            bins.extend(
+                ids[numbers] for numbers in sorted(window_bins, key=lambda bin_: int(bin_[0]))
+            )
         bins = [bins[i] for i in self._order("bins", epoch, len(bins))]
         return Bins(np.concatenate(bins), np.cumsum([0, *map(len, bins)]))
 
-    def _order(self, what: str, epoch: int, count: int) -> Integers:
+    def _order(self, label: str, epoch: int, count: int) -> Integers:
         if not self._shuffle:
             return np.arange(count)
-        generator = torch.Generator().manual_seed(key_of(self._seed, what, epoch) >> 1)
+        generator = torch.Generator().manual_seed(key_of(self._seed, label, epoch) >> 1)
         return torch.randperm(count, generator=generator).numpy()

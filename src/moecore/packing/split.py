@@ -46,7 +46,7 @@ def indices_of(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
     check_arguments(indices_of, locals())
     if rank >= cp:
         raise ValueError(f"rank ({rank}) must be < cp ({cp}): count from 0")
-    return _held(cu_seqlens, cp)[rank]
+    return _rank_tokens(cu_seqlens, cp)[rank]
 
 
 def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
@@ -56,9 +56,9 @@ def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
     Arguments and errors are those of `indices_of`.
     """
     check_arguments(inverse_of, locals())
-    held = _held(cu_seqlens, cp).flatten()
-    inverse = torch.empty_like(held)
-    inverse[held] = torch.arange(len(held), device=held.device)
+    tokens = _rank_tokens(cu_seqlens, cp).flatten()
+    inverse = torch.empty_like(tokens)
+    inverse[tokens] = torch.arange(len(tokens), device=tokens.device)
     return inverse
 
 
@@ -80,25 +80,25 @@ def part_of(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
         raise ValueError(
             f"batch ({quote(batch)}) must be a PackedBatch: pass what a PackedCollator returns"
         )
-    held = indices_of(batch["cu_seqlens"], cp, rank)
+    tokens = indices_of(batch["cu_seqlens"], cp, rank)
     rows = batch["input_ids"].shape[0]
 
-    def own(x_BT: Tensor) -> Tensor:
-        return x_BT.flatten()[held.to(x_BT.device)].view(rows, -1)
+    def take_local(x_BT: Tensor) -> Tensor:
+        return x_BT.flatten()[tokens.to(x_BT.device)].view(rows, -1)
 
-    labels = own(batch["labels"])
+    labels = take_local(batch["labels"])
     return PackedBatch(
-        input_ids=own(batch["input_ids"]),
+        input_ids=take_local(batch["input_ids"]),
         labels=labels,
-        position_ids=own(batch["position_ids"]),
-        padding_mask=own(batch["padding_mask"]),
+        position_ids=take_local(batch["position_ids"]),
+        padding_mask=take_local(batch["padding_mask"]),
         cu_seqlens=batch["cu_seqlens"] // cp,
         max_seqlen=batch["max_seqlen"] // cp,
         num_tokens=(labels != IGNORE_INDEX).sum(),
     )
 
 
-def _held(cu_seqlens: Tensor, cp: int) -> Tensor:
+def _rank_tokens(cu_seqlens: Tensor, cp: int) -> Tensor:
     """Return the tokens of each rank, int64 [cp, t / cp], after a check."""
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):

@@ -78,25 +78,30 @@ class RankBatches(IterableDataset[Any]):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         numbers = range(worker, 2**62, workers)
-        mine = self._partitions_of(worker, workers)
+        partition_ids = self._partitions_of(worker, workers)
         readers = {
-            s.name: DocumentReader(s, self._documents(i, s, mine), self._options.vocab_size)
+            s.name: DocumentReader(
+                s, self._documents(i, s, partition_ids), self._options.vocab_size
+            )
             for i, s in enumerate(self.sources)
         }
         partitions: dict[int, Partition] = {}
         for number in numbers:
-            taken = [self._row(number, b) for b in range(self.rows)]
-            found = []
-            for row in taken:
-                own = row % self.partitions
-                if own not in partitions:
-                    partitions[own] = self._partition(own, readers)
-                while partitions[own].rows < row // self.partitions:
-                    partitions[own].next()  # another rank's or worker's row
-                found.append(partitions[own].next())
-            cursors = {own: partitions[own].cursors for own in {r % self.partitions for r in taken}}
+            row_ids = [self._row(number, b) for b in range(self.rows)]
+            rows = []
+            for row in row_ids:
+                partition_id = row % self.partitions
+                if partition_id not in partitions:
+                    partitions[partition_id] = self._partition(partition_id, readers)
+                while partitions[partition_id].rows < row // self.partitions:
+                    partitions[partition_id].next()  # another rank's or worker's row
+                rows.append(partitions[partition_id].next())
+            cursors = {
+                partition_id: partitions[partition_id].cursors
+                for partition_id in {r % self.partitions for r in row_ids}
+            }
             lengths = {name: reader.documents.length for name, reader in readers.items()}
-            yield self._collate(found), cursors, lengths
+            yield self._collate(rows), cursors, lengths
 
     def _partition(self, number: int, readers: Mapping[str, DocumentReader]) -> Partition:
         options = self._options
@@ -124,7 +129,7 @@ class RankBatches(IterableDataset[Any]):
         )
 
     def _documents(
-        self, place: int, source: CorpusSource, mine: frozenset[int]
+        self, place: int, source: CorpusSource, partition_ids: frozenset[int]
     ) -> IndexedDocuments | StreamedDocuments:
         """Return the documents of a source by ordinal."""
         options = self._options
@@ -133,10 +138,10 @@ class RankBatches(IterableDataset[Any]):
             return IndexedDocuments(source.documents, key, partitions=self.partitions)
         starts = (
             self._cursors[partition][place].ordinal if partition in self._cursors else partition
-            for partition in mine
+            for partition in partition_ids
         )
-        begun = (cursors[place] for cursors in self._cursors.values())
-        read = (cursor.ordinal for cursor in begun if cursor.rows)
+        source_cursors = (cursors[place] for cursors in self._cursors.values())
+        read = (cursor.ordinal for cursor in source_cursors if cursor.rows)
         return StreamedDocuments(
             source.documents,
             key,
@@ -144,7 +149,7 @@ class RankBatches(IterableDataset[Any]):
             first=min(starts),
             last=max(read, default=-1),
             partitions=self.partitions,
-            mine=mine,
+            partition_ids=partition_ids,
             length=self._lengths.get(source.name),
         )
 

@@ -86,21 +86,21 @@ def tokens_of(source: CorpusSource, document: Any, vocab_size: int | None) -> In
 
 def checked_ids(ids: Any, vocab_size: int | None) -> Integers:
     """Return a copy of a document's ids in the smallest unsigned dtype, or refuse them."""
-    found = np.asarray(ids)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"token ids ({quote(ids)}) must be whole numbers in one row: tokenize it")
-    if not found.size:
+    if not array.size:
         return np.empty(0, np.uint8)
     # A negative id is a large unsigned one, so one pass over the ids finds both.
-    largest = int(found.view(found.dtype.str.replace("i", "u")).max())
-    if largest > min((vocab_size or 2**63) - 1, np.iinfo(found.dtype).max):
-        least = int(found.min())
-        wrong = least if least < 0 else largest
+    largest = int(array.view(array.dtype.str.replace("i", "u")).max())
+    if largest > min((vocab_size or 2**63) - 1, np.iinfo(array.dtype).max):
+        smallest = int(array.min())
+        wrong = smallest if smallest < 0 else largest
         raise ValueError(
             f"token id ({wrong}) must be >= 0 and < vocab_size ({vocab_size}): take the tokenizer "
             "of the model, or a larger vocabulary"
         )
-    return found.astype(np.min_scalar_type(largest))
+    return array.astype(np.min_scalar_type(largest))
 
 
 def sample_of(documents: Any, count: int) -> Sequence[int]:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 LONGEST = 300  # characters of a path, a name or another library's error in a message
 
 
-def cut(text: object, most: int = LONGEST) -> str:
-    """Return a text as one line of at most `most` characters; its middle is left out."""
+def cut(text: object, max_chars: int = LONGEST) -> str:
+    """Return a text as one line of at most `max_chars` characters; its middle is left out."""
     line = " ".join(str(text).split())
-    half = (most - 3) // 2
-    return line if len(line) <= most else f"{line[:half]}...{line[-half:]}"
+    half = (max_chars - 3) // 2
+    return line if len(line) <= max_chars else f"{line[:half]}...{line[-half:]}"
 
 
 class SizedFile:
@@ -32,21 +32,23 @@ class SizedFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], size: int | None = None) -> None:
-        self.path, self.shown = os.fspath(path), cut(os.fspath(path))
+        self.path, self.short_path = os.fspath(path), cut(os.fspath(path))
         try:
             # O_NONBLOCK: opening a FIFO without a writer would wait.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise ValueError(f"{self.shown} must be a readable file: {error.strerror}") from None
+            raise ValueError(
+                f"{self.short_path} must be a readable file: {error.strerror}"
+            ) from None
         weakref.finalize(self, os.close, self._descriptor)
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{self.shown} must be a plain file: write its content into one")
+            raise ValueError(f"{self.short_path} must be a plain file: write its content into one")
         self.size = status.st_size
         if size not in (None, self.size):
             raise ValueError(
-                f"{self.shown} ({self.size} bytes) must have {size}, as when it was first opened: "
-                "do not change the files of a run"
+                f"{self.short_path} ({self.size} bytes) must have {size}, as when it was first "
+                "opened: do not change the files of a run"
             )
 
     def read(self, start: int, count: int) -> bytes:
@@ -57,12 +59,12 @@ class SizedFile:
                 parts.append(part)
                 start, count = start + len(part), count - len(part)
         except OSError as error:
-            raise ValueError(f"{self.shown} must be readable: {error.strerror}") from None
+            raise ValueError(f"{self.short_path} must be readable: {error.strerror}") from None
         if count > 0:
-            now = os.fstat(self._descriptor).st_size
+            current_size = os.fstat(self._descriptor).st_size
             raise ValueError(
-                f"{self.shown} ({now} bytes) must have {self.size}, as when it was opened: do not "
-                "change the files of a run"
+                f"{self.short_path} ({current_size} bytes) must have {self.size}, as when it was "
+                "opened: do not change the files of a run"
             )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 

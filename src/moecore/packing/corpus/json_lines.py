@@ -47,14 +47,14 @@ class JsonLines:
 
     Attributes:
         num_empty: lines without content.
-        num_broken: lines that are not documents and are skipped.
+        num_invalid: lines that are not documents and are skipped.
         fingerprint: a digest of the content of all documents in their order. Empty and skipped
             lines do not change it.
 
     Args:
         path: a regular file in UTF-8.
         field: a field that each object must have, with a string or a list; None = any object.
-        skip_broken: True leaves out the lines that are not such objects. False refuses the file.
+        skip_invalid: True leaves out the lines that are not such objects. False refuses the file.
 
     Raises:
         ValueError: when the file cannot be read, has no documents or has a broken line. Reading an
@@ -66,7 +66,7 @@ class JsonLines:
         path: str | os.PathLike[str],
         field: str | None = None,
         *,
-        skip_broken: bool = False,
+        skip_invalid: bool = False,
     ) -> None:
         check_arguments(JsonLines.__init__, locals())
         self._file = SizedFile(path)
@@ -76,17 +76,19 @@ class JsonLines:
         starts = [np.frombuffer(part.starts, np.int64) for part in parts]
         self._starts = np.concatenate([*starts, np.array([self._file.size])])
         empty = _concatenate([part.empty for part in parts], firsts)
-        broken = _concatenate([part.broken for part in parts], firsts)
-        self.num_empty, self.num_broken = len(empty), len(broken)
-        if self.num_broken and not skip_broken:
-            self._refuse(int(broken[0]), field)
-        skipped = np.sort(np.concatenate([empty, broken]))
-        self._before = skipped - np.arange(len(skipped))  # documents before each skipped line
-        self._count = sum(counts) - len(skipped)
+        invalid = _concatenate([part.invalid for part in parts], firsts)
+        self.num_empty, self.num_invalid = len(empty), len(invalid)
+        if self.num_invalid and not skip_invalid:
+            self._refuse(int(invalid[0]), field)
+        skipped_lines = np.sort(np.concatenate([empty, invalid]))
+        self._before = skipped_lines - np.arange(
+            len(skipped_lines)
+        )  # documents before each skipped line
+        self._count = sum(counts) - len(skipped_lines)
         if not self._count:
             raise ValueError(
-                f"{self._file.shown} ({self.num_empty} empty and {self.num_broken} broken lines) "
-                "must have at least one line that is a document: leave it out"
+                f"{self._file.short_path} ({self.num_empty} empty and {self.num_invalid} broken "
+                "lines) must have at least one line that is a document: leave it out"
             )
         digest = hashlib.sha256(b"".join(part.checksums for part in parts))
         self.fingerprint = digest.hexdigest()[:16]
@@ -101,19 +103,19 @@ class JsonLines:
         start, stop = self._starts[line : line + 2].tolist()
         content = self._file.read(start, stop - start)
         try:
-            found = _parse(content)
+            document = _parse(content)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+            document = None
+        if not isinstance(document, dict):
             raise ValueError(
                 f"{self.location(index)} must be the JSON object that it was when the file was "
                 "opened: do not change the files of a run"
             )
-        return found
+        return document
 
     def location(self, index: int) -> str:
         """Return the file and the line of a document, for error messages."""
-        return f"{self._file.shown} line {self._line(index) + 1}"
+        return f"{self._file.short_path} line {self._line(index) + 1}"
 
     def _line(self, index: int) -> int:
         return index + int(np.searchsorted(self._before, index, side="right"))
@@ -121,11 +123,12 @@ class JsonLines:
     def _refuse(self, line: int, field: str | None) -> None:
         start, stop = self._starts[line : line + 2].tolist()
         text = self._file.read(start, min(stop - start, 200)).decode(errors="replace")
-        wanted = "a JSON object" if field is None else f"a JSON object with {quote(field)}"
+        expected_form = "a JSON object" if field is None else f"a JSON object with {quote(field)}"
         raise ValueError(
-            f"{self._file.shown} line {line + 1} must be {wanted}, not {quote(strip_line(text))} "
-            f"(broken lines: {self.num_broken}, empty lines: {self.num_empty}): mend it, replace "
-            "it by an empty line, which keeps the number of lines, or set skip_broken"
+            f"{self._file.short_path} line {line + 1} must be {expected_form}, not "
+            f"{quote(strip_line(text))} (broken lines: {self.num_invalid}, empty lines: "
+            f"{self.num_empty}): mend it, replace it by an empty line, which keeps the "
+            "number of lines, or set skip_invalid"
         )
 
 
@@ -134,7 +137,7 @@ class _LineRange(NamedTuple):
 
     starts: array[int]  # byte at which each line begins
     empty: array[int]  # numbers of lines without content
-    broken: array[int]  # numbers of lines that are not documents
+    invalid: array[int]  # numbers of lines that are not documents
     checksums: array[int]  # of the content of each document
 
 
@@ -158,8 +161,8 @@ def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
             return list(pool.map(_parse_part, tasks))
     except BrokenProcessPool:
         raise ValueError(
-            f"{file.shown} must be parsed by {processes} processes, one of which was killed: free "
-            "memory of the host"
+            f"{file.short_path} must be parsed by {processes} processes, one of which was killed: "
+            "free memory of the host"
         ) from None
 
 
@@ -178,7 +181,7 @@ def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
         elif not isinstance(content, dict) or not (
             field is None or isinstance(content.get(field), str | list)
         ):
-            part.broken.append(number)
+            part.invalid.append(number)
         else:
             part.checksums.append(zlib.crc32(line.rstrip(b"\r")))
     return part
@@ -186,23 +189,23 @@ def _parse_part(task: tuple[SizedFile, int, str | None]) -> _LineRange:
 
 def _lines(file: SizedFile, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """Yield start and bytes, without the line end, of the lines that begin in a range."""
-    start, waiting = first, list[bytes]()  # of the line that is not complete
+    start, fragments = first, list[bytes]()  # of the line that is not complete
     is_inside = first > 0 and file.read(first - 1, 1) != b"\n"  # of a line of the part before
     for block in file.blocks(first, file.size, CHUNK):
         if start >= stop:
             return
         *ends, rest = block.split(b"\n")
         for end in ends:
-            line = b"".join([*waiting, end])
-            waiting.clear()
+            line = b"".join([*fragments, end])
+            fragments.clear()
             if start >= stop:
                 return
             if not is_inside:
                 yield start, line
             start, is_inside = start + len(line) + 1, False
-        waiting.append(rest)
+        fragments.append(rest)
     if start < stop and not is_inside and start < file.size:
-        yield start, b"".join(waiting)
+        yield start, b"".join(fragments)
 
 
 _EMPTY = object()

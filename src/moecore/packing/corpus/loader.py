@@ -39,8 +39,8 @@ class PositionedLoader(Generic[Batch]):
     def __init__(self, batches: RankBatches, workers: int, *, data_ranks: int) -> None:
         self._batches, self._workers, self._data_ranks = batches, workers, data_ranks
         self._group: dist.ProcessGroup | None = None  # of the data ranks; None = all ranks
-        self._is_compared = False  # with the other data ranks, since it was made or loaded
-        self._coming: Iterator[Any] | None = None
+        self._has_checked_ranks = False  # with the other data ranks, since it was made or loaded
+        self._batch_iterator: Iterator[Any] | None = None
         self._rows = 0  # of all ranks, taken
         self._loaded: Cursors = {}  # where all ranks began
         self._cursors: Cursors = {}  # behind what this rank has taken since
@@ -52,9 +52,9 @@ class PositionedLoader(Generic[Batch]):
 
     def __next__(self) -> Batch:
         self._compare()
-        if self._coming is None:
-            self._coming = self._start()
-        batch, cursors, lengths = self._receive(self._coming)
+        if self._batch_iterator is None:
+            self._batch_iterator = self._start()
+        batch, cursors, lengths = self._receive(self._batch_iterator)
         if isinstance(batch, CorpusError):
             self.close()
             raise batch
@@ -62,16 +62,16 @@ class PositionedLoader(Generic[Batch]):
         self._last = cursors
         self._lengths |= lengths
         self._rows += self._batches.rows * self._batches.data_ranks
-        found: Batch = batch
-        return found
+        result: Batch = batch
+        return result
 
     def _compare(self) -> None:
         """Raise when data ranks have other sources, options or positions. Collective, once."""
-        if self._is_compared:
+        if self._has_checked_ranks:
             return
         if self._data_ranks > 1:
-            own = self._batches.facts_of_ranks(), self._batches.data_rank
-            facts, numbers = zip(*gather(own, self._group), strict=True)
+            local_facts = self._batches.facts_of_ranks(), self._batches.data_rank
+            facts, numbers = zip(*gather(local_facts, self._group), strict=True)
             check_ranks(facts)
             missing = set(range(self._batches.data_ranks)) - set(numbers)
             if missing and dist.is_initialized():
@@ -80,25 +80,24 @@ class PositionedLoader(Generic[Batch]):
                     f"{min(missing)}, because data_ranks is {self._batches.data_ranks}: give each "
                     "rank its number"
                 )
-        self._is_compared = True
+        self._has_checked_ranks = True
 
     def _start(self) -> Iterator[Any]:
-        ahead: Any = {"prefetch_factor": 2} if self._workers else {}
         loader = DataLoader(
             self._batches,
             batch_size=None,
             num_workers=self._workers,
             collate_fn=_as_it_is,
             generator=torch.Generator(),  # not torch's own, whose state a run has saved
-            **ahead,
+            prefetch_factor=2 if self._workers else None,
         )
         with _same_handler():
             return iter(loader)
 
-    def _receive(self, coming: Iterator[Any]) -> Any:
+    def _receive(self, batches: Iterator[Any]) -> Any:
         """Return the batch of the next worker. Raise CorpusError if the worker has ended."""
         try:
-            return next(coming)
+            return next(batches)
         except (RuntimeError, OSError, EOFError) as error:
             text = cut(error)
             if not self._workers or text.startswith("Caught "):  # an error that a worker raised
@@ -112,7 +111,7 @@ class PositionedLoader(Generic[Batch]):
     def close(self) -> None:
         """End the workers; the next batch starts others at this position."""
         self._batches.begin_at(self._rows, self._loaded | self._cursors, self._lengths)
-        self._coming = None
+        self._batch_iterator = None
 
     def epochs(self) -> dict[str, int]:
         """Return by source which epoch the last batch was of; 0 while a stream's first lasts."""
@@ -127,10 +126,10 @@ class PositionedLoader(Generic[Batch]):
 
         Collective where torch.distributed is initialized and there are several data ranks.
         """
-        own = self._state(self._cursors)
-        states = gather(own) if self._batches.data_ranks > 1 else [own]
+        local_state = self._state(self._cursors)
+        states = gather(local_state) if self._batches.data_ranks > 1 else [local_state]
         check_ranks([{**state["facts"], "rows taken": state["rows"]} for state in states])
-        return joined([self._state(self._loaded), *states])
+        return merge_positions([self._state(self._loaded), *states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where loaders of the same sources and options were.
@@ -146,7 +145,7 @@ class PositionedLoader(Generic[Batch]):
         self._batches.partitions = position.partitions
         self._rows, self._lengths = position.rows, position.lengths
         self._cursors, self._last, self._loaded = {}, {}, position.cursors
-        self._is_compared = False
+        self._has_checked_ranks = False
         self.close()
 
     def _state(self, cursors: Cursors) -> dict[str, Any]:
@@ -236,16 +235,20 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_positions(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the position of all ranks: of each partition the cursors that are ahead."""
-    ahead: dict[int, list[list[float]]] = {}
+    furthest: dict[int, list[list[float]]] = {}
     lengths: dict[str, int | None] = {}
     for state in states:
         for partition, cursors in state["cursors"]:
-            if partition not in ahead or _rows_of(cursors) > _rows_of(ahead[partition]):
-                ahead[partition] = cursors
+            if partition not in furthest or _rows_of(cursors) > _rows_of(furthest[partition]):
+                furthest[partition] = cursors
         lengths |= {name: n for name, n in state["lengths"].items() if n or name not in lengths}
-    return {**states[0], "cursors": [[n, ahead[n]] for n in sorted(ahead)], "lengths": lengths}
+    return {
+        **states[0],
+        "cursors": [[n, furthest[n]] for n in sorted(furthest)],
+        "lengths": lengths,
+    }
 
 
 def _rows_of(cursors: Sequence[Sequence[float]]) -> float:

@@ -130,10 +130,10 @@ class MegatronDocuments:
             starts = self._entries(self._starts, "<i8", first, count)
             digest.update(sizes)
             digest.update(starts)
-            least = min(sizes.min(), starts.min())
-            if least < 0:
+            minimum = min(sizes.min(), starts.min())
+            if minimum < 0:
                 raise ValueError(
-                    f"{self._prefix}.idx ({least}) must have sizes and starts of sequences >= 0: "
+                    f"{self._prefix}.idx ({minimum}) must have sizes and starts of sequences >= 0: "
                     "make it anew"
                 )
             # uint64: the largest start and the largest size together exceed int64.

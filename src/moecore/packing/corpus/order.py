@@ -24,9 +24,11 @@ from itertools import islice
 from typing import Any
 
 ROUNDS = 6
-READ_TOGETHER = 64  # rows of a streaming dataset
+READ_BATCH = 64  # rows of a streaming dataset
 BITS_64 = 2**64 - 1
-Taken = tuple[int, Callable[[], Any]]  # number of a document in its source; reads the document
+DocumentRead = tuple[
+    int, Callable[[], Any]
+]  # number of a document in its source; reads the document
 
 
 def key_of(*parts: object) -> int:
@@ -40,10 +42,13 @@ def permuted(index: int, count: int, key: int) -> int:
     half = max(1, -(-(count - 1).bit_length() // 2))
     mask = (1 << half) - 1
     while True:
-        left, right = index >> half, index & mask
+        high_bits, low_bits = index >> half, index & mask
         for number in range(ROUNDS):
-            left, right = right, left ^ (_mixed(key + number * BITS_64 // ROUNDS + right) & mask)
-        index = left << half | right
+            high_bits, low_bits = (
+                low_bits,
+                high_bits ^ (_mixed(key + number * BITS_64 // ROUNDS + low_bits) & mask),
+            )
+        index = high_bits << half | low_bits
         if index < count:
             return index
 
@@ -70,7 +75,7 @@ class IndexedDocuments:
         self._documents, self._key, self.length = documents, key, len(documents)
         self._partitions = partitions
 
-    def take(self, ordinal: int) -> Taken:
+    def take(self, ordinal: int) -> DocumentRead:
         """Return the number of an ordinal's document and a function that reads it."""
         epoch, index = divmod(ordinal, self.length)
         if self._key is None:
@@ -97,21 +102,26 @@ class StreamedDocuments:
         first: int,  # least ordinal that is taken
         last: int,  # largest ordinal that was read before the position was saved; -1 = none
         partitions: int,
-        mine: frozenset[int],  # remainders by `partitions` of the ordinals that are taken
+        partition_ids: frozenset[int],  # remainders by `partitions` of the ordinals that are taken
         length: int | None,  # documents of an epoch; None = not known before the first has ended
     ) -> None:
         self._documents, self._key, self._block = documents, key, block if key is not None else 1
-        self._partitions, self._mine, self._last, self.length = partitions, mine, last, length
-        self._waiting: dict[int, tuple[int, Any]] = {}
-        self._coming = self._read(first)
+        self._partitions, self._partition_ids, self._last, self.length = (
+            partitions,
+            partition_ids,
+            last,
+            length,
+        )
+        self._buffer: dict[int, tuple[int, Any]] = {}
+        self._stream = self._read(first)
 
-    def take(self, ordinal: int) -> Taken:
+    def take(self, ordinal: int) -> DocumentRead:
         """Return the number of an ordinal's document in the stream and a function that reads it."""
-        while ordinal not in self._waiting:
-            found, number, document = next(self._coming)
-            if found % self._partitions in self._mine:
-                self._waiting[found] = (number, document)
-        number, document = self._waiting.pop(ordinal)
+        while ordinal not in self._buffer:
+            stream_ordinal, number, document = next(self._stream)
+            if stream_ordinal % self._partitions in self._partition_ids:
+                self._buffer[stream_ordinal] = (number, document)
+        number, document = self._buffer.pop(ordinal)
         return number, lambda: document
 
     def _read(self, ordinal: int) -> Iterator[tuple[int, int, Any]]:
@@ -123,7 +133,7 @@ class StreamedDocuments:
             turn = self._turn(begin)
             while block := list(islice(stream, self._block)):
                 if self.length and read + len(block) > self.length:
-                    raise _changed(self.length, "more")
+                    raise _length_error(self.length, "more")
                 key = key_of(self._key, epoch, read)
                 for i in range(len(block)):
                     if begin + read + i >= ordinal:
@@ -131,12 +141,12 @@ class StreamedDocuments:
                         yield begin + read + i, self._number(turn + read + place), block[place]
                 read += len(block)
             if read == first:  # the stream has ended at the place to which it was skipped or before
-                read = sum(1 for _ in self._behind(0))
+                read = sum(1 for _ in self._documents_from(0))
             if not read:
                 raise ValueError("must have at least one document: it ended at once")
-            expected = self.length or max(read, self._last + 1)
-            if read != expected:
-                raise _changed(expected, str(read))
+            expected_length = self.length or max(read, self._last + 1)
+            if read != expected_length:
+                raise _length_error(expected_length, str(read))
             self.length, ordinal = read, max(ordinal, begin + read)
 
     def _number(self, place: int) -> int:
@@ -153,10 +163,10 @@ class StreamedDocuments:
         first = self._turn(begin)
         before = max(0, count - (self.length or 0) + first) if first else 0  # of those from 0
         if not before:
-            yield from self._behind(first + count)
-        yield from islice(self._behind(before), first - before)
+            yield from self._documents_from(first + count)
+        yield from islice(self._documents_from(before), first - before)
 
-    def _behind(self, count: int) -> Iterable[Any]:
+    def _documents_from(self, count: int) -> Iterable[Any]:
         """Return the documents without the first ones."""
         documents: Any = self._documents
         if hasattr(documents, "skip"):
@@ -166,10 +176,10 @@ class StreamedDocuments:
         return islice(iter(documents), count, None)
 
 
-def _changed(expected: int, count: str) -> ValueError:
+def _length_error(expected_length: int, count: str) -> ValueError:
     return ValueError(
-        f"the stream ({count} documents) must have {expected}, as when it was read before: do not "
-        "change the data of a run"
+        f"the stream ({count} documents) must have {expected_length}, as when it was read before: "
+        "do not change the data of a run"
     )
 
 
@@ -177,6 +187,6 @@ def _examples(dataset: Any) -> Iterator[dict[str, Any]]:
     """Yield all rows of a streaming dataset of datasets: its `__iter__` gives a worker a part."""
     if "fsspec.asyn" in sys.modules:  # its lock does not survive a fork, see datasets
         sys.modules["fsspec.asyn"].reset_lock()
-    for batch in dataset.iter(batch_size=READ_TOGETHER):
+    for batch in dataset.iter(batch_size=READ_BATCH):
         for values in zip(*batch.values(), strict=True):
             yield dict(zip(batch, values, strict=True))

@@ -38,10 +38,10 @@ class Piece(NamedTuple):
     @property
     def num_labels(self) -> int:
         """Labels that count."""
-        own = len(self.ids) - 1
+        count = len(self.ids) - 1
         if self.labels is not None:
-            own = int((self.labels[1:] != IGNORE_INDEX).sum())
-        return own + (self.next_id != IGNORE_INDEX)
+            count = int((self.labels[1:] != IGNORE_INDEX).sum())
+        return count + (self.next_id != IGNORE_INDEX)
 
 
 class Cursor(NamedTuple):
@@ -49,7 +49,7 @@ class Cursor(NamedTuple):
 
     rows: int  # that it has given
     ordinal: int  # "split": of the document that is being cut; "whole": of the first in the window
-    taken: int  # "split": tokens of that document; "whole": rows of the window
+    offset: int  # "split": tokens of that document; "whole": rows of the window
     credit: float  # rows that the source has less than its share
     tokens: int  # of that document or window; a resumed run compares them
 
@@ -76,7 +76,7 @@ class SplitPacker:
 
     def next(self) -> list[Piece]:
         """Return the pieces of the next row."""
-        rows, ordinal, taken, credit, _ = self.cursor
+        rows, ordinal, offset, credit, _ = self.cursor
         document = self._document
         if document is None:
             document = self._documents(ordinal)
@@ -84,16 +84,16 @@ class SplitPacker:
         pieces: list[Piece] = []
         room = self._shape.tokens
         while room:
-            if taken == len(document):
-                ordinal, taken = ordinal + self._partitions, 0
+            if offset == len(document):
+                ordinal, offset = ordinal + self._partitions, 0
                 document = self._documents(ordinal)
                 continue
-            piece = piece_of(document, taken, taken + room)
-            taken += len(piece.ids)
+            piece = piece_of(document, offset, offset + room)
+            offset += len(piece.ids)
             room -= self._shape.rounded(len(piece.ids))
             pieces.append(piece)
         self._document = document
-        self.cursor = Cursor(rows + 1, ordinal, taken, credit, len(document))
+        self.cursor = Cursor(rows + 1, ordinal, offset, credit, len(document))
         return pieces
 
 
@@ -109,18 +109,18 @@ class WholePacker:
 
     def next(self) -> list[Piece]:
         """Return the pieces of the next row."""
-        rows, ordinal, taken, credit, _ = self.cursor
+        rows, ordinal, offset, credit, _ = self.cursor
         window = self._window
         if window is None:
             window = self._read(ordinal)
             check_unchanged(self._documents, self.cursor, window.tokens, len(window))
-        while taken == len(window):
-            ordinal, taken = ordinal + self._partitions * self._shape.window, 0
+        while offset == len(window):
+            ordinal, offset = ordinal + self._partitions * self._shape.window, 0
             self._window = None  # before the next window is read
             window = self._read(ordinal)
         self._window = window
-        self.cursor = Cursor(rows + 1, ordinal, taken + 1, credit, window.tokens)
-        return window.row(taken)
+        self.cursor = Cursor(rows + 1, ordinal, offset + 1, credit, window.tokens)
+        return window.row(offset)
 
     def _read(self, first: int) -> _Window:
         ordinals = range(first, first + self._partitions * self._shape.window, self._partitions)
@@ -162,7 +162,7 @@ def check_unchanged(documents: DocumentsByOrdinal, cursor: Cursor, tokens: int, 
 
     `end` is what `cursor.taken` counts up to: tokens of the document, or rows of the window.
     """
-    if cursor.rows and (tokens != cursor.tokens or cursor.taken > end):
+    if cursor.rows and (tokens != cursor.tokens or cursor.offset > end):
         documents.refuse(
             cursor.ordinal,
             f"the document or its window ({tokens} tokens) must have {cursor.tokens}, as when the "
@@ -231,8 +231,8 @@ class Partition:
     def next(self) -> list[Piece]:
         """Return the pieces of the next row."""
         credits = [c.credit + w for c, w in zip(self.cursors, self._shares, strict=True)]
-        chosen = int(np.argmax(credits))
-        pieces: list[Piece] = self._sources[chosen].next()
+        source_idx = int(np.argmax(credits))
+        pieces: list[Piece] = self._sources[source_idx].next()
         for i, source in enumerate(self._sources):
-            source.cursor = source.cursor._replace(credit=credits[i] - (i == chosen))
+            source.cursor = source.cursor._replace(credit=credits[i] - (i == source_idx))
         return pieces

@@ -49,7 +49,7 @@ def facts_of(sources: Sequence[CorpusSource], options: CorpusOptions) -> dict[st
     for name in (*options_of_rows, "seed", "shuffle", "shuffle_buffer"):
         facts[name] = getattr(options, name)
     for source in sources:
-        facts |= {f"{what} of {source.name}": value for what, value in _facts_of(source).items()}
+        facts |= {f"{fact} of {source.name}": value for fact, value in _facts_of(source).items()}
     return facts
 
 
@@ -137,14 +137,18 @@ def _as_json(state: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
-def _check_facts(found: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    expected = json.loads(json.dumps(facts))
-    for name in [*expected, *(found.keys() - expected.keys())]:
-        if name not in found or name not in expected or repr(found[name]) != repr(expected[name]):
+def _check_facts(state_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    loader_facts = json.loads(json.dumps(facts))
+    for name in [*loader_facts, *(state_facts.keys() - loader_facts.keys())]:
+        if (
+            name not in state_facts
+            or name not in loader_facts
+            or repr(state_facts[name]) != repr(loader_facts[name])
+        ):
             raise ValueError(
-                f"{cut(name)} of the state ({quote(found.get(name))}) must be that of this loader "
-                f"({quote(expected.get(name))}): make it as it was, with the same sources, files, "
-                "tokenizer and options"
+                f"{cut(name)} of the state ({quote(state_facts.get(name))}) must be that of this "
+                f"loader ({quote(loader_facts.get(name))}): make it as it was, with the same "
+                "sources, files, tokenizer and options"
             )
 
 
@@ -166,7 +170,7 @@ def _cursors_of(
     is_valid = len(cursors) == num_sources and number < partitions
     for cursor in cursors:
         is_place = cursor.ordinal >= number and (cursor.ordinal - number) % step == 0
-        is_valid = is_valid and is_place and cursor.taken <= cursor.tokens
+        is_valid = is_valid and is_place and cursor.offset <= cursor.tokens
     if not is_valid:
         raise ValueError(f"state['cursors'] ({quote(entry)}) {_NO_STATE}")
     return number, cursors
@@ -175,18 +179,20 @@ def _cursors_of(
 def _check_rows(cursors: Cursors, rows: int, partitions: int) -> None:
     """Raise unless the cursors of each partition have given the rows that were dealt from it."""
     for number in {*range(min(rows, partitions)), *cursors}:
-        expected = max(0, -(-(rows - number) // partitions))
-        given = sum(cursor.rows for cursor in cursors.get(number, []))
-        if given != expected:
+        expected_rows = max(0, -(-(rows - number) // partitions))
+        num_rows = sum(cursor.rows for cursor in cursors.get(number, []))
+        if num_rows != expected_rows:
             raise ValueError(
-                f"state['cursors'] ({given} rows of partition {number}) must have {expected}, as "
-                f"of {rows} rows in {partitions} partitions: pass the state_dict() of all data "
-                "ranks"
+                f"state['cursors'] ({num_rows} rows of partition {number}) must have "
+                f"{expected_rows}, as of {rows} rows in {partitions} partitions: pass the "
+                "state_dict() of all data ranks"
             )
 
 
 def _check_lengths(lengths: Mapping[str, Any], sources: Sequence[CorpusSource]) -> None:
-    known = {s.name: len(s.documents) if s.is_indexed else None for s in sources}
+    source_lengths = {s.name: len(s.documents) if s.is_indexed else None for s in sources}
     for name, length in lengths.items():
-        if name not in known or (known[name] is not None and length not in (None, known[name])):
+        if name not in source_lengths or (
+            source_lengths[name] is not None and length not in (None, source_lengths[name])
+        ):
             raise ValueError(f"state['lengths'] ({quote(lengths)}) {_NO_STATE}")

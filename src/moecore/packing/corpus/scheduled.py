@@ -70,8 +70,9 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
     ) -> None:
         check_arguments(ScheduledLoader.__init__, locals())
         check_sources(sources, data_rank, data_ranks)
-        where = {"data_rank": data_rank, "data_ranks": data_ranks}
-        collator = ScheduledCollator(max_tokens=max_tokens, cost=cost, **where)
+        collator = ScheduledCollator(
+            max_tokens=max_tokens, cost=cost, data_rank=data_rank, data_ranks=data_ranks
+        )
         _check_shape(options, collator)
         share = partial(_of_rows, collator)
         batches = RankBatches(sources, options, rows, 0, 1, share)
@@ -82,8 +83,8 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
     def __next__(self) -> ScheduledBatch:
         batch = super().__next__()
         if self._group is not None:
-            where = f"documents or plan of the step up to row {self._rows}"
-            problem = difference({where: batch.digest}, "cpu", group=self._group)
+            description = f"documents or plan of the step up to row {self._rows}"
+            problem = difference({description: batch.digest}, "cpu", group=self._group)
             if problem is not None:
                 raise CorpusError(
                     f"{problem} on every rank: give all ranks the same files, tokenizer, options "
@@ -103,12 +104,12 @@ def _check_shape(options: CorpusOptions, collator: ScheduledCollator) -> None:
             f"row_tokens ({options.row_tokens}) must be a multiple of {multiple_of(largest)}, two "
             f"chunks of each of {largest} ranks, the most of a group: round it up"
         )
-    held = options.row_tokens // largest
-    if held > max_tokens:
+    rank_tokens = options.row_tokens // largest
+    if rank_tokens > max_tokens:
         raise ValueError(
-            f"max_tokens ({max_tokens}) must be >= {held}, what each of {largest} ranks, the most "
-            f"of a group, holds of a document of row_tokens ({options.row_tokens}): raise it, or "
-            "use shorter rows or more ranks"
+            f"max_tokens ({max_tokens}) must be >= {rank_tokens}, what each of {largest} ranks, "
+            f"the most of a group, holds of a document of row_tokens ({options.row_tokens}): raise "
+            "it, or use shorter rows or more ranks"
         )
 
 

@@ -73,14 +73,14 @@ class ScheduledBatch:
         Sums over data ranks are those of the step: the first rank of a group counts its documents,
         and each rank its own tokens with padding. Pairs are squared lengths of documents.
         """
-        found = torch.zeros(4, dtype=torch.int64)
+        totals = torch.zeros(4, dtype=torch.int64)
         for batch, cp, is_first in zip(self.micro_batches, self.cps, self.is_first, strict=True):
-            found[3] += batch["padding_mask"].numel() // cp
+            totals[3] += batch["padding_mask"].numel() // cp
             if is_first:
                 tokens_N = F.pad((~batch["padding_mask"]).flatten().cumsum(0), (1, 0))
                 lengths = tokens_N[batch["cu_seqlens"].long()].diff()
-                found[:3] += torch.stack([batch["num_tokens"], lengths.sum(), lengths @ lengths])
-        return found
+                totals[:3] += torch.stack([batch["num_tokens"], lengths.sum(), lengths @ lengths])
+        return totals
 
     def inputs(
         self, device: torch.device | str, *, transformers: bool = False
@@ -93,7 +93,7 @@ class ScheduledBatch:
         of_all = {"num_tokens": max(1, self.num_labels)}
         of_all |= {"use_cache": False} if transformers else {}
         return [
-            {name: _copied(batch[field], device) for name, field in names.items()}  # type: ignore[literal-required]
+            {name: _move_tensor(batch[field], device) for name, field in names.items()}  # type: ignore[literal-required]
             | of_all
             | {"cp": cp}
             for batch, cp in zip(self.micro_batches, self.cps, strict=True)
@@ -158,7 +158,9 @@ class ScheduledCollator(CheckedRecord):
         """
         check_arguments(ScheduledCollator.__call__, locals())
         read = (read_document(document, number) for number, document in enumerate(documents))
-        return self.of_pieces([Piece(i.numpy(), IGNORE_INDEX, own.numpy()) for i, own in read])
+        return self.of_pieces(
+            [Piece(i.numpy(), IGNORE_INDEX, labels.numpy()) for i, labels in read]
+        )
 
     def of_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
         """Return what this rank computes of a step of a corpus."""
@@ -197,5 +199,5 @@ class ScheduledCollator(CheckedRecord):
         )
 
 
-def _copied(x: Any, device: torch.device | str) -> Any:
+def _move_tensor(x: Any, device: torch.device | str) -> Any:
     return to_device(x, device) if isinstance(x, Tensor) else x
