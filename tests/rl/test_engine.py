@@ -291,7 +291,7 @@ def test_group_advantages() -> None:
     found = group_advantages(rewards, [7, 7, 7, 2, 4, 4])
     first = (rewards[:3] - 3) / (rewards[:3].std() + 1e-6)
     torch.testing.assert_close(found, torch.cat([first, torch.zeros(3)]))
-    alone = group_advantages(rewards, [7, 7, 7, 2, 4, 4], scaled=False)
+    alone = group_advantages(rewards, [7, 7, 7, 2, 4, 4], scale_rewards=False)
     torch.testing.assert_close(alone, torch.tensor([-2.0, -1, 3, 0, 0, 0]))
     with pytest.raises(ValueError, match=r"rewards_n \(6,\) must be one finite number[^\n]*$"):
         group_advantages(rewards.log() * float("nan"), [7, 7, 7, 2, 4, 4])

@@ -37,37 +37,42 @@ class Totals:
 
 def agree(
     meshes: Meshes,
-    own: Totals | None,
+    local_totals: Totals | None,
     problem: str | None,
     *,
-    alike: Mapping[str, Any],
+    global_entries: Mapping[str, Any],
     shared: Mapping[str, Any],
 ) -> Totals:
     """Return the numbers of the global batch; collective over the world, with a host sync.
 
     Args:
         meshes: of the model.
-        own: numbers of this data rank; None with a problem.
+        local_totals: numbers of this data rank; None with a problem.
         problem: an error of this rank.
-        alike: what must be the same on all ranks, by name.
+        global_entries: what must be the same on all ranks, by name.
         shared: what must be the same on the ranks of a data rank, by name.
 
     Raises:
         ValueError: on every rank, when one has a problem or ranks differ.
     """
-    own = own or Totals(num_micro_batches=0, weight=0.0, num_responses=0)
-    weight = int(torch.tensor(own.weight, dtype=torch.float64).view(torch.int64))
-    numbers = [meshes.data_rank, problem is not None, own.num_micro_batches, own.num_responses]
-    numbers += [weight, _digest(alike), _digest(shared)]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=meshes.device_type)
-    found = mine.new_empty(dist.get_world_size() * len(mine))
-    all_gather_single(found, mine)
-    rows: list[list[int]] = found.unflatten(0, (-1, len(mine))).tolist()
+    local_totals = local_totals or Totals(num_micro_batches=0, weight=0.0, num_responses=0)
+    weight = int(torch.tensor(local_totals.weight, dtype=torch.float64).view(torch.int64))
+    numbers = [
+        meshes.data_rank,
+        problem is not None,
+        local_totals.num_micro_batches,
+        local_totals.num_responses,
+    ]
+    numbers += [weight, _digest(global_entries), _digest(shared)]
+    local_row = torch.tensor(numbers, dtype=torch.int64, device=meshes.device_type)
+    all_rows = local_row.new_empty(dist.get_world_size() * len(local_row))
+    all_gather_single(all_rows, local_row)
+    rows: list[list[int]] = all_rows.unflatten(0, (-1, len(local_row))).tolist()
     if any(row[1] for row in rows):
         raise ValueError(next(text for text in gather(problem) if text is not None))
     if len({row[5] for row in rows}) > 1:
         raise ValueError(
-            f"{', '.join(alike)} must be the same on all ranks: pass them alike everywhere"
+            f"{', '.join(global_entries)} must be the same on all ranks: pass them alike everywhere"
         )
     firsts: dict[int, list[int]] = {}
     for row in rows:
@@ -85,8 +90,8 @@ def agree(
 
 
 def _digest(entries: Mapping[str, Any]) -> int:
-    known = repr({name: comparable(value) for name, value in entries.items()})
-    return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7], "little")
+    text = repr({name: comparable(value) for name, value in entries.items()})
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
 def sum_of_data_ranks(value: Tensor, meshes: Meshes) -> Tensor:

@@ -31,7 +31,7 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
     for name in choices:
         if name not in layers:
             raise ValueError(
-                f"choices[{name!r}] must name one of the layers {_shown(layers)}: "
+                f"choices[{name!r}] must name one of the layers {_quote_names(layers)}: "
                 "record and replay the same model"
             )
     for name, layer in layers.items():
@@ -44,34 +44,34 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
             check_ids(f"choices[{name!r}][{forward}]", ids_TK, layer.config)
 
 
-def check_ids(where: str, ids_TK: Tensor, config: MoEConfig) -> None:
+def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
     """Raise for ids that a layer cannot follow. Host syncs on a GPU."""
     K, E = config.choices_per_token, config.num_candidates
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
-            f"{where} {tuple(ids_TK.shape)} must have the shape [tokens, {K}]: K is top_k, or "
+            f"{label} {tuple(ids_TK.shape)} must have the shape [tokens, {K}]: K is top_k, or "
             "num_experts where the experts choose"
         )
     if ids_TK.is_floating_point() or ids_TK.is_complex() or ids_TK.dtype == torch.bool:
-        raise ValueError(f"{where} ({ids_TK.dtype}) must be integers: use torch.int32")
+        raise ValueError(f"{label} ({ids_TK.dtype}) must be integers: use torch.int32")
     ids_TK = ids_TK.long()
     wrong_TK = (ids_TK < -1) | (ids_TK >= E)
-    more = " + zero_experts" if config.zero_experts else ""
-    rule = f"lie in [0, num_experts{more} ({E})), or be -1"
+    suffix = " + zero_experts" if config.zero_experts else ""
+    rule = f"lie in [0, num_experts{suffix} ({E})), or be -1"
     if config.assignment == "expert_choice":
         wrong_TK |= (ids_TK >= 0) & (ids_TK != torch.arange(E, device=ids_TK.device))
         rule = "be e or -1 in column e, where experts choose"
     if wrong_TK.any():
         token, k = wrong_TK.nonzero()[0].tolist()
         raise ValueError(
-            f"{where}[{token}, {k}] ({int(ids_TK[token, k])}) must {rule}: record it anew"
+            f"{label}[{token}, {k}] ({int(ids_TK[token, k])}) must {rule}: record it anew"
         )
     sorted_TK = ids_TK.sort(dim=1).values
     twice_TK = (sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)
     if twice_TK.any():
         token = int(twice_TK.any(1).nonzero()[0])
         raise ValueError(
-            f"{where}[{token}] ({ids_TK[token].tolist()}) must not repeat an expert: record it anew"
+            f"{label}[{token}] ({ids_TK[token].tolist()}) must not repeat an expert: record it anew"
         )
 
 
@@ -79,30 +79,30 @@ def check_weights(
     weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
 ) -> None:
     """Raise for weights that do not go with checked choices. One host sync per entry on a GPU."""
-    if {name: len(own) for name, own in weights.items()} != {
-        name: len(own) for name, own in choices.items()
+    if {name: len(entries) for name, entries in weights.items()} != {
+        name: len(entries) for name, entries in choices.items()
     }:
         raise ValueError(
-            f"weights (of {_shown(weights)}) must have the layers and forwards of the choices "
-            f"({_shown(choices)}): give one entry for each of theirs"
+            f"weights (of {_quote_names(weights)}) must have the layers and forwards of the "
+            f"choices ({_quote_names(choices)}): give one entry for each of theirs"
         )
-    for name, own in weights.items():
-        for forward, (weights_TK, ids_TK) in enumerate(zip(own, choices[name], strict=True)):
+    for name, entries in weights.items():
+        for forward, (weights_TK, ids_TK) in enumerate(zip(entries, choices[name], strict=True)):
             check_entry_weights(f"weights[{name!r}][{forward}]", weights_TK, ids_TK)
 
 
-def check_entry_weights(where: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
+def check_entry_weights(label: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
     """Raise for weights that do not go with ids. A host sync on a GPU."""
     if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
         raise ValueError(
-            f"{where} ({weights_TK.dtype} {tuple(weights_TK.shape)}) must be floating "
+            f"{label} ({weights_TK.dtype} {tuple(weights_TK.shape)}) must be floating "
             f"{tuple(ids_TK.shape)}: give one weight per expert id"
         )
     wrong_TK = (ids_TK >= 0) & ~(weights_TK.isfinite() & (weights_TK >= 0))
     if wrong_TK.any():
         token, k = wrong_TK.nonzero()[0].tolist()
         raise ValueError(
-            f"{where}[{token}, {k}] ({float(weights_TK[token, k])}) must be finite and >= 0 where "
+            f"{label}[{token}, {k}] ({float(weights_TK[token, k])}) must be finite and >= 0 where "
             "an expert is chosen: record it anew"
         )
 
@@ -130,25 +130,27 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
         ValueError: for a name of another form, or a layer whose forwards are not 0, 1, 2, ...
     """
     check_arguments(choices_from_tensors, locals())
-    found: dict[str, dict[int, Tensor]] = {}
+    layer_records: dict[str, dict[int, Tensor]] = {}
     for key, ids_TK in tensors.items():
         name, slash, forward = key.rpartition("/")
         if not slash or not (forward == EMPTY or (forward.isascii() and forward.isdecimal())):
             raise ValueError(f"tensors[{key!r}] must be named <layer>/<forward>: save it anew")
-        records = found.setdefault(name, {})
+        records = layer_records.setdefault(name, {})
         if forward != EMPTY:
             records[int(forward)] = ids_TK
-    for name, records in found.items():
+    for name, records in layer_records.items():
         missing = set(range(len(records))) - records.keys()
         if missing:
             raise ValueError(
                 f"tensors of layer {name!r} ({len(records)} forwards) must have forward "
                 f"{min(missing)}: load the whole recording"
             )
-    return {name: [records[i] for i in range(len(records))] for name, records in found.items()}
+    return {
+        name: [records[i] for i in range(len(records))] for name, records in layer_records.items()
+    }
 
 
-def own_choices(
+def local_choices_of(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
     """Return layer name -> int32 [T, K], this rank's part of an engine's choices. No collective."""
@@ -167,11 +169,11 @@ def own_choices(
     named = [name for name in engine_layers if name is not None]
     if sorted(named) != sorted(layers):
         raise ValueError(
-            f"layer_names ({named}) must name each of {_shown(layers)} once: leave layers out with "
-            "RouterReplay(model, layers=...)"
+            f"layer_names ({named}) must name each of {_quote_names(layers)} once: leave layers "
+            "out with RouterReplay(model, layers=...)"
         )
     B, S = ids_BSLK.shape[:2]
-    found: dict[str, Tensor] = {}
+    local_choices: dict[str, Tensor] = {}
     for i, name in enumerate(engine_layers):
         if name is None:
             continue
@@ -184,8 +186,10 @@ def own_choices(
         ids_NK = ids_BSLK[:, :, i].flatten(0, 1)
         check_ids(f"indices[..., {i}, :] of layer {name!r}, row", ids_NK, layers[name].config)
         ids_TK = micro_batch.own(ids_NK)
-        found[name] = ids_TK.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
-    return {name: found[name] for name in layers}
+        local_choices[name] = ids_TK.to(
+            torch.int32, copy=True, memory_format=torch.contiguous_format
+        )
+    return {name: local_choices[name] for name in layers}
 
 
 def engine_indices(
@@ -207,12 +211,12 @@ def engine_indices(
                 f"choices of forward {i} ({shapes}) must have one shape with a multiple of "
                 f"batch_size ({batch_size}) tokens: say how many sequences a forward had"
             )
-        whole = []
+        layer_ids = []
         for name, layer in layers.items():
             micro_batch = _micro_batch(layer.tracker.groups, batch_size)
             ids_NK = micro_batch.gather(choices[name][i].to(torch.int32))
-            whole.append(ids_NK.unflatten(0, (batch_size, ids_NK.shape[0] // batch_size)))
-        result.append(torch.stack(whole, dim=2))
+            layer_ids.append(ids_NK.unflatten(0, (batch_size, ids_NK.shape[0] // batch_size)))
+        result.append(torch.stack(layer_ids, dim=2))
     return result
 
 
@@ -225,5 +229,5 @@ def _micro_batch(groups: BalanceGroups, num_sequences: int) -> MicroBatch:
     return MicroBatch(num_sequences=num_sequences, group=groups.micro_batch, cp=groups.cp)
 
 
-def _shown(names: Mapping[str, Any]) -> str:
+def _quote_names(names: Mapping[str, Any]) -> str:
     return ", ".join(repr(name) for name in names)

@@ -121,8 +121,8 @@ class Engine:
         arguments = locals()
         with share_errors():
             check_arguments(Engine.__init__, arguments)
-            found = parallel_state(model)
-            if found is None:
+            state = parallel_state(model)
+            if state is None:
                 raise ValueError(
                     f"model ({type(model).__name__}) must be parallelized: call parallelize_moe "
                     "first"
@@ -132,25 +132,25 @@ class Engine:
                     f"step (of a {type(step.model).__name__}) must be of the model: pass "
                     "TrainStep(model, optimizer)"
                 )
-            if found.request.is_dynamic:
+            if state.request.is_dynamic:
                 raise NotImplementedError(
                     "ContextOptions.dynamic (True) must be False for an Engine"
                 )
             self._is_invariant = batch_invariant
-            for one in (model, reference) if batch_invariant else ():
-                if one is not None and (of := parallel_state(one)) is not None:
-                    check_invariant(one, of)
+            for part in (model, reference) if batch_invariant else ():
+                if part is not None and (of := parallel_state(part)) is not None:
+                    check_invariant(part, of)
             self.model, self.step = model, step
-            self._request, self._pipeline = found.request, found.pipeline
-            self._meshes = found.request.meshes
+            self._request, self._pipeline = state.request, state.pipeline
+            self._meshes = state.request.meshes
             self._layers = RoutedLayers.of(model, self._meshes)
             self._limits = RowLimits.of(max_tokens, self._meshes.parallel)
         check_equal({"reference is None": reference is None}, self._meshes.device_type)
         self._reference = None if reference is None else TrainStep(reference)
         steps = [step, *filter(None, [self._reference])]
-        sizes = [_vocab_size_of(one.model) for one in steps]
+        sizes = [_vocab_size_of(part.model) for part in steps]
         self._vocab_size = min(filter(None, sizes), default=None)
-        self._offloads = [TrainingOffload(one.model, one.optimizers) for one in steps]
+        self._offloads = [TrainingOffload(part.model, part.optimizers) for part in steps]
 
     def log_probs(
         self, rollouts: Rollouts, *, entropy: bool = False, routes: bool = False
@@ -170,7 +170,7 @@ class Engine:
                 have other ones.
         """
         arguments = locals()
-        with self._refused_together("log_probs() of rollouts"):
+        with self._raise_together("log_probs() of rollouts"):
             check_arguments(Engine.log_probs, arguments)
             if routes and rollouts.routes_NLK is not None:
                 raise ValueError(
@@ -185,7 +185,7 @@ class Engine:
             ValueError: for a model without adapters and reference; as `log_probs`.
         """
         arguments = locals()
-        with self._refused_together("reference_log_probs() of rollouts"):
+        with self._raise_together("reference_log_probs() of rollouts"):
             check_arguments(Engine.reference_log_probs, arguments)
         rollouts = rollouts.replace(routes_NLK=None, route_weights_NLK=None)
         if self._reference is not None:
@@ -214,7 +214,7 @@ class Engine:
                 under torch.no_grad().
         """
         arguments = locals()
-        with self._refused_together("forward_backward() of rollouts"):
+        with self._raise_together("forward_backward() of rollouts"):
             check_arguments(Engine.forward_backward, arguments)
             check_grad_mode("forward_backward()")
         with publish_errors("forward_backward() of rollouts"), self._computing(self.model):
@@ -243,15 +243,15 @@ class Engine:
 
         return stream_weights(self.model, **options)
 
-    def offload(self, what: PartOrAll = "all") -> None:
+    def offload(self, selection: PartOrAll = "all") -> None:
         """Free device memory of model, optimizers and reference: see `TrainingOffload.offload`."""
-        for one in self._offloads:
-            one.offload(what)
+        for offload in self._offloads:
+            offload.offload(selection)
 
-    def onload(self, what: PartOrAll = "all") -> None:
+    def onload(self, selection: PartOrAll = "all") -> None:
         """Bring it back: see `TrainingOffload.onload`."""
-        for one in self._offloads:
-            one.onload(what)
+        for offload in self._offloads:
+            offload.onload(selection)
 
     def _scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
@@ -260,15 +260,15 @@ class Engine:
             rows, _ = self._rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._empty(rollouts, entropy)
             micro_batches = [self._inputs(row, scores, None, None) for row in rows]
-            how = self._layers.recording() if routes else self._replaying(rows, rollouts)
-            with how:
+            context = self._layers.recording() if routes else self._replaying(rows, rollouts)
+            with context:
                 step.losses(micro_batches)
             if routes:
                 scores = replace(scores, routes_NLK=self._layers.recorded(rows, rollouts))
             return self._of_stages(scores)
 
     @contextmanager
-    def _refused_together(self, where: str) -> Iterator[None]:
+    def _raise_together(self, action: str) -> Iterator[None]:
         """Return a context whose ValueErrors are errors of all ranks, which wait in `_rows`."""
         problem = None
         try:
@@ -276,15 +276,15 @@ class Engine:
         except ValueError as error:
             problem = str(error)
         if problem is not None:
-            with publish_errors(where):
-                agree(self._meshes, None, problem, alike={}, shared={})
+            with publish_errors(action):
+                agree(self._meshes, None, problem, global_entries={}, shared={})
 
     def _computing(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a model computes as the engine was asked to."""
-        found = parallel_state(model)
-        if found is None or not self._is_invariant:
+        state = parallel_state(model)
+        if state is None or not self._is_invariant:
             return nullcontext()
-        return invariant(found.layers, self._meshes.device.type)
+        return invariant(state.layers, self._meshes.device.type)
 
     def _replaying(
         self, rows: Sequence[RolloutRow], rollouts: Rollouts
@@ -303,7 +303,7 @@ class Engine:
         routes: bool = False,
     ) -> tuple[list[RolloutRow], Totals]:
         """Return this rank's micro-batches, and the numbers of the global batch. Collective."""
-        with self._refused_together("rollouts"):
+        with self._raise_together("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:
                     raise ValueError(
@@ -313,30 +313,37 @@ class Engine:
             _check_ids(rollouts.tokens_N, self._vocab_size)
             if routes or rollouts.routes_NLK is not None:
                 self._layers.check(rollouts)
-            together = 1 if objective is None else objective.together
-            planned = sequences_of_micro_batches(rollouts, self._limits, together)
-            own = _totals(rollouts, len(planned), together)
-        alike: dict[str, Any] = {"the objective": type(objective).__name__, "entropy": entropy}
+            group_size = 1 if objective is None else objective.group_size
+            assignments = sequences_of_micro_batches(rollouts, self._limits, group_size)
+            local_totals = _totals(rollouts, len(assignments), group_size)
+        global_entries: dict[str, Any] = {
+            "the objective": type(objective).__name__,
+            "entropy": entropy,
+        }
         for name in getattr(objective, "__dataclass_fields__", ()):
-            alike[f"{type(objective).__name__}.{name}"] = getattr(objective, name)
-        compared = (
+            global_entries[f"{type(objective).__name__}.{name}"] = getattr(objective, name)
+        field_names = (
             () if objective is None else PER_TOKEN
         )  # a forward without an objective reads only routes
-        for name in (*compared, "routes_NLK", "route_weights_NLK"):
-            alike[f"whether {name} is None"] = getattr(rollouts, name) is None
-        alike["routes"] = routes
-        alike["temperature"] = rollouts.temperature
-        alike["batch_invariant"] = self._is_invariant
+        for name in (*field_names, "routes_NLK", "route_weights_NLK"):
+            global_entries[f"whether {name} is None"] = getattr(rollouts, name) is None
+        global_entries["routes"] = routes
+        global_entries["temperature"] = rollouts.temperature
+        global_entries["batch_invariant"] = self._is_invariant
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
-        totals = agree(self._meshes, own, None, alike=alike, shared=shared)
+        totals = agree(
+            self._meshes, local_totals, None, global_entries=global_entries, shared=shared
+        )
         if objective is not None and not totals.weight:
             raise ValueError(
                 "rollouts (0 tokens of responses with a weight on all ranks) must have some: "
                 "leave the batch out"
             )
-        planned += [[] for _ in range(max(1, totals.num_micro_batches) - len(planned))]
+        assignments += [[] for _ in range(max(1, totals.num_micro_batches) - len(assignments))]
         device = self._meshes.device
-        return [rollout_row(rollouts, one, self._limits, device) for one in planned], totals
+        return [
+            rollout_row(rollouts, sequences, self._limits, device) for sequences in assignments
+        ], totals
 
     def _inputs(
         self,
@@ -382,18 +389,18 @@ class Engine:
 
 
 def _vocab_size_of(model: nn.Module) -> int | None:
-    found = parallel_state(model)
-    return None if found is None else found.request.family.vocab_size(model)
+    state = parallel_state(model)
+    return None if state is None else state.request.family.vocab_size(model)
 
 
 def _check_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
     if not len(tokens_N):
         return
-    least, most = (int(x) for x in tokens_N.aminmax())
-    if least < 0 or (vocab_size is not None and most >= vocab_size):
+    min_id, max_id = (int(x) for x in tokens_N.aminmax())
+    if min_id < 0 or (vocab_size is not None and max_id >= vocab_size):
         raise ValueError(
-            f"Rollouts.tokens_N ({least} to {most}) must be in [0, vocab_size {vocab_size}): use "
-            "the tokenizer of this model"
+            f"Rollouts.tokens_N ({min_id} to {max_id}) must be in [0, vocab_size {vocab_size}): "
+            "use the tokenizer of this model"
         )
 
 
@@ -424,8 +431,8 @@ def _weights(rollouts: Rollouts) -> Tensor:
     """Return the weight of each token in a mean, fp64 [N], on the CPU."""
     mask_N = rollouts.response_mask_N.cpu()
     weights_N = rollouts.weights_N
-    ones_N = torch.ones(len(mask_N), dtype=torch.float64)
-    return (ones_N if weights_N is None else weights_N.cpu().double()).where(mask_N, 0)
+    unit_weights_N = torch.ones(len(mask_N), dtype=torch.float64)
+    return (unit_weights_N if weights_N is None else weights_N.cpu().double()).where(mask_N, 0)
 
 
 def _of_sequences(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
@@ -434,7 +441,7 @@ def _of_sequences(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
     return sums_n.index_add(0, rollouts.sequence_N.cpu(), weights_N)
 
 
-def _totals(rollouts: Rollouts, num_micro_batches: int, together: int) -> Totals:
+def _totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) -> Totals:
     """Return the numbers of a data rank's rollouts; raises for those that are none."""
     for name in PER_TOKEN:
         value_N = getattr(rollouts, name)
@@ -451,7 +458,7 @@ def _totals(rollouts: Rollouts, num_micro_batches: int, together: int) -> Totals
     if bool((weights_N < 0).any()):
         raise ValueError("Rollouts.weights_N must be >= 0 in responses: clamp them")
     num_responses = int((_of_sequences(rollouts, weights_N) > 0).sum())
-    if together > 1 and num_responses < rollouts.num_sequences:
+    if group_size > 1 and num_responses < rollouts.num_sequences:
         raise ValueError(
             f"rollouts ({num_responses} responses with a weight) must have one in each sequence "
             f"({rollouts.num_sequences}) where sequences belong together: leave pairs out"

@@ -37,18 +37,18 @@ def invariant(layers: Mapping[str, RoutedLayer], device_type: str) -> Iterator[N
         yield
 
 
-def check_invariant(model: nn.Module, found: ParallelState) -> None:
+def check_invariant(model: nn.Module, state: ParallelState) -> None:
     """Raise a ValueError for a model whose sums depend on other tokens or on where they are.
 
     The same on every rank; no collective.
     """
-    for name, value, fix in _obstacles(model, found):
+    for name, value, fix in _obstacles(model, state):
         raise ValueError(f"{name} ({value}) must {fix} for an Engine with batch_invariant=True")
 
 
-def _obstacles(model: nn.Module, found: ParallelState) -> Iterator[tuple[str, Any, str]]:
+def _obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, Any, str]]:
     """Yield what keeps a model from it: a name, its value, and what must be."""
-    request, degrees = found.request, found.request.meshes.parallel
+    request, degrees = state.request, state.request.meshes.parallel
     for axis in ("tp", "cp", "etp"):
         if getattr(degrees, axis) > 1:
             yield axis, getattr(degrees, axis), "be 1, because its ranks each add a part of a sum,"
@@ -65,15 +65,15 @@ def _obstacles(model: nn.Module, found: ParallelState) -> Iterator[tuple[str, An
                 True,
                 "be False, because what was compiled keeps its own products,",
             )
-    if found.compiled:
-        yield "modules that are compiled", len(found.compiled), "be none"
-    if request.meshes.parallel.ep > 1 and found.plan.dispatcher == "nvlink":
+    if state.compiled:
+        yield "modules that are compiled", len(state.compiled), "be none"
+    if request.meshes.parallel.ep > 1 and state.plan.dispatcher == "nvlink":
         yield (
             "DispatchOptions.name",
             "'nvlink'",
             "be another one, because it adds experts where they are,",
         )
-    for name, layer in found.layers.items():
+    for name, layer in state.layers.items():
         yield from _obstacles_of(name, layer)
     config = getattr(model, "config", None)
     types = getattr(config, "layer_types", None) or ()

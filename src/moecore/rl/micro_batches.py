@@ -59,23 +59,23 @@ class RowLimits:
             )
         return limits
 
-    def padded(self, length: int) -> int:
+    def padded_length(self, length: int) -> int:
         """Return the tokens of a sequence with its padding."""
         return -(-length // self.of_document) * self.of_document
 
 
 def sequences_of_micro_batches(
-    rollouts: Rollouts, limits: RowLimits, together: int
+    rollouts: Rollouts, limits: RowLimits, group_size: int
 ) -> list[list[int]]:
     """Return which sequences each micro-batch has."""
-    lengths = [limits.padded(length) for length in rollouts.lengths]
+    lengths = [limits.padded_length(length) for length in rollouts.lengths]
     number = rollouts.num_sequences
-    if number % together:
+    if number % group_size:
         raise ValueError(
-            f"rollouts ({number} sequences) must be a multiple of {together}, which belong "
+            f"rollouts ({number} sequences) must be a multiple of {group_size}, which belong "
             "together: give whole pairs"
         )
-    units = [list(range(i, i + together)) for i in range(0, number, together)]
+    units = [list(range(i, i + group_size)) for i in range(0, number, group_size)]
     sums = [sum(lengths[i] for i in unit) for unit in units]
     longest = max(sums, default=0)
     if longest > limits.max_tokens:
@@ -128,16 +128,18 @@ def rollout_row(
     rollouts: Rollouts, sequences: Sequence[int], limits: RowLimits, device: torch.device
 ) -> RolloutRow:
     """Return a micro-batch of some sequences; of none it is a row of padding."""
-    own = rollouts.take(sequences)
-    borders = own.borders
-    padded = sum(limits.padded(length) for length in own.lengths) if sequences else 1
-    row_tokens = -(-padded // limits.of_row) * limits.of_row
+    selection = rollouts.take(sequences)
+    borders = selection.borders
+    padded_tokens = (
+        sum(limits.padded_length(length) for length in selection.lengths) if sequences else 1
+    )
+    row_tokens = -(-padded_tokens // limits.of_row) * limits.of_row
     collate = PackedCollator(row_tokens=row_tokens, multiple=limits.of_document)
     # Of the places of tokens, not of their ids: one index finds all that is known of a token.
     batch = collate([torch.arange(a, b) for a, b in pairwise(borders)])
     read_T = batch["input_ids"].flatten().masked_fill(batch["padding_mask"].flatten(), -1)
     next_T = batch["labels"].flatten()
-    tokens_N, mask_N = own.tokens_N.cpu(), own.response_mask_N.cpu()
+    tokens_N, mask_N = selection.tokens_N.cpu(), selection.response_mask_N.cpu()
     rows_M = torch.arange(row_tokens)[next_T != IGNORE_INDEX]
     rows_M = rows_M[mask_N[next_T[rows_M]]]
     labels_T = torch.full_like(next_T, IGNORE_INDEX)
@@ -148,7 +150,7 @@ def rollout_row(
     for name in ("input_ids", "position_ids", "padding_mask"):
         batch[name] = batch[name].to(device)  # type: ignore[literal-required]
     return RolloutRow(
-        rollouts=_on_device(own, device),
+        rollouts=_on_device(selection, device),
         places_N=rollouts.places(sequences).to(device),
         batch=batch,
         labels_BT=labels_T[None].to(device),

@@ -55,7 +55,7 @@ class Objective(Protocol):
         """Whether it reads entropies."""
 
     @property
-    def together(self) -> int:
+    def group_size(self) -> int:
         """So many neighbouring sequences are in one micro-batch."""
 
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
@@ -120,7 +120,7 @@ class PPO(CheckedRecord):
         return self.entropy_coef > 0
 
     @property
-    def together(self) -> int:
+    def group_size(self) -> int:
         """See `Objective`."""
         return 1
 
@@ -199,7 +199,7 @@ class DPO(CheckedRecord):
         return False
 
     @property
-    def together(self) -> int:
+    def group_size(self) -> int:
         """See `Objective`."""
         return 2
 
@@ -222,19 +222,19 @@ class OwnObjective(CheckedRecord):
         mean: over tokens, or over sequences.
         needs: fields of `Rollouts` that must be given.
         entropy: whether the function reads entropies.
-        together: so many neighbouring sequences are in one micro-batch.
+        group_size: so many neighbouring sequences are in one micro-batch.
     """
 
     function: TokenLoss
     mean: Mean = "token"
     needs: tuple[str, ...] = ()
     entropy: bool = False
-    together: Count = 1
+    group_size: Count = 1
 
     def _rules(self) -> Rules:
-        known = Rollouts.__dataclass_fields__
-        if any(name not in known for name in self.needs):
-            yield "needs", f"be fields of Rollouts ({', '.join(known)}): name those"
+        field_names = Rollouts.__dataclass_fields__
+        if any(name not in field_names for name in self.needs):
+            yield "needs", f"be fields of Rollouts ({', '.join(field_names)}): name those"
 
     def __call__(self, *args: Any) -> Tensor:
         """Return the loss of each token."""

@@ -30,9 +30,9 @@ from moecore.rl.choices import (
     check_choices,
     check_weights,
     engine_indices,
-    own_choices,
+    local_choices_of,
 )
-from moecore.rl.tapes import ChoiceRecorder, TapeReplay, refuse_taken, remove
+from moecore.rl.tapes import ChoiceRecorder, TapeReplay, refuse_active_tapes, remove
 
 Unrecorded = Literal["drop", "route"]
 
@@ -59,8 +59,8 @@ class RouterReplay:
 
     def __init__(self, model: nn.Module, *, layers: Sequence[str] | None = None) -> None:
         check_arguments(RouterReplay.__init__, locals())
-        found = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
-        if not found:
+        moe_layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+        if not moe_layers:
             own_router = (n for n, m in model.named_modules() if isinstance(m, RoutedExperts))
             name = next(own_router, None)
             if name is None:
@@ -72,10 +72,12 @@ class RouterReplay:
                 )
             raise ValueError(f"model ({type(model).__name__}) must hold MoELayers: {fix}")
         for name in layers or ():
-            if name not in found:
-                raise ValueError(f"layers ({name!r}) must be one of {', '.join(map(repr, found))}")
+            if name not in moe_layers:
+                raise ValueError(
+                    f"layers ({name!r}) must be one of {', '.join(map(repr, moe_layers))}"
+                )
         self.model = model
-        self.layers = {n: m for n, m in found.items() if layers is None or n in layers}
+        self.layers = {n: m for n, m in moe_layers.items() if layers is None or n in layers}
         self._routers: dict[str, Router] = {n: m.part("router") for n, m in self.layers.items()}
         self._records: Choices | None = None
         self._replaying: TapeReplay | None = None
@@ -96,10 +98,13 @@ class RouterReplay:
             ValueError: when a router is recorded or replayed already.
             NotImplementedError: inside, when a CUDA graph captures a forward.
         """
-        refuse_taken(self._routers)
+        refuse_active_tapes(self._routers)
         self._records = None
         records: Choices = {name: [] for name in self.layers}
-        tapes = {self._routers[name]: ChoiceRecorder(own) for name, own in records.items()}
+        tapes = {
+            self._routers[name]: ChoiceRecorder(layer_records)
+            for name, layer_records in records.items()
+        }
         for router, tape in tapes.items():
             router.tape = tape
         try:
@@ -126,8 +131,8 @@ class RouterReplay:
                 "choices (None) must have been recorded: run forwards inside record() and leave it"
             )
         return {
-            name: [ids if device is None else ids.to(device) for ids in own]
-            for name, own in self._records.items()
+            name: [ids if device is None else ids.to(device) for ids in layer_records]
+            for name, layer_records in self._records.items()
         }
 
     @contextmanager
@@ -170,10 +175,12 @@ class RouterReplay:
             check_arguments(RouterReplay.replay, arguments)
             _check(choices, weights, self.layers)
             self._check_unrecorded(unrecorded)
-            refuse_taken(self._routers)
+            refuse_active_tapes(self._routers)
         records = _on_devices(choices, self.layers)
-        given = None if weights is None else _weights_on_devices(weights, records)
-        run = TapeReplay(self.model, self._routers, records, given, fill=unrecorded == "route")
+        device_weights = None if weights is None else _weights_on_devices(weights, records)
+        run = TapeReplay(
+            self.model, self._routers, records, device_weights, fill=unrecorded == "route"
+        )
         self._replaying = run
         run.open()
         try:
@@ -182,7 +189,7 @@ class RouterReplay:
             self._replaying = None
             run.close()
         if strict:
-            run.check_all_used()
+            run.check_complete()
 
     def _share_errors(self) -> AbstractContextManager[None]:
         """Return a context whose errors all data ranks raise; of this rank if it has no others."""
@@ -223,8 +230,8 @@ class RouterReplay:
         check_arguments(RouterReplay.from_engine, locals())
         names = list(self.layers) if layer_names is None else layer_names
         forwards = indices if isinstance(indices, list | tuple) else [indices]
-        every = [own_choices(indices_BSLK, self.layers, names) for indices_BSLK in forwards]
-        return {name: [own[name] for own in every] for name in self.layers}
+        every = [local_choices_of(indices_BSLK, self.layers, names) for indices_BSLK in forwards]
+        return {name: [forward_choices[name] for forward_choices in every] for name in self.layers}
 
     def to_engine(
         self, choices: Mapping[str, Sequence[Tensor]], *, batch_size: Count = 1
@@ -269,10 +276,10 @@ def _weights_on_devices(
     """Copies as fp32; 0 for what is no choice, -1 in rows without any, which are the router's."""
     return {
         name: [
-            own.to(ids.device, torch.float32)
+            weights_TK.to(ids.device, torch.float32)
             .masked_fill(ids < 0, 0)
             .masked_fill((ids < 0).all(1, keepdim=True), -1)
-            for own, ids in zip(weights[name], every, strict=True)
+            for weights_TK, ids in zip(weights[name], every, strict=True)
         ]
         for name, every in records.items()
     }

@@ -104,18 +104,18 @@ class Rollouts(CheckedRecord):
         if weights is None:
             return
         if routes is None or weights.shape != routes.shape or not weights.is_floating_point():
-            found = None if routes is None else tuple(routes.shape)
+            routes_shape = None if routes is None else tuple(routes.shape)
             yield (
                 "route_weights_NLK",
-                f"be floating in the shape of routes_NLK ({found}), found {tuple(weights.shape)} "
-                f"of {weights.dtype}: give one weight per expert id",
+                f"be floating in the shape of routes_NLK ({routes_shape}), found "
+                f"{tuple(weights.shape)} of {weights.dtype}: give one weight per expert id",
             )
 
     @classmethod
-    def of(cls, prompts: Sequence[Any], responses: Sequence[Any], **others: Any) -> Rollouts:
+    def of(cls, prompts: Sequence[Any], responses: Sequence[Any], **token_fields: Any) -> Rollouts:
         """Return prompts and their responses end to end, each a list or tensor of token ids.
 
-        `others` are fields by name.
+        `token_fields` are fields by name.
         """
         if len(prompts) != len(responses):
             raise ValueError(
@@ -134,7 +134,7 @@ class Rollouts(CheckedRecord):
             tokens_N=torch.cat([none, *parts]),
             cu_seqlens=lengths.cumsum(0),
             response_mask_N=torch.cat([nothing, *is_response]),
-            **others,
+            **token_fields,
         )
 
     @cached_property
@@ -178,20 +178,20 @@ class Rollouts(CheckedRecord):
 
     def take(self, sequences: Iterable[int]) -> Rollouts:
         """Return some of the sequences, by number from 0, in this order: a mini-batch."""
-        taken = list(sequences)
-        if any(not 0 <= i < self.num_sequences for i in taken):
+        indices = list(sequences)
+        if any(not 0 <= i < self.num_sequences for i in indices):
             raise ValueError(
-                f"sequences ({quote(taken)}) must be numbers from 0 to {self.num_sequences - 1}: "
+                f"sequences ({quote(indices)}) must be numbers from 0 to {self.num_sequences - 1}: "
                 "take those that there are"
             )
-        places_N = self.places(taken)
+        places_N = self.places(indices)
         lengths = self.lengths
         changes = {
             field.name: getattr(self, field.name)[places_N.to(getattr(self, field.name).device)]
             for field in fields(self)
             if field.name.endswith(("_N", "_NLK")) and getattr(self, field.name) is not None
         }
-        borders = torch.tensor([0, *(lengths[i] for i in taken)]).cumsum(0)
+        borders = torch.tensor([0, *(lengths[i] for i in indices)]).cumsum(0)
         return replace(self, cu_seqlens=borders, **changes)
 
     def places(self, sequences: Sequence[int]) -> Tensor:
@@ -212,7 +212,7 @@ def group_advantages(
     rewards_n: Annotated[Tensor, "pass floating [n]"],
     groups_n: Lengths,
     *,
-    scaled: bool = True,
+    scale_rewards: bool = True,
 ) -> Tensor:
     """Return the advantage of each response within its group, fp32 [n], as GRPO has it.
 
@@ -223,7 +223,7 @@ def group_advantages(
         rewards_n: of each response.
         groups_n: whole numbers >= 0, equal for responses to the same prompt; a whole group is on
             this rank.
-        scaled: False = no division (arXiv:2503.20783).
+        scale_rewards: False = no division (arXiv:2503.20783).
 
     Raises:
         ValueError: for rewards that are not one finite number per response.
@@ -240,7 +240,7 @@ def group_advantages(
     zeros_g = rewards_n.new_zeros(len(counts_g))
     mean_g = zeros_g.index_add(0, group_n, rewards_n) / counts_g
     centered_n = rewards_n - mean_g[group_n]
-    if scaled:
+    if scale_rewards:
         squares_g = zeros_g.index_add(0, group_n, centered_n**2)
         deviation_g = (squares_g / (counts_g - 1).clamp(min=1)).sqrt()
         centered_n = centered_n / (deviation_g[group_n] + 1e-6)

@@ -49,19 +49,21 @@ class RoutedLayers:
         """Return those of a parallelized model. Collective over pp."""
         # Modules of multi-token prediction make no log-probabilities, and sampling engines list
         # none of their layers.
-        others = [m for m in model.modules() if isinstance(m, MTPLayer)]
-        unused = {inner for module in others for inner in module.modules()}
-        own = {
+        mtp_layers = [m for m in model.modules() if isinstance(m, MTPLayer)]
+        unused = {inner for module in mtp_layers for inner in module.modules()}
+        local_layers = {
             clean_name(name): (_places(model, name), module.config)
             for name, module in model.named_modules()
             if isinstance(module, MoELayer) and module not in unused
         }
         has_stages = meshes.parallel.pp > 1
-        stages = gather(own, meshes.dense.get_group("pp")) if has_stages else [own]
-        every = {name: found for stage in stages for name, found in stage.items()}
+        stages = (
+            gather(local_layers, meshes.dense.get_group("pp")) if has_stages else [local_layers]
+        )
+        every = {name: entry for stage in stages for name, entry in stage.items()}
         return cls(
             configs={name: every[name][1] for name in sorted(every, key=lambda n: every[n][0])},
-            replay=RouterReplay(model, layers=list(own)) if own else None,
+            replay=RouterReplay(model, layers=list(local_layers)) if local_layers else None,
             meshes=meshes,
         )
 
@@ -88,12 +90,12 @@ class RoutedLayers:
                 "experts per token]: give one entry per MoE layer, in their order"
             )
         for place, (name, config) in enumerate(self.configs.items()):
-            where = f"[:, {place}] of layer {name!r}, row"
+            label = f"[:, {place}] of layer {name!r}, row"
             ids_NK = routes_NLK[:, place].to(self.meshes.device)
-            check_ids(f"Rollouts.routes_NLK{where}", ids_NK, config)
+            check_ids(f"Rollouts.routes_NLK{label}", ids_NK, config)
             if weights_NLK is not None:
                 weights_NK = weights_NLK[:, place].to(self.meshes.device)
-                check_entry_weights(f"Rollouts.route_weights_NLK{where}", weights_NK, ids_NK)
+                check_entry_weights(f"Rollouts.route_weights_NLK{label}", weights_NK, ids_NK)
 
     def recording(self) -> AbstractContextManager[None]:
         """Return a context; `recorded` has its forwards."""
@@ -102,16 +104,16 @@ class RoutedLayers:
     def recorded(self, rows: Sequence[RolloutRow], rollouts: Rollouts) -> Tensor:
         """Return int32 [N, L, K] of forwards of rows. Collective over cp, tp and pp."""
         shape = (len(rollouts.tokens_N), *self.shape)
-        found = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
+        routes_NLK = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
         choices = {} if self.replay is None else self.replay.choices()
-        for name, layer, place in self._own():
+        for name, layer, place in self._local_layers():
             for row, ids_tK in zip(rows, choices[name], strict=True):
                 ids_TK = _of_row(row, layer).gather(ids_tK)
                 is_token_T = row.read_T >= 0
-                found[row.places_N[row.read_T[is_token_T]], place] = ids_TK[is_token_T]
+                routes_NLK[row.places_N[row.read_T[is_token_T]], place] = ids_TK[is_token_T]
         if self.meshes.pipeline_groups is not None:  # -1 in the layers of other stages
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.meshes.pipeline_groups[0])
-        return found
+            dist.all_reduce(routes_NLK, dist.ReduceOp.MAX, group=self.meshes.pipeline_groups[0])
+        return routes_NLK
 
     def replaying(self, rows: Sequence[RolloutRow]) -> AbstractContextManager[None]:
         """Return a context in which forwards of rows follow their routes."""
@@ -120,24 +122,24 @@ class RoutedLayers:
         routes = [row.rollouts.routes_NLK for row in rows]
         weights = [row.rollouts.route_weights_NLK for row in rows]
         return self.replay.replay(
-            self._own_choices(rows, routes),
-            weights=None if weights[0] is None else self._own_choices(rows, weights),
+            self._local_choices(rows, routes),
+            weights=None if weights[0] is None else self._local_choices(rows, weights),
             unrecorded="route",
         )
 
-    def _own_choices(
+    def _local_choices(
         self, rows: Sequence[RolloutRow], values: Sequence[Tensor | None]
     ) -> dict[str, list[Tensor]]:
         """Return [T, K] of this rank's tokens, by layer and row, of [N, L, K] of each row."""
-        found: dict[str, list[Tensor]] = {name: [] for name, _, _ in self._own()}
+        local_choices: dict[str, list[Tensor]] = {name: [] for name, _, _ in self._local_layers()}
         for row, values_NLK in zip(rows, values, strict=True):
             assert values_NLK is not None, "all rows are of the same rollouts"
-            whole_TLK = row.of_places(values_NLK, -1)
-            for name, layer, place in self._own():
-                found[name].append(_of_row(row, layer).own(whole_TLK[:, place]).contiguous())
-        return found
+            full_TLK = row.of_places(values_NLK, -1)
+            for name, layer, place in self._local_layers():
+                local_choices[name].append(_of_row(row, layer).own(full_TLK[:, place]).contiguous())
+        return local_choices
 
-    def _own(self) -> Iterator[tuple[str, MoELayer, int]]:
+    def _local_layers(self) -> Iterator[tuple[str, MoELayer, int]]:
         """Yield name, layer, and place among all layers, of those that this rank has."""
         places = {name: place for place, name in enumerate(self.configs)}
         for name, layer in ({} if self.replay is None else self.replay.layers).items():

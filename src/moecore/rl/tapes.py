@@ -92,9 +92,9 @@ class TapeReplay:
         self.selected: int | None = None
         self._tapes = {router: _Player(self, name) for name, router in routers.items()}
         self._calls: dict[str, list[tuple[_TapeForward | None, int]]] = {n: [] for n in records}
-        self._used: dict[str, set[int]] = {n: set() for n in records}
+        self._replayed_entries: dict[str, set[int]] = {n: set() for n in records}
         self._next: dict[str, int] = dict.fromkeys(records, 0)
-        self._running: _TapeForward | None = None
+        self._current_forward: _TapeForward | None = None
         self._entered: list[Node] = []  # by the running backward, and nothing behind is marked
         self._hooks: list[Any] = []
 
@@ -110,27 +110,31 @@ class TapeReplay:
         """Take everything out again; backwards that come later are still served."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self.selected, self._running = [], None, None
+        self._hooks, self.selected, self._current_forward = [], None, None
         remove(self._tapes)
 
     def rewinder(self, name: str) -> Callable[[], None]:
         """Return what makes a layer's later calls from here on not have been."""
-        calls, used, following = len(self._calls[name]), set(self._used[name]), self._next[name]
+        calls, replayed_entries, next_entry = (
+            len(self._calls[name]),
+            set(self._replayed_entries[name]),
+            self._next[name],
+        )
 
         def rewind() -> None:
             del self._calls[name][calls:]
-            self._used[name], self._next[name] = set(used), following
+            self._replayed_entries[name], self._next[name] = set(replayed_entries), next_entry
 
         return rewind
 
-    def check_all_used(self) -> None:
+    def check_complete(self) -> None:
         """Raise a RuntimeError when a forward was recorded and not replayed."""
         for name, records in self.records.items():
-            left = sorted(set(range(len(records))) - self._used[name])
-            if left:
+            remaining = sorted(set(range(len(records))) - self._replayed_entries[name])
+            if remaining:
                 raise RuntimeError(
                     f"choices[{name!r}] ({len(records)} forwards) must all be replayed, but forward"
-                    f" {left[0]} was not: run all forwards, or replay(choices, strict=False)"
+                    f" {remaining[0]} was not: run all forwards, or replay(choices, strict=False)"
                 )
 
     def index(self, name: str) -> int | None:
@@ -145,21 +149,25 @@ class TapeReplay:
             self._next[name] += 1
         else:
             index = self.selected
-            if any(forward is self._running for forward, _ in self._calls[name][-1:] if forward):
+            if any(
+                forward is self._current_forward for forward, _ in self._calls[name][-1:] if forward
+            ):
                 raise NotImplementedError(
                     f"select({index}) must not be used with layer {name!r}, which runs more than "
                     "once in a forward: select(None) and keep the recorded order"
                 )
-        self._calls[name].append((self._running, index))
-        self._used[name].add(index)
+        self._calls[name].append((self._current_forward, index))
+        self._replayed_entries[name].add(index)
         return index
 
     def _of_recompute(self, name: str) -> int:
         """See Note [pairing]."""
         while self._entered:
-            _mark_behind(self._entered.pop())
-        own = _forward_of(current_node())
-        hits = [index for forward, index in self._calls[name] if forward and forward is own]
+            _mark_next_nodes(self._entered.pop())
+        node_forward = _forward_of(current_node())
+        hits = [
+            index for forward, index in self._calls[name] if forward and forward is node_forward
+        ]
         if len(hits) == 1:
             return hits[0]
         if self.selected is not None:
@@ -174,24 +182,24 @@ class TapeReplay:
     def _begin(self, module: nn.Module, args: Any) -> None:
         if is_recomputing():
             return
-        if self._running is not None:
+        if self._current_forward is not None:
             raise RuntimeError(
                 f"forward of {type(module).__name__} must not follow one that failed inside "
                 "replay(): leave it and start again"
             )
-        self._running = _TapeForward()
+        self._current_forward = _TapeForward()
         self._entered.clear()  # a backward has failed
 
     @torch.compiler.disable
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if is_recomputing() or self._running is None:
+        if is_recomputing() or self._current_forward is None:
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                own: Any = leaf.grad_fn
-                own.metadata.setdefault(FORWARD, self._running)
+                node: Any = leaf.grad_fn
+                node.metadata.setdefault(FORWARD, self._current_forward)
                 leaf.register_hook(self._enter_backward)
-        self._running = None
+        self._current_forward = None
 
     def _enter_backward(self, grad: Tensor) -> None:
         """Hook of a forward's output; see Note [late backward]."""
@@ -199,7 +207,7 @@ class TapeReplay:
         call_after_backward(self._entered.clear)
         if all(router.tape is tape for router, tape in self._tapes.items()):
             return
-        refuse_taken(self.routers)
+        refuse_active_tapes(self.routers)
         self._insert()
         call_after_backward(lambda: remove(self._tapes))
 
@@ -260,18 +268,18 @@ def _cut(records: list[Tensor], length: int) -> None:
 
 
 def _forward_of(node: Any) -> _TapeForward | None:
-    found: _TapeForward | None = node.metadata.get(FORWARD)
-    return found
+    forward: _TapeForward | None = node.metadata.get(FORWARD)
+    return forward
 
 
-def _mark_behind(node: Any) -> None:
+def _mark_next_nodes(node: Any) -> None:
     """Write a node's forward into those behind it, up to those that have one."""
     forward, nodes = _forward_of(node), [node]
     while nodes:
-        for behind, _ in nodes.pop().next_functions:
-            if behind is not None and FORWARD not in behind.metadata:
-                behind.metadata[FORWARD] = forward
-                nodes.append(behind)
+        for next_node, _ in nodes.pop().next_functions:
+            if next_node is not None and FORWARD not in next_node.metadata:
+                next_node.metadata[FORWARD] = forward
+                nodes.append(next_node)
 
 
 def remove(tapes: Mapping[Router, Any]) -> None:
@@ -281,7 +289,7 @@ def remove(tapes: Mapping[Router, Any]) -> None:
             router.tape = None
 
 
-def refuse_taken(routers: Mapping[str, Router]) -> None:
+def refuse_active_tapes(routers: Mapping[str, Router]) -> None:
     """Raise a ValueError when one of these routers has a tape already."""
     for name, router in routers.items():
         if router.tape is not None:
