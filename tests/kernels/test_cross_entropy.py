@@ -151,7 +151,7 @@ def over_parts(
         with patch.object(loss_file, "gather_ranks", exchange):
             for rank, part in enumerate(x_CV.clone().chunk(num_ranks, 1)):
                 group: Any = SimpleNamespace(size=lambda: num_ranks, rank=lambda rank=rank: rank)
-                rows = loss_file.whole_rows(part.contiguous(), labels_C, group)
+                rows = loss_file.combine_row_statistics(part.contiguous(), labels_C, group)
                 gradient = softmax_gradient_(part, *rows[:3], dtype)
                 made = -rows.log_probs().sum(), gradient
                 found += [made] if meets else []

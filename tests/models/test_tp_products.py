@@ -183,11 +183,13 @@ def in_fp8(tp: TensorParallel, device: torch.device) -> tuple[dict[str, float], 
     parts = zip(*(inputs(one, device, torch.float32, FP8_SIZES) for one in ranks), strict=True)
     x, dy = (torch.cat(part, 1) for part in parts)
     with sliced() as counts:
-        found = computed(layers[tp.rank], tp.own(x), tp.own(dy))
+        found = computed(layers[tp.rank], tp.local_slice(x), tp.local_slice(dy))
     for layer in layers:
         layer.tp = None
     alone = [computed(layer, x, dy) for layer in layers]
-    want = alone[tp.rank] | {n: tp.own(torch.stack([one[n] for one in alone]).sum(0)) for n in "xy"}
+    want = alone[tp.rank] | {
+        n: tp.local_slice(torch.stack([one[n] for one in alone]).sum(0)) for n in "xy"
+    }
     return {n: error(found[n], want[n].double()) for n in want}, dict(counts)
 
 

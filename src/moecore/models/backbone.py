@@ -43,8 +43,8 @@ class Embedding(nn.Module):
         weight_vD = local_param(self.weight)
         if self.tp is None:
             return F.embedding(tokens_BT, weight_vD)
-        own_BT, elsewhere_BT = self.tp.own_rows(tokens_BT, weight_vD.shape[0])
-        x_BTD = F.embedding(own_BT, weight_vD)
+        local_ids_BT, elsewhere_BT = self.tp.local_rows(tokens_BT, weight_vD.shape[0])
+        x_BTD = F.embedding(local_ids_BT, weight_vD)
         return self.tp.scatter_sum(x_BTD.masked_fill(elsewhere_BT[..., None], 0))
 
 
@@ -60,7 +60,7 @@ class Backbone(nn.Module):
         self.embed_tokens = Embedding(config, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, i, dtype=dtype) for i in range(config.num_layers))
         self.norm = RMSNorm.of(config, dtype=dtype)
-        self.whole = Stage(
+        self.full_stage = Stage(
             index=0,
             embedding=True,
             layers=tuple(range(config.num_layers)),
@@ -77,7 +77,7 @@ class Backbone(nn.Module):
         stage: Stage | None = None,
     ) -> Tensor:
         """Return x_BTD, this rank's tokens; `hidden` enters a stage without the embedding."""
-        stage = self.whole if stage is None else stage
+        stage = self.full_stage if stage is None else stage
         if sequence is None:
             sequence = self.sequence_of(tokens_BT)
         x_BTD = self.embed(tokens_BT, sequence) if stage.embedding else hidden
@@ -117,13 +117,15 @@ class Backbone(nn.Module):
         if ranks is not None:
             if cu_seqlens is not None:
                 check_documents(cu_seqlens, ranks.size)
-            held = LocalTokens(ranks, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
-            sequence = replace(sequence, local_tokens=held)
-            positions = held.slice_local(positions.view(-1, T)).view(*positions.shape[:-1], -1)
+            local_tokens = LocalTokens(ranks, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+            sequence = replace(sequence, local_tokens=local_tokens)
+            positions = local_tokens.slice_local(positions.view(-1, T)).view(
+                *positions.shape[:-1], -1
+            )
         if padding_mask_BT is not None:
-            padding_mask_BT = self.own(padding_mask_BT, sequence)
+            padding_mask_BT = self.local_tokens(padding_mask_BT, sequence)
         if self.config.hash_layers:
-            sequence = replace(sequence, token_ids_BT=self.own(tokens_BT, sequence))
+            sequence = replace(sequence, token_ids_BT=self.local_tokens(tokens_BT, sequence))
         rotary = rotary_table(self.config, positions)
         return replace(sequence, padding_mask_BT=padding_mask_BT, rotary=rotary)
 
@@ -135,7 +137,7 @@ class Backbone(nn.Module):
         """Return the embeddings of this rank's tokens."""
         return self.embed_tokens(sequence.slice_local(tokens_BT))
 
-    def own(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
+    def local_tokens(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
         """Return this rank's tokens of whole rows."""
         x_BT = sequence.slice_local(x_BT)
-        return x_BT if self.tp is None else self.tp.own(x_BT)
+        return x_BT if self.tp is None else self.tp.local_slice(x_BT)

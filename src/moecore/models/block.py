@@ -142,5 +142,5 @@ class MTPLayer(nn.Module):
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the normed h_k of h_(k-1) and embeddings k positions later, of own tokens."""
         # The sequence's padding has the tokens without a target.
-        joined = torch.cat((self.enorm(e_BTD), self.hnorm(h_BTD)), dim=-1)
-        return self.norm(self.block(self.eh_proj(joined), sequence))
+        eh_BTD = torch.cat((self.enorm(e_BTD), self.hnorm(h_BTD)), dim=-1)
+        return self.norm(self.block(self.eh_proj(eh_BTD), sequence))

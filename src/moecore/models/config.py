@@ -125,8 +125,8 @@ class MLAConfig(CheckedRecord):
         if self.sparse is not None and not self.q_lora_rank:
             yield "q_lora_rank", "be > 0 with sparse, whose indexer reads that latent: set it"
         if self.sparse is not None and self.sparse.head_dim < self.qk_rope_head_dim:
-            least = f"qk_rope_head_dim ({self.qk_rope_head_dim})"
-            yield "sparse.head_dim", f"be >= {least}, whose angles it has: raise it"
+            minimum = f"qk_rope_head_dim ({self.qk_rope_head_dim})"
+            yield "sparse.head_dim", f"be >= {minimum}, whose angles it has: raise it"
 
     @property
     def qk_head_dim(self) -> int:

@@ -94,19 +94,32 @@ class Head(nn.Module):
         if self.tp is not None:
             x_BTD = self.tp.gather(x_BTD)
         group = None if self.tp is None else self.tp.group
-        how: Any = dict(chunk_tokens=self.config.ce_chunk_tokens, group=group)
+        chunk_tokens = self.config.ce_chunk_tokens
         if log_prob_loss is not None:
-            own_BT = sequence.slice_local(log_prob_loss.labels_BT)
-            whole = partial(_over_cp, sequence=sequence)
-            return log_prob_loss.of_head(x_BTD, weight_VD, own_BT, whole, **how)
+            local_labels_BT = sequence.slice_local(log_prob_loss.labels_BT)
+            to_full_rows = partial(_over_cp, sequence=sequence)
+            return log_prob_loss.of_head(
+                x_BTD,
+                weight_VD,
+                local_labels_BT,
+                to_full_rows,
+                chunk_tokens=chunk_tokens,
+                group=group,
+            )
         if labels_BT is None:
             logits_BTV = F.linear(x_BTD, weight_VD)
             logits_BTV = logits_BTV if self.tp is None else self.tp.gather_columns(logits_BTV)
             return _over_cp(logits_BTV, sequence)
-        own_N = sequence.slice_local(labels_BT).flatten()
-        of_tokens = x_BTD.flatten(0, 1), weight_VD, own_N
-        how |= dict(num_tokens=num_tokens, recipe=self.loss_recipe)
-        loss = linear_cross_entropy(*of_tokens, **how)
+        local_labels_N = sequence.slice_local(labels_BT).flatten()
+        loss = linear_cross_entropy(
+            x_BTD.flatten(0, 1),
+            weight_VD,
+            local_labels_N,
+            chunk_tokens=chunk_tokens,
+            group=group,
+            num_tokens=num_tokens,
+            recipe=self.loss_recipe,
+        )
         return (
             loss
             if sequence.local_tokens is None
@@ -213,13 +226,13 @@ class Decoder(nn.Module):
         """Return the way of attention over cp ranks; see `ContextOptions.resolve`."""
         heads = self.config.num_heads // tp, self.config.num_kv_heads // tp
         mla = self.config.mla
-        found = options.resolve(cp, *heads, has_latents=mla is not None)
-        if mla is not None and mla.sparse is not None and found.way != "allgather":
+        context = options.resolve(cp, *heads, has_latents=mla is not None)
+        if mla is not None and mla.sparse is not None and context.way != "allgather":
             raise ValueError(
-                f"ContextOptions.way ({found.way!r}) must be 'allgather' for sparse attention, "
+                f"ContextOptions.way ({context.way!r}) must be 'allgather' for sparse attention, "
                 "whose queries read keys of all ranks: leave it 'auto'"
             )
-        return found
+        return context
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
         """Work on own tokens of each row from now on; `parallelize_moe` calls it."""
@@ -289,7 +302,7 @@ class Decoder(nn.Module):
                 hidden states that are not this rank's.
         """
         check_arguments(Decoder.forward, locals())
-        stage = self.model.whole if stage is None else stage
+        stage = self.model.full_stage if stage is None else stage
         self._check(tokens_BT, labels_BT, padding_mask_BT, log_prob_loss)
         check_stage(self, self.stage_parts(), stage, len(self.mtp))
         if num_tokens is None and labels_BT is not None:
@@ -325,9 +338,9 @@ class Decoder(nn.Module):
         if self._predicts(labels_BT):
             assert labels_BT is not None, "modules run with labels only"
             rows = (tokens_BT, labels_BT, num_tokens, padding_mask_BT)
-            ahead = self._predict(states, stage, *rows, sequence)
+            mtp_losses = self._predict(states, stage, *rows, sequence)
             if stage.loss:
-                losses = torch.stack(ahead)
+                losses = torch.stack(mtp_losses)
                 self.mtp_losses = losses.detach()
                 out = out + self.config.mtp_loss_coef * losses.mean()
         return out if stage.loss else torch.stack(states)
@@ -348,22 +361,22 @@ class Decoder(nn.Module):
         if padding_mask_BT is None:
             padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
         losses, is_detached = [], self.config.mtp_detached
-        for ahead in range(1, self.config.num_predictions + 1):
-            index = (ahead - 1) // self.config.mtp_repeats
+        for depth in range(1, self.config.num_predictions + 1):
+            index = (depth - 1) // self.config.mtp_repeats
             if index in stage.mtp:
-                e_BTD = self.model.embed(sequence.shift_tokens(tokens_BT, ahead, 0), sequence)
-                mask_BT = sequence.shift_tokens(padding_mask_BT, ahead, True)
-                mask_BT = self.model.own(mask_BT, sequence)
+                e_BTD = self.model.embed(sequence.shift_tokens(tokens_BT, depth, 0), sequence)
+                mask_BT = sequence.shift_tokens(padding_mask_BT, depth, True)
+                mask_BT = self.model.local_tokens(mask_BT, sequence)
                 # A view has one gradient: its sum with the head's is the same in any order, so that
                 # stages have the bits of the whole.
                 h_BTD = states[-1].view_as(states[-1])
                 if is_detached:
-                    e_BTD, h_BTD = e_BTD.detach(), h_BTD.detach() if ahead == 1 else h_BTD
-                own = replace(sequence, padding_mask_BT=mask_BT)
-                states.append(self.mtp[index](h_BTD, e_BTD, own))
+                    e_BTD, h_BTD = e_BTD.detach(), h_BTD.detach() if depth == 1 else h_BTD
+                mtp_sequence = replace(sequence, padding_mask_BT=mask_BT)
+                states.append(self.mtp[index](h_BTD, e_BTD, mtp_sequence))
             if stage.loss:
-                targets_BT = sequence.shift_tokens(labels_BT, ahead, IGNORE_INDEX)
-                args = (states[ahead], targets_BT, num_tokens, self._tied_weight, sequence)
+                targets_BT = sequence.shift_tokens(labels_BT, depth, IGNORE_INDEX)
+                args = (states[depth], targets_BT, num_tokens, self._tied_weight, sequence)
                 losses.append(self.lm_head(*args, is_detached=is_detached))
         return losses
 

@@ -49,8 +49,8 @@ class Indexer(nn.Module):
         """Return what pairs are scored by, of own tokens x and of latents of all T of tp."""
         k_BTi, w_BTh = self.k_norm(self.wk(x_BTD)), self.weights_proj(x_BTD)
         if self.tp is not None:
-            both = self.tp.gather(torch.cat((k_BTi, w_BTh), dim=-1))
-            k_BTi, w_BTh = both.split((self.head_dim, self.num_heads), dim=-1)
+            kw_BTX = self.tp.gather(torch.cat((k_BTi, w_BTh), dim=-1))
+            k_BTi, w_BTh = kw_BTX.split((self.head_dim, self.num_heads), dim=-1)
         q_BThi = rotary.rotate(self.wq_b(q_BTQ).unflatten(-1, (-1, self.head_dim)))
         k_BTi = rotary.rotate(k_BTi.unsqueeze(2)).squeeze(2)
         scale = self.num_heads**-0.5 * self.head_dim**-0.5
@@ -66,10 +66,12 @@ def key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> Ke
 
 def mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
     """Return this rank's part of the mean over tokens, of all ranks' and without padding."""
-    mask_BT, held = sequence.padding_mask_BT, sequence.local_tokens
+    mask_BT, local_tokens = sequence.padding_mask_BT, sequence.local_tokens
     if mask_BT is None:
-        return divergence_BT.sum() / (divergence_BT.numel() * (1 if held is None else held.cp.size))
+        return divergence_BT.sum() / (
+            divergence_BT.numel() * (1 if local_tokens is None else local_tokens.cp.size)
+        )
     number = (~mask_BT).sum()
-    if held is not None:
-        number = sum_value(number, held.cp.group)
+    if local_tokens is not None:
+        number = sum_value(number, local_tokens.cp.group)
     return divergence_BT.masked_fill(mask_BT, 0).sum() / number.clamp(min=1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -63,8 +63,13 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> RMSNorm:
         """Return a norm of a decoder's kind, of its model dim unless another is given."""
-        how: Any = dict(over_tp=over_tp, zero_centered=config.zero_centered_norms, dtype=dtype)
-        return cls(dim or config.dim, config.norm_eps, **how)
+        return cls(
+            dim or config.dim,
+            config.norm_eps,
+            over_tp=over_tp,
+            zero_centered=config.zero_centered_norms,
+            dtype=dtype,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed x in its dtype."""
@@ -107,10 +112,12 @@ class Attention(nn.Module):
         self.tp: TensorParallel | None = None
         D, d = config.dim, config.head_dim
         q_dim, kv_dim = config.num_heads * d, config.num_kv_heads * d
-        inputs: Any = dict(tp_shard_dim=0, bias=config.attention_bias is not None, dtype=dtype)
-        self.q_proj = Linear(D, q_dim * (1 + config.attention_gate), **inputs)
-        self.k_proj = Linear(D, kv_dim, **inputs)
-        self.v_proj = Linear(D, kv_dim, **inputs)
+        column = partial(
+            Linear, D, tp_shard_dim=0, bias=config.attention_bias is not None, dtype=dtype
+        )
+        self.q_proj = column(q_dim * (1 + config.attention_gate))
+        self.k_proj = column(kv_dim)
+        self.v_proj = column(kv_dim)
         self.o_proj = Linear(q_dim, D, tp_shard_dim=1, residual=True, dtype=dtype)
         self.o_bias: nn.Parameter | None = None
         if config.attention_bias == "all":
@@ -119,9 +126,10 @@ class Attention(nn.Module):
         if config.attention_sinks:
             self.sinks = nn.Parameter(torch.empty(config.num_heads, dtype=dtype))
         if config.qk_norm is not None:
-            how: Any = dict(over_tp=config.qk_norm == "full", dtype=dtype)
-            self.q_norm = RMSNorm.of(config, q_dim if config.qk_norm == "full" else d, **how)
-            self.k_norm = RMSNorm.of(config, kv_dim if config.qk_norm == "full" else d, **how)
+            over_tp = config.qk_norm == "full"
+            q_norm_dim, k_norm_dim = (q_dim, kv_dim) if over_tp else (d, d)
+            self.q_norm = RMSNorm.of(config, q_norm_dim, over_tp=over_tp, dtype=dtype)
+            self.k_norm = RMSNorm.of(config, k_norm_dim, over_tp=over_tp, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the output of own tokens, normed; the sequence is of the whole rows."""
@@ -134,8 +142,9 @@ class Attention(nn.Module):
         sinks_H = None if self.sinks is None else local_param(self.sinks)
         if sinks_H is not None and self.tp is not None:
             sinks_H = sinks_H.chunk(self.tp.size)[self.tp.rank]
-        how: Any = dict(scale=scale, window=self.window, sinks_H=sinks_H)
-        y_BTHd = attend(q_BTHd, k_BThd, v_BThd, sequence, **how)
+        y_BTHd = attend(
+            q_BTHd, k_BThd, v_BThd, sequence, scale=scale, window=self.window, sinks_H=sinks_H
+        )
         if gate_BTHd is not None:
             y_BTHd = y_BTHd * gate_BTHd.sigmoid()
         y_BTD = row_product(y_BTHd.flatten(2), self.o_proj, self.tp)

@@ -57,22 +57,22 @@ class LinearAttention(nn.Module):
 
     def steps(self, a_BTH: Tensor) -> Tensor:
         """Return softplus(a + dt_bias), at least in fp32."""
-        return F.softplus(wide(a_BTH) + self.own(self.dt_bias))
+        return F.softplus(wide(a_BTH) + self.local_heads(self.dt_bias))
 
     def rates(self) -> Tensor:
         """Return the logarithm of each head's decay in a step of 1, negative, [H]."""
-        return -wide(self.own(self.A_log)).exp()
+        return -wide(self.local_heads(self.A_log)).exp()
 
-    def own(self, param: nn.Parameter) -> Tensor:
+    def local_heads(self, param: nn.Parameter) -> Tensor:
         """Return this rank's part of a parameter by heads."""
-        whole = local_param(param)
-        return whole if self.tp is None else whole.chunk(self.tp.size)[self.tp.rank]
+        full_param = local_param(param)
+        return full_param if self.tp is None else full_param.chunk(self.tp.size)[self.tp.rank]
 
     def _channels(self, param: Tensor) -> Tensor:
-        whole = local_param(param)
+        full_param = local_param(param)
         if self.tp is None:
-            return whole
-        parts = whole.split(self.sizes)
+            return full_param
+        parts = full_param.split(self.sizes)
         return torch.cat([part.chunk(self.tp.size)[self.tp.rank] for part in parts])
 
     def init_weights(self, *, key: str, seed: int) -> None:

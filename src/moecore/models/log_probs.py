@@ -30,7 +30,7 @@ from torch import Tensor
 from moecore.base.fields import CheckedRecord, Count, Positive, check_arguments
 from moecore.kernels.common import no_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_gradient_
-from moecore.models.loss import WholeRows, product_dtype, whole_rows
+from moecore.models.loss import RowStatistics, combine_row_statistics, product_dtype
 from moecore.moe.dispatch.collectives import gather_ranks
 from moecore.precision.head import add_product_, product
 
@@ -61,12 +61,12 @@ class LogProbLoss(CheckedRecord):
         hidden_BtD: Tensor,
         weight_VD: Tensor,
         labels_Bt: Tensor,
-        whole: Callable[[Tensor], Tensor],
+        to_full_rows: Callable[[Tensor], Tensor],
         *,
         chunk_tokens: int = 2048,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss, from this rank's tokens; `whole` makes [B, t, X] whole rows."""
+        """Return the loss, from this rank's tokens; `to_full_rows` makes [B, t, X] whole rows."""
         numbers = linear_log_probs(
             hidden_BtD.flatten(0, 1),
             weight_VD,
@@ -76,10 +76,10 @@ class LogProbLoss(CheckedRecord):
             chunk_tokens=chunk_tokens,
             group=group,
         )
-        return self._of(numbers, labels_Bt, whole)
+        return self._of(numbers, labels_Bt, to_full_rows)
 
     def of_logits(
-        self, logits_BtV: Tensor, labels_Bt: Tensor, whole: Callable[[Tensor], Tensor]
+        self, logits_BtV: Tensor, labels_Bt: Tensor, to_full_rows: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return the loss from logits, which a model has changed since its head."""
         x_NV = logits_BtV.flatten(0, 1)
@@ -87,23 +87,23 @@ class LogProbLoss(CheckedRecord):
         labels_N = labels_Bt.flatten()
         all_NV = x_NV.log_softmax(1)
         counts_N = labels_N != IGNORE_INDEX
-        picked_N1 = all_NV.gather(1, labels_N.where(counts_N, 0)[:, None])
-        log_probs_N = picked_N1[:, 0].where(counts_N, 0)
+        label_log_probs_N1 = all_NV.gather(1, labels_N.where(counts_N, 0)[:, None])
+        log_probs_N = label_log_probs_N1[:, 0].where(counts_N, 0)
         entropy_N = None
         if self.entropy:
             # A logit of -inf, which excludes a token, has p log p = 0 and not 0 * -inf.
             finite_NV = all_NV.clamp(min=torch.finfo(all_NV.dtype).min)
             entropy_N = -(all_NV.exp() * finite_NV).sum(1).where(counts_N, 0)
-        return self._of((log_probs_N, entropy_N), labels_Bt, whole)
+        return self._of((log_probs_N, entropy_N), labels_Bt, to_full_rows)
 
     def _of(
         self,
         numbers: tuple[Tensor, Tensor | None],
         labels_Bt: Tensor,
-        whole: Callable[[Tensor], Tensor],
+        to_full_rows: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        given = [x_N.view_as(labels_Bt) for x_N in numbers if x_N is not None]
-        rows_BTX = whole(torch.stack(given, dim=-1))
+        local_numbers = [x_N.view_as(labels_Bt) for x_N in numbers if x_N is not None]
+        rows_BTX = to_full_rows(torch.stack(local_numbers, dim=-1))
         if rows_BTX.shape[:2] != self.labels_BT.shape:
             raise ValueError(
                 f"log-probabilities {tuple(rows_BTX.shape[:2])} must have the shape of "
@@ -173,18 +173,18 @@ class _LinearLogProbs(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         log_probs_N, highs_N, sums_N = hidden_ND.new_zeros(3, len(hidden_ND), dtype=wide)
         entropy_N = torch.zeros_like(log_probs_N) if entropy else None
-        own_N = torch.empty_like(labels_N)
+        local_labels_N = torch.empty_like(labels_N)
         with no_autocast(hidden_ND):
             for start in range(0, len(hidden_ND), chunk):
                 part = slice(start, start + chunk)
                 x_CV = _logits(hidden_MD[part], weight_WD, temperature)
-                rows = whole_rows(x_CV, labels_N[part], group)
+                rows = combine_row_statistics(x_CV, labels_N[part], group)
                 log_probs_N[part] = rows.log_probs()
-                own_N[part], highs_N[part], sums_N[part], _ = rows
+                local_labels_N[part], highs_N[part], sums_N[part], _ = rows
                 if entropy_N is not None:
                     entropy_N[part] = _entropy_(x_CV, rows, group)
                 del x_CV  # before the next chunk's are made
-        ctx.save_for_backward(hidden_ND, weight_VD, own_N, highs_N, sums_N, entropy_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, local_labels_N, highs_N, sums_N, entropy_N)
         return log_probs_N, None if entropy_N is None else entropy_N.clone()
 
     @staticmethod
@@ -205,15 +205,15 @@ class _LinearLogProbs(torch.autograd.Function):
             for start in range(0, len(hidden_ND), ctx.chunk):
                 part = slice(start, start + ctx.chunk)
                 x_CV = _logits(hidden_MD[part], weight_WD, ctx.temperature)
-                given = (x_N[part] for x_N in (*of_rows, *d_N) if x_N is not None)
-                d_CV, scale_C1 = _gradient_(x_CV, ctx.dtype, *given)
+                row_numbers = (x_N[part] for x_N in (*of_rows, *d_N) if x_N is not None)
+                d_CV, scale_C1 = _gradient_(x_CV, ctx.dtype, *row_numbers)
                 del x_CV
                 if d_hidden_ND is not None:
                     torch.mm(d_CV, weight_WD, out=d_hidden_ND[part])
                     d_hidden_ND[part].mul_(scale_C1)
                 if d_weight_VD is not None:
-                    scaled_CD = (hidden_MD[part] * scale_C1).to(ctx.dtype)
-                    add_product_(d_weight_VD, d_CV.t(), scaled_CD, beta=1)
+                    weighted_hidden_CD = (hidden_MD[part] * scale_C1).to(ctx.dtype)
+                    add_product_(d_weight_VD, d_CV.t(), weighted_hidden_CD, beta=1)
                 del d_CV
         d_hidden = None if d_hidden_ND is None else d_hidden_ND.to(hidden_ND.dtype)
         d_weight = None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype)
@@ -227,33 +227,37 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
     return x_CV if temperature == 1.0 else x_CV.div_(temperature)
 
 
-def _entropy_(x_CV: Tensor, rows: WholeRows, group: dist.ProcessGroup | None) -> Tensor:
+def _entropy_(x_CV: Tensor, rows: RowStatistics, group: dist.ProcessGroup | None) -> Tensor:
     """Return H of whole rows, [C]; uses up the logits. Collective."""
     x_CV.sub_(rows.highs_C[:, None])
     weighted_C = x_CV.exp().mul_(x_CV).sum(1)
     if group is not None:
         weighted_C = gather_ranks(weighted_C, group).unflatten(0, (group.size(), -1)).sum(0)
     entropy_C = rows.sums_C.log() - weighted_C / rows.sums_C
-    return entropy_C.masked_fill(rows.own_labels_C == IGNORE_INDEX, 0)
+    return entropy_C.masked_fill(rows.local_labels_C == IGNORE_INDEX, 0)
 
 
 def _gradient_(
     x_CV: Tensor,  # used up
     dtype: torch.dtype,
-    own_C: Tensor,
+    local_labels_C: Tensor,
     highs_C: Tensor,
     sums_C: Tensor,
     *numbers: Tensor,  # [C]: gradients of log p; or H, and gradients of log p and H
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of a chunk's logits in `dtype`, and what its rows are to be times."""
     if len(numbers) == 1:
-        return softmax_gradient_(x_CV, own_C, highs_C, sums_C, dtype), -numbers[0][:, None]
+        return softmax_gradient_(x_CV, local_labels_C, highs_C, sums_C, dtype), -numbers[0][:, None]
     entropy_C1, d_log_probs_C1, d_entropy_C1 = (x_C[:, None] for x_C in numbers)
     # What a row that does not count holds, NaN or inf, must not get past a gradient of 0.
     log_p_CV = x_CV.sub_((highs_C + sums_C.log())[:, None])
-    log_p_CV.masked_fill_((own_C == IGNORE_INDEX)[:, None], 0)
+    log_p_CV.masked_fill_((local_labels_C == IGNORE_INDEX)[:, None], 0)
     p_CV = log_p_CV.exp()
     d_CV = log_p_CV.add_(entropy_C1).mul_(d_entropy_C1)
     d_CV = d_CV.add_(d_log_probs_C1).mul_(p_CV).neg_()
-    d_CV.scatter_add_(1, own_C.clamp(min=0)[:, None], d_log_probs_C1.where(own_C[:, None] >= 0, 0))
+    d_CV.scatter_add_(
+        1,
+        local_labels_C.clamp(min=0)[:, None],
+        d_log_probs_C1.where(local_labels_C[:, None] >= 0, 0),
+    )
     return d_CV.to(dtype), torch.ones_like(d_log_probs_C1)

@@ -98,9 +98,9 @@ def product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tor
     if labels_N.dtype != torch.int64:
         raise ValueError(f"labels_N ({labels_N.dtype}) must be int64: pass labels_N.long()")
     dtype = hidden_ND.dtype
-    wanted = autocast_dtype(hidden_ND)
-    if wanted is not None and dtype != torch.float64:
-        return wanted
+    autocast = autocast_dtype(hidden_ND)
+    if autocast is not None and dtype != torch.float64:
+        return autocast
     if weight_VD.dtype != dtype:
         raise ValueError(
             f"weight_VD ({weight_VD.dtype}) must have the dtype of hidden_ND ({dtype}): convert "
@@ -184,7 +184,7 @@ def _add_chunk_(
     if group is None:
         loss, d_logits = products.cross_entropy(logits_CV, labels_C, wants=want)
     else:
-        of_rows = whole_rows(logits_CV, labels_C, group)
+        of_rows = combine_row_statistics(logits_CV, labels_C, group)
         loss = -of_rows.log_probs().sum()
         if want:
             d_logits = products.softmax_gradient(logits_CV, *of_rows[:3])
@@ -196,34 +196,40 @@ def _add_chunk_(
     return loss
 
 
-class WholeRows(NamedTuple):
+class RowStatistics(NamedTuple):
     """Of whole rows of logits, by token, what their softmax follows from; fp32 or fp64."""
 
-    own_labels_C: Tensor  # among this rank's columns; -1 = elsewhere, -100 = the row does not count
+    local_labels_C: (
+        Tensor  # among this rank's columns; -1 = elsewhere, -100 = the row does not count
+    )
     highs_C: Tensor  # the maximum
     sums_C: Tensor  # of exp(x - maximum); NaN where the label does not exist
-    picked_C: Tensor  # x at the label
+    label_logits_C: Tensor  # x at the label
 
     def log_probs(self) -> Tensor:
         """Return the log-probability of each label, 0 where the row does not count."""
-        log_probs_C = self.picked_C - self.highs_C - self.sums_C.log()
-        return log_probs_C.masked_fill(self.own_labels_C == IGNORE_INDEX, 0)
+        log_probs_C = self.label_logits_C - self.highs_C - self.sums_C.log()
+        return log_probs_C.masked_fill(self.local_labels_C == IGNORE_INDEX, 0)
 
 
-def whole_rows(logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None) -> WholeRows:
+def combine_row_statistics(
+    logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None
+) -> RowStatistics:
     """Return the numbers of rows that the ranks of a group have equal parts of. Collective."""
     V, rank, size = logits_CV.shape[1], 0, 1
     if group is not None:
         rank, size = group.rank(), group.size()
     counts_C = labels_C != IGNORE_INDEX
     exists_C = (labels_C >= 0) & (labels_C < V * size)
-    own_C = labels_C - V * rank
-    own_C = own_C.where((own_C >= 0) & (own_C < V), -1).where(counts_C, IGNORE_INDEX)
-    found_C3 = row_statistics(logits_CV, own_C)
+    local_labels_C = labels_C - V * rank
+    local_labels_C = local_labels_C.where((local_labels_C >= 0) & (local_labels_C < V), -1).where(
+        counts_C, IGNORE_INDEX
+    )
+    statistics_C3 = row_statistics(logits_CV, local_labels_C)
     if group is not None:
-        found_C3 = gather_ranks(found_C3, group)
-    highs_GC, sums_GC, picked_GC = found_C3.unflatten(0, (size, -1)).unbind(2)
+        statistics_C3 = gather_ranks(statistics_C3, group)
+    highs_GC, sums_GC, label_logits_GC = statistics_C3.unflatten(0, (size, -1)).unbind(2)
     high_C = highs_GC.amax(0)
     sum_C = (sums_GC * (highs_GC - high_C).exp()).sum(0)
     sum_C = sum_C.masked_fill(counts_C & ~exists_C, torch.nan)
-    return WholeRows(own_C, high_C, sum_C, picked_GC.sum(0))
+    return RowStatistics(local_labels_C, high_C, sum_C, label_logits_GC.sum(0))

@@ -67,7 +67,7 @@ class Mamba2(LinearAttention):
         )
         steps_BTH = self.steps(dt_BTH).clamp(min=self.min_step)
         y_BTHv = scan_states(
-            x_BTHv, steps_BTH, self.rates(), B_BThk, C_BThk, self.own(self.D), sequence
+            x_BTHv, steps_BTH, self.rates(), B_BThk, C_BThk, self.local_heads(self.D), sequence
         )
         y_BTC = self.norm(y_BTHv.flatten(2), z).to(x_BTD.dtype)
         return row_product(y_BTC, self.out_proj, self.tp)

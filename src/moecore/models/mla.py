@@ -104,8 +104,8 @@ class LatentAttention(nn.Module):
             index = indexer(x_BTD.detach(), q_BTQ.detach(), rotary)
         n, v = mla.qk_nope_head_dim, mla.v_head_dim
         # By a product with the identity: FP8 has its part in it.
-        ones_CC = torch.eye(c_BTC.shape[-1], dtype=c_BTC.dtype, device=c_BTC.device)
-        up_CHn, down_CHv = self.kv_b_proj(ones_CC).unflatten(-1, (-1, n + v)).split((n, v), dim=-1)
+        eye_CC = torch.eye(c_BTC.shape[-1], dtype=c_BTC.dtype, device=c_BTC.device)
+        up_CHn, down_CHv = self.kv_b_proj(eye_CC).unflatten(-1, (-1, n + v)).split((n, v), dim=-1)
         q_BTHq = rotary.rotate_pairs(self.q_b_proj(q_BTQ).unflatten(-1, (-1, mla.qk_head_dim)))
         keys_BTl = torch.cat((c_BTC, rotary.rotate_pairs(k_BTr[:, :, None])[:, :, 0]), dim=-1)
         heads = LatentHeads(q_BTHq, keys_BTl, up_CHn.permute(1, 2, 0), down_CHv.transpose(0, 1))
@@ -124,23 +124,25 @@ class LatentAttention(nn.Module):
         c_BTC = self.kv_a_layernorm(c_BTC)
         if self.tp is None:
             return q_BTQ, c_BTC, k_BTr
-        gathered = self.tp.gather(torch.cat((q_BTQ, c_BTC, k_BTr), dim=-1))
-        q_BTQ, c_BTC, k_BTr = gathered.split((q_BTQ.shape[-1], C, r), dim=-1)
+        latents_BTX = self.tp.gather(torch.cat((q_BTQ, c_BTC, k_BTr), dim=-1))
+        q_BTQ, c_BTC, k_BTr = latents_BTX.split((q_BTQ.shape[-1], C, r), dim=-1)
         return q_BTQ, c_BTC, k_BTr
 
     def _heads(
         self, q_BTQ: Tensor, c_BTC: Tensor, k_BTr: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, T, H, n + r], turned, and values [B, T, H, v]."""
-        rotary, held = sequence.rotary, sequence.local_tokens
+        rotary, local_tokens = sequence.rotary, sequence.local_tokens
         assert rotary is not None, "a decoder's sequence has a rotary table"
         n, r, v = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim, self.mla.v_head_dim
         q = self.q_b_proj(q_BTQ) if self.mla.q_lora_rank else self.q_proj(q_BTQ)
         q_BTHq = rotary.rotate_pairs(q.unflatten(-1, (-1, n + r)))
         k_BT1r = rotary.rotate_pairs(k_BTr[:, :, None])
-        if held is not None and held.cp.gathers:  # latents of whole rows, not their heads
-            whole = held.gather(torch.cat((c_BTC, k_BT1r[:, :, 0]), dim=-1))
-            c_BTC, k_BTr = whole.split((c_BTC.shape[-1], r), dim=-1)
+        if (
+            local_tokens is not None and local_tokens.cp.gathers
+        ):  # latents of whole rows, not their heads
+            full_BTX = local_tokens.gather(torch.cat((c_BTC, k_BT1r[:, :, 0]), dim=-1))
+            c_BTC, k_BTr = full_BTX.split((c_BTC.shape[-1], r), dim=-1)
             k_BT1r = k_BTr[:, :, None]
         k_BTHn, v_BTHv = self.kv_b_proj(c_BTC).unflatten(-1, (-1, n + v)).split((n, v), dim=-1)
         k_BTHr = k_BT1r.expand(*k_BTHn.shape[:-1], r)

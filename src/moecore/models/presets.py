@@ -92,7 +92,7 @@ def at_width(
     """
     check_arguments(at_width, locals())
 
-    def scaled(record: Any, *names: str) -> Any:
+    def scale_fields(record: Any, *names: str) -> Any:
         for name in names:
             if getattr(record, name) * dim % config.dim:
                 raise ValueError(
@@ -103,11 +103,11 @@ def at_width(
 
     moe, linear = config.moe, config.linear_attention
     if moe is not None:
-        sizes = scaled(moe, "dim", "hidden_dim", "shared_hidden_dim", "latent_dim")
+        sizes = scale_fields(moe, "dim", "hidden_dim", "shared_hidden_dim", "latent_dim")
         moe = replace(moe, **sizes)
     if linear is not None:
-        linear = replace(linear, **scaled(linear, "num_k_heads", "num_v_heads"))
-    sizes = scaled(config, "dim", "num_heads", "num_kv_heads", "mlp_hidden_dim")
+        linear = replace(linear, **scale_fields(linear, "num_k_heads", "num_v_heads"))
+    sizes = scale_fields(config, "dim", "num_heads", "num_kv_heads", "mlp_hidden_dim")
     return replace(config, moe=moe, linear_attention=linear, **sizes)
 
 
@@ -115,15 +115,15 @@ def at_width(
 Triple = tuple[int, int, int]
 
 
-def _decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **others: Any) -> DecoderConfig:
+def _decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any) -> DecoderConfig:
     names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     numbers: Any = dict(zip(names, (*sizes, *heads), strict=True))
-    return DecoderConfig(**numbers, moe=moe, **others)
+    return DecoderConfig(**numbers, moe=moe, **options)
 
 
-def _moe(dim: int, hidden_dim: int, num_experts: int, top_k: int, **others: Any) -> MoEConfig:
+def _moe(dim: int, hidden_dim: int, num_experts: int, top_k: int, **options: Any) -> MoEConfig:
     sizes: Any = dict(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k)
-    return MoEConfig(**sizes, **others)
+    return MoEConfig(**sizes, **options)
 
 
 def _softmax(coef: float) -> dict[str, Any]:
@@ -141,8 +141,15 @@ _V3_FACTOR: Any = dict(routed_scaling_factor=2.5)
 
 def _qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> DecoderConfig:
     moe = _moe(dim, hidden_dim, 128, 8, normalize_weights=True, **_softmax(0.001))
-    how: Any = dict(qk_norm="head", rope_theta=1_000_000.0, norm_eps=1e-6, max_seq_len=40_960)
-    return _decoder((151_936, dim, num_layers), (num_heads, 4, 128), moe, **how)
+    return _decoder(
+        (151_936, dim, num_layers),
+        (num_heads, 4, 128),
+        moe,
+        qk_norm="head",
+        rope_theta=1_000_000.0,
+        norm_eps=1e-6,
+        max_seq_len=40_960,
+    )
 
 
 _MIXTRAL_8X7B = _decoder(
@@ -263,7 +270,7 @@ _DEEPSEEK_V2_LITE = _deepseek_v2(
 
 
 def _glm_45(
-    dim: int, num_layers: int, num_dense: int, moe: MoEConfig, **others: Any
+    dim: int, num_layers: int, num_dense: int, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
     return _decoder(
         (151_552, dim, num_layers),
@@ -277,7 +284,7 @@ def _glm_45(
         dense_layers=tuple(range(num_dense)),
         num_mtp_layers=1,
         mtp_loss_coef=0.3,
-        **others,
+        **options,
     )
 
 
@@ -309,7 +316,7 @@ _QWEN2_57B_A14B = _decoder(
 )
 
 
-def _qwen3_next(sizes: Triple, heads: Triple, moe: MoEConfig, **others: Any) -> DecoderConfig:
+def _qwen3_next(sizes: Triple, heads: Triple, moe: MoEConfig, **options: Any) -> DecoderConfig:
     """Every fourth layer has attention."""
     return _decoder(
         sizes,
@@ -320,7 +327,7 @@ def _qwen3_next(sizes: Triple, heads: Triple, moe: MoEConfig, **others: Any) -> 
         rotary_dim=heads[2] // 4,
         zero_centered_norms=True,
         linear_layers=tuple(i for i in range(sizes[2]) if (i + 1) % 4),
-        **others,
+        **options,
     )
 
 
@@ -338,7 +345,7 @@ _QWEN3_NEXT_80B_A3B = _qwen3_next(
 
 
 def _nemotron_h(
-    pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **others: Any
+    pattern: str, sizes: tuple[int, int], heads: Triple, moe: MoEConfig, **options: Any
 ) -> DecoderConfig:
     return _decoder(
         (*sizes, len(pattern)),
@@ -348,7 +355,7 @@ def _nemotron_h(
         mlp_activation="relu2",
         rope_theta=None,
         norm_eps=1e-5,
-        **others,
+        **options,
     )
 
 

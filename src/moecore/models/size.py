@@ -62,8 +62,8 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     linear = config.linear_attention
     states = 0 if linear is None else linear.state_flops * mixers.count("linear")
     layers = [i for i, mixer in zip(layers, mixers, strict=True) if mixer == "attention"]
-    most = seq_len if sparse is None else sparse.top_k
-    windows = [min(config.window_of(i) or most, seq_len) for i in layers]
+    max_keys = seq_len if sparse is None else sparse.top_k
+    windows = [min(config.window_of(i) or max_keys, seq_len) for i in layers]
     keys = sum(2 * w - w * w / seq_len for w in windows) if seq_len else 0
     attention = 3.0 * config.num_heads * (config.head_dim + value_dim) * keys
     index = 0 if sparse is None else sparse.num_heads * sparse.head_dim * seq_len * len(layers)

@@ -64,7 +64,7 @@ class TensorParallel:
             return "must have NCCL, and so a GPU for each rank"
         return find_peer_problem(self.group)
 
-    def own(self, x_BT: Tensor) -> Tensor:
+    def local_slice(self, x_BT: Tensor) -> Tensor:
         """Return this rank's slice of dim 1, contiguous. No communication."""
         self._check(x_BT)
         size = x_BT.shape[1] // self.size
@@ -79,7 +79,7 @@ class TensorParallel:
         parts_GNv = self.gather(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
         return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
 
-    def own_rows(self, ids_BT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    def local_rows(self, ids_BT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Return rows of this rank's part of a vocabulary, and which ids are of other parts.
 
         Ids of other parts are row 0. A part has `num_rows` rows. No communication.
@@ -95,22 +95,22 @@ class TensorParallel:
                 f"tokens ({int(ids_BT.min())} to {int(ids_BT.max())}) must be in "
                 f"[0, vocab_size {size}): use the tokenizer of this model"
             )
-        own_BT = ids_BT - self.rank * num_rows
-        elsewhere_BT = exists_BT & ((own_BT < 0) | (own_BT >= num_rows))
-        return own_BT.masked_fill(elsewhere_BT, 0), elsewhere_BT
+        local_ids_BT = ids_BT - self.rank * num_rows
+        elsewhere_BT = exists_BT & ((local_ids_BT < 0) | (local_ids_BT >= num_rows))
+        return local_ids_BT.masked_fill(elsewhere_BT, 0), elsewhere_BT
 
     def scatter_sum(self, y_BTD: Tensor) -> Tensor:
         """Return y_BtD, this rank's tokens of the sum over ranks, added in fp32."""
         self._check(y_BTD)
         return run_and_save(_scatter_sum, y_BTD, self.group)
 
-    def gather_whole(self, x_BtD: Tensor) -> Tensor:
+    def gather_replicated(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD for a result equal on all ranks; backward takes this rank's slice of it."""
-        return run_and_save(exchanged, x_BtD, partial(_gather, group=self.group), self.own)
+        return run_and_save(exchanged, x_BtD, partial(_gather, group=self.group), self.local_slice)
 
     def gather_columns(self, x_BTv: Tensor) -> Tensor:
-        """Return x_BTV, as `gather_whole` does of dim 1."""
-        return self.gather_whole(x_BTv.transpose(1, 2)).transpose(1, 2).contiguous()
+        """Return x_BTV, as `gather_replicated` does of dim 1."""
+        return self.gather_replicated(x_BTv.transpose(1, 2)).transpose(1, 2).contiguous()
 
     def _check(self, x_BT: Tensor) -> None:
         if x_BT.shape[1] % self.size:
@@ -128,8 +128,8 @@ class TensorParallel:
 def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over ranks; this rank's gradient is that of its own part. Collective."""
     add = partial(_all_reduce, group=group)
-    summed: Tensor = run_and_save(exchanged, value, add, lambda grad: grad)
-    return summed
+    total: Tensor = run_and_save(exchanged, value, add, lambda grad: grad)
+    return total
 
 
 def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: DeviceMesh) -> None:
@@ -143,10 +143,10 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
         return
     tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-    routed = {m for layer in layers for m in layer.part("experts").modules()}
+    expert_modules = {m for layer in layers for m in layer.part("experts").modules()}
     factors = _factors(model, tp.size)
     for path, module in model.named_modules():
-        if module in routed:
+        if module in expert_modules:
             continue
         if hasattr(module, "tp"):
             module.tp = tp
@@ -168,7 +168,7 @@ def _factors(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
         NotImplementedError: for adapters that read all of a weight.
         ValueError: for dropout, which each rank would draw anew for equal tokens.
     """
-    found = dict[nn.Module, int | None]()
+    dims = dict[nn.Module, int | None]()
     for path, module in model.named_modules():
         if not is_tuner_layer(module):
             continue
@@ -187,8 +187,8 @@ def _factors(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
         # Outputs are of rows of W and B, inputs of columns of W and A.
         dim: int | None = getattr(base, "tp_shard_dim", None)
         for a, b in lora_pairs(module):
-            found |= {a: 1 if dim == 1 else None, b: 0 if dim == 0 else None}
-    return found
+            dims |= {a: 1 if dim == 1 else None, b: 0 if dim == 0 else None}
+    return dims
 
 
 def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:

@@ -81,10 +81,10 @@ def send_ref(
     produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
     """Produce, then send: what `SlicedExchange.send` computes."""
-    made_TD = torch.empty_like(parts_TD)
-    for rank, slice_tD in enumerate(made_TD.chunk(group.size())):
+    products_TD = torch.empty_like(parts_TD)
+    for rank, slice_tD in enumerate(products_TD.chunk(group.size())):
         produce(rank, slice_tD)
-    dist.all_to_all_single(parts_TD, made_TD, group=group)
+    dist.all_to_all_single(parts_TD, products_TD, group=group)
 
 
 # Exchanges of a dry run, by the names of their launches.
@@ -275,8 +275,8 @@ class _ColumnProducts(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         x_BTD, ys_BTN = call.gather(x_BtD, [w_ND.t() for w_ND in weights_ND])
         _, wants_x, *wants_weights = ctx.needs_input_grad
-        saved = weights_ND if wants_x else [None] * len(weights_ND)
-        ctx.save_for_backward(x_BTD if any(wants_weights) else None, *saved)
+        saved_weights = weights_ND if wants_x else [None] * len(weights_ND)
+        ctx.save_for_backward(x_BTD if any(wants_weights) else None, *saved_weights)
         ctx.call = call
         return tuple(ys_BTN)
 

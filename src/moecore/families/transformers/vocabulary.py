@@ -57,7 +57,7 @@ class OwnRows:
 
     def _enter(self, embedding: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids, *rest = args
-        local_ids, self._state.is_other = self._tp.own_rows(ids, self._rows)
+        local_ids, self._state.is_other = self._tp.local_rows(ids, self._rows)
         padding = self._state.padding_idx = embedding.padding_idx
         if padding is not None:  # the row without a gradient
             padding -= self._tp.rank * self._rows

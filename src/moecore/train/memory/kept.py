@@ -1,6 +1,6 @@
 """Bytes that a model's blocks save for backward, counted before anything is allocated.
 
-kept = kept_bytes(model, blocks, lambda copy: copy(tokens), options=options, ...)
+saved_bytes = count_saved_bytes(model, blocks, lambda copy: copy(tokens), options=options, ...)
 """
 
 from __future__ import annotations
