@@ -40,12 +40,12 @@ from moecore.moe.forced import force_even_load
 from moecore.moe.placement import DomainPlacement, ExpertPlacement, domain_of
 from moecore.moe.records import Dispatcher, Routing
 from moecore.parallel.mesh import domain_groups, ranks_of_fabrics
-from moecore.train.memory.kept import count_saved_bytes
+from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.moe import test_dispatch_ranks as ranks
 from tests.moe.emulated_exchange import EmulatedExchangePool
-from tests.train.memory.test_kept import Saved
+from tests.train.memory.test_saved_bytes import Saved
 
 pytestmark = pytest.mark.slow
 

@@ -39,11 +39,11 @@ from moecore.moe.layer import MoELayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, Routing
 from moecore.train import AdamW
-from moecore.train.memory.kept import count_saved_bytes
+from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.helpers.ranks import run_ranks
 from tests.moe import fake_nccl_ep as fake
 from tests.moe import test_dispatch_ranks as ranks
-from tests.train.memory.test_kept import Saved
+from tests.train.memory.test_saved_bytes import Saved
 
 pytestmark = pytest.mark.slow
 

@@ -41,9 +41,9 @@ from moecore.planning.estimate import kept_of
 from moecore.planning.pieces import pieces_of, small_of
 from moecore.planning.search import refuse
 from moecore.planning.stored import _rank_size, sizes_of
-from moecore.train.memory.kept import count_saved_bytes
+from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.helpers.grids import beside
-from tests.train.memory.test_kept import Saved
+from tests.train.memory.test_saved_bytes import Saved
 
 TABLE = CostTable.of("h200-141")
 NEXT, V32 = preset("qwen3-next-80b-a3b"), preset("deepseek-v3.2")

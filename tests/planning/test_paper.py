@@ -20,7 +20,7 @@ from moecore.models import preset
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning import OptimizerOptions, RankMemory, TrainingRun, plan_memory
 from moecore.planning.stored import sizes_of, state_bytes
-from moecore.train.memory.kept import count_saved_bytes
+from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.planning.report_layer import BF16, ReportLayer
 
 CONFIG = preset("deepseek-v3")

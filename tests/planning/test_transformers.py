@@ -41,7 +41,7 @@ from moecore.planning.estimate import kept_of
 from moecore.planning.pieces import small_of
 from moecore.planning.search import refuse
 from moecore.planning.stored import held_kinds, sizes_of
-from moecore.train.memory.kept import count_saved_bytes
+from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.families.transformers.family_models import (
     SIZES,
     config_values,
@@ -50,7 +50,7 @@ from tests.families.transformers.family_models import (
 )
 from tests.families.transformers.test_families import BY_DAY, REFUSED, taken
 from tests.helpers.grids import beside
-from tests.train.memory.test_kept import Saved
+from tests.train.memory.test_saved_bytes import Saved
 
 # Default sizes, and which structure each has.
 DEEP: dict[str, dict[str, Any]] = {

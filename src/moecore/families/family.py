@@ -13,7 +13,7 @@ from typing_extensions import override
 from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.precision import Recipe
 from moecore.families.adapters import replace_blocks
-from moecore.families.kept_fp32 import set_dtypes
+from moecore.families.fp32_modules import set_dtypes
 from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.blocks import find_hf_adapter, why_refused
 from moecore.families.transformers.context import CausalContext

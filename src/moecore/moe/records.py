@@ -152,7 +152,7 @@ class UnsummedRows:
 class Dispatcher(Protocol):
     """Brings tokens to the ranks that own their experts, and their outputs home.
 
-    On meta nothing is sent, and shapes are those of even loads (`train/memory/kept.py`).
+    On meta nothing is sent, and shapes are those of even loads (`train/memory/saved_bytes.py`).
 
     Attributes:
         waits_on_host: every forward waits for sizes on the host, unless each expert's rows are

@@ -34,9 +34,9 @@ from moecore.planning.model import ModuleParts
 from moecore.planning.record import END, SLICES, Queued, Start, Work, WorkRecorder
 from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
 from moecore.planning.transformers import refusing
-from moecore.train.memory.kept import NAMES
 from moecore.train.memory.on_meta import OnMeta, tensors_of
 from moecore.train.memory.parts import BlockPart, find_parts
+from moecore.train.memory.saved_bytes import NAMES
 from moecore.train.memory.stash import Stash
 from moecore.train.optim.adamw import AdamW
 from moecore.train.step import TrainStep

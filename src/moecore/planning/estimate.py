@@ -36,7 +36,7 @@ from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
 from moecore.planning.stored import state_bytes
 from moecore.planning.transformers import refusing
-from moecore.train.memory.kept import ModelSavedBytes, count_saved_bytes
+from moecore.train.memory.saved_bytes import ModelSavedBytes, count_saved_bytes
 
 MESSAGES = 2  # messages of a layer's tokens in each pass, among the ranks of tp and of cp
 BY_EXPERTS = ("collective", "grouped product")

@@ -1,7 +1,7 @@
 """explain(model): who owns what, in about twenty lines: a `ShardPlan` as text.
 
 A plain model gets a plan of its own names and shapes. No communication, no host sync, on meta too.
-What MoE layers and blocks save for backward are the counts of `train/memory/kept.py`.
+What MoE layers and blocks save for backward are the counts of `train/memory/saved_bytes.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moecore.parallel.model.plan import dtype_name
 from moecore.parallel.model.request import Request
 from moecore.precision.apply import fp8_linears
 from moecore.train.graphs.regions import compiled_modules
-from moecore.train.memory.kept import count_saved_bytes
+from moecore.train.memory.saved_bytes import count_saved_bytes
 
 UNITS = {"block": "blocks", "experts": "experts", "routers": "routers", "head": "heads"}
 

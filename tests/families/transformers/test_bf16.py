@@ -26,7 +26,7 @@ from moecore import (
     parallelize_moe,
     plan_sharding,
 )
-from moecore.families.kept_fp32 import is_selection_bias, set_dtypes
+from moecore.families.fp32_modules import is_selection_bias, set_dtypes
 from moecore.io import export_hf, load_hf
 from moecore.moe.router import Router
 from moecore.parallel.model.parallel_state import moe_state

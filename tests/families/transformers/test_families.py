@@ -35,7 +35,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
-from moecore.families.kept_fp32 import SELECTION_BIASES, set_dtypes
+from moecore.families.fp32_modules import SELECTION_BIASES, set_dtypes
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.cuts import OUTPUTS, find_cuts
 from moecore.families.transformers.rows import packing_problem

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.families.kept_fp32 import is_selection_bias, set_dtypes
+from moecore.families.fp32_modules import is_selection_bias, set_dtypes
 from moecore.io import export_hf, load_hf
 from moecore.io.hf.files import HFFiles
 from moecore.io.hf.names import FileView

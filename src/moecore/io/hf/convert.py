@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import NumBytes, check_arguments
-from moecore.families.kept_fp32 import keeps_fp32
+from moecore.families.fp32_modules import keeps_fp32
 from moecore.io.checkpoint.comparison import below
 from moecore.io.checkpoint.directory import Step, check_unused
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import shown_name
-from moecore.families.kept_fp32 import keeps_fp32
+from moecore.families.fp32_modules import keeps_fp32
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.ranks import on_every_rank
 from moecore.io.hf.collect import Holders, Item

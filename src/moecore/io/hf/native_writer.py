@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from moecore.base.fields import shown_name
-from moecore.families.kept_fp32 import is_selection_bias
+from moecore.families.fp32_modules import is_selection_bias
 from moecore.io.checkpoint.directory import check_unused, directory_of, discard, new_draft, publish
 from moecore.io.checkpoint.lock import locked
 from moecore.io.checkpoint.manifest import (

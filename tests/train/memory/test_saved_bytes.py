@@ -28,8 +28,8 @@ from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.train.memory.apply import apply_memory
-from moecore.train.memory.kept import count_saved_bytes
 from moecore.train.memory.offload import Offload
+from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.helpers.grids import beside
 
 RECORDS = Path(__file__).parents[3] / "benchmarks/results/memory/2026-11-22-nvidia-h200.jsonl"

@@ -20,10 +20,10 @@ from moecore.moe.forced import force_even_load
 from moecore.moe.layer import MoELayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
-from moecore.train.memory.kept import SavedBytes, count_saved_bytes
+from moecore.train.memory.saved_bytes import SavedBytes, count_saved_bytes
 from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import EmulatedExchangePool
-from tests.train.memory.test_kept import Saved
+from tests.train.memory.test_saved_bytes import Saved
 
 WORLD, T, D, K = 2, 96, 128, 2
 CONFIG = MoEConfig(dim=D, hidden_dim=64, num_experts=8, top_k=K)
