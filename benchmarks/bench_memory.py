@@ -27,8 +27,8 @@ from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.memory import MemoryOptions
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.moe.experts import Experts
-from moecore.parallel.fsdp.engine import reshard_units
 from moecore.parallel.fsdp.units import find_blocks
+from moecore.parallel.model.parallel_state import reshard_units
 from moecore.train.graphs.regions import compile_blocks, compiled_modules
 from moecore.train.memory.apply import apply_memory
 from moecore.train.memory.compiled import inductor_options

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.parallel.fsdp.engine import progress_of
-from moecore.parallel.model.parallel_state import moe_state
+from moecore.parallel.model.parallel_state import moe_state, progress_of
 from moecore.train.graphs import forward_backward
 from moecore.train.graphs import graphed_part as module
 from moecore.train.graphs.graphed_part import form_of
