@@ -135,7 +135,8 @@ class Backbone(nn.Module):
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:
         """Return the embeddings of this rank's tokens."""
-        return self.embed_tokens(sequence.slice_local(tokens_BT))
+        x_BTD: Tensor = self.embed_tokens(sequence.slice_local(tokens_BT))
+        return x_BTD
 
     def local_tokens(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
         """Return this rank's tokens of whole rows."""

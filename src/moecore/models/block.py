@@ -66,14 +66,16 @@ class Block(nn.Module):
             return x_BTD
         y_BTD = self.post_attention_layernorm(x_BTD)
         if self.feedforward == "dense":
-            return x_BTD + self.mlp(y_BTD)
-        return x_BTD + self.mlp(
+            out_BTD: Tensor = self.mlp(y_BTD)
+            return x_BTD + out_BTD
+        out_BTD = self.mlp(
             y_BTD,
             padding_mask=sequence.padding_mask_BT,
             cu_seqlens=sequence.cu_seqlens,
             cp=None if sequence.local_tokens is None else sequence.local_tokens.cp.size,
             token_ids=sequence.token_ids_BT,
         )
+        return x_BTD + out_BTD
 
     def attend(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the residual stream after attention."""
@@ -143,4 +145,6 @@ class MTPLayer(nn.Module):
         """Return the normed h_k of h_(k-1) and embeddings k positions later, of own tokens."""
         # The sequence's padding has the tokens without a target.
         eh_BTD = torch.cat((self.enorm(e_BTD), self.hnorm(h_BTD)), dim=-1)
-        return self.norm(self.block(self.eh_proj(eh_BTD), sequence))
+        h_BTD = self.block(self.eh_proj(eh_BTD), sequence)
+        normed_BTD: Tensor = self.norm(h_BTD)
+        return normed_BTD

@@ -136,7 +136,8 @@ class MLAConfig(CheckedRecord):
     @property
     def score_scale(self) -> float:
         """Factor on q . k before softmax."""
-        return self.qk_head_dim**-0.5 * (1.0 if self.yarn is None else self.yarn.score_scale)
+        scale: float = self.qk_head_dim**-0.5
+        return scale * (1.0 if self.yarn is None else self.yarn.score_scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -466,7 +466,8 @@ class Decoder(nn.Module):
         padding = -T % multiple
         mask_BT = torch.arange(T + padding, device=window_BT.device).expand(len(window_BT), -1) >= T
         tokens_BT = F.pad(window_BT, (0, padding))
-        return self(tokens_BT, padding_mask_BT=mask_BT if padding else None)[:, T - 1]
+        logits_BTV: Tensor = self(tokens_BT, padding_mask_BT=mask_BT if padding else None)
+        return logits_BTV[:, T - 1]
 
     def _check(
         self,

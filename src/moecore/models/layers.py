@@ -165,7 +165,8 @@ class Attention(nn.Module):
         return q_BTHd, k_BThd, self._heads(v), gate_BTHd
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.config.head_dim))
+        heads: Tensor = x.unflatten(-1, (-1, self.config.head_dim))
+        return heads
 
 
 class MLP(nn.Module):

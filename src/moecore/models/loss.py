@@ -79,7 +79,7 @@ def linear_cross_entropy(
             f"num_tokens ({num_tokens.dtype}) must be an integer tensor: pass num_tokens.long()"
         )
     dtype = product_dtype(hidden_ND, weight_VD, labels_N)
-    total = _LinearCrossEntropy.apply(
+    total: Tensor = _LinearCrossEntropy.apply(
         hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype, group, recipe
     )
     if num_tokens is None:

@@ -110,11 +110,13 @@ class LatentAttention(nn.Module):
         keys_BTl = torch.cat((c_BTC, rotary.rotate_pairs(k_BTr[:, :, None])[:, :, 0]), dim=-1)
         heads = LatentHeads(q_BTHq, keys_BTl, up_CHn.permute(1, 2, 0), down_CHv.transpose(0, 1))
         out = attend_sparse(heads, index, sequence, choice, scale=mla.score_scale)
+        y_BTHv: Tensor = out.o_tHv
         if out.divergence_t is None:
-            return out.o_tHv
+            return y_BTHv
         assert self.learning is not None
         loss = self.learning.loss_coef * mean_divergence(out.divergence_t, sequence)
-        return self.aux_loss.ride(out.o_tHv, loss)
+        y_BTHv = self.aux_loss.ride(y_BTHv, loss)
+        return y_BTHv
 
     def _latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query latent (x itself without one), key/value latent and unturned shared key; all T."""

@@ -72,7 +72,8 @@ class TensorParallel:
 
     def gather(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD, all ranks' tokens; backward adds what all ranks did with this rank's."""
-        return run_and_save(_gather, x_BtD, self.group)
+        x_BTD: Tensor = run_and_save(_gather, x_BtD, self.group)
+        return x_BTD
 
     def gather_last(self, x_BTv: Tensor) -> Tensor:
         """Return x_BTV, all ranks' columns, of any dims before; backward as of `gather`."""
@@ -102,11 +103,14 @@ class TensorParallel:
     def scatter_sum(self, y_BTD: Tensor) -> Tensor:
         """Return y_BtD, this rank's tokens of the sum over ranks, added in fp32."""
         self._check(y_BTD)
-        return run_and_save(_scatter_sum, y_BTD, self.group)
+        y_BtD: Tensor = run_and_save(_scatter_sum, y_BTD, self.group)
+        return y_BtD
 
     def gather_replicated(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD for a result equal on all ranks; backward takes this rank's slice of it."""
-        return run_and_save(exchanged, x_BtD, partial(_gather, group=self.group), self.local_slice)
+        gather = partial(_gather, group=self.group)
+        x_BTD: Tensor = run_and_save(exchanged, x_BtD, gather, self.local_slice)
+        return x_BTD
 
     def gather_columns(self, x_BTv: Tensor) -> Tensor:
         """Return x_BTV, as `gather_replicated` does of dim 1."""
@@ -122,7 +126,8 @@ class TensorParallel:
     def sum_shared(self, value: Tensor) -> Tensor:
         """Return the sum over ranks, which each uses in its own way; backward adds gradients."""
         add = partial(_all_reduce, group=self.group)
-        return run_and_save(exchanged, value, add, add)
+        total: Tensor = run_and_save(exchanged, value, add, add)
+        return total
 
 
 def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -206,7 +211,8 @@ def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
 
 def _gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the ranks' dim 1. With one sequence the result is the receive buffer itself."""
-    parts_GBtD = gather_ranks(x_BtD, group).unflatten(0, (group.size(), x_BtD.shape[0]))
+    parts_GBtD: Tensor = gather_ranks(x_BtD, group)
+    parts_GBtD = parts_GBtD.unflatten(0, (group.size(), x_BtD.shape[0]))
     return parts_GBtD.transpose(0, 1).flatten(1, 2)
 
 

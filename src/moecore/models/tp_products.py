@@ -239,7 +239,8 @@ class _SlicedProducts(NamedTuple):
             slices = [x_BTN[b].chunk(G) for x_BTN in xs_BTN]
             self.exchange.send(partial(_add_products, slices, weights_ND), parts_BTD[b], self.group)
         # torch adds 16-bit numbers in fp32.
-        return parts_BTD.unflatten(1, (G, T // G)).sum(1)
+        y_BtD: Tensor = parts_BTD.unflatten(1, (G, T // G)).sum(1)
+        return y_BtD
 
     def weight_grad(self, number: int, dy: Tensor, x: Tensor) -> Tensor | None:
         """Return dy^T @ x over all tokens; None where the weight's sink has deferred it."""

@@ -57,7 +57,9 @@ class DocumentCost(CheckedRecord):
         """Return what each document costs each of its cp ranks, float64 [N]."""
         length = lengths_N.astype(np.float64)
         exchange = self.exchange * length * (cp - 1)
-        return (self.linear * length + np.maximum(self.quadratic * length**2, exchange)) / cp
+        compute = self.linear * length + np.maximum(self.quadratic * length**2, exchange)
+        costs: Costs = compute / cp
+        return costs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,7 +109,9 @@ class Documents:
     def _work_below(self, time: float) -> Costs:
         """Return the least work of each document that costs each of its ranks at most a time."""
         ranks_1 = np.array(self.cps)[:, None]
-        return np.where(self._rank_costs <= time, self._rank_costs * ranks_1, np.inf).min(axis=0)
+        costs = np.where(self._rank_costs <= time, self._rank_costs * ranks_1, np.inf)
+        min_costs: Costs = costs.min(axis=0)
+        return min_costs
 
     def sums(self, indices: list[int]) -> tuple[float, int]:
         """Return the work and the tokens of some documents."""

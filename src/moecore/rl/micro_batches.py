@@ -148,7 +148,7 @@ def rollout_row(
     ids_T[read_T >= 0] = tokens_N[read_T[read_T >= 0]]
     batch["input_ids"] = ids_T[None]
     for name in ("input_ids", "position_ids", "padding_mask"):
-        batch[name] = batch[name].to(device)  # type: ignore[literal-required]
+        batch[name] = batch[name].to(device)
     return RolloutRow(
         rollouts=_on_device(selection, device),
         places_N=rollouts.places(sequences).to(device),

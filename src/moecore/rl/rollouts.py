@@ -239,7 +239,7 @@ def group_advantages(
     rewards_n = rewards_n.double()
     zeros_g = rewards_n.new_zeros(len(counts_g))
     mean_g = zeros_g.index_add(0, group_n, rewards_n) / counts_g
-    centered_n = rewards_n - mean_g[group_n]
+    centered_n: Tensor = rewards_n - mean_g[group_n]
     if scale_rewards:
         squares_g = zeros_g.index_add(0, group_n, centered_n**2)
         deviation_g = (squares_g / (counts_g - 1).clamp(min=1)).sqrt()

@@ -74,7 +74,7 @@ class MegatronDocuments:
                 f"{self._prefix}.idx ({self._index.size} bytes) must have {end} for {sequences} "
                 f"sequences and {borders - 1} documents: copy it again"
             )
-        self._count = borders - 1
+        self._count: int = borders - 1
         digest = hashlib.blake2b(header, digest_size=8)
         self._check_borders(sequences, borders, digest)
         self._check_sequences(sequences, digest)

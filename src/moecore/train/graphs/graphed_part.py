@@ -321,7 +321,7 @@ def _capture(
     trained = [x for x in outputs if x.requires_grad]
     pair = partial(_GraphPair, slot=slot, forward=forward, inputs=inputs, form=form)
     if not trained:
-        return pair(outputs=outputs, held=saved_tensors)
+        return pair(outputs=outputs, memory_owners=saved_tensors)
     output_grads = memory.grads_of(trained)
     backward, grads = _record(partial(_gradients, trained, sources, output_grads), memory, slot)
     # Operations may also save tensors without autograd, for as long as their nodes live.
@@ -330,7 +330,7 @@ def _capture(
         outputs=outputs,
         output_grads=output_grads,
         grads=list(grads),
-        held=(saved_tensors, sources),
+        memory_owners=(saved_tensors, sources),
     )
 
 
