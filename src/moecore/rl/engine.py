@@ -170,7 +170,7 @@ class Engine:
                 have other ones.
         """
         arguments = locals()
-        with self._raise_together("log_probs() of rollouts"):
+        with self._raise_on_all_ranks("log_probs() of rollouts"):
             check_arguments(Engine.log_probs, arguments)
             if routes and rollouts.routes_NLK is not None:
                 raise ValueError(
@@ -185,7 +185,7 @@ class Engine:
             ValueError: for a model without adapters and reference; as `log_probs`.
         """
         arguments = locals()
-        with self._raise_together("reference_log_probs() of rollouts"):
+        with self._raise_on_all_ranks("reference_log_probs() of rollouts"):
             check_arguments(Engine.reference_log_probs, arguments)
         rollouts = rollouts.replace(routes_NLK=None, route_weights_NLK=None)
         if self._reference is not None:
@@ -214,7 +214,7 @@ class Engine:
                 under torch.no_grad().
         """
         arguments = locals()
-        with self._raise_together("forward_backward() of rollouts"):
+        with self._raise_on_all_ranks("forward_backward() of rollouts"):
             check_arguments(Engine.forward_backward, arguments)
             check_grad_mode("forward_backward()")
         with publish_errors("forward_backward() of rollouts"), self._computing(self.model):
@@ -268,7 +268,7 @@ class Engine:
             return self._of_stages(scores)
 
     @contextmanager
-    def _raise_together(self, action: str) -> Iterator[None]:
+    def _raise_on_all_ranks(self, action: str) -> Iterator[None]:
         """Return a context whose ValueErrors are errors of all ranks, which wait in `_rows`."""
         problem = None
         try:
@@ -303,7 +303,7 @@ class Engine:
         routes: bool = False,
     ) -> tuple[list[RolloutRow], Totals]:
         """Return this rank's micro-batches, and the numbers of the global batch. Collective."""
-        with self._raise_together("rollouts"):
+        with self._raise_on_all_ranks("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:
                     raise ValueError(

@@ -19,7 +19,7 @@ from moecore.base.options.memory import GEMM_LAST, MemoryOptions, Recomputed
 from moecore.base.regions import recompute_products
 from moecore.moe.backends import separate_computation
 from moecore.moe.layer import RoutedLayer
-from moecore.train.memory.offload import Offload, call_within, wrap
+from moecore.train.memory.offload import Offload, call_in_context, wrap
 from moecore.train.memory.parts import BlockPart, PartUse, find_parts, use_of
 from moecore.train.memory.recompute import recompute, sharing_outputs
 from moecore.train.memory.stash import Stash
@@ -106,7 +106,7 @@ def _apply_recompute(
             used_parts |= use.parts
             if use.parts and part.module not in compiled:
                 _recompute(part, use)
-        wrap(block, call_within, sharing_outputs)
+        wrap(block, call_in_context, sharing_outputs)
     if recompute_parts.issuperset(GEMM_LAST):  # a block need not have all three
         recompute_parts.difference_update(GEMM_LAST)
     unused = [part for part in options.parts if part in recompute_parts - used_parts]
@@ -148,7 +148,7 @@ def _recompute(part: BlockPart, use: PartUse) -> None:
         wrap(module, _checkpointed)
         return
     for child in use.products:
-        wrap(module.get_submodule(child), call_within, recompute_products)
+        wrap(module.get_submodule(child), call_in_context, recompute_products)
     wrap(module, _as_region, name, kind != "norm")
 
 

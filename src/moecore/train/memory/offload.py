@@ -89,10 +89,12 @@ class Offload(SavedStorages):
             for module in block.modules():
                 name = part_of(module)
                 if module is not block and name is not None:
-                    self._unwrap.append(wrap(module, call_within, partial(self.part, name, module)))
+                    self._unwrap.append(
+                        wrap(module, call_in_context, partial(self.part, name, module))
+                    )
             rest = None if part_of(block) is None else block
             around = partial(self.layer, index, len(blocks), rest, fraction)
-            self._unwrap.append(wrap(block, call_within, around))
+            self._unwrap.append(wrap(block, call_in_context, around))
 
     def detach(self) -> None:
         """Unwrap the forwards that `attach` has wrapped; host memory stays reserved."""
@@ -248,7 +250,7 @@ def wrap(module: nn.Module, function: Callable[..., Any], *bound_args: Any) -> C
     return partial(_restore_forward, module, instance_forward)
 
 
-def call_within(
+def call_in_context(
     forward: Callable[..., Any],
     context: Callable[[], AbstractContextManager[Any]],
     args: Any,
