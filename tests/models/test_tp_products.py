@@ -25,7 +25,7 @@ from moecore.base.torch_private import storage_key
 from moecore.kernels.experts.contract import SINK, GradTarget
 from moecore.kernels.linear import PlainProducts
 from moecore.models.tensor_parallel import TensorParallel
-from moecore.models.tp_products import column_products, find_exchange, row_product, why_not
+from moecore.models.tp_products import column_products, exchange_problem, find_exchange, row_product
 from moecore.precision.apply import linear_products
 from moecore.precision.plain import Linear, set_products
 from moecore.train.memory.recompute import recompute, sharing_outputs
@@ -287,9 +287,9 @@ def test_a_forward_saves_what_it_saves_in_turn(results: dict[str, Any]) -> None:
 def test_which_products_can_be_part_of_an_exchange() -> None:
     x = torch.ones(1, 4, 32)
     with torch.autocast("cpu"):
-        assert why_not(Linear(32, 32), x) is not None
-    assert why_not(Linear(32, 32), x) is None
-    assert why_not(nn.Linear(32, 32, bias=False), x) is None
+        assert exchange_problem(Linear(32, 32), x) is not None
+    assert exchange_problem(Linear(32, 32), x) is None
+    assert exchange_problem(nn.Linear(32, 32, bias=False), x) is None
     changed = [Linear(32, 32) for _ in range(4)]
     changed[0].register_forward_hook(lambda *_: None)
     changed[1].forward = changed[0].forward  # type: ignore[method-assign]
@@ -297,7 +297,7 @@ def test_which_products_can_be_part_of_an_exchange() -> None:
     set_products(changed[3], linear_products(Recipe()))
     subclass = type("LoraLinear", (Linear,), {"forward": lambda self, x: x})
     for linear in (*changed, nn.Linear(32, 32), subclass(32, 32)):
-        assert why_not(linear, x) is not None, linear
+        assert exchange_problem(linear, x) is not None, linear
 
 
 def test_when_exchanges_stay_in_turn() -> None:

@@ -158,7 +158,7 @@ def find_exchange(
         return None
     if not is_long(num_tokens * dim * x.element_size()):
         return None
-    if any(why_not(linear, x) is not None for linear in linears):
+    if any(exchange_problem(linear, x) is not None for linear in linears):
         return None
     return exchange_of(tp, x)
 
@@ -180,8 +180,8 @@ def exchange_of(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
     return SYMMETRIC_MEMORY
 
 
-def why_not(linear: nn.Linear, x: Tensor) -> str | None:
-    """Return why a linear's product cannot be part of an exchange, or None."""
+def exchange_problem(linear: nn.Linear, x: Tensor) -> str | None:
+    """Return the reason for which a product cannot overlap an exchange, or None."""
     forward = type(linear).forward
     is_plain = forward in PLAIN_FORWARDS
     if isinstance(linear, ProductLinear):
