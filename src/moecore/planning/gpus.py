@@ -174,7 +174,7 @@ def gpu_of(gpu: GpuName | Gpu) -> Gpu:
 def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str) -> bytes:
     """Return the bytes of a user's file; errors begin with the name and end with the fix."""
     try:
-        return read_regular(Path(path), follow=True, most=max_bytes)
+        return read_regular(Path(path), follow=True, max_bytes=max_bytes)
     except (OSError, ValueError):
         raise ValueError(f"{name} must be a file of at most {max_bytes} bytes: {fix}") from None
 

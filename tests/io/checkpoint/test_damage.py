@@ -21,7 +21,7 @@ from moecore.io import latest, load, read_manifest, save, set_latest, verify
 from moecore.io.checkpoint.directory import POINTER
 from moecore.io.checkpoint.manifest import MANIFEST, ManifestChunk, check_grid
 from moecore.io.checkpoint.meter import Meter
-from moecore.io.checkpoint.shard_file import check_file, layout_of
+from moecore.io.checkpoint.shard_file import file_problem, layout_of
 from tests.io.checkpoint.fuzz import build, fuzz, in_two_files, same, tensors_of, write_signed
 
 FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"
@@ -196,8 +196,8 @@ def test_every_byte_of_a_shard(root: Path, name: str) -> None:
         spoiled = bytearray(data)
         spoiled[position] ^= 1 << position % 8
         file.write_bytes(spoiled)
-        full = check_file(file, layout, stored, full=True, meter=Meter())
-        sizes = check_file(file, layout, stored, full=False, meter=Meter())
+        full = file_problem(file, layout, stored, full=True, meter=Meter())
+        sizes = file_problem(file, layout, stored, full=False, meter=Meter())
         if position < len(layout.header):
             assert full == sizes == "has a header that is not the manifest's"
         else:

@@ -122,8 +122,8 @@ def test_error_surfaces(
     with monkeypatch.context() as patch:
         patch.setattr(storage, "publish", _no_space)
         saver.save(2, {"step": 2}, wait=False)
-        assert saver._running is not None
-        saver._running.exception()  # wait, as a training step would
+        assert saver._future is not None
+        saver._future.exception()  # wait, as a training step would
     with pytest.raises(OSError, match=r"rank 0 could not write it: OSError.28, 'No space"):
         if found_by == "check":
             saver.check()
@@ -155,8 +155,8 @@ def test_a_rank_that_ends_is_an_error_of_the_save(
     saver = Saver(tmp_path, *build(1.0))
     monkeypatch.setattr(store.dcp, "save", lost)
     saver.save(1, wait=False)
-    assert saver._running is not None
-    saver._running.exception()
+    assert saver._future is not None
+    saver._future.exception()
     if found_by == "close":
         monkeypatch.setattr(dist, "all_gather_object", lost)
     message = r"could not write it together, one may have ended: Connection closed by peer \S+$"
@@ -245,8 +245,8 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     if rank == 1:
         os.write = _no_space  # type: ignore[assignment]
     saver.save(2, {"step": 2}, wait=False)
-    assert saver._running is not None
-    saver._running.exception()
+    assert saver._future is not None
+    saver._future.exception()
     os.write = write
     if rank == 0:  # told here, and not yet on rank 1: the next save tells both
         results["check"] = message_of(saver.check)

@@ -33,7 +33,7 @@ from moecore.io.checkpoint.state import (
     state_like,
 )
 
-SHOWN, MOST_OF_ONE = 10, 400  # differences in one error, and characters of each
+MAX_LINES, MAX_CHARS = 10, 400  # differences in one error, and characters of each
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Comparison:
 def compare(
     manifest: Manifest,
     view: ModelView,
-    whole: StagePart,
+    union: StagePart,
     optimizer: Optimizers | None,
     scheduler: Schedulers | None,
     *,
@@ -69,13 +69,13 @@ def compare(
             f"{', '.join(missing)}: save without config=, and keep other facts in extra"
         )
     fit.left_out += [  # first, because it explains tensors that differ
-        f"config.{d.name} ({d.ours}) must be {d.theirs} as in the checkpoint"
+        f"config.{d.name} ({d.value}) must be {d.reference} as in the checkpoint"
         for d in saved_differences(view.config, manifest.facts.config)
     ]
-    _compare_model(fit, view, whole, below("model.", manifest), cast=cast)
+    _compare_model(fit, view, union, below("model.", manifest), cast=cast)
     fit.optimizers = listed_optimizers(optimizer, view)
     if fit.optimizers:
-        _compare_optimizers(fit, view, whole, manifest, cast=cast)
+        _compare_optimizers(fit, view, union, manifest, cast=cast)
     schedule = one_scheduler(scheduler, fit.optimizers)
     if schedule is not None:
         _compare_scheduler(fit, schedule, manifest)
@@ -84,22 +84,22 @@ def compare(
 
 def check_fit(fit: Comparison, path: Path, *, strict: bool) -> None:
     """Raise one ValueError with all differences that matter."""
-    found = fit.refused + (fit.left_out if strict else [])
-    if found:
+    problems = fit.refused + (fit.left_out if strict else [])
+    if problems:
         advice = "build them as when it was saved"
         if strict and not fit.refused:
             advice += ", or load what fits with strict=False"
         raise ValueError(
-            f"path ({path}) must fit the model, optimizer and scheduler, but {summary(found)}: "
+            f"path ({path}) must fit the model, optimizer and scheduler, but {summary(problems)}: "
             f"{advice}"
         )
 
 
 def summary(differences: list[str]) -> str:
     """Return how many there are, and the first of them."""
-    more = len(differences) - SHOWN
-    tail = f"; and {more} more" if more > 0 else ""
-    first = "; ".join(bounded_line(one, MOST_OF_ONE) for one in differences[:SHOWN])
+    remaining = len(differences) - MAX_LINES
+    tail = f"; and {remaining} more" if remaining > 0 else ""
+    first = "; ".join(bounded_line(line, MAX_CHARS) for line in differences[:MAX_LINES])
     return f"{len(differences)} differ: {first}{tail}"
 
 
@@ -128,8 +128,8 @@ def optimizer_target(
 
 def amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
     """Return saved histories of this rank's modules to load into, of any number of steps."""
-    stored = below("amax.", manifest)
-    shapes = {name: stored[name] for name in amax_names(model) if name in stored}
+    tensors = below("amax.", manifest)
+    shapes = {name: tensors[name] for name in amax_names(model) if name in tensors}
     return {
         name: torch.empty(tensor.shape)
         for name, tensor in shapes.items()
@@ -139,10 +139,10 @@ def amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
 
 def rng_target(manifest: Manifest) -> dict[str, Tensor]:
     """Return this rank's generator states to load into, as far as they were saved and fit."""
-    mine = rng_tensors()
+    states = rng_tensors()
     return {
         name: tensor
-        for name, tensor in mine.items()
+        for name, tensor in states.items()
         if name in manifest.tensors
         and manifest.tensors[name].shape == tuple(tensor.shape)
         and manifest.tensors[name].dtype == tensor.dtype
@@ -152,54 +152,54 @@ def rng_target(manifest: Manifest) -> dict[str, Tensor]:
 def _compare_model(
     fit: Comparison,
     view: ModelView,
-    whole: StagePart,
-    stored: dict[str, StoredTensor],
+    union: StagePart,
+    stored_tensors: dict[str, StoredTensor],
     *,
     cast: bool,
 ) -> None:
-    for name, tensor in sorted(view.stored.items()):
-        if name not in stored:
+    for name, tensor in sorted(view.stored_views.items()):
+        if name not in stored_tensors:
             fit.left_out.append(f"{name} of the model is not in the checkpoint")
             continue
-        found, wanted = stored[name], tuple(tensor.shape)
-        if found.shape != wanted:
-            fit.left_out.append(f"{name} {found.shape} must be {wanted} as in the model")
-        elif found.dtype != tensor.dtype and not cast:
+        entry, shape = stored_tensors[name], tuple(tensor.shape)
+        if entry.shape != shape:
+            fit.left_out.append(f"{name} {entry.shape} must be {shape} as in the model")
+        elif entry.dtype != tensor.dtype and not cast:
             fit.refused.append(
-                f"{name} {found.dtype} must be {tensor.dtype} as in the model, or use cast=True"
+                f"{name} {entry.dtype} must be {tensor.dtype} as in the model, or use cast=True"
             )
         else:
             fit.model.add(name)
-    for name in sorted(stored.keys() - whole.names):
+    for name in sorted(stored_tensors.keys() - union.names):
         fit.left_out.append(f"{name} of the checkpoint is not in the model")
 
 
 def _compare_optimizers(
-    fit: Comparison, view: ModelView, whole: StagePart, manifest: Manifest, *, cast: bool
+    fit: Comparison, view: ModelView, union: StagePart, manifest: Manifest, *, cast: bool
 ) -> None:
-    groups, before = manifest.facts.optimizer, manifest.facts.optimizer_class
-    if groups is None or before is None:
+    groups, saved_class = manifest.facts.optimizer, manifest.facts.optimizer_class
+    if groups is None or saved_class is None:
         fit.left_out.append("optimizer state is not in the checkpoint")
         return
-    now, present = optimizer_class(fit.optimizers), all_groups(fit.optimizers)
-    if len(present) != len(whole.groups):
+    current_class, present = optimizer_class(fit.optimizers), all_groups(fit.optimizers)
+    if len(present) != len(union.groups):
         fit.refused.append(
             f"optimizer.param_groups ({len(present)}) must be as many on every pipeline stage "
-            f"({len(whole.groups)})"
+            f"({len(union.groups)})"
         )
         return
-    named = [{**group, "params": names} for group, names in zip(present, whole.groups, strict=True)]
-    mine, saved = _owners(now, named), _owners(before, groups)
-    both = [name for name in mine if name in saved and saved[name][0] == mine[name][0]]
-    options = {name: option_problems(mine[name][1], saved[name][1]) for name in both}
-    if now != before:
-        problems = [f"optimizer ({now}) is a {before} in the checkpoint"]
+    named = [{**group, "params": names} for group, names in zip(present, union.groups, strict=True)]
+    owners, saved_owners = _owners(current_class, named), _owners(saved_class, groups)
+    common = [n for n in owners if n in saved_owners and saved_owners[n][0] == owners[n][0]]
+    options = {name: option_problems(owners[name][1], saved_owners[name][1]) for name in common}
+    if current_class != saved_class:
+        problems = [f"optimizer ({current_class}) is a {saved_class} in the checkpoint"]
     else:
         problems = group_problems(named, groups)
     problems += dict.fromkeys(itertools.chain(*options.values()))
     fit.left_out += problems
     fit.groups = not problems
-    kinds = set(group_classes(now, len(named)))
+    kinds = set(group_classes(current_class, len(named)))
     weights = below("model.", manifest)
     steps = {
         view.name_of(p): o for o in fit.optimizers for g in o.param_groups for p in g["params"]
@@ -207,34 +207,34 @@ def _compare_optimizers(
     slots: dict[str, dict[str, StoredTensor]] = {}
     for key, tensor in below("optimizer.", manifest).items():
         slots.setdefault(key.partition(".")[2], {})[key] = tensor
-    for name, stored in sorted(slots.items()):
-        kind = saved[name][0] if name in saved else None
+    for name, stored_slots in sorted(slots.items()):
+        kind = saved_owners[name][0] if name in saved_owners else None
         # All slots of a parameter or none: an optimizer cannot step with some of them.
         if kind is not None and kind not in kinds:
             pass  # reported above, once for all parameters
-        elif name not in mine:
+        elif name not in owners:
             fit.left_out.append(f"optimizer state of {name} is of no parameter of the optimizer")
-        elif name in whole.names and name not in view.stored:
+        elif name in union.names and name not in view.stored_views:
             pass  # of another stage
         elif name not in fit.model:
             fit.left_out.append(f"optimizer state of {name} belongs to a tensor that differs")
-        elif options.get(name) or kind not in (None, mine[name][0]):
+        elif options.get(name) or kind not in (None, owners[name][0]):
             pass  # likewise
-        elif wrong := _wrong_shape(steps[name], view, name, stored):
+        elif wrong := _shape_problem(steps[name], view, name, stored_slots):
             fit.left_out.append(f"optimizer state {wrong} or a scalar")
         else:
-            _take_slots(fit, stored, weights[name], view.stored[name].dtype, cast=cast)
+            _take_slots(fit, stored_slots, weights[name], view.stored_views[name].dtype, cast=cast)
 
 
-def _wrong_shape(
-    optimizer: Optimizer, view: ModelView, name: str, stored: dict[str, StoredTensor]
+def _shape_problem(
+    optimizer: Optimizer, view: ModelView, name: str, stored_slots: dict[str, StoredTensor]
 ) -> str | None:
     """Return which stored state of a parameter is no scalar and has a shape that does not fit."""
-    for key, found in stored.items():
+    for key, tensor in stored_slots.items():
         like = state_like(optimizer, view.tensors[name], key.partition(".")[0])
         shape = tuple(view.view(name, like).shape)
-        if found.shape not in ((), shape):
-            return f"{key} {found.shape} must be {shape}"
+        if tensor.shape not in ((), shape):
+            return f"{key} {tensor.shape} must be {shape}"
     return None
 
 
@@ -249,18 +249,18 @@ def _owners(classes: str, groups: list[dict[str, Any]]) -> dict[str, tuple[str, 
 
 def _take_slots(
     fit: Comparison,
-    stored: dict[str, StoredTensor],
+    stored_slots: dict[str, StoredTensor],
     weight: StoredTensor,
     dtype: torch.dtype,
     *,
     cast: bool,
 ) -> None:
-    for key, found in stored.items():
-        if not found.shape:
-            fit.scalars[key] = found.dtype
+    for key, tensor in stored_slots.items():
+        if not tensor.shape:
+            fit.scalars[key] = tensor.dtype
         else:
             # State that had its parameter's dtype keeps doing so, as in torch's own loading.
-            fit.matrices[key] = dtype if cast and weight.dtype == found.dtype else found.dtype
+            fit.matrices[key] = dtype if cast and weight.dtype == tensor.dtype else tensor.dtype
 
 
 def _compare_scheduler(fit: Comparison, scheduler: Scheduler, manifest: Manifest) -> None:

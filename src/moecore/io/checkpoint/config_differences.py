@@ -52,7 +52,7 @@ ROPE = (THETA, "partial_rotary_factor", "rope_scaling", "rope_parameters")
 ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": True}
 # None is computed from others, and shapes differ with it.
 DERIVED = ("head_dim", "num_key_value_heads")
-_REQUIRED = frozenset(field.name for field in fields(DecoderConfig) if field.default is MISSING)
+_NO_DEFAULT = frozenset(field.name for field in fields(DecoderConfig) if field.default is MISSING)
 Config = DecoderConfig | dict[str, Any]
 
 
@@ -61,21 +61,21 @@ class Difference:
     """One field in which two configs differ: its path (moe.top_k), and both values as text."""
 
     name: str
-    ours: str
-    theirs: str
+    value: str
+    reference: str
 
 
 def differences(
-    ours: DecoderConfig,
-    theirs: DecoderConfig | Mapping[str, Any] | None,
+    config: DecoderConfig,
+    reference: DecoderConfig | Mapping[str, Any] | None,
     *,
-    skipped: Collection[str] = TRAINING,
+    skipped_fields: Collection[str] = TRAINING,
 ) -> list[Difference]:
-    """Return the fields that differ; none where `theirs` describes no native decoder."""
-    values = asdict(theirs) if isinstance(theirs, DecoderConfig) else theirs
-    if values is None or not values.keys() >= _REQUIRED:
+    """Return the fields that differ; none where `reference` describes no native decoder."""
+    values = asdict(reference) if isinstance(reference, DecoderConfig) else reference
+    if values is None or not values.keys() >= _NO_DEFAULT:
         return []
-    return list(_differing(ours, values, "", skipped))
+    return list(_differing(config, values, "", skipped_fields))
 
 
 def training_only(moe: MoEConfig | None) -> frozenset[str]:
@@ -84,33 +84,34 @@ def training_only(moe: MoEConfig | None) -> frozenset[str]:
     return TRAINING - {"moe.capacity"} if drops else TRAINING
 
 
-def moe_differences(ours: MoEConfig, theirs: MoEConfig) -> list[Difference]:
+def moe_differences(config: MoEConfig, reference: MoEConfig) -> list[Difference]:
     """Return the fields in which a layer computes differently in eval; see `TRAINING`."""
-    return list(_differing(ours, asdict(theirs), "moe.", training_only(ours)))
+    return list(_differing(config, asdict(reference), "moe.", training_only(config)))
 
 
-def hf_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
+def hf_differences(config: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:
     """Return the fields in which two transformers configs (what `to_dict` gives) differ."""
-    kinds = [values.get("model_type") for values in (ours, theirs)]
+    kinds = [values.get("model_type") for values in (config, reference)]
     if kinds[0] != kinds[1]:  # then other fields mean other things
-        return [Difference("model_type", *map(_shown, kinds))]
-    return list(_differing_hf(ours, theirs, ""))
+        return [Difference("model_type", *map(_value_text, kinds))]
+    return list(_differing_hf(config, reference, ""))
 
 
-def saved_differences(ours: Config | None, saved: Mapping[str, Any] | None) -> list[Difference]:
+def saved_differences(config: Config | None, values: Mapping[str, Any] | None) -> list[Difference]:
     """Return how a model's config (`own_config`) differs from a saved one of its kind, or []."""
-    if ours is None or saved is None or missing_fields(ours, saved):
+    if config is None or values is None or missing_fields(config, values):
         return []
-    return (
-        differences(ours, saved) if isinstance(ours, DecoderConfig) else hf_differences(ours, saved)
-    )
+    if isinstance(config, DecoderConfig):
+        return differences(config, values)
+    return hf_differences(config, values)
 
 
-def missing_fields(ours: Config | None, saved: Mapping[str, Any] | None) -> list[str]:
+def missing_fields(config: Config | None, values: Mapping[str, Any] | None) -> list[str]:
     """Return the fields without which a saved config cannot be compared with a model's config."""
-    if ours is None or saved is None:
+    if config is None or values is None:
         return []
-    return sorted((_REQUIRED if isinstance(ours, DecoderConfig) else {"model_type"}) - saved.keys())
+    names = _NO_DEFAULT if isinstance(config, DecoderConfig) else {"model_type"}
+    return sorted(names - values.keys())
 
 
 def config_values(config: object) -> dict[str, Any]:
@@ -155,10 +156,10 @@ def _json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def own_config(model: nn.Module) -> Config | None:
     """Return the config of the one native decoder or transformers model in a model, or None."""
-    found = {id(part): part for part in _configured(model)}
-    if len(found) != 1:
+    modules = {id(part): part for part in _configured(model)}
+    if len(modules) != 1:
         return None
-    config: Any = next(iter(found.values())).config
+    config: Any = next(iter(modules.values())).config
     return config if isinstance(config, DecoderConfig) else _json_fields(config.to_dict())
 
 
@@ -179,27 +180,27 @@ def _json(value: Any) -> str | None:
 
 
 def _differing_hf(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str
+    config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
     # Only fields that both have. An unknown one is compared, too: a needless refusal names the
     # field, while a difference that nobody compared would change results silently.
-    mine, other = _comparable(ours), _comparable(theirs)
-    for name in sorted(mine.keys() & other.keys()):
-        a, b = mine[name], other[name]
+    values, other = _comparable(config), _comparable(reference)
+    for name in sorted(values.keys() & other.keys()):
+        a, b = values[name], other[name]
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from _differing_hf(a, b, f"{prefix}{name}.")
         elif _plain(a) != _plain(b):
-            yield Difference(prefix + name, _shown(a), _shown(b))
-    yield from _differing_rope(ours, theirs, prefix)
+            yield Difference(prefix + name, _value_text(a), _value_text(b))
+    yield from _differing_rope(config, reference, prefix)
 
 
 def _differing_rope(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str
+    config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
     # There are two spellings, and not every release writes the defaults out.
-    mine, other = _rope(ours), _rope(theirs)
-    for where in sorted(mine.keys() & other.keys()):
-        a, b = mine[where], other[where]
+    options, other = _rope(config), _rope(reference)
+    for location in sorted(options.keys() & other.keys()):
+        a, b = options[location], other[location]
         names = a.keys() | b.keys()
         if a["rope_type"] != b["rope_type"]:  # then the others mean other things
             names = {"rope_type", THETA}
@@ -207,13 +208,13 @@ def _differing_rope(
             # None is off; but a theta or a length that is not named has a default.
             is_named = name not in (THETA, LENGTH) or None not in (a.get(name), b.get(name))
             if is_named and _plain(a.get(name)) != _plain(b.get(name)):
-                path = prefix + (name if name == LENGTH else where + name)
-                yield Difference(path, _shown(a.get(name)), _shown(b.get(name)))
+                path = prefix + (name if name == LENGTH else location + name)
+                yield Difference(path, _value_text(a.get(name)), _value_text(b.get(name)))
 
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that count, under one name each, but for rotary options."""
-    found = {
+    result = {
         name: value
         for name, value in values.items()
         if name not in BOOKKEEPING
@@ -222,65 +223,67 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
         and not name.endswith("drop")
         and not (value is None and name in DERIVED)
     }
-    local = found.pop("num_local_experts", None)  # transformers >= 5 writes one name for all
-    if found.get("num_experts") is None and local is not None:
-        found["num_experts"] = local
+    local = result.pop("num_local_experts", None)  # transformers >= 5 writes one name for all
+    if result.get("num_experts") is None and local is not None:
+        result["num_experts"] = local
     if values.get("use_sliding_window") is False:  # then its length is not read
-        found = {n: v for n, v in found.items() if n not in ("sliding_window", "max_window_layers")}
-    return found
+        for name in ("sliding_window", "max_window_layers"):
+            result.pop(name, None)
+    return result
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return where rotary options are (per kind of layer) -> those that are on; {} without any."""
     if all(values.get(name) is None for name in ROPE):
         return {}
-    given: dict[str, Any] = {}
+    rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        given |= values[name] if isinstance(values.get(name), Mapping) else {}
-    kinds = {kind: options for kind, options in given.items() if isinstance(options, Mapping)}
+        rope |= values[name] if isinstance(values.get(name), Mapping) else {}
+    kinds = {kind: options for kind, options in rope.items() if isinstance(options, Mapping)}
     if not kinds:
-        return {"rope_parameters.": _rope_options(given, values)}
+        return {"rope_parameters.": _rope_options(rope, values)}
     return {f"rope_parameters.{k}.": _rope_options(o, values) for k, o in kinds.items()}
 
 
 def _rope_options(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: values.get(name) for name in (THETA, "partial_rotary_factor")}
-    found |= {name: value for name, value in options.items() if value is not None}
-    old = found.pop("type", None)
-    kind = found["rope_type"] = found.get("rope_type") or old or "default"
+    result = {name: values.get(name) for name in (THETA, "partial_rotary_factor")}
+    result |= {name: value for name, value in options.items() if value is not None}
+    old = result.pop("type", None)
+    kind = result["rope_type"] = result.get("rope_type") or old or "default"
     if kind == "default":  # reads nothing else
-        found = {name: found[name] for name in (THETA, "partial_rotary_factor", "rope_type")}
+        result = {name: result[name] for name in (THETA, "partial_rotary_factor", "rope_type")}
     else:
-        found.setdefault(f"original_{LENGTH}", values.get(LENGTH))
-        if kind == "dynamic" or found.get("factor") is None:
-            found[LENGTH] = values.get(LENGTH)
-    found |= {n: value for n, value in ROPE_DEFAULTS.items() if found.get(n) is None}
-    return {name: value for name, value in found.items() if value is not None}
+        result.setdefault(f"original_{LENGTH}", values.get(LENGTH))
+        if kind == "dynamic" or result.get("factor") is None:
+            result[LENGTH] = values.get(LENGTH)
+    result |= {n: value for n, value in ROPE_DEFAULTS.items() if result.get(n) is None}
+    return {name: value for name, value in result.items() if value is not None}
 
 
 def _differing(
-    ours: Any, theirs: Mapping[str, Any], prefix: str, skipped: Collection[str]
+    config: Any, reference: Mapping[str, Any], prefix: str, skipped_fields: Collection[str]
 ) -> Iterator[Difference]:
-    for field in fields(ours):
+    for field in fields(config):
         name = prefix + field.name
-        mine, other = getattr(ours, field.name), theirs.get(field.name, field.default)
-        if name in skipped or other is MISSING:
+        value, other = getattr(config, field.name), reference.get(field.name, field.default)
+        if name in skipped_fields or other is MISSING:
             continue
         if name in READ_WITH:
             by, values = READ_WITH[name]
-            if getattr(ours, by) not in values:
+            if getattr(config, by) not in values:
                 continue
         if name == "moe.normalize_weights":  # None follows K, which is compared itself
-            mine, other = ours.normalizes, ours.choices_per_token > 1 if other is None else other
-        if is_dataclass(mine) and isinstance(other, Mapping):
-            yield from _differing(mine, other, f"{name}.", skipped)
-        elif _plain(mine) != _plain(other):
-            yield Difference(name, _shown(mine), _shown(other))
+            value = config.normalizes
+            other = config.choices_per_token > 1 if other is None else other
+        if is_dataclass(value) and isinstance(other, Mapping):
+            yield from _differing(value, other, f"{name}.", skipped_fields)
+        elif _plain(value) != _plain(other):
+            yield Difference(name, _value_text(value), _value_text(other))
 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "given" if is_dataclass(value) or isinstance(value, Mapping) else f"{value!r:.80}"

@@ -67,16 +67,16 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     named = _pointed(root) or _pointed(root)  # again: a save may have replaced and pruned it
     if named is not None:
         return named
-    whole = whole_directories(root)
-    lost = _read_pointer(root)
-    if lost is not None and whole:
+    directories = whole_directories(root)
+    pointer = _read_pointer(root)
+    if pointer is not None and directories:
         logger.warning(
             "%s names %s, which is gone: taking %s, the highest step that is there",
             root / POINTER,
-            lost[0],
-            whole[-1].name,
+            pointer[0],
+            directories[-1].name,
         )
-    return whole[-1] if whole else None
+    return directories[-1] if directories else None
 
 
 def set_latest(path: str | os.PathLike[str]) -> None:
@@ -90,11 +90,11 @@ def set_latest(path: str | os.PathLike[str]) -> None:
     """
     check_arguments(set_latest, locals())
     path = Path(path)
-    if _step_of(path) is None or not is_whole(path):
+    if _step_of(path) is None or not is_complete(path):
         raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
     with locked(path.parent):
         pointer = _new_pointer(
-            path.parent, path.name, read_regular(path / MANIFEST, most=MAX_TABLE)
+            path.parent, path.name, read_regular(path / MANIFEST, max_bytes=MAX_TABLE)
         )
         pointer.replace(path.parent / POINTER)
         sync(path.parent)
@@ -150,9 +150,9 @@ def prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
         return []
     # Later steps are of a run that was rolled back: they go first.
     last = _step_of(newest) or 0
-    others = [path for path in whole_directories(Path(root)) if path != newest]
-    order = [path for path in others if (_step_of(path) or 0) > last]
-    order += [path for path in others if (_step_of(path) or 0) <= last]
+    candidates = [path for path in whole_directories(Path(root)) if path != newest]
+    order = [path for path in candidates if (_step_of(path) or 0) > last]
+    order += [path for path in candidates if (_step_of(path) or 0) <= last]
     num_old = max(0, len(order) - (keep - 1))
     # A checkpoint that stays may be a symlink to an older one, whose files it needs.
     targets = [path.resolve() for path in (newest, *order[num_old:])]
@@ -170,7 +170,7 @@ def is_published(root: Path, step: int) -> bool:
     except (OSError, ValueError):
         return False
     final = directory_of(root, step)
-    return named is not None and named[0] == final.name and is_whole(final)
+    return named is not None and named[0] == final.name and is_complete(final)
 
 
 def check_unused(root: Path) -> None:
@@ -191,11 +191,11 @@ def whole_directories(root: Path) -> list[Path]:
     """
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if _step_of(path) is not None and is_whole(path)]
-    return sorted(found, key=lambda path: _step_of(path) or 0)
+    paths = [path for path in root.iterdir() if _step_of(path) is not None and is_complete(path)]
+    return sorted(paths, key=lambda path: _step_of(path) or 0)
 
 
-def is_whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Whether everything of this checkpoint was written."""
     return (path / MANIFEST).is_file()
 
@@ -222,7 +222,7 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
     write_new(draft / MANIFEST, manifest.text)
     sync(draft)
     _check_free(final)
-    _check_written(draft, manifest)
+    _check_shard_files(draft, manifest)
     # All that needs room comes before the rename, so a full disk leaves nothing half announced.
     pointer = _new_pointer(root, final.name, manifest.text.encode("ascii"))
     if os.path.lexists(final):  # of a run that was rolled back, or not whole
@@ -242,7 +242,7 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
         logger.warning("old checkpoints under %s could not be removed: %s", root, error)
 
 
-def _check_written(draft: Path, manifest: Manifest) -> None:
+def _check_shard_files(draft: Path, manifest: Manifest) -> None:
     """Raise OSError when a shard file is not there as it was written."""
     for name, file in manifest.files.items():
         try:
@@ -267,7 +267,7 @@ def _check_free(final: Path) -> None:
             f"step ({step}) must be > {newest}, the latest saved under {final.parent}: call "
             "set_latest first to roll the run back, or choose another directory"
         )
-    if is_whole(final) and newest in (None, step):
+    if is_complete(final) and newest in (None, step):
         raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
 
 
@@ -283,7 +283,7 @@ def _pointed(root: Path) -> Path | None:
         return None
     name, digest = named
     try:
-        manifest = read_regular(root / name / MANIFEST, most=MAX_TABLE)
+        manifest = read_regular(root / name / MANIFEST, max_bytes=MAX_TABLE)
     except FileNotFoundError:
         return None
     if hashlib.sha256(manifest).hexdigest() != digest:
@@ -312,10 +312,10 @@ def _read_pointer(root: Path) -> tuple[str, str] | None:
 def _newest_step(root: Path) -> int | None:
     """Return the step of what `latest` names; its manifest, which may be large, is not read."""
     named = _read_pointer(root)
-    if named is not None and is_whole(root / named[0]):
+    if named is not None and is_complete(root / named[0]):
         return _step_of(root / named[0])
-    whole = whole_directories(root)
-    return _step_of(whole[-1]) if whole else None
+    directories = whole_directories(root)
+    return _step_of(directories[-1]) if directories else None
 
 
 def _step_of(path: Path) -> int | None:

@@ -35,33 +35,33 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
     return descriptor
 
 
-def read_regular(path: Path, *, most: int, follow: bool = False) -> bytes:
+def read_regular(path: Path, *, max_bytes: int, follow: bool = False) -> bytes:
     """Return the bytes of a regular file; see `open_regular`.
 
     Raises:
-        ValueError: when it has more than `most` bytes, which are not read then.
+        ValueError: when it has more than `max_bytes` bytes, which are not read then.
     """
     with open(open_regular(path, follow=follow), "rb") as file:
         size = os.fstat(file.fileno()).st_size  # of a sparse file, too
-        check_size(path, size, most)
-        data = file.read(most + 1)
-    check_size(path, len(data), most)  # it may have grown
+        check_size(path, size, max_bytes)
+        data = file.read(max_bytes + 1)
+    check_size(path, len(data), max_bytes)  # it may have grown
     return data
 
 
-def check_size(path: Path, size: int, most: int) -> None:
+def check_size(path: Path, size: int, max_bytes: int) -> None:
     """Raise ValueError when a file has more bytes than its kind may have."""
-    if size > most:
+    if size > max_bytes:
         raise ValueError(
-            f"path ({path}) must have at most {most} bytes, but has {size}: it is damaged, or no "
-            "such file, so copy it again"
+            f"path ({path}) must have at most {max_bytes} bytes, but has {size}: it is damaged, or "
+            "no such file, so copy it again"
         )
 
 
-def read_beginning(path: Path, most: int) -> bytes:
-    """Return the first bytes of a regular file, at most `most`; see `open_regular`."""
+def read_beginning(path: Path, max_bytes: int) -> bytes:
+    """Return the first bytes of a regular file, at most `max_bytes`; see `open_regular`."""
     with open(open_regular(path), "rb") as file:
-        return file.read(most)
+        return file.read(max_bytes)
 
 
 def write_new(path: Path, text: str) -> None:
@@ -118,12 +118,12 @@ def _entries(path: Path) -> list[str]:
     """Return the entries of a directory; raise OSError if one of them cannot be deleted."""
     if path.is_symlink():
         return []
-    found = []
+    paths = []
     for folder, folders, files in os.walk(path):
         if (folders or files) and not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(f"path ({path}) could not be removed: {folder} may not be changed")
-        found += [os.path.join(os.path.relpath(folder, path), name) for name in folders + files]
-    return sorted(found)
+        paths += [os.path.join(os.path.relpath(folder, path), name) for name in folders + files]
+    return sorted(paths)
 
 
 def leftovers(root: Path) -> list[Path]:

@@ -38,9 +38,9 @@ def optimizer_class(optimizers: Sequence[Optimizer]) -> str:
     """Return the name of their class, or those of each group, such as "Muon, AdamW, AdamW"."""
     # An optimizer that only computes elsewhere declares the class whose state it has.
     names = [
-        str(getattr(one, "checkpoint_class", type(one).__name__))
-        for one in optimizers
-        for _ in one.param_groups
+        str(getattr(optimizer, "checkpoint_class", type(optimizer).__name__))
+        for optimizer in optimizers
+        for _ in optimizer.param_groups
     ]
     return ", ".join(names) if len(set(names)) > 1 else names[0]
 
@@ -73,16 +73,16 @@ def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) 
     return [
         f"optimizer hyperparameter {shown_name(key)} ({quote(group.get(key))}) is {value!r:.40} "
         "in the checkpoint"
-        for group, saved in zip(present, groups, strict=True)
-        for key, value in saved.items()
+        for group, saved_group in zip(present, groups, strict=True)
+        for key, value in saved_group.items()
         if (key in group or key in VALUES) and not _may_become(key, group.get(key, 0.0), value)
     ]
 
 
-def option_problems(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def option_problems(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[str]:
     """Return how two groups differ in what decides about the state of a parameter."""
     ignored = OF_SCHEDULERS | OF_THE_RUN | {"params"}
-    odd = sorted((group.keys() - ignored) ^ (saved.keys() - OF_SCHEDULERS - {"params"}))
+    odd = sorted((group.keys() - ignored) ^ (saved_group.keys() - OF_SCHEDULERS - {"params"}))
     problems = []
     if odd:
         problems.append(
@@ -91,16 +91,16 @@ def option_problems(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[
         )
     return problems + [
         f"optimizer hyperparameter {shown_name(key)} ({quote(group[key])}) is "
-        f"{quote(saved[key])} in the checkpoint"
-        for key in sorted(group.keys() & saved.keys() - VALUES - OF_THE_RUN - {"params"})
-        if isinstance(group[key], int | float | None) and bool(group[key]) != bool(saved[key])
+        f"{quote(saved_group[key])} in the checkpoint"
+        for key in sorted(group.keys() & saved_group.keys() - VALUES - OF_THE_RUN - {"params"})
+        if isinstance(group[key], int | float | None) and bool(group[key]) != bool(saved_group[key])
     ]
 
 
 def restore_groups(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
     """Set the hyperparameters of each group, in place; `group_problems` has found none."""
-    for group, saved in zip(all_groups(optimizers), groups, strict=True):
-        for key, value in saved.items():
+    for group, saved_group in zip(all_groups(optimizers), groups, strict=True):
+        for key, value in saved_group.items():
             current = group.get(key)
             if key == "params" or key in OF_THE_RUN:
                 continue
@@ -110,7 +110,7 @@ def restore_groups(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]
                 group[key] = tuple(value) if isinstance(current, tuple) else value
 
 
-def check_json(what: str, values: Mapping[str, Any]) -> None:
+def check_json(label: str, values: Mapping[str, Any]) -> None:
     """Raise ValueError for the first value that the JSON of a manifest cannot hold."""
     for name, value in values.items():
         try:
@@ -119,28 +119,28 @@ def check_json(what: str, values: Mapping[str, Any]) -> None:
                 raise ValueError(f"it nests more than {MAX_NESTING} times")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"{what} {shown_name(name)} ({type(value).__name__}) must be JSON-able or a "
+                f"{label} {shown_name(name)} ({type(value).__name__}) must be JSON-able or a "
                 f"tensor: {error}"
             ) from None
 
 
-def _may_become(key: str, current: Any, saved: Any) -> bool:
+def _may_become(key: str, current: Any, value: Any) -> bool:
     """Whether a hyperparameter may get the saved value; None is "off", but not of `VALUES`."""
     if key == WIDTH:
-        return bool(current == saved)
-    if current is None or saved is None:
-        return key not in VALUES or current is saved
-    if isinstance(current, bool) or isinstance(saved, bool):
-        return isinstance(current, bool) and isinstance(saved, bool)
+        return bool(current == value)
+    if current is None or value is None:
+        return key not in VALUES or current is value
+    if isinstance(current, bool) or isinstance(value, bool):
+        return isinstance(current, bool) and isinstance(value, bool)
     if isinstance(current, tuple | list):
         return (
-            isinstance(saved, list)
-            and len(current) == len(saved)
-            and all(_may_become(key, a, b) for a, b in zip(current, saved, strict=True))
+            isinstance(value, list)
+            and len(current) == len(value)
+            and all(_may_become(key, a, b) for a, b in zip(current, value, strict=True))
         )
     if isinstance(current, int | float | Tensor):
-        return is_finite(saved) or (key not in VALUES and saved in (math.inf, -math.inf))
-    return isinstance(saved, type(current))
+        return is_finite(value) or (key not in VALUES and value in (math.inf, -math.inf))
+    return isinstance(value, type(current))
 
 
 def is_finite(value: object) -> bool:

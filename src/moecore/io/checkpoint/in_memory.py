@@ -67,19 +67,19 @@ def load_rank_state(
         kinds[kind][rest] = tensor
     view = ModelView(model)
     for name, tensor in kinds["model"].items():
-        local_of(view.stored[name]).copy_(tensor)
+        local_of(view.stored_views[name]).copy_(tensor)
     optimizers = listed_optimizers(optimizer, view)
     scalars = {name: x.dtype for name, x in kinds["optimizer"].items() if not x.ndim}
     matrices = {name: x.dtype for name, x in kinds["optimizer"].items() if x.ndim}
-    for one in optimizers:
-        one.state.clear()
-        slots = optimizer_state_to_fill(one, view, matrices, scalars)
+    for owner in optimizers:
+        owner.state.clear()
+        slots = optimizer_state_to_fill(owner, view, matrices, scalars)
         for param, values in slots.items():
             name = view.name_of(param)
             for slot, value in values.items():
-                stored = value if f"{slot}.{name}" in scalars else view.view(name, value)
-                local_of(stored).copy_(kinds["optimizer"][f"{slot}.{name}"])
-        restore_optimizer_state(one, slots)
+                target = value if f"{slot}.{name}" in scalars else view.view(name, value)
+                local_of(target).copy_(kinds["optimizer"][f"{slot}.{name}"])
+        restore_optimizer_state(owner, slots)
     restore_groups(optimizers, state["optimizer"])
     schedule = one_scheduler(scheduler, optimizers)
     if schedule is not None:

@@ -61,11 +61,11 @@ class RunLock:
         for _ in range(_ATTEMPTS):
             draft = self.root / f"{LOCK}-{uuid.uuid4().hex[:8]}"
             try:
-                now = _write_draft(draft, text)
+                draft_time = _write_draft(draft, text)
                 if _renamed(draft, self.root / LOCK):
                     self._keep(text.encode())
                     return
-                _set_dead_aside(self.root, now)
+                _set_dead_aside(self.root, draft_time)
             except FileNotFoundError:  # a release also removes the drafts of other locks
                 continue
             finally:
@@ -113,9 +113,9 @@ def _release(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
 def locked(root: Path) -> Iterator[None]:
     """Hold the lock of a run, as `RunLock.acquire`, unless a `Saver` of this process does."""
     owner = _read_owner(root)[0]
-    mine = _this_process()
+    process = _this_process()
     lock = RunLock(root)
-    if not all(owner.get(name) == mine[name] for name in ("machine", "pid", "started")):
+    if not all(owner.get(name) == process[name] for name in ("machine", "pid", "started")):
         lock.acquire()
     try:
         yield
@@ -135,18 +135,18 @@ def _write_draft(draft: Path, text: str) -> float:
         raise OSError(f"root ({draft.parent}) could not be locked: {error}") from error
 
 
-def _set_dead_aside(root: Path, now: float) -> None:
+def _set_dead_aside(root: Path, current_time: float) -> None:
     """Make room where a lock's owner is dead; raise OSError where it is not."""
     owner, text, touched = _read_owner(root)
     if not text:
         return  # released meanwhile
     # Both times are the file system's, so clocks of hosts do not matter.
-    if not _is_dead(owner, now - touched):
-        who = f"pid {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
+    if not _is_dead(owner, current_time - touched):
+        owner_text = f"pid {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
         raise OSError(
-            f"root ({root}) must be written to by one job, but {who!r:.160} holds {LOCK}: close "
-            "its Saver, end that job, or save to another directory (a job that died on another "
-            f"host is taken over after {STALE_SECONDS:.0f} s)"
+            f"root ({root}) must be written to by one job, but {owner_text!r:.160} holds {LOCK}: "
+            "close its Saver, end that job, or save to another directory (a job that died on "
+            f"another host is taken over after {STALE_SECONDS:.0f} s)"
         )
     # The name follows from the dead lock's text, and stays until the new lock is released. So of
     # two jobs that find the same dead lock, the slower one cannot rename that of the faster one.
@@ -157,8 +157,8 @@ def _set_dead_aside(root: Path, now: float) -> None:
 
 def _is_dead(owner: dict[str, Any], idle_seconds: float) -> bool:
     if owner.get("machine") and owner.get("machine") == _machine():
-        started = _started(owner.get("pid"))
-        return started is None or started != owner.get("started")
+        start_ticks = _start_ticks(owner.get("pid"))
+        return start_ticks is None or start_ticks != owner.get("started")
     return idle_seconds > STALE_SECONDS
 
 
@@ -203,7 +203,7 @@ def _this_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": _machine(),
         "pid": os.getpid(),
-        "started": _started(os.getpid()),
+        "started": _start_ticks(os.getpid()),
         "since": datetime.now(UTC).isoformat(timespec="seconds"),
         "token": uuid.uuid4().hex,
     }
@@ -218,7 +218,7 @@ def _machine() -> str:
         return ""
 
 
-def _started(pid: object) -> str | None:
+def _start_ticks(pid: object) -> str | None:
     """Return when a process started, in ticks since boot; None where there is none."""
     if not isinstance(pid, int) or isinstance(pid, bool):
         return None

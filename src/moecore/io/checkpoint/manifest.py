@@ -150,7 +150,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     check_arguments(read_manifest, locals())
     path = Path(path)
     try:
-        data = read_regular(path / MANIFEST, most=MAX_TABLE)
+        data = read_regular(path / MANIFEST, max_bytes=MAX_TABLE)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"path ({path}) must be a whole checkpoint, with a {MANIFEST}: use latest(root)"
@@ -196,19 +196,19 @@ def parse_manifest(text: str) -> Manifest:
     )
 
 
-def nests_deeper(value: Any, most: int) -> bool:
+def nests_deeper(value: Any, max_depth: int) -> bool:
     """Whether lists and objects of JSON lie in each other more than so many times."""
     level = [value]
-    while level and most >= 0:
+    while level and max_depth >= 0:
         level = [v for v in level if isinstance(v, dict | list | tuple)]
         level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
-        most -= 1
+        max_depth -= 1
     return bool(level)
 
 
 def _facts(values: dict[str, Any]) -> ManifestFacts:
     _must(_is_count(values["step"]), "step must be a whole number >= 0")
-    _must(_is_count(values["world_size"], least=1), "world_size must be a whole number >= 1")
+    _must(_is_count(values["world_size"], min_value=1), "world_size must be a whole number >= 1")
     meshes, groups = values["meshes"], values["optimizer"]
     _must(
         isinstance(meshes, list)
@@ -253,7 +253,7 @@ def _files(values: Any) -> dict[str, StoredFile]:
         )
         _must_have(file, {"size", "sha256"}, f"files: {name}")
         digest = file["sha256"]
-        _must(_is_count(file["size"], least=1), f"files: the size of {name} must be >= 1")
+        _must(_is_count(file["size"], min_value=1), f"files: the size of {name} must be >= 1")
         _must(
             isinstance(digest, str) and SHA256.fullmatch(digest) is not None,
             f"files: the sha256 of {name} must be 64 hex digits",
@@ -264,34 +264,34 @@ def _files(values: Any) -> dict[str, StoredFile]:
 def _tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
     _must(isinstance(values, dict), "tensors must be an object")
     seen: set[tuple[str, str]] = set()
-    found = {}
+    tensors = {}
     for name, value in values.items():
-        where = f"tensor {name!r:.120}"
-        _must_have(value, {"shape", "dtype", "chunks"}, where)
-        _must(isinstance(value["dtype"], str) and value["dtype"] in DTYPES, f"{where}: dtype")
-        shape, dtype = _sizes(value["shape"], where), DTYPES[value["dtype"]]
+        label = f"tensor {name!r:.120}"
+        _must_have(value, {"shape", "dtype", "chunks"}, label)
+        _must(isinstance(value["dtype"], str) and value["dtype"] in DTYPES, f"{label}: dtype")
+        shape, dtype = _sizes(value["shape"], label), DTYPES[value["dtype"]]
         # As if no dim were 0: strides of such a tensor must not overflow either.
         num_bytes = math.prod(max(1, n) for n in shape) * dtype.itemsize
-        _must(num_bytes < _MAX_BYTES, f"{where}: its shape is too large")
-        _must(isinstance(value["chunks"], list), f"{where}: chunks must be a list")
-        chunks = tuple(_chunk(chunk, len(shape), files, where) for chunk in value["chunks"])
+        _must(num_bytes < _MAX_BYTES, f"{label}: its shape is too large")
+        _must(isinstance(value["chunks"], list), f"{label}: chunks must be a list")
+        chunks = tuple(_chunk(chunk, len(shape), files, label) for chunk in value["chunks"])
         check_grid(name, shape, chunks)
         for chunk in chunks:
             place = (chunk.file, chunk.key)
-            _must(place not in seen, f"{where}: {place!r:.200} is used twice")
+            _must(place not in seen, f"{label}: {place!r:.200} is used twice")
             seen.add(place)
-        found[name] = StoredTensor(shape=shape, dtype=dtype, chunks=chunks)
+        tensors[name] = StoredTensor(shape=shape, dtype=dtype, chunks=chunks)
     _must({file for file, _ in seen} == files.keys(), "files: every one must hold some tensor")
-    return found
+    return tensors
 
 
-def _chunk(value: Any, num_dims: int, files: Mapping[str, Any], where: str) -> ManifestChunk:
-    _must_have(value, {"file", "key", "offsets", "sizes"}, f"{where}: a chunk")
+def _chunk(value: Any, num_dims: int, files: Mapping[str, Any], label: str) -> ManifestChunk:
+    _must_have(value, {"file", "key", "offsets", "sizes"}, f"{label}: a chunk")
     file, key = value["file"], value["key"]
-    _must(isinstance(file, str) and file in files, f"{where}: its file must be one of files")
-    _must(isinstance(key, str) and key != "__metadata__", f"{where}: a chunk's key")
-    offsets, sizes = _sizes(value["offsets"], where), _sizes(value["sizes"], where)
-    _must(len(offsets) == len(sizes) == num_dims, f"{where}: a chunk has another number of dims")
+    _must(isinstance(file, str) and file in files, f"{label}: its file must be one of files")
+    _must(isinstance(key, str) and key != "__metadata__", f"{label}: a chunk's key")
+    offsets, sizes = _sizes(value["offsets"], label), _sizes(value["sizes"], label)
+    _must(len(offsets) == len(sizes) == num_dims, f"{label}: a chunk has another number of dims")
     return ManifestChunk(file=file, key=key, offsets=offsets, sizes=sizes)
 
 
@@ -299,23 +299,23 @@ def check_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk])
     """Raise ValueError unless the chunks are a grid, which has each element once."""
     # Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
     # refused: the cut of dim 1 at 3 must go through all rows. DTensor shards always are a grid.
-    where = f"tensor {name!r:.120}"
+    label = f"tensor {name!r:.120}"
     if math.prod(shape) == 0:
-        _must(not chunks, f"{where} is empty and must have no chunks")
+        _must(not chunks, f"{label} is empty and must have no chunks")
         return
     cells = 1
     for dim, size in enumerate(shape):
         spans = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks})
         end = 0
         for begin, length in spans:
-            _must(begin == end and length > 0, f"{where}: its chunks leave a gap or overlap")
+            _must(begin == end and length > 0, f"{label}: its chunks leave a gap or overlap")
             end = begin + length
-        _must(end == size, f"{where}: its chunks end at {end} of {size} in dim {dim}")
+        _must(end == size, f"{label}: its chunks end at {end} of {size} in dim {dim}")
         cells *= len(spans)
     distinct = len({chunk.offsets for chunk in chunks})
     _must(
         cells == distinct == len(chunks),
-        f"{where}: its {len(chunks)} chunks must be the {cells} cells of a grid",
+        f"{label}: its {len(chunks)} chunks must be the {cells} cells of a grid",
     )
 
 
@@ -336,19 +336,19 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(_dump(values).encode()).hexdigest()
 
 
-def _sizes(value: Any, where: str) -> tuple[int, ...]:
-    _must(isinstance(value, list) and all(map(_is_count, value)), f"{where}: sizes must be counts")
-    _must(len(value) <= 64, f"{where}: it has too many dims")
+def _sizes(value: Any, label: str) -> tuple[int, ...]:
+    _must(isinstance(value, list) and all(map(_is_count, value)), f"{label}: sizes must be counts")
+    _must(len(value) <= 64, f"{label}: it has too many dims")
     return tuple(value)
 
 
-def _is_count(value: Any, *, least: int = 0) -> bool:
+def _is_count(value: Any, *, min_value: int = 0) -> bool:
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    return is_int and least <= value < _MAX_BYTES
+    return is_int and min_value <= value < _MAX_BYTES
 
 
-def _must_have(value: Any, keys: Iterable[str], where: str) -> None:
-    _must(isinstance(value, dict) and value.keys() == set(keys), f"{where} must have {list(keys)}")
+def _must_have(value: Any, keys: Iterable[str], label: str) -> None:
+    _must(isinstance(value, dict) and value.keys() == set(keys), f"{label} must have {list(keys)}")
 
 
 def _must(condition: bool, problem: str) -> None:

@@ -20,7 +20,7 @@ class Meter:
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress, self._lock = progress, Lock()
         self._start = time.perf_counter()
-        self.done = self.total = 0
+        self.moved_bytes = self.total = 0
 
     def expect(self, num_bytes: int) -> None:
         """Announce bytes to come."""
@@ -30,14 +30,14 @@ class Meter:
     def add(self, num_bytes: int) -> None:
         """Count bytes that have moved."""
         with self._lock:
-            self.done += num_bytes
+            self.moved_bytes += num_bytes
             if self._progress:
-                self._progress(self.done, self.total)
+                self._progress(self.moved_bytes, self.total)
 
-    def log(self, what: str) -> None:
+    def log(self, message: str) -> None:
         """Log one line on rank 0: bytes of this rank, seconds, GB/s."""
         if not is_first_rank():
             return
-        seconds, size = time.perf_counter() - self._start, self.done / 1e9
+        seconds, size = time.perf_counter() - self._start, self.moved_bytes / 1e9
         text = "%s: %.3f GB of rank 0 in %.2f s, %.2f GB/s"
-        logger.info(text, what, size, seconds, size / seconds)
+        logger.info(text, message, size, seconds, size / seconds)

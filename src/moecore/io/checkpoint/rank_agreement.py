@@ -48,49 +48,49 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
     """Raise a ValueError on every rank, naming the first value that differs. Collective."""
     if not dist.is_initialized():
         return
-    mine = on_every_rank(lambda: _hashes(snapshot), group)
-    digests = gather(_hash(mine), group)
+    local_hashes = on_every_rank(lambda: _hashes(snapshot), group)
+    digests = gather(_hash(local_hashes), group)
     if len(set(digests)) == 1:
         return
     size = len(digests) // (1 if snapshot.stages is None else snapshot.stages.pp)
     firsts = range(0, len(digests), size)
     if all(digest == digests[i // size * size] for i, digest in enumerate(digests)):
-        hashes = gather(mine if dist.get_rank() % size == 0 else {}, group)
+        hashes = gather(local_hashes if dist.get_rank() % size == 0 else {}, group)
         _compare_stages([(rank, hashes[rank]) for rank in firsts])
         return
-    hashes = gather(mine, group)
+    hashes = gather(local_hashes, group)
     for first in firsts:
         for rank in range(first, first + size):
             for key in hashes[first] | hashes[rank]:
                 if hashes[first].get(key) != hashes[rank].get(key):
-                    is_there = key in hashes[first] and key in hashes[rank]
-                    _refuse(key, first, rank, is_there=is_there)
+                    is_present = key in hashes[first] and key in hashes[rank]
+                    _refuse(key, first, rank, is_present=is_present)
 
 
 def _compare_stages(hashes: list[tuple[int, Hashes]]) -> None:
     """Raise for the first difference between stages; of each one rank with its hashes."""
     seen: dict[Key, tuple[int, str]] = {}
-    for rank, theirs in hashes:
-        for key, value in theirs.items():
-            first, wanted = seen.setdefault(key, (rank, value))
-            if value != wanted and not _is_of_stage(key):
-                _refuse(key, first, rank, is_there=True)
+    for rank, rank_hashes in hashes:
+        for key, value in rank_hashes.items():
+            first, first_value = seen.setdefault(key, (rank, value))
+            if value != first_value and not _is_of_stage(key):
+                _refuse(key, first, rank, is_present=True)
     first = hashes[0][0]
-    for rank, theirs in hashes:
+    for rank, rank_hashes in hashes:
         for key in seen:
-            if key not in theirs and key[0] not in OF_STAGES:
+            if key not in rank_hashes and key[0] not in OF_STAGES:
                 at = seen[key][0]
-                _refuse(key, at if at != rank else first, rank, is_there=False)
+                _refuse(key, at if at != rank else first, rank, is_present=False)
 
 
 def _is_of_stage(key: Key) -> bool:
     return key[0] == "param_groups" and key[1].endswith("['params']")
 
 
-def _refuse(key: Key, first: int, rank: int, *, is_there: bool) -> None:
+def _refuse(key: Key, first: int, rank: int, *, is_present: bool) -> None:
     kind, name = key
     wrong = f"of rank {rank} must equal that of rank {first}, because only one is kept"
-    if not is_there:
+    if not is_present:
         wrong = f"must be on every rank, but is on only one of rank {first} and rank {rank}"
     raise ValueError(f"{shown_name(name)} {wrong}: {FIXES[kind]}")
 
@@ -112,19 +112,19 @@ def _hashes(snapshot: Snapshot) -> Hashes:
 
 
 def _tensor_hashes(tensors: Mapping[str, Tensor]) -> Hashes:
-    found: Hashes = {}
+    hashes: Hashes = {}
     parts: dict[Key, Tensor] = {}
     for name, tensor in tensors.items():
         kind = name.partition(".")[0]
         if kind == "rng":
             continue
         key = (kind, name.replace("extra.", "extra ", 1) if kind == "extra" else name)
-        found[key] = f"{tensor.dtype} {tuple(tensor.shape)}"
+        hashes[key] = f"{tensor.dtype} {tuple(tensor.shape)}"
         if not isinstance(tensor, DTensor):  # its shards differ, and each is kept
             parts[key] = _bytes(tensor, None if kind == "extra" else HASHED_BYTES)
     for key, part in _on_host(parts).items():
-        found[key] += " " + hashlib.sha256(bytes_of(part)).hexdigest()
-    return found
+        hashes[key] += " " + hashlib.sha256(bytes_of(part)).hexdigest()
+    return hashes
 
 
 def _bytes(tensor: Tensor, limit: int | None) -> Tensor:
@@ -138,12 +138,12 @@ def _bytes(tensor: Tensor, limit: int | None) -> Tensor:
 
 def _on_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
     """Return the same bytes in host memory. One host sync per device: step counts are many."""
-    found = {key: part for key, part in parts.items() if part.device.type == "cpu"}
+    host_parts = {key: part for key, part in parts.items() if part.device.type == "cpu"}
     for device in {part.device for part in parts.values()} - {torch.device("cpu")}:
-        there = {key: part for key, part in parts.items() if part.device == device}
-        packed = torch.cat(list(there.values())).cpu()
-        found |= zip(there, packed.split([len(part) for part in there.values()]), strict=True)
-    return found
+        group = {key: part for key, part in parts.items() if part.device == device}
+        flat = torch.cat(list(group.values())).cpu()
+        host_parts |= zip(group, flat.split([len(part) for part in group.values()]), strict=True)
+    return host_parts
 
 
 def _hash(value: Any) -> str:

@@ -65,18 +65,19 @@ def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
     dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]
-    return outcome[0]
+    result: T = outcome[0]
+    return result
 
 
 def check_same_path(path: Path) -> None:
     """Raise on every rank when they want to load different checkpoints, or one sees none."""
-    found = gather((path.name, path.is_dir()))
-    if len({name for name, _ in found}) > 1:
+    answers = gather((path.name, path.is_dir()))
+    if len({name for name, _ in answers}) > 1:
         raise ValueError(
-            f"path ({path.name}) must be the same on every rank, but rank 0 has {found[0][0]}: "
+            f"path ({path.name}) must be the same on every rank, but rank 0 has {answers[0][0]}: "
             "let one rank look for the latest and broadcast it"
         )
-    seen = [there for _, there in found]
+    seen = [is_visible for _, is_visible in answers]
     if any(seen) and not all(seen):
         raise ValueError(
             f"path ({path}) must be visible to every rank, but rank {seen.index(False)} does not "

@@ -99,7 +99,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moecore-save")
         # Of all that this rank holds, replicas too; reused, so one save is in flight at a time.
         self._copies = HostCopies()
-        self._running: Future[None] | None = None
+        self._future: Future[None] | None = None
         self._closed = False
 
     def __enter__(self) -> Saver:
@@ -162,17 +162,17 @@ class Saver:
         else:
             # The copy is waited for, and of the disk the empty draft alone. Returning earlier would
             # need a fence before what changes a tensor next: optimizer, expert bias, load, user.
-            started = time.perf_counter()
+            start = time.perf_counter()
             try:
                 copies = on_every_rank(lambda: self._copies.fill(locals_of(snapshot)), self._group)
             except Exception:  # such as no host memory on one rank
                 if is_first_rank():
                     discard(draft)
                 raise
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - start
             if is_first_rank():
                 logger.info("step %d: copied to host memory in %.3f s", step, seconds)
-            self._running = self._thread.submit(self._write_and_log, draft, snapshot, copies)
+            self._future = self._thread.submit(self._write_and_log, draft, snapshot, copies)
         return directory_of(self._lock.root, step)
 
     def check(self) -> None:
@@ -182,9 +182,9 @@ class Saver:
             OSError: as `save` with `wait` would have. The save before it is still loadable, unless
                 the error says that the failed step is saved.
         """
-        if self._running is not None and self._running.done():
-            running, self._running = self._running, None
-            running.result()
+        if self._future is not None and self._future.done():
+            future, self._future = self._future, None
+            future.result()
 
     def close(self) -> None:
         """Wait for a background save and release what the saver owns. Collective.
@@ -210,8 +210,8 @@ class Saver:
 
     def _finish(self) -> None:
         """Wait for the running save; raise its error on all ranks if one has not seen it."""
-        running, self._running = self._running, None
-        error = running.exception() if running is not None else None
+        future, self._future = self._future, None
+        error = future.exception() if future is not None else None
         try:
             errors = gather(error, self._group)
         except RuntimeError:  # such as when a rank has ended, which may be that error

@@ -114,9 +114,9 @@ class ShardWriter:
     def _write(self, data: memoryview) -> None:
         hashed = self._hasher.submit(self._sha256.update, data)
         try:
-            left = data
-            while left:
-                left = left[os.write(self._fd, left) :]
+            remaining = data
+            while remaining:
+                remaining = remaining[os.write(self._fd, remaining) :]
         finally:
             hashed.result()  # the buffer may be reused only after it
         self._size += len(data)
@@ -171,18 +171,18 @@ class ShardReader:
         first = sum(o * s for o, s in zip(offsets, strides, strict=True))
         reach = sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True))
         begin = self._layout.begins[key] + first * dtype.itemsize
-        span, wanted = (reach + 1) * dtype.itemsize, out.numel() * dtype.itemsize
+        span, num_bytes = (reach + 1) * dtype.itemsize, out.numel() * dtype.itemsize
         is_plain = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
-        if span == wanted and is_plain:
+        if span == num_bytes and is_plain:
             self._fill(bytes_of(out), begin, self._meter)
             return
         # What lies between short runs is read along, since a disk reads ahead anyway.
-        alone = span > 2 * wanted and _run(sizes, out.shape) * dtype.itemsize >= RUN_BYTES
-        if span <= self._buffer.numel() and not alone:
+        is_split = span > 2 * num_bytes and _run(sizes, out.shape) * dtype.itemsize >= RUN_BYTES
+        if span <= self._buffer.numel() and not is_split:
             block = self._buffer[:span]
             self._fill(bytes_of(block), begin)
             out.copy_(block.view(dtype).as_strided(out.shape, strides))
-            self._meter.add(wanted)
+            self._meter.add(num_bytes)
             return
         dim = next(d for d, n in enumerate(out.shape) if n > 1)
         half = out.shape[dim] // 2
@@ -191,12 +191,12 @@ class ShardReader:
         self.read(key, dtype, sizes, after, out.narrow(dim, half, out.shape[dim] - half))
 
     def _fill(self, target: memoryview, begin: int, meter: Meter | None = None) -> None:
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._fd, [target[done : done + CHUNK_BYTES]], begin + done)
+        offset = 0
+        while offset < len(target):
+            count = os.preadv(self._fd, [target[offset : offset + CHUNK_BYTES]], begin + offset)
             if count == 0:
-                raise OSError(f"{self._path} ended at byte {begin + done}: it was cut meanwhile")
-            done += count
+                raise OSError(f"{self._path} ended at byte {begin + offset}: it was cut meanwhile")
+            offset += count
             if meter:
                 meter.add(count)
 
@@ -211,8 +211,8 @@ def _run(sizes: Sequence[int], lengths: Sequence[int]) -> int:
     return run
 
 
-def check_file(
-    path: Path, layout: FileLayout, stored: StoredFile, *, full: bool, meter: Meter
+def file_problem(
+    path: Path, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
     """Return what is wrong with a file, or None; not `full` looks at its size and header only."""
     try:
@@ -224,18 +224,18 @@ def check_file(
     sha256 = hashlib.sha256()
     with open(descriptor, "rb", buffering=0) as file:
         size = os.fstat(descriptor).st_size
-        if not size == stored.size == layout.size:
-            return f"has {size} bytes instead of {stored.size}, with {layout.size} of tensors"
+        if not size == stored_file.size == layout.size:
+            return f"has {size} bytes instead of {stored_file.size}, with {layout.size} of tensors"
         header = file.read(len(layout.header))
         if header != layout.header:
             return "has a header that is not the manifest's"
         if full:
             sha256.update(header)
             meter.add(len(header))
-        buffer = memoryview(bytearray(min(HASH_BYTES, stored.size) if full else 0))
+        buffer = memoryview(bytearray(min(HASH_BYTES, stored_file.size) if full else 0))
         while full and (count := file.readinto(buffer)):
             sha256.update(buffer[:count])
             meter.add(count)
-    if full and sha256.hexdigest() != stored.sha256:
+    if full and sha256.hexdigest() != stored_file.sha256:
         return "has another sha256 than the manifest"
     return None

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from moecore.io.checkpoint.state import (
 from moecore.moe.state import MoEState
 from moecore.parallel.model.parallel_state import find_stages
 from moecore.parallel.pipeline.stage_replicas import AllStages
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -83,11 +85,11 @@ def one_scheduler(
         raise ValueError("scheduler ([]) must hold a scheduler: pass None where there is none")
     order = {id(optimizer): i for i, optimizer in enumerate(optimizers)}
     owners = [order.get(id(getattr(part, "optimizer", None))) for part in scheduler]
-    known = [i for i in owners if i is not None]  # another one's learning rates would fit as well
-    if known != sorted(known):
+    places = [i for i in owners if i is not None]  # another one's learning rates would fit as well
+    if places != sorted(places):
         raise ValueError(
-            f"scheduler (of optimizers {', '.join(map(str, known))}) must be in the order of the "
-            "optimizers: sort the list"
+            f"scheduler (of optimizers {', '.join(map(str, places))}) must be in the order of "
+            "the optimizers: sort the list"
         )
     return scheduler[0] if len(scheduler) == 1 else _Several(scheduler)
 
@@ -117,7 +119,7 @@ def take_snapshot(
     """Return what a save stores, or raise as `save`, also for a step that is not finished."""
     _check_finished(model)
     view = ModelView(model)
-    tensors = {f"model.{name}": tensor for name, tensor in view.stored.items()}
+    tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
     optimizers = listed_optimizers(optimizer, view)
     tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(optimizers, view).items()}
     tensors |= {f"amax.{name}": steps for name, steps in amax_tensors(model).items()}
@@ -167,11 +169,11 @@ def _survives_json(value: Any) -> bool:
 
 def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
     """Return saved values with the types of this scheduler's own; refuse another kind's."""
-    now = scheduler.state_dict()
-    if now.keys() != values.keys():
+    state = scheduler.state_dict()
+    if state.keys() != values.keys():
         raise ValueError(
             f"scheduler ({_kind(scheduler)}) must have the state of the saved one, but "
-            f"{', '.join(sorted(now.keys() ^ values.keys()))} differ"
+            f"{', '.join(sorted(state.keys() ^ values.keys()))} differ"
         )
     for name, rates in _rates(values):
         if not isinstance(rates, list) or not all(map(is_finite, rates)):
@@ -179,7 +181,8 @@ def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, A
                 f"scheduler {shown_name(name)} must be a list of finite numbers, but is "
                 f"{rates!r:.40} in the checkpoint"
             )
-    return _like(now, values)
+    result: dict[str, Any] = _like(state, values)
+    return result
 
 
 def _rates(value: Any) -> Iterator[tuple[str, Any]]:
@@ -198,7 +201,7 @@ def _scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
     name = _kind(scheduler)
     numbers = _numbers(state)
     check_json(f"scheduler {name}", numbers)
-    values = _copy(numbers)
+    values: dict[str, Any] = _copy(numbers)
     if _like(state, values) != state:
         raise ValueError(
             f"scheduler ({name}) must have a state that JSON can hold: keep it in extra instead"
@@ -247,23 +250,23 @@ def _check_finished(model: nn.Module) -> None:
 
 
 def _meshes(view: ModelView) -> list[dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    meshes: dict[str, dict[str, int]] = {}
     for tensor in view.tensors.values():
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
             sizes = dict(zip(names, mesh.shape, strict=True))
-            found[json.dumps(sizes)] = sizes
-    return [found[key] for key in sorted(found)]
+            meshes[json.dumps(sizes)] = sizes
+    return [meshes[key] for key in sorted(meshes)]
 
 
 def versions() -> dict[str, str]:
     """Return a manifest's facts about the software that wrote it."""
     try:
-        own = version("moecore")
+        release = version("moecore")
     except PackageNotFoundError:  # run from a checkout
-        own = "unknown"
-    return {"moecore": own, "torch": torch.__version__, "python": platform.python_version()}
+        release = "unknown"
+    return {"moecore": release, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _config_values(config: object) -> dict[str, Any] | None:
@@ -274,6 +277,7 @@ def _config_values(config: object) -> dict[str, Any] | None:
     return _copy(values)
 
 
-def _copy(values: Any) -> Any:
+def _copy(values: T) -> T:
     """Return what JSON makes of it, so that no change reaches it while it is written."""
-    return json.loads(json.dumps(values))
+    result: T = json.loads(json.dumps(values))
+    return result

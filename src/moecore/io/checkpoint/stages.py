@@ -37,7 +37,7 @@ def is_first_of_stage(stages: AllStages) -> bool:
 
 def whole_of(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
     """Return what all stages have together; collective where there are several."""
-    return part if stages is None else _joined(_parts(part, stages, group))
+    return part if stages is None else _merge_parts(_parts(part, stages, group))
 
 
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
@@ -45,33 +45,33 @@ def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:
         return snapshot
-    kept = tuple(f"{kind}." for kind in OF_STAGES)
-    own = StagePart(
-        frozenset(name for name in snapshot.tensors if name.startswith(kept)),
+    prefixes = tuple(f"{kind}." for kind in OF_STAGES)
+    local_part = StagePart(
+        frozenset(name for name in snapshot.tensors if name.startswith(prefixes)),
         [options["params"] for options in facts.optimizer or []],
         facts.meshes,
     )
-    parts = _parts(own, stages, group)
-    written = set(chain.from_iterable(part.names for part in parts[: stages.pp_rank]))
-    whole = _joined(parts)
+    parts = _parts(local_part, stages, group)
+    earlier_names = set(chain.from_iterable(part.names for part in parts[: stages.pp_rank]))
+    union = _merge_parts(parts)
     optimizer = facts.optimizer
     if optimizer is not None:
-        joined = zip(optimizer, whole.groups, strict=True)
-        optimizer = [{**options, "params": names} for options, names in joined]
+        pairs = zip(optimizer, union.groups, strict=True)
+        optimizer = [{**options, "params": names} for options, names in pairs]
     return replace(
         snapshot,
-        tensors={n: t for n, t in snapshot.tensors.items() if n not in written},
-        facts=replace(facts, optimizer=optimizer, meshes=whole.meshes),
+        tensors={n: t for n, t in snapshot.tensors.items() if n not in earlier_names},
+        facts=replace(facts, optimizer=optimizer, meshes=union.meshes),
     )
 
 
 def _parts(part: StagePart, stages: AllStages, group: Group) -> list[StagePart]:
     """Return the part of each stage."""
-    found = gather(part if is_first_of_stage(stages) else None, group)
-    return [one for one in found if one is not None]
+    rank_parts = gather(part if is_first_of_stage(stages) else None, group)
+    return [stage_part for stage_part in rank_parts if stage_part is not None]
 
 
-def _joined(parts: list[StagePart]) -> StagePart:
+def _merge_parts(parts: list[StagePart]) -> StagePart:
     # A stage with fewer groups is refused where groups are compared.
     groups = [
         list(dict.fromkeys(chain.from_iterable(p.groups[i] for p in parts if i < len(p.groups))))

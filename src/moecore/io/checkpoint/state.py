@@ -66,7 +66,7 @@ class ModelView:
                 self.tensors[name] = tensor
         halves = _halved_dims(model)
         self._views = {n: _half_view(halves.get(id(t))) for n, t in self.tensors.items()}
-        self.stored = {name: self.view(name, t.detach()) for name, t in self.tensors.items()}
+        self.stored_views = {name: self.view(name, t.detach()) for name, t in self.tensors.items()}
 
     def view(self, name: str, tensor: Tensor) -> Tensor:
         """Return the stored view of a tensor laid out like the parameter `name`."""
@@ -86,31 +86,31 @@ def listed_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Op
     """Return a caller's optimizers, each with parameters of its own, their state brought back."""
     if optimizer is None:
         return []
-    found = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    if not found:
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not optimizers:
         raise ValueError(
             "optimizer ([]) must be one of torch's, or a list of several: pass None where there is "
             "none"
         )
     owners: dict[str, int] = {}
-    for i, one in enumerate(found):
-        for name in (model.name_of(p) for group in one.param_groups for p in group["params"]):
+    for i, owner in enumerate(optimizers):
+        for name in (model.name_of(p) for group in owner.param_groups for p in group["params"]):
             if owners.setdefault(name, i) != i:
                 raise ValueError(
                     f"{shown_name(name)} must belong to one optimizer, but "
                     f"optimizer[{owners[name]}] and "
                     f"optimizer[{i}] hold it: give each its own parameters"
                 )
-    for one in found:  # the caller is about to read it: moecore.train.StateOffload declares this
-        getattr(one, "bring_state_back", lambda: None)()
-    return found
+    for owner in optimizers:  # it is read next: moecore.train.StateOffload declares this
+        getattr(owner, "bring_state_back", lambda: None)()
+    return optimizers
 
 
 def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict[str, Tensor]:
     """Return "<slot>.<fqn>" -> stored view of the optimizers' state, sharing its memory."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen: set[str] = set()
-    for owner, param in ((one, param) for one in optimizers for param in one.state):
+    for owner, param in ((o, param) for o in optimizers for param in o.state):
         name, state = model.name_of(param), _stored_state(owner, param)
         if name in seen:
             raise ValueError(
@@ -125,8 +125,8 @@ def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict
                     f"optimizer state {slot} of {shown_name(name)} must be a scalar tensor or "
                     f"have the shape and placements of the parameter, {tuple(like.shape)}"
                 )
-            found[f"{slot}.{name}"] = value if value.ndim == 0 else model.view(name, value)
-    return found
+            tensors[f"{slot}.{name}"] = value if value.ndim == 0 else model.view(name, value)
+    return tensors
 
 
 def optimizer_state_to_fill(
@@ -174,33 +174,33 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
 
 def state_like(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
     """Return a tensor that lies as a state of an optimizer does, unless that is a scalar."""
-    own: Callable[[Tensor, str], Tensor] | None = getattr(optimizer, "state_like", None)
-    return param if own is None else own(param, slot)  # as moecore.train.Muon declares
+    method: Callable[[Tensor, str], Tensor] | None = getattr(optimizer, "state_like", None)
+    return param if method is None else method(param, slot)  # as moecore.train.Muon declares
 
 
 def _stored_state(optimizer: Optimizer, param: Tensor) -> Mapping[str, Any]:
     """Return the state of a parameter, in forms that have a place in a checkpoint."""
-    own: Callable[[Tensor], dict[str, Tensor]] | None = getattr(optimizer, "stored_state", None)
+    method: Callable[[Tensor], dict[str, Tensor]] | None = getattr(optimizer, "stored_state", None)
     # As moecore.train.AdamW declares.
-    return optimizer.state[param] if own is None else own(param)
+    return optimizer.state[param] if method is None else method(param)
 
 
-def _moment_dtype(optimizer: Optimizer, param: Tensor, stored: torch.dtype) -> torch.dtype:
+def _moment_dtype(optimizer: Optimizer, param: Tensor, stored_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which an optimizer keeps a moment, whatever that of the saved one."""
-    if not stored.is_floating_point:
-        return stored
-    own: Callable[[Tensor], torch.dtype] | None = getattr(optimizer, "moment_dtype_of", None)
-    if own is not None:  # as moecore.train.AdamW declares
-        return own(param)
+    if not stored_dtype.is_floating_point:
+        return stored_dtype
+    method: Callable[[Tensor], torch.dtype] | None = getattr(optimizer, "moment_dtype_of", None)
+    if method is not None:  # as moecore.train.AdamW declares
+        return method(param)
     if type(optimizer).__module__.startswith("torch.optim."):  # they step with no less
-        return torch.promote_types(stored, param.dtype)
-    return stored
+        return torch.promote_types(stored_dtype, param.dtype)
+    return stored_dtype
 
 
 def _state_device(optimizer: Optimizer, param: Tensor) -> torch.device:
     """Return where an optimizer keeps a moment."""
-    own: Callable[[Tensor], torch.device] | None = getattr(optimizer, "state_device_of", None)
-    return param.device if own is None else own(param)  # moecore.train.HostAdamW declares it
+    method: Callable[[Tensor], torch.device] | None = getattr(optimizer, "state_device_of", None)
+    return param.device if method is None else method(param)  # moecore.train.HostAdamW declares it
 
 
 def _moment(current: object, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -233,8 +233,8 @@ def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
     # The loss of a data rank is a mean over its tokens, so how large gradients are depends on who
     # has which tokens: their names have these degrees, and another folding finds none.
     degrees = "dp1.cp1.tp1"
-    for found in parallel_states(model):
-        parallel = found.request.meshes.parallel
+    for state in parallel_states(model):
+        parallel = state.request.meshes.parallel
         num_data = parallel.dp_replicate * parallel.dp_shard
         degrees = f"dp{num_data}.cp{parallel.cp}.tp{parallel.tp}"
     return {
@@ -254,14 +254,14 @@ def amax_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def restore_amax(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> None:
     """Set histories from what `amax_tensors` gave; those that are not there start anew."""
-    found: dict[AmaxHistory, dict[str, Tensor]] = {}
+    steps_by_history: dict[AmaxHistory, dict[str, Tensor]] = {}
     for name, (history, operand) in amax_names(model).items():
-        steps = found.setdefault(history, {})
-        if name in saved:
-            steps[operand] = saved[name]
-    for history, steps in found.items():
+        steps = steps_by_history.setdefault(history, {})
+        if name in saved_histories:
+            steps[operand] = saved_histories[name]
+    for history, steps in steps_by_history.items():
         history.load(steps, next(model.parameters()).device)
 
 
@@ -319,7 +319,8 @@ def split_halves(tensor: Tensor, dim: int) -> Tensor:
     # 8, D] over etp=2, placed _StridedShard(1, split_factor=2): rank 1 holds rows 2 3 6 7. The view
     # is [E, 2, 4, D], placed Shard(2): rank 1 holds the block [:, :, 2:4].
     if not isinstance(tensor, DTensor):
-        return tensor.unflatten(dim, (2, tensor.shape[dim] // 2))
+        view: Tensor = tensor.unflatten(dim, (2, tensor.shape[dim] // 2))
+        return view
     local = tensor.to_local()
     shape = torch.Size((*tensor.shape[:dim], 2, tensor.shape[dim] // 2, *tensor.shape[dim + 1 :]))
     return DTensor.from_local(
@@ -334,12 +335,12 @@ def split_halves(tensor: Tensor, dim: int) -> Tensor:
 
 def _shifted(placement: Placement, dim: int) -> Placement:
     """Return the placement on the split view."""
-    cut = getattr(placement, "dim", None)
-    if cut is None or cut < dim:
+    axis = getattr(placement, "dim", None)
+    if axis is None or axis < dim:
         return placement
     parts = getattr(placement, "split_factor", 1)
-    if cut > dim:
-        return Shard(cut + 1) if parts == 1 else StridedShard(cut + 1, split_factor=parts)
+    if axis > dim:
+        return Shard(axis + 1) if parts == 1 else StridedShard(axis + 1, split_factor=parts)
     if parts != 2:
         raise NotImplementedError(
             f"FC1 of gated experts with placement {placement} cannot be saved: its dim {dim} must "
@@ -351,28 +352,28 @@ def _shifted(placement: Placement, dim: int) -> Placement:
 def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return (buffer, value) of each buffer of a transformers module that no file holds."""
     # Such buffers (rotary frequencies) follow from the config; `to_empty` leaves them undefined.
-    found = []
+    pairs = []
     for path, module in model.named_modules():
         if not module._buffers or not type(module).__module__.startswith("transformers."):
             continue
-        saved = module.state_dict()
-        names = [name for name in module._buffers if name not in saved]
+        state_dict = module.state_dict()
+        names = [name for name in module._buffers if name not in state_dict]
         try:
             with torch.device("cpu"):
-                fresh = type(module)(module.config)._buffers  # type: ignore[operator]
+                fresh = type(module)(module.config)._buffers
         except (AttributeError, TypeError) as error:
             fresh = _initialised(module, _owner(model, path))
-            left = [n for n in names if fresh.get(n) is not None and fresh[n].isnan().any()]  # type: ignore[union-attr]
-            if left:
+            undefined = [n for n in names if fresh.get(n) is not None and fresh[n].isnan().any()]  # type: ignore[union-attr]
+            if undefined:
                 raise NotImplementedError(
-                    f"{path} ({type(module).__name__}) has buffers {left} that no file holds, and "
-                    f"must be built from its config or filled by its model: {error}"
+                    f"{path} ({type(module).__name__}) has buffers {undefined} that no file holds, "
+                    f"and must be built from its config or filled by its model: {error}"
                 ) from None
         for name in names:
             buffer, value = module._buffers[name], fresh[name]
             if buffer is not None and value is not None:
-                found.append((buffer, value))
-    return found
+                pairs.append((buffer, value))
+    return pairs
 
 
 def _owner(model: nn.Module, path: str) -> Any:

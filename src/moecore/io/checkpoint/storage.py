@@ -89,9 +89,9 @@ class Writer(_DCPStorage, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's blocks into its file."""
         items = _by_key(plan.items)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(items, planner) if items else [])
-        return done
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write(items, planner) if items else [])
+        return future
 
     def _write(self, items: dict[str, WriteItem], planner: SavePlanner) -> list[WriteResult]:
         blocks, chunks = {}, {}
@@ -111,9 +111,9 @@ class Writer(_DCPStorage, StorageWriter):
                 assert isinstance(tensor, Tensor)
                 assert (tensor.dtype, tuple(tensor.shape)) == blocks[key], f"{key} has changed"
                 file.add(tensor)
-            stored = file.finish()
+            stored_file = file.finish()
         return [
-            WriteResult(item.index, size_in_bytes=0, storage_data=(chunks[key], stored))
+            WriteResult(item.index, size_in_bytes=0, storage_data=(chunks[key], stored_file))
             for key, item in items.items()
         ]
 
@@ -139,16 +139,16 @@ class Writer(_DCPStorage, StorageWriter):
 
 def _by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
     """Key in the file -> block. The key is the tensor's name, unless a rank has several blocks."""
-    found: dict[str, WriteItem] = {}
+    blocks: dict[str, WriteItem] = {}
     for item in items:
         assert item.tensor_data is not None, "everything saved is a tensor"
         if item.tensor_data.chunk.sizes.numel() == 0:
             continue
         key, count = item.index.fqn, 1
-        while key in found:
+        while key in blocks:
             key, count = f"{item.index.fqn}#{count}", count + 1
-        found[key] = item
-    return found
+        blocks[key] = item
+    return blocks
 
 
 Blocks = dict[torch.Size, tuple[slice, ...]]  # offset in the tensor -> place in a rank's part
@@ -189,7 +189,7 @@ class SavePlannerOfLocals(dcp.DefaultSavePlanner):
         """Return what this rank has, block by block."""
         plan = super().create_local_plan()
         self._blocks = {name: _blocks_of(tensor) for name, tensor in self.state_dict.items()}
-        items = [one for item in plan.items for one in self._items(item)]
+        items = [block for item in plan.items for block in self._items(item)]
         self.plan: SavePlan = replace(plan, items=items)
         return self.plan
 
@@ -219,14 +219,14 @@ class LoadPlannerOfBlocks(dcp.DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Return what this rank needs, block by block."""
         plan = super().create_local_plan()
-        found = {name: _blocks_of(tensor) for name, tensor in self.state_dict.items()}
-        self._blocks = {name: blocks for name, blocks in found.items() if blocks}
+        all_blocks = {name: _blocks_of(tensor) for name, tensor in self.state_dict.items()}
+        self._blocks = {name: blocks for name, blocks in all_blocks.items() if blocks}
         items = [item for item in plan.items if item.dest_index.fqn not in self._blocks]
         for name, blocks in self._blocks.items():
             assert self.metadata is not None, "what `super` has read"
-            wanted = [ChunkStorageMetadata(at, _sizes_of(place)) for at, place in blocks.items()]
+            chunks = [ChunkStorageMetadata(at, _sizes_of(place)) for at, place in blocks.items()]
             entry: Any = self.metadata.state_dict_metadata[name]
-            items += create_read_items_for_chunk_list(name, entry, wanted)
+            items += create_read_items_for_chunk_list(name, entry, chunks)
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -288,9 +288,9 @@ class Reader(_DCPStorage, StorageReader):
                     target = planner.resolve_tensor(item).detach()
                     shard.read(chunk.key, dtype, chunk.sizes, item.storage_offsets, target)
                     planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
 
 def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:

@@ -53,7 +53,7 @@ from moecore.io.checkpoint.ranks import (
     on_first_rank,
     rank_and_world,
 )
-from moecore.io.checkpoint.shard_file import check_file, layout_of
+from moecore.io.checkpoint.shard_file import file_problem, layout_of
 from moecore.io.checkpoint.snapshot import Schedulers, Snapshot, scheduler_state, take_snapshot
 from moecore.io.checkpoint.stages import StagePart, join_stages, whole_of
 from moecore.io.checkpoint.state import (
@@ -189,16 +189,16 @@ def load(
         view = ModelView(model)
         listed = all_groups(listed_optimizers(optimizer, view))
         names = [[view.name_of(param) for param in group["params"]] for group in listed]
-        return view, StagePart(frozenset(view.stored), names, [])
+        return view, StagePart(frozenset(view.stored_views), names, [])
 
     view, part = on_every_rank(viewed)
     stages = find_stages(model)[1]
-    whole = whole_of(part, stages)
-    fit = on_every_rank(lambda: compare(manifest, view, whole, optimizer, scheduler, cast=cast))
+    union = whole_of(part, stages)
+    fit = on_every_rank(lambda: compare(manifest, view, union, optimizer, scheduler, cast=cast))
     if stages is not None:
         fits = gather((fit.left_out, fit.refused))
         fit.left_out, fit.refused = (
-            list(dict.fromkeys(chain.from_iterable(found))) for found in zip(*fits, strict=True)
+            list(dict.fromkeys(chain.from_iterable(lines))) for lines in zip(*fits, strict=True)
         )
     on_every_rank(lambda: check_fit(fit, path, strict=strict))
     if fit.uncompared and is_first_rank():
@@ -292,7 +292,7 @@ def _read(
     strict: bool,
 ) -> dict[str, Any]:
     """Fill model, optimizers, `amax` and generators; return `extra`."""
-    target = {f"model.{name}": view.stored[name] for name in sorted(fit.model)}
+    target = {f"model.{name}": view.stored_views[name] for name in sorted(fit.model)}
     extra = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype)
         for name, tensor in below("extra.", manifest).items()
@@ -320,13 +320,13 @@ def _read(
 
 @share_call_errors
 def verify(
-    path: str | os.PathLike[str], how: Verify = "full", *, progress: Progress | None = None
+    path: str | os.PathLike[str], mode: Verify = "full", *, progress: Progress | None = None
 ) -> Manifest:
     """Check a checkpoint and return its manifest; nothing is loaded. Collective.
 
     Args:
         path: its directory.
-        how: "full" hashes every byte, each file on one rank; "sizes" looks at sizes and headers.
+        mode: "full" hashes every byte, each file on one rank; "sizes" looks at sizes and headers.
         progress: called with (bytes done, bytes expected) of this rank.
 
     Raises:
@@ -337,22 +337,22 @@ def verify(
     with share_errors():
         check_arguments(verify, arguments)
     manifest = on_first_rank(lambda: read_manifest(Path(path)))
-    verify_files(Path(path), manifest, how, Meter(progress))
+    verify_files(Path(path), manifest, mode, Meter(progress))
     return manifest
 
 
-def verify_files(path: Path, manifest: Manifest, how: Verify, meter: Meter) -> None:
+def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> None:
     """Raise on every rank when a file is damaged; see `verify`."""
     rank, world = rank_and_world()
     names = sorted(manifest.files)[rank::world]
-    if how == "full":
+    if mode == "full":
         meter.expect(sum(manifest.files[name].size for name in names))
 
     def check(name: str) -> Exception | None:
         layout = layout_of(manifest.entries_of(name))
         try:
-            problem = check_file(
-                path / name, layout, manifest.files[name], full=how == "full", meter=meter
+            problem = file_problem(
+                path / name, layout, manifest.files[name], full=mode == "full", meter=meter
             )
         except OSError as error:
             return OSError(f"path ({path / name}) could not be read to verify it: {error}")
@@ -364,7 +364,7 @@ def verify_files(path: Path, manifest: Manifest, how: Verify, meter: Meter) -> N
 
     # Hashing runs without the interpreter's lock, so files go side by side.
     with ThreadPoolExecutor(min(_THREADS, max(1, len(names)))) as pool:
-        mine = next((error for error in pool.map(check, names) if error is not None), None)
-    for error in gather(mine):
+        local_error = next((error for error in pool.map(check, names) if error is not None), None)
+    for error in gather(local_error):
         if error is not None:
             raise error

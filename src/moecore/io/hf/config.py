@@ -412,14 +412,17 @@ def config_problems(
         try:
             model = decoder_config_from_hf(hf_config)
         except (NotImplementedError, ValueError):  # no native decoder
-            return [_line(d.name, d.ours, d.theirs) for d in hf_differences(values, hf_config)]
+            return [_line(d.name, d.value, d.reference) for d in hf_differences(values, hf_config)]
     if model is None or str(values.get("model_type")) not in FAMILIES:
         return []
     try:
         native = decoder_config_from_hf(values)
     except (NotImplementedError, ValueError) as error:
         return [str(error)]
-    return [_line(d.name, d.ours, d.theirs) for d in differences(native, model, skipped=skipped)]
+    return [
+        _line(d.name, d.value, d.reference)
+        for d in differences(native, model, skipped_fields=skipped)
+    ]
 
 
 def _line(name: str, written: str, wanted: str) -> str:

@@ -110,7 +110,7 @@ def export_hf(
         tensors=sum(map(len, shards)),
         shards=len(shards),
         bytes_stored=sum(item.nbytes for shard in shards for item in shard),
-        bytes_written=meter.done,
+        bytes_written=meter.moved_bytes,
         peak_bytes=collector.peak_bytes,
         seconds=time.monotonic() - started,
     )

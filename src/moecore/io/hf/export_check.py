@@ -81,7 +81,7 @@ def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
         found = moe_differences(layer.config, adapter(block, reader).config) if adapter else []
         for field in found:
             raise ValueError(
-                f"{path}'s {field.name} ({field.ours}) must be {field.theirs} as in "
+                f"{path}'s {field.name} ({field.value}) must be {field.reference} as in "
                 f"{kind.__name__} with this config, which reads the directory: correct one of them"
             )
 

@@ -161,7 +161,7 @@ def read_index(path: Path) -> dict[str, str] | None:
 def read_json(file: Path, *, most: int = MAX_CONFIG) -> dict[str, Any]:
     """Return the object in a JSON file of at most `most` bytes, or raise ValueError."""
     try:
-        data = read_regular(file, follow=True, most=most)
+        data = read_regular(file, follow=True, max_bytes=most)
     except FileNotFoundError:
         raise ValueError(f"path ({file}) must exist: it is not there") from None
     try:

@@ -162,7 +162,7 @@ def _check_rule(i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFam
         config = replace(config, score_order="pre", normalize_weights=True)
     for found in moe_differences(config, wanted):
         raise ValueError(
-            f"layer {i}'s {found.name} ({found.ours}) must be {found.theirs} in "
+            f"layer {i}'s {found.name} ({found.value}) must be {found.reference} in "
             f"{family.model_type!r}, the closest class with experts: upcycle with it, or keep "
             "native checkpoints (Saver)"
         )

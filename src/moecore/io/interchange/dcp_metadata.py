@@ -106,7 +106,7 @@ def _check_memo(raw: bytes) -> None:
 def read_metadata(path: Path) -> dict[str, DCPTensor]:
     """Return the tensors of a whole DCP directory by name; other objects in it are left out."""
     try:
-        raw = read_regular(path / METADATA, follow=True, most=MAX_TABLE)
+        raw = read_regular(path / METADATA, follow=True, max_bytes=MAX_TABLE)
     except FileNotFoundError:
         raise ValueError(f"path ({path / METADATA}) must exist: it is not there") from None
     try:
