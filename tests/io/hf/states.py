@@ -17,7 +17,7 @@ def native_state(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str
         native[name] = whole = state[recipe.pieces[0].name].new_empty(recipe.shape)
         for piece in recipe.pieces:
             theirs = state[piece.name]
-            assert theirs.shape == piece.stored, piece.name
+            assert theirs.shape == piece.file_shape, piece.name
             if piece.view is not None:
                 theirs = piece.view.of(theirs.contiguous())
             whole[piece.region].copy_(theirs.reshape(whole[piece.region].shape))
@@ -35,7 +35,7 @@ def hf_state(
         if piece.view is None:
             theirs[piece.name] = part
         else:
-            whole = theirs.setdefault(piece.name, part.new_empty(piece.stored))
+            whole = theirs.setdefault(piece.name, part.new_empty(piece.file_shape))
             view = piece.view.of(whole)
             view.copy_(part.reshape(view.shape))
     copies = {copy: theirs[n] for copy, n in hf_copies(config).items() if copy != HEAD}

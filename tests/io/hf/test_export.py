@@ -57,7 +57,7 @@ def test_transformers_loads_it_and_gives_equal_logits(name, layout, tmp_path):
         assert all(torch.equal(ours[n], theirs[n]) for n in ours)
     largest = max(t.nbytes for t in read_all(out).values())
     assert report.peak_bytes == largest  # one tensor at a time
-    assert report.bytes_stored == sum(t.nbytes for t in read_all(out).values())
+    assert report.total_bytes == sum(t.nbytes for t in read_all(out).values())
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_shards_index_and_config(tmp_path):
         f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)
     ]
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == report.bytes_stored
+    assert index["metadata"]["total_size"] == report.total_bytes
     for file in files:
         with safe_open(file, "pt") as shard:
             assert shard.metadata() == {"format": "pt"}
@@ -289,4 +289,4 @@ def test_progress_reaches_the_size_of_the_files(tmp_path):
         decoder(), tmp_path / "out", config=TINY_JSON, progress=lambda *p: seen.append(p)
     )
     sizes = sum(f.stat().st_size for f in (tmp_path / "out").glob("*.safetensors"))
-    assert seen[-1] == (sizes, sizes) and report.bytes_written == sizes
+    assert seen[-1] == (sizes, sizes) and report.written_bytes == sizes

@@ -74,7 +74,7 @@ def test_transformers_models_load_experts_that_are_stacked(name, tmp_path):
     assert_state(loaded, model.state_dict())
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)  # rotary buffers too
     size = sum(t.nbytes for t in model.state_dict().values())
-    assert (report.bytes_read, report.bytes_stored, report.bytes_compared) == (size, size, 0)
+    assert (report.bytes_read, report.total_bytes, report.compared_bytes) == (size, size, 0)
     assert report.tensors == len(model.state_dict()) and report.seconds > 0
 
 
@@ -166,8 +166,8 @@ def test_fp8_blocks_are_dequantised_into_the_dtype_of_the_model(dtype, tmp_path)
     assert_state(decoder, truth)  # rounded once, from fp32
     assert decoder.state_dict()["mtp.0.block.mlp.router.expert_bias"].dtype == torch.float32
     table = truth["model.embed_tokens.weight"].numel() * dtype.itemsize
-    assert report.bytes_read == report.bytes_stored
-    assert report.bytes_compared == 4 * table  # two copies and their originals
+    assert report.bytes_read == report.total_bytes
+    assert report.compared_bytes == 4 * table  # two copies and their originals
 
 
 def test_fp8_files_give_transformers_and_the_decoder_equal_logits(tmp_path):
@@ -488,7 +488,7 @@ def test_a_tied_model_refuses_an_untied_head(tmp_path):
     model = random_model("mixtral", tie_word_embeddings=True)
     state = dict(model.state_dict())
     write_directory(tmp_path, state, {})
-    assert load_hf(tmp_path, empty_like(model)).bytes_compared == 2 * 61 * 32 * 4
+    assert load_hf(tmp_path, empty_like(model)).compared_bytes == 2 * 61 * 32 * 4
     write_directory(tmp_path, state | {"lm_head.weight": torch.ones(61, 32)}, {})
     with pytest.raises(ValueError, match=r"lm_head.weight must equal model.embed_tokens.weight"):
         load_hf(tmp_path, empty_like(model))

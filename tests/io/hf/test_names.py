@@ -125,7 +125,7 @@ def test_multi_token_prediction_comes_after_the_last_layer(layout, depth):
 
 def test_names_of_published_nemotron_3_nano():
     plan = hf_plan(preset("nemotron-3-nano-30b-a3b"), "per_expert")
-    shapes = {p.name: p.stored for recipe in plan.values() for p in recipe.pieces}
+    shapes = {p.name: p.file_shape for recipe in plan.values() for p in recipe.pieces}
     mixer = "backbone.layers.{}.mixer."
     want = {
         "backbone.embeddings.weight": (131072, 2688),

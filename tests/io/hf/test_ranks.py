@@ -334,7 +334,7 @@ def test_a_rank_reads_the_bytes_of_its_shards(case, results):
     reports, shares = results[case]["reports"], results[case]["share"]
     for report, (mine, whole) in zip(reports, shares, strict=True):
         assert report.missing == report.left_over == ()
-        stored = report.bytes_stored
+        stored = report.total_bytes
         if name not in ("native", "native gpt-oss", "gpt-oss"):  # fp32
             assert (report.bytes_read, stored) == (4 * mine, 4 * whole)
         else:  # a share, and the blocks of scales that it touches; tp leaves more replicated
@@ -349,15 +349,15 @@ def test_export_holds_a_tensor_at_a_time(case, results):
     """Each rank writes shards in its turn, and holds one tensor and one message at most."""
     exports = results[case]["exports"]
     report = exports[0]
-    assert report.shards >= WORLD and all(e.bytes_written > 0 for e in exports)
-    written = sum(e.bytes_written for e in exports)
-    assert report.bytes_stored < written < report.bytes_stored + 200 * (report.tensors + 9)
+    assert report.shards >= WORLD and all(e.written_bytes > 0 for e in exports)
+    written = sum(e.written_bytes for e in exports)
+    assert report.total_bytes < written < report.total_bytes + 200 * (report.tensors + 9)
     largest = LARGEST[case[0]]
     again = largest if case[0] == "native gpt-oss" else 0  # written in another order
     peak = max(e.peak_bytes for e in exports)
     assert largest <= peak <= 2 * largest + again
     assert peak <= max(40_000, largest) + largest + again
-    assert again or peak < report.bytes_stored
+    assert again or peak < report.total_bytes
 
 
 # Bytes of the largest Hugging Face tensor in fp32: an embedding, or stacked experts.

@@ -61,7 +61,7 @@ def test_files_of_stock(family: str, tmp_path: Path) -> None:
     loaded = emptied(model, torch.float32)
     report = load_hf(tmp_path / "stock", loaded)
     assert_equal(loaded.state_dict(), model.state_dict())
-    assert report.bytes_read == report.bytes_stored == sum(t.nbytes for t in files.values())
+    assert report.bytes_read == report.total_bytes == sum(t.nbytes for t in files.values())
     export_hf(loaded, tmp_path / "ours")
     assert_equal(stored(tmp_path / "ours"), files)
 
@@ -105,12 +105,12 @@ def test_a_part_of_a_moved_tensor_is_read_alone(tmp_path: Path) -> None:
     reader, files = plan_of("step3p7")
     name = "model.vision_model.layers.0.self_attn.k_proj.weight"
     (piece,) = stock_plan(reader, {name: (32, 32)}, files)[name].pieces
-    assert piece.view is not None and piece.stored == (96, 32)
-    written = torch.randn(piece.stored)
+    assert piece.view is not None and piece.file_shape == (96, 32)
+    written = torch.randn(piece.file_shape)
     save_file({piece.name: written}, tmp_path / "model.safetensors")
     heads = written[32:64].view(-1, 8, 32)  # rows of a head: the first halves of pairs, then second
     want = torch.cat((heads[:, 0::2], heads[:, 1::2]), dim=1).reshape(32, 32)
-    source = TensorSource(piece.name, piece.stored, torch.float32)
+    source = TensorSource(piece.name, piece.file_shape, torch.float32)
     moved = ViewedSource(piece.name, piece.shape, torch.float32, origin=source, view=piece.view)
     with HFFiles(tmp_path) as opened:
         found = moved.read(opened, (slice(8, 16), slice(0, 32)))

@@ -134,7 +134,7 @@ class BucketCollector(ErrorKeeper):
 
     def buckets(self, items: Sequence[Item]) -> Iterator[list[Item]]:
         """Yield the items of each bucket, in order."""
-        return by_size(items, _bytes_together, self._room)
+        return by_size(items, _bucket_bytes, self._room)
 
     def collect(self, items: Sequence[Item], read: Read) -> WeightBucket | None:
         """Return a bucket of these items, new; None after an error of this rank. Collective."""
@@ -143,10 +143,10 @@ class BucketCollector(ErrorKeeper):
             bucket = WeightBucket.empty([meta_of(item) for item in items], self.device)
             parts = [
                 [
-                    whole if piece.view is None else whole.new_empty(piece.shape)
+                    tensor if piece.view is None else tensor.new_empty(piece.shape)
                     for _, piece in item.parts
                 ]
-                for item, (_, whole) in zip(items, bucket.tensors(), strict=True)
+                for item, (_, tensor) in zip(items, bucket.tensors(), strict=True)
             ]
         copies = [
             _SentCopy(item.parts[box.part][0], number, box)
@@ -154,21 +154,21 @@ class BucketCollector(ErrorKeeper):
             for box in self._boxes_of(item)
         ]
         for sender in sorted({copy.box.sender for copy in copies}):
-            sent = [copy for copy in copies if copy.box.sender == sender]
-            for message in by_size(sent, lambda c: aligned(c.box.num_bytes), self._capacity):
+            group = [copy for copy in copies if copy.box.sender == sender]
+            for message in by_size(group, lambda c: aligned(c.box.num_bytes), self._capacity):
                 if sender < 0:
-                    self._copy_own(message, parts, read)
+                    self._fill(message, parts, read)
                 else:
                     self._broadcast(sender, message, items, parts, read)
         with self._keep_error():
-            wholes = () if bucket is None else (whole for _, whole in bucket.tensors())
-            for item, of_item, whole in zip(items, parts, wholes, strict=False):
+            tensors = () if bucket is None else (tensor for _, tensor in bucket.tensors())
+            for item, of_item, tensor in zip(items, parts, tensors, strict=False):
                 for (_, piece), part in zip(item.parts, of_item, strict=True):
                     if piece.view is not None:
-                        put(part, piece, whole)
+                        put(part, piece, tensor)
         return bucket
 
-    def _copy_own(self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read) -> None:
+    def _fill(self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read) -> None:
         with self._keep_error():
             if parts:
                 _copy([_target(c, parts) for c in copies], [_source(c, read) for c in copies])
@@ -202,11 +202,11 @@ class BucketCollector(ErrorKeeper):
         return self._boxes[item.name]
 
     def _find_boxes(self, item: Item) -> Iterator[_SentBox]:
-        most = self._capacity // item.dtype.itemsize
+        max_numel = self._capacity // item.dtype.itemsize
         for number, (source, piece) in enumerate(item.parts):
             for holding, ranks in self._holders.of(source).items():
                 sender = -1 if len(ranks) == self._holders.world else ranks[0]
-                for overlap in self._holders.boxes(source, piece, holding, most):
+                for overlap in self._holders.boxes(source, piece, holding, max_numel):
                     shape = tuple(part.stop - part.start for part in overlap.target)
                     size = math.prod(shape) * item.dtype.itemsize
                     yield _SentBox(number, overlap, shape, size, sender)
@@ -221,10 +221,10 @@ class BucketCollector(ErrorKeeper):
         )
 
 
-def _bytes_together(item: Item) -> int:
+def _bucket_bytes(item: Item) -> int:
     """Return the bytes of an item, and of parts that are put together in their own order first."""
-    moved = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
-    return aligned(item.nbytes) + sum(moved) * item.dtype.itemsize
+    numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
+    return aligned(item.nbytes) + sum(numels) * item.dtype.itemsize
 
 
 def _length(box: Sequence[slice]) -> int:

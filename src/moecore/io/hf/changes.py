@@ -50,18 +50,18 @@ class Digests:
     def of_all(self, sources: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
         """Return the digest of the tensors behind each name, of this rank's parts. Host sync."""
         with torch.no_grad():
-            found = {name: self._joined(map(memory_of, ts)) for name, ts in sources.items()}
+            digests = {name: self._digest_parts(map(memory_of, ts)) for name, ts in sources.items()}
         self._factors.clear()
         by_device: dict[torch.device, list[str]] = {}
-        for name, digest in found.items():
+        for name, digest in digests.items():
             by_device.setdefault(digest.device, []).append(name)
         values: dict[str, tuple[int, int]] = {}
         for names in by_device.values():
-            rows = torch.stack([found[name] for name in names]).tolist()
+            rows = torch.stack([digests[name] for name in names]).tolist()
             values |= {name: (a, b) for name, (a, b) in zip(names, rows, strict=True)}
         return values
 
-    def _joined(self, parts: Iterable[list[Tensor]]) -> Tensor:
+    def _digest_parts(self, parts: Iterable[list[Tensor]]) -> Tensor:
         digests = [self._digest(_bits(x)) for tensors in parts for x in tensors]
         return digests[0] if len(digests) == 1 else self._digest(_bits(torch.stack(digests)), 2)
 
@@ -69,16 +69,16 @@ class Digests:
         """Return int64 [2] of uint8 [n]."""
         words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
         factors = self._factors_of(level, bits.device)
-        found = [(factors[:, : len(x)] * x).sum(1) for x in words.split(factors.shape[1])]
-        return found[0] if len(found) == 1 else self._digest(_bits(torch.stack(found)), level + 1)
+        sums = [(factors[:, : len(x)] * x).sum(1) for x in words.split(factors.shape[1])]
+        return sums[0] if len(sums) == 1 else self._digest(_bits(torch.stack(sums)), level + 1)
 
     def _factors_of(self, level: int, device: torch.device) -> Tensor:
         key = (level, device)
         if key not in self._factors:
             generator = torch.Generator(device).manual_seed(self._seed + level)
             chunk = CHUNK if device.type == "cpu" else CHUNK_ON_GPU
-            made = torch.empty(2, chunk, dtype=torch.int64, device=device)
-            self._factors[key] = made.random_(-(2**63), None, generator=generator)
+            values = torch.empty(2, chunk, dtype=torch.int64, device=device)
+            self._factors[key] = values.random_(-(2**63), None, generator=generator)
         return self._factors[key]
 
 
@@ -115,7 +115,7 @@ class Watch:
         self._stepped = False
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def watch_steps(self) -> Iterator[None]:
         """Return the context in which steps of optimizers count: fused ones leave no mark."""
         hook = register_optimizer_step_post_hook(self._after_step)
         try:

@@ -45,19 +45,19 @@ class Item:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def by_size(things: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield neighbours together while the sum of their sizes is at most `most`, or one alone."""
-    found: list[T] = []
+def by_size(things: Iterable[T], size_of: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
+    """Yield groups of neighbours of at most `max_size` together; a larger one is alone."""
+    group: list[T] = []
     total = 0
     for thing in things:
         size = size_of(thing)
-        if found and total + size > most:
-            yield found
-            found, total = [], 0
-        found.append(thing)
+        if group and total + size > max_size:
+            yield group
+            group, total = [], 0
+        group.append(thing)
         total += size
-    if found:
-        yield found
+    if group:
+        yield group
 
 
 class _Part(NamedTuple):
@@ -74,7 +74,7 @@ class Collector(Protocol):
     def collect(self, item: Item, writer: int) -> Tensor | None:
         """Return the whole tensor on its writer, on the CPU, and None elsewhere."""
 
-    def done(self, whole: Tensor | None) -> None:
+    def release(self, tensor: Tensor | None) -> None:
         """Note that the writer has freed a tensor."""
 
     def check(self) -> None:
@@ -111,23 +111,23 @@ class Holders:
     """Which ranks hold which part of each tensor of a model, of all its stages. Collective."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        mine = on_every_rank(lambda: {name: held_of(tensor) for name, tensor in tensors.items()})
+        parts = on_every_rank(lambda: {name: held_of(tensor) for name, tensor in tensors.items()})
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._ranks: dict[str, dict[Holding, list[int]]] = {}
         self.world = 0
-        for rank, held in enumerate(gather(mine)):
+        for rank, rank_parts in enumerate(gather(parts)):
             self.world += 1
-            for name, (shape, dtype, holding) in held.items():
+            for name, (shape, dtype, holding) in rank_parts.items():
                 self.shapes[name], self.dtypes[name] = shape, dtype
                 self._ranks.setdefault(name, {}).setdefault(holding, []).append(rank)
 
-    def joined(self, others: Holders) -> Holders:
+    def merge(self, other: Holders) -> Holders:
         """Return these and the holders of other tensors."""
-        found = copy(self)
-        found.shapes, found.dtypes = self.shapes | others.shapes, self.dtypes | others.dtypes
-        found._ranks = self._ranks | others._ranks
-        return found
+        result = copy(self)
+        result.shapes, result.dtypes = self.shapes | other.shapes, self.dtypes | other.dtypes
+        result._ranks = self._ranks | other._ranks
+        return result
 
     def of(self, name: str) -> dict[Holding, list[int]]:
         """Return the different shards of a tensor, and the ranks that hold each."""
@@ -156,7 +156,7 @@ class RankCollector(ErrorKeeper):
         items: Iterable[Item],
         device: torch.device,
     ) -> None:
-        self._held = self.peak_bytes = 0
+        self._current_bytes = self.peak_bytes = 0
         self._tensors, self._holders = tensors, holders
         self._rank, _ = rank_and_world()
         largest = self._largest_message(items)
@@ -165,55 +165,55 @@ class RankCollector(ErrorKeeper):
 
     def collect(self, item: Item, writer: int) -> Tensor | None:
         """Return the whole tensor, new, on its writer's CPU; None elsewhere, and after an error."""
-        whole = self._new(item.shape, item.dtype, writer)
+        tensor = self._new(item.shape, item.dtype, writer)
         for source, piece in item.parts:
-            moved = piece.view is not None  # then in an order of its own, put in place afterwards
-            part = self._new(piece.shape, item.dtype, writer) if moved else whole
+            is_view = piece.view is not None  # in an order of its own, put in place afterwards
+            part = self._new(piece.shape, item.dtype, writer) if is_view else tensor
             self._collect_part(_Part(source, piece, item.dtype), writer, part)
-            if moved and part is not None and whole is not None:
+            if is_view and part is not None and tensor is not None:
                 with self._keep_error():
-                    put(part, piece, whole)
-                self.done(part)
-        return whole
+                    put(part, piece, tensor)
+                self.release(part)
+        return tensor
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype, writer: int) -> Tensor | None:
-        whole = None
+        tensor = None
         if self._rank == writer:
             with self._keep_error():
-                whole = torch.empty(shape, dtype=dtype)
-                self._hold(whole.nbytes)
-        return whole
+                tensor = torch.empty(shape, dtype=dtype)
+                self._hold(tensor.nbytes)
+        return tensor
 
-    def _collect_part(self, item: _Part, writer: int, whole: Tensor | None) -> None:
+    def _collect_part(self, item: _Part, writer: int, tensor: Tensor | None) -> None:
         for holding, holders in self._holders.of(item.source).items():
             numel = _num_common(holding, item.piece, self._holders.shapes[item.source])
             if not numel:
                 continue
             sender = writer if writer in holders else holders[0]
             if self._rank == sender == writer:
-                self._copy(item, holding, whole)
+                self._copy(item, holding, tensor)
             elif self._rank == sender:
                 self._send(item, holding, numel, writer)
             elif self._rank == writer:
-                self._receive(item, holding, numel, sender, whole)
+                self._receive(item, holding, numel, sender, tensor)
 
-    def done(self, whole: Tensor | None) -> None:
+    def release(self, tensor: Tensor | None) -> None:
         """Note that the writer has freed a tensor."""
-        if whole is not None:
-            self._held -= whole.nbytes
+        if tensor is not None:
+            self._current_bytes -= tensor.nbytes
 
     def _hold(self, num_bytes: int) -> None:
-        self._held += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self._held)
+        self._current_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._current_bytes)
 
-    def _copy(self, item: _Part, holding: Holding, whole: Tensor | None) -> None:
+    def _copy(self, item: _Part, holding: Holding, tensor: Tensor | None) -> None:
         """Bring what the writer itself holds into its tensor."""
-        if whole is None:
+        if tensor is None:
             return
         with self._keep_error():
             for box in self._boxes(item, holding):
                 part = part_of(self._tensors[item.source], box.target)
-                whole[box.source].view(part.shape).copy_(part)
+                tensor[box.source].view(part.shape).copy_(part)
 
     def _send(self, item: _Part, holding: Holding, numel: int, writer: int) -> None:
         message = self._message(item, numel)
@@ -225,14 +225,14 @@ class RankCollector(ErrorKeeper):
         dist.send(message, writer)
 
     def _receive(
-        self, item: _Part, holding: Holding, numel: int, sender: int, whole: Tensor | None
+        self, item: _Part, holding: Holding, numel: int, sender: int, tensor: Tensor | None
     ) -> None:
         message = self._message(item, numel)
         dist.recv(message, sender)
-        if whole is None:
+        if tensor is None:
             return
         with self._keep_error():
-            targets = [whole[box.source] for box in self._boxes(item, holding)]
+            targets = [tensor[box.source] for box in self._boxes(item, holding)]
             for piece, target in zip(_split(message, targets), targets, strict=True):
                 target.copy_(piece)
 
@@ -246,21 +246,21 @@ class RankCollector(ErrorKeeper):
     def _largest_message(self, items: Iterable[Item]) -> int:
         """Return bytes that no message exceeds; equal on all ranks."""
         largest = 0
-        for item in (_Part(*part, one.dtype) for one in items for part in one.parts):
+        for item in (_Part(*part, entry.dtype) for entry in items for part in entry.parts):
             holders = self._holders.of(item.source)
             if any(len(ranks) == self._holders.world for ranks in holders.values()):
                 continue  # nothing is sent
             # A message is part of an item and of a shard.
-            shard = max(math.prod(sum(n for _, n in runs) for runs in held) for held in holders)
+            shard = max(math.prod(sum(n for _, n in runs) for runs in dims) for dims in holders)
             size = min(math.prod(item.piece.shape), shard) * item.dtype.itemsize
             largest = max(largest, size)
         return largest
 
 
-def put(part: Tensor, piece: TensorPiece, whole: Tensor) -> None:
+def put(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
     """Write a piece's elements, in its own order, into its file tensor."""
     assert piece.view is not None, "other pieces are file tensors"
-    target = piece.view.of(whole)
+    target = piece.view.of(file_tensor)
     target.copy_(part.view(target.shape))
 
 

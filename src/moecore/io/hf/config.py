@@ -134,13 +134,13 @@ def _qwen3_next(fields: Fields) -> DecoderConfig:
     )
 
 
-def _qwen(fields: Fields, *, shared_hidden_dim: int = 0, **others: Any) -> DecoderConfig:
+def _qwen(fields: Fields, *, shared_hidden_dim: int = 0, **overrides: Any) -> DecoderConfig:
     num_layers, step = fields.need("num_hidden_layers"), fields.get("decoder_sparse_step", 1)
     dense = set(fields.get("mlp_only_layers", []))
     dense |= {i for i in range(num_layers) if (i + 1) % step}
     if not fields.need("num_experts"):
         dense = set(range(num_layers))
-    common = grouped_attention(fields) | others
+    common = grouped_attention(fields) | overrides
     if len(dense) >= num_layers:
         return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
     dense_dim = fields.need("intermediate_size") if dense else 0
@@ -214,7 +214,7 @@ def _gpt_oss(fields: Fields) -> DecoderConfig:
 
 
 def _deepseek_v3(fields: Fields) -> DecoderConfig:
-    _refuse_others(fields, scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
+    _refuse_unless(fields, scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
     return _first_dense(fields, latent_attention(fields), _sigmoid_choice(fields))
 
 
@@ -223,20 +223,20 @@ def _deepseek_v32(fields: Fields) -> DecoderConfig:
     kinds = fields.get("layer_types", [])
     fields.refuse("layer_types", any(kind != "indexed_attention" for kind in kinds))
     fields.values["q_lora_rank"] = fields.get("q_lora_rank", 1536)
-    found, first = _deepseek_v3(fields), fields.need("first_k_dense_replace")
-    kinds = ["sparse" if i >= first else "dense" for i in range(found.num_layers)]
+    config, first = _deepseek_v3(fields), fields.need("first_k_dense_replace")
+    kinds = ["sparse" if i >= first else "dense" for i in range(config.num_layers)]
     fields.refuse("mlp_layer_types", list(fields.get("mlp_layer_types", kinds)) != kinds)
     sparse = SparseKeysConfig(
         num_heads=fields.get("index_n_heads", 64),
         head_dim=fields.get("index_head_dim", 128),
         top_k=fields.get("index_topk", 2048),
     )
-    assert found.mla is not None
-    return replace(found, mla=replace(found.mla, sparse=sparse))
+    assert config.mla is not None
+    return replace(config, mla=replace(config.mla, sparse=sparse))
 
 
 def _deepseek_v2(fields: Fields) -> DecoderConfig:
-    _refuse_others(fields, scoring_func="softmax", norm_topk_prob=False)
+    _refuse_unless(fields, scoring_func="softmax", norm_topk_prob=False)
     method = fields.get("topk_method", "greedy")
     fields.refuse("topk_method", method not in ("greedy", "group_limited_greedy"))
     groups: dict[str, Any] = {}
@@ -274,9 +274,9 @@ def _nemotron_h(fields: Fields) -> DecoderConfig:
     pattern = "".join(LAYER_LETTERS[kind] for kind in kinds)
     pattern = pattern or fields.need("hybrid_override_pattern")
     fields.values |= dict(num_hidden_layers=len(pattern), head_dim=fields.get("head_dim", 128))
-    others = dict(mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True)
-    others |= dict(use_bias=False, residual_in_fp32=False, n_shared_experts=1)
-    _refuse_others(fields, **others, tie_word_embeddings=False, num_nextn_predict_layers=0)
+    _refuse_unless(fields, mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True)
+    _refuse_unless(fields, use_bias=False, residual_in_fp32=False, n_shared_experts=1)
+    _refuse_unless(fields, tie_word_embeddings=False, num_nextn_predict_layers=0)
     fields.refuse("sliding_window", fields.get("sliding_window", None) is not None)
     fields.refuse("hybrid_override_pattern", bool(set(pattern) - set(LAYER_LETTERS.values())))
     fields.refuse("hybrid_override_pattern", "*" not in pattern)
@@ -311,9 +311,9 @@ def _nemotron_h(fields: Fields) -> DecoderConfig:
     )
 
 
-def _refuse_others(fields: Fields, **known: Any) -> None:
+def _refuse_unless(fields: Fields, **known_values: Any) -> None:
     """Refuse other values of fields, where they are given, than the one that is known."""
-    for name, only in {"moe_layer_freq": 1, **known}.items():
+    for name, only in {"moe_layer_freq": 1, **known_values}.items():
         fields.refuse(name, fields.get(name, only) != only)
 
 
@@ -370,9 +370,9 @@ def _stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
         return {}
     names = read_index(path) or read_headers(path)
     layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
-    behind = sum(n.isdecimal() and int(n) >= fields.need("num_hidden_layers") for n in layers)
-    behind += any(name.startswith("mtp.") for name in names)
-    return {MTP_KEYS[0]: behind}
+    num_modules = sum(n.isdecimal() and int(n) >= fields.need("num_hidden_layers") for n in layers)
+    num_modules += any(name.startswith("mtp.") for name in names)
+    return {MTP_KEYS[0]: num_modules}
 
 
 FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
@@ -399,15 +399,15 @@ def config_problems(
     values: Mapping[str, Any],
     model: DecoderConfig | Mapping[str, Any] | None,
     *,
-    skipped: Collection[str] = TRAINING,
+    skipped_fields: Collection[str] = TRAINING,
 ) -> list[str]:
     """Return the fields of a config.json that are not those of the model, one line each."""
     # Where the native decoder can be both models, their native configs are compared, however a
     # config.json spells them. Other models are compared where both name a field.
     if isinstance(model, Mapping) and "model_type" in model:
-        kind, wanted = values.get("model_type"), model["model_type"]
-        if kind != wanted:
-            return [_line("model_type", quote(kind), quote(wanted))]
+        kind, model_type = values.get("model_type"), model["model_type"]
+        if kind != model_type:
+            return [_line("model_type", quote(kind), quote(model_type))]
         hf_config = model
         try:
             model = decoder_config_from_hf(hf_config)
@@ -421,9 +421,9 @@ def config_problems(
         return [str(error)]
     return [
         _line(d.name, d.value, d.reference)
-        for d in differences(native, model, skipped_fields=skipped)
+        for d in differences(native, model, skipped_fields=skipped_fields)
     ]
 
 
-def _line(name: str, written: str, wanted: str) -> str:
-    return f"config.json {name} ({written}) must be that of the model ({wanted})"
+def _line(name: str, value: str, expected_value: str) -> str:
+    return f"config.json {name} ({value}) must be that of the model ({expected_value})"

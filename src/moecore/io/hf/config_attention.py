@@ -64,16 +64,16 @@ def latent_attention(fields: Fields) -> dict[str, Any]:
     return common | heads | dict(mla=mla, yarn=None)
 
 
-def windows_of(fields: Fields, has_one: Sequence[bool]) -> tuple[int, ...]:
+def windows_of(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
     """The windows of layers, as short as they repeat; () where none hides a token of a row."""
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
-    if window is None or window >= length or not any(has_one):
+    if window is None or window >= length or not any(pattern):
         return ()
     if not window:
         raise ValueError("config.json sliding_window (0) must be >= 1 or null: correct it")
-    n, layers = len(has_one), range(len(has_one))
-    period = next(p for p in range(1, n + 1) if all(has_one[i] == has_one[i % p] for i in layers))
-    return tuple(window if one else 0 for one in has_one[:period])
+    n, layers = len(pattern), range(len(pattern))
+    period = next(p for p in range(1, n + 1) if all(pattern[i] == pattern[i % p] for i in layers))
+    return tuple(window if is_windowed else 0 for is_windowed in pattern[:period])
 
 
 def _attention_bias(fields: Fields) -> AttentionBias | None:

@@ -17,8 +17,8 @@ LAYER_COUNT = re.compile("(?<!per_)(layer|depth|block|group|stage)")
 MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # above, a config is wrong, and lists would not end
 
 
-def _count(least: int, most: int = MAX_COUNT) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most
+def _count(min_value: int, max_value: int = MAX_COUNT) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and min_value <= v <= max_value
 
 
 def _number(value: Any) -> bool:
@@ -81,7 +81,7 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("a string", lambda value: isinstance(value, str), "hybrid_override_pattern model_type"),
 )
-KIND_OF = {name: (words, is_one) for words, is_one, names in KINDS for name in names.split()}
+KIND_OF = {name: (words, matches) for words, matches, names in KINDS for name in names.split()}
 
 
 def read_config(config: HFConfig) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def read_config(config: HFConfig) -> dict[str, Any]:
 
 def check_kind(name: str, value: Any) -> None:
     """Raise ValueError when the type of a value does not fit the field of this name."""
-    words, is_one = KIND_OF.get(name, ("", None))
-    if is_one is not None and not is_one(value):
+    words, matches = KIND_OF.get(name, ("", None))
+    if matches is not None and not matches(value):
         raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
 
 
@@ -162,13 +162,13 @@ class Fields:
 
     def rope(self) -> dict[str, Any]:
         """Return the rotary options: rope_type, rope_theta and what belongs to the type."""
-        found = {"rope_theta": self.values.get("rope_theta"), **self.get("rope_scaling", {})}
-        found |= self.get("rope_parameters", {})
-        found.setdefault("rope_type", found.pop("type", None))
-        if found["rope_theta"] is None:
-            found["rope_theta"] = self.need("rope_theta")
-        for name, value in found.items():
+        options = {"rope_theta": self.values.get("rope_theta"), **self.get("rope_scaling", {})}
+        options |= self.get("rope_parameters", {})
+        options.setdefault("rope_type", options.pop("type", None))
+        if options["rope_theta"] is None:
+            options["rope_theta"] = self.need("rope_theta")
+        for name, value in options.items():
             if value is not None:
                 self._checked(name, value)
-        found.setdefault("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
-        return found
+        options.setdefault("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
+        return options

@@ -40,7 +40,7 @@ from moecore.io.hf.names import (
     hf_copies,
     hf_plan,
 )
-from moecore.io.hf.native_writer import PREFIX, Origin, check_alone, write_native
+from moecore.io.hf.native_writer import PREFIX, Origin, check_single_rank, write_native
 from moecore.io.hf.quant import TensorSource, find_sources
 from moecore.io.hf.stock import reader_of, written_plan
 from moecore.io.hf.verify import content_problems, copy_problems, shape_problems
@@ -78,15 +78,15 @@ def native_to_hf(
         OSError: when a file could not be read or written; nothing is left behind.
     """
     check_arguments(native_to_hf, locals())
-    check_alone()
+    check_single_rank()
     path, out = Path(path), Path(out)
     check_target(out, dtype)
     with ExitStack() as stack:
         names = names_of(layout, read_config(config))
-        stored = open_native(path, stack, config=config, dtype=dtype, layout=names)
-        shards = fill_shards(stored.items, max_shard_bytes)
-        write_directory(out, shards, stored.values, stored.collector, Meter(progress))
-    return len(stored.items)
+        model = open_native(path, stack, config=config, dtype=dtype, layout=names)
+        shards = fill_shards(model.items, max_shard_bytes)
+        write_directory(out, shards, model.values, model.collector, Meter(progress))
+    return len(model.items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def hf_to_native(
         OSError: when a file could not be read or written; `latest` did not change then.
     """
     check_arguments(hf_to_native, locals())
-    check_alone()
+    check_single_rank()
     path, root, meter = Path(path), Path(root), Meter(progress)
     check_unused(root)
     config = decoder_config_from_hf(path)
@@ -184,27 +184,27 @@ class _StoredCollector:
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a new CPU tensor, the box of a stored tensor."""
-        stored = self._tensors[name]
-        whole = torch.empty([s.stop - s.start for s in box], dtype=stored.dtype)
-        for chunk in stored.chunks:
+        entry = self._tensors[name]
+        out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
+        for chunk in entry.chunks:
             common = common_part(box, chunk.offsets, chunk.sizes)
             if common is not None:
                 source, target = common
                 offsets, reader = [s.start for s in source], self._reader(chunk.file)
-                reader.read(chunk.key, stored.dtype, chunk.sizes, offsets, whole[target])
-        return whole
+                reader.read(chunk.key, entry.dtype, chunk.sizes, offsets, out[target])
+        return out
 
     def collect(self, item: Item, writer: int) -> Tensor:
         """Return the whole tensor."""
-        whole = torch.empty(item.shape, dtype=item.dtype)
+        tensor = torch.empty(item.shape, dtype=item.dtype)
         for source, piece in item.parts:
             part = self.read(source, piece.box_in(self._tensors[source].shape))
             if piece.view is None:
                 return part.view(item.shape).to(item.dtype)
-            put(part, piece, whole)
-        return whole
+            put(part, piece, tensor)
+        return tensor
 
-    def done(self, whole: Tensor | None) -> None:
+    def release(self, tensor: Tensor | None) -> None:
         """Nothing to note."""
 
     def check(self) -> None:
@@ -227,8 +227,8 @@ def _wrapper_of(names: Collection[str]) -> str:
 
 def _is_decoder(names: Collection[str]) -> bool:
     """Whether names are the native decoder's; a dense one's are those of transformers too."""
-    own = (".mlp.experts.w1", ".self_attn.o_bias")
-    return any(name.endswith(own) or name.startswith("mtp.") for name in names)
+    suffixes = (".mlp.experts.w1", ".self_attn.o_bias")
+    return any(name.endswith(suffixes) or name.startswith("mtp.") for name in names)
 
 
 @dataclass(frozen=True, slots=True)

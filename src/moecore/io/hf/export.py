@@ -51,8 +51,8 @@ class ExportReport:
 
     tensors: int
     shards: int
-    bytes_stored: int
-    bytes_written: int  # by this rank, headers included
+    total_bytes: int
+    written_bytes: int  # by this rank, headers included
     peak_bytes: int  # most held by this rank beside the model: put together, or on the way
     seconds: float
 
@@ -99,7 +99,7 @@ def export_hf(
     arguments = locals()
     with share_errors():
         check_arguments(export_hf, arguments)
-        started, path, meter = time.monotonic(), Path(path), Meter(progress)
+        start, path, meter = time.monotonic(), Path(path), Meter(progress)
         check_target(path, dtype)
         refuse_unmerged(model)
     plan = plan_export(model, config, dtype, layout)
@@ -109,10 +109,10 @@ def export_hf(
     return ExportReport(
         tensors=sum(map(len, shards)),
         shards=len(shards),
-        bytes_stored=sum(item.nbytes for shard in shards for item in shard),
-        bytes_written=meter.moved_bytes,
+        total_bytes=sum(item.nbytes for shard in shards for item in shard),
+        written_bytes=meter.moved_bytes,
         peak_bytes=collector.peak_bytes,
-        seconds=time.monotonic() - started,
+        seconds=time.monotonic() - start,
     )
 
 
@@ -186,9 +186,9 @@ def _write_shards(
             for turn in itertools.zip_longest(*(items for _, items in wave)):
                 for owner, item in enumerate(turn):
                     if item is not None:
-                        whole = collector.collect(item, owner)
-                        output.add(whole)
-                        collector.done(whole)
+                        tensor = collector.collect(item, owner)
+                        output.add(tensor)
+                        collector.release(tensor)
         on_every_rank(collector.check)
         on_every_rank(output.check)
 
@@ -205,10 +205,10 @@ class _ExportOutput(ErrorKeeper):
             self._writer = ShardWriter(file, layout.header, pinned=False, meter=self._meter)
             self._meter.expect(layout.size)
 
-    def add(self, whole: Tensor | None) -> None:
+    def add(self, tensor: Tensor | None) -> None:
         with self._keep_error():
-            if self._writer is not None and whole is not None and self._error is None:
-                self._writer.add(whole)
+            if self._writer is not None and tensor is not None and self._error is None:
+                self._writer.add(tensor)
 
     def __enter__(self) -> _ExportOutput:
         return self

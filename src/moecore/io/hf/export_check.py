@@ -26,8 +26,8 @@ ADAPTERS = ("lora_", "base_layer.", "modules_to_save.", "original_module.")
 def checked_reader(model: nn.Module, values: Mapping[str, Any], shapes: Shapes) -> nn.Module | None:
     """Return the model that reads an export, on meta; None for an unknown class."""
     is_part = getattr(model, "base_model", None) is model  # the whole reads it, if there is one
-    whole = reader_of({**values, "architectures": None}) if is_part else None
-    reader = whole or reader_of(values, model)
+    full_reader = reader_of({**values, "architectures": None}) if is_part else None
+    reader = full_reader or reader_of(values, model)
     if reader is not None:
         kind = type(reader)
         _check_names(model, kind, shapes_of(reader.state_dict()), held_shapes(shapes))
@@ -42,31 +42,31 @@ def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None
     if tensors[HEAD] is tensors[EMBEDDING]:
         return
     head, table = local_part(tensors[HEAD]), local_part(tensors[EMBEDDING])
-    same = head.shape == table.shape and head.dtype == table.dtype
-    if not same or not (head.is_meta or torch.equal(head, table)):
+    is_equal = head.shape == table.shape and head.dtype == table.dtype
+    if not is_equal or not (head.is_meta or torch.equal(head, table)):
         raise ValueError(
             f"{HEAD} must equal {EMBEDDING} with config.tie_word_embeddings (True), because the "
             "files hold one of them: call model.tie_weights(), or set it to False"
         )
 
 
-def _check_names(model: nn.Module, kind: Any, wanted: Shapes, held: Shapes) -> None:
-    for name, shape in wanted.items():
-        if name not in held:
+def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shapes) -> None:
+    for name, shape in class_shapes.items():
+        if name not in shapes:
             raise ValueError(
                 f"model ({type(model).__name__}) must hold {shown_name(name)} of "
                 f"{kind.__name__}, which reads "
-                f"the directory: {_fix(model, kind, name, wanted, held)}"
+                f"the directory: {_fix(model, kind, name, class_shapes, shapes)}"
             )
-        if held[name] != shape:
+        if shapes[name] != shape:
             raise ValueError(
-                f"{shown_name(name)} {held[name]} must be {shape} in {kind.__name__}, which "
+                f"{shown_name(name)} {shapes[name]} must be {shape} in {kind.__name__}, which "
                 "reads the directory: correct the model's config"
             )
-    for name in held:
-        if name not in wanted:
+    for name in shapes:
+        if name not in class_shapes:
             raise ValueError(
-                f"{shown_name(name)} {held[name]} must be a tensor of {kind.__name__}, which "
+                f"{shown_name(name)} {shapes[name]} must be a tensor of {kind.__name__}, which "
                 "reads the "
                 "directory and would drop it: take it off the model, or correct the model's config"
             )
@@ -78,23 +78,23 @@ def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
     for path, layer in layers.items():
         block = reader.get_submodule(path)  # is there, as names and shapes agree
         adapter = find_hf_adapter(block)  # None: only the caller knew the rule
-        found = moe_differences(layer.config, adapter(block, reader).config) if adapter else []
-        for field in found:
+        fields = moe_differences(layer.config, adapter(block, reader).config) if adapter else []
+        for field in fields:
             raise ValueError(
                 f"{path}'s {field.name} ({field.value}) must be {field.reference} as in "
                 f"{kind.__name__} with this config, which reads the directory: correct one of them"
             )
 
 
-def _fix(model: nn.Module, kind: Any, missing: str, wanted: Shapes, held: Shapes) -> str:
+def _fix(model: nn.Module, kind: Any, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
     """What to pass instead of a model that lacks a tensor of its class."""
-    if any(part in name for name in held for part in ADAPTERS):
+    if any(part in name for name in shapes for part in ADAPTERS):
         return "merge adapters first, with peft's merge_and_unload(), and pass what it returns"
-    for name in held:
+    for name in shapes:
         prefix = name.removesuffix(missing)
-        if prefix != name and all(f"{prefix}{other}" in held for other in wanted):
+        if prefix != name and all(f"{prefix}{other}" in shapes for other in class_shapes):
             return f"pass model.{prefix[:-1]}"
-    if held and all(f"{kind.base_model_prefix}.{name}" in wanted for name in held):
+    if shapes and all(f"{kind.base_model_prefix}.{name}" in class_shapes for name in shapes):
         return f"pass the {kind.__name__} that holds it"
     for path, module in model.named_modules():
         if isinstance(module, MoELayer) and missing.startswith(f"{path}."):

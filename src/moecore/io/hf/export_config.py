@@ -40,16 +40,16 @@ def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
     """Return the content of config.json without dtypes, or refuse a config of another model."""
     if isinstance(model, Decoder):
         return _decoder_config(model, config)
-    own = getattr(model, "config", None)
-    if not hasattr(own, "to_dict"):
+    model_config = getattr(model, "config", None)
+    if not hasattr(model_config, "to_dict"):
         _refuse_wrapper(model)
     upcycled = upcycled_config(model)
-    wanted: dict[str, Any] = own.to_dict() if upcycled is None else upcycled  # type: ignore[union-attr]
+    expected_values: dict[str, Any] = model_config.to_dict() if upcycled is None else upcycled  # type: ignore[union-attr]
     if config is None:
-        values = wanted
+        values = expected_values
     else:
         values = read_config(config)
-        _check_same(values, wanted)
+        _check_values(values, expected_values)
     return finish_config(values, 0, type(model) if upcycled is None else None)
 
 
@@ -63,7 +63,7 @@ def _decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
     values = read_config(config)
     values = finish_config(values, model.config.num_mtp_layers)
     decoder_config_from_hf(values)  # raises where it cannot be a native decoder
-    _check_same(values, model.config, skipped=training_only(model.config.moe))
+    _check_values(values, model.config, skipped_fields=training_only(model.config.moe))
     return values
 
 
@@ -91,25 +91,26 @@ def finish_config(
             values[key] = num_mtp
     if num_mtp and not any(key in values for key in MTP_KEYS):
         values[MTP_KEYS[0]] = num_mtp
-    known = ARCHITECTURES.get(str(values.get("model_type")))
+    default_class = ARCHITECTURES.get(str(values.get("model_type")))
     name = model_class.__name__ if model_class else None
     kind = transformers_class(model_class) if model_class else None
     if kind is not None:
         values["architectures"] = [kind.__name__]  # such as one with another head than config's
-    elif not values.get("architectures") and (known or name):
-        values["architectures"] = [known or name]
+    elif not values.get("architectures") and (default_class or name):
+        values["architectures"] = [default_class or name]
     try:
-        return json.loads(json.dumps(values))
+        result: dict[str, Any] = json.loads(json.dumps(values))
     except (TypeError, ValueError) as error:
         raise ValueError(f"config must be JSON-able: {error}") from None
+    return result
 
 
-def _check_same(
+def _check_values(
     values: Mapping[str, Any],
     model: DecoderConfig | Mapping[str, Any],
     *,
-    skipped: Collection[str] = TRAINING,
+    skipped_fields: Collection[str] = TRAINING,
 ) -> None:
     """Raise for a field that differs, unless only training reads it."""
-    for problem in config_problems(values, model, skipped=skipped):
+    for problem in config_problems(values, model, skipped_fields=skipped_fields):
         raise ValueError(f"{problem}: pass the config of this model")

@@ -58,7 +58,7 @@ def plan_export(
     """
     base = adapted(model)
 
-    def found() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def read_model() -> tuple[dict[str, Any], dict[str, Tensor]]:
         lacks = config is None and not needs_config and isinstance(base, Decoder)
         values = {} if lacks else export_config(base, config)
         tensors = export_tensors(base, values)
@@ -70,23 +70,23 @@ def plan_export(
         check_tied(tensors, model_copies(base))
         return values, tensors
 
-    values, tensors = on_every_rank(found)
+    values, tensors = on_every_rank(read_model)
     holders = Holders(tensors)
 
-    def planned() -> list[Item]:
+    def plan_items() -> list[Item]:
         recipes = _recipes(base, values, holders.shapes, names_of(layout, values))
         keeps = keeps_fp32(base, dtype)
         return list(make_items(holders.dtypes, recipes, model_copies(base), dtype, keeps))
 
     records = parallel_states(base)
     device = records[0].request.meshes.device if records else next(iter(tensors.values())).device
-    return ExportPlan(on_every_rank(planned), holders, tensors, values, device)
+    return ExportPlan(on_every_rank(plan_items), holders, tensors, values, device)
 
 
 def export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this rank's tensors of what is written, by their names in a model without adapters."""
-    found = model_tensors(base)
-    tensors = without_adapters(base, found) | trained_copies(base, found)
+    all_tensors = model_tensors(base)
+    tensors = without_adapters(base, all_tensors) | trained_copies(base, all_tensors)
     return tensors | shared_of_no_size(base, values, tensors)
 
 
@@ -107,15 +107,15 @@ def _recipes(
         for place, name in enumerate(reader.state_dict()):
             places.setdefault(_entry(name), place)
         shapes = dict(
-            sorted(shapes.items(), key=lambda one: places.get(_entry(one[0]), len(places)))
+            sorted(shapes.items(), key=lambda entry: places.get(_entry(entry[0]), len(places)))
         )
     return written_plan(reader, shapes, layout)
 
 
 def _entry(name: str) -> str:
     """Return the part of a name up to the entry of a list; a name in no list itself."""
-    found = IN_LIST.match(name)
-    return name if found is None else found[0]
+    match = IN_LIST.match(name)
+    return name if match is None else match[0]
 
 
 def names_of(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
@@ -132,17 +132,17 @@ def make_items(
     keeps: Callable[[str], bool],
 ) -> Iterator[Item]:
     """Yield what to write, in model order; DeepSeek-V3's copies last, a tied head not at all."""
-    found: dict[str, Item] = {}
+    items: dict[str, Item] = {}
     for name, recipe in recipes.items():
         if name == HEAD and HEAD in copies:
             continue
         cast = dtypes[name].is_floating_point and not keeps(name)
-        kept = dtype if cast and dtype is not None else dtypes[name]
+        item_dtype = dtype if cast and dtype is not None else dtypes[name]
         for piece in recipe.pieces:
-            item = found.get(piece.name, Item(piece.name, piece.stored, kept, ()))
-            wide = torch.promote_types(item.dtype, kept)  # of one tensor, so it holds all values
-            found[piece.name] = replace(item, dtype=wide, parts=(*item.parts, (name, piece)))
-    yield from found.values()
+            item = items.get(piece.name, Item(piece.name, piece.file_shape, item_dtype, ()))
+            wide = torch.promote_types(item.dtype, item_dtype)  # so it holds all values
+            items[piece.name] = replace(item, dtype=wide, parts=(*item.parts, (name, piece)))
+    yield from items.values()
     for copy, original in copies.items():
         if copy != HEAD:
-            yield replace(found[original], name=copy)
+            yield replace(items[original], name=copy)

@@ -32,7 +32,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-SHOWN, MOST_OF_ONE = 10, 600  # problems listed in one error, and characters of each
+MAX_LINES, MAX_CHARS = 10, 600  # problems listed in one error, and characters of each
 Box = tuple[slice, ...]
 
 
@@ -87,9 +87,9 @@ class HFFiles:
             if entry.file not in self._open:
                 file = self.path / entry.file
                 self._open[entry.file] = safe_open(file, framework="pt", device="cpu")
-            stored = self._open[entry.file].get_slice(name)
             # A scalar has no slice; and a copy, because the file may be mapped into memory.
-            value = stored[box] if box else self._open[entry.file].get_tensor(name)
+            shard = self._open[entry.file]
+            value: Tensor = shard.get_slice(name)[box] if box else shard.get_tensor(name)
         except SafetensorError as error:
             raise OSError(
                 f"path ({self.path / entry.file}) must be as its header said: {one_line(error)}: "
@@ -111,25 +111,25 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
         raise ValueError(f"path ({path}) must be a Hugging Face directory: it is not there")
     weight_map = read_index(path)
     shards = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
-    found: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     problems = [f"{shard} is missing" for shard in shards if not (path / shard).is_file()]
     if problems:
         raise ValueError(f"path ({path}) must hold every shard: {listed(problems)}: copy it again")
     for shard in shards:
         for name, entry in _header(path / shard).items():
-            if name in found:
-                problems.append(f"{name} is in {found[name].file} and in {shard}")
-            found[name] = entry
+            if name in tensors:
+                problems.append(f"{name} is in {tensors[name].file} and in {shard}")
+            tensors[name] = entry
     if weight_map is not None:
         for name, shard in weight_map.items():
-            if name not in found or found[name].file != shard:
+            if name not in tensors or tensors[name].file != shard:
                 problems.append(f"{name} is not in {shard}")
-        problems += [f"{name} is not in the index" for name in found if name not in weight_map]
+        problems += [f"{name} is not in the index" for name in tensors if name not in weight_map]
     if problems:
         raise ValueError(
             f"path ({path / INDEX}) must agree with its shards: {listed(problems)}: copy it again"
         )
-    return found
+    return tensors
 
 
 def read_index(path: Path) -> dict[str, str] | None:
@@ -144,7 +144,7 @@ def read_index(path: Path) -> dict[str, str] | None:
                 "code in it: convert it with transformers' save_pretrained"
             )
         raise ValueError(f"path ({path}) must hold {SINGLE} or {INDEX}: it has neither")
-    weight_map = read_json(path / INDEX, most=MAX_TABLE).get("weight_map")
+    weight_map = read_json(path / INDEX, max_bytes=MAX_TABLE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(shard, str) for shard in weight_map.values()
     ):
@@ -158,10 +158,10 @@ def read_index(path: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def read_json(file: Path, *, most: int = MAX_CONFIG) -> dict[str, Any]:
-    """Return the object in a JSON file of at most `most` bytes, or raise ValueError."""
+def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
+    """Return the object in a JSON file of at most `max_bytes` bytes, or raise ValueError."""
     try:
-        data = read_regular(file, follow=True, max_bytes=most)
+        data = read_regular(file, follow=True, max_bytes=max_bytes)
     except FileNotFoundError:
         raise ValueError(f"path ({file}) must exist: it is not there") from None
     try:
@@ -184,8 +184,10 @@ def _float_or_object(value: dict[str, Any]) -> Any:
 def listed(problems: Iterable[str]) -> str:
     """Return the first problems in one line, and how many there are."""
     problems = list(problems)
-    first = "; ".join(bounded_line(problem, MOST_OF_ONE) for problem in problems[:SHOWN])
-    return first if len(problems) <= SHOWN else f"{first} (and {len(problems) - SHOWN} more)"
+    first = "; ".join(bounded_line(problem, MAX_CHARS) for problem in problems[:MAX_LINES])
+    return (
+        first if len(problems) <= MAX_LINES else f"{first} (and {len(problems) - MAX_LINES} more)"
+    )
 
 
 def _header(file: Path) -> dict[str, FileTensor]:
@@ -196,7 +198,7 @@ def _header(file: Path) -> dict[str, FileTensor]:
         raise ValueError(
             f"path ({file}) must be a whole safetensors file: {one_line(error)}: copy it again"
         ) from None
-    found: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for name in shard.keys():  # noqa: SIM118 (not a mapping)
         entry = shard.get_slice(name)
         dtype = entry.get_dtype()
@@ -205,8 +207,8 @@ def _header(file: Path) -> dict[str, FileTensor]:
                 f"path ({file}) has {shown_name(name)} of dtype ({dtype}), which must be one of "
                 f"{', '.join(DTYPES)}: convert it"
             )
-        found[name] = FileTensor(file.name, DTYPES[dtype], tuple(entry.get_shape()))
-    return found
+        tensors[name] = FileTensor(file.name, DTYPES[dtype], tuple(entry.get_shape()))
+    return tensors
 
 
 def one_line(error: BaseException) -> str:

@@ -64,9 +64,9 @@ class LoadReport:
 
     Attributes:
         bytes_read: of tensor data, by this rank, for its shards; quantised ones as stored.
-        bytes_compared: read besides, to see that copies (a tied head, DeepSeek-V3's second
+        compared_bytes: read besides, to see that copies (a tied head, DeepSeek-V3's second
             embedding) equal their originals.
-        bytes_stored: of all tensors in the files that the model takes.
+        total_bytes: of all tensors in the files that the model takes.
         tensors: of the model that were filled.
         missing: of the model, not in the files; left as they were. Empty with `strict`.
         left_over: in the files, not in the model.
@@ -74,8 +74,8 @@ class LoadReport:
     """
 
     bytes_read: int
-    bytes_compared: int
-    bytes_stored: int
+    compared_bytes: int
+    total_bytes: int
     tensors: int
     missing: tuple[str, ...]
     left_over: tuple[str, ...]
@@ -130,8 +130,8 @@ def load_hf(
     arguments = locals()
     with share_errors():
         check_arguments(load_hf, arguments)
-        started, path = time.monotonic(), Path(path)
-        whole, model = model, adapted(model)
+        start, path = time.monotonic(), Path(path)
+        outer_model, model = model, adapted(model)
     # Rank 0 reads headers and config for all: thousands of ranks would read the same.
     table, config = on_first_rank(lambda: (read_headers(path), read_config(path)))
     with HFFiles(path, table) as files:
@@ -140,22 +140,22 @@ def load_hf(
             problems += _config_problems(path, model, config, strict=strict)
             plan = _make_plan(files, model, sources, problems, strict=strict, cast=cast)
         if find_stages(model)[1] is not None:  # what other stages take is not left over
-            kept = set.intersection(*map(set, gather(plan.left_over)))
-            plan.left_over = [name for name in plan.left_over if name in kept]
+            common_names = set.intersection(*map(set, gather(plan.left_over)))
+            plan.left_over = [name for name in plan.left_over if name in common_names]
         on_every_rank(lambda: _check_plan(path, model, plan, strict=strict))
-        compared = files.bytes_read
-        drop_step(whole)
+        compared_bytes = files.bytes_read
+        drop_step(outer_model)
         on_every_rank(lambda: _fill_all(model, plan, sources, files))
-        read = files.bytes_read - compared
-    used = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
+        read = files.bytes_read - compared_bytes
+    file_names = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
     return LoadReport(
         bytes_read=read,
-        bytes_compared=compared,
-        bytes_stored=sum(table[part].nbytes for n in used for part in sources[n].parts),
+        compared_bytes=compared_bytes,
+        total_bytes=sum(table[part].nbytes for n in file_names for part in sources[n].parts),
         tensors=len(plan.recipes),
         missing=tuple(plan.missing),
         left_over=tuple(plan.left_over),
-        seconds=time.monotonic() - started,
+        seconds=time.monotonic() - start,
     )
 
 
@@ -163,9 +163,9 @@ def _config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
     """How config.json describes another model than this one; without `strict` only a warning."""
-    known = own_config(model) if "model_type" in config else None
+    model_config = own_config(model) if "model_type" in config else None
     try:
-        problems = config_problems(_as_model_writes(config, model), known)
+        problems = config_problems(_as_model_writes(config, model), model_config)
     except ValueError as error:
         problems = [str(error)]
     if strict or not problems:
@@ -182,11 +182,11 @@ def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str
     if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
         return values
     try:
-        written: dict[str, Any] = type(config).from_dict(dict(values)).to_dict()
+        model_values: dict[str, Any] = type(config).from_dict(dict(values)).to_dict()
     except Exception as error:  # of many kinds, some of them no ValueError
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise ValueError(f"config.json must be of model_type ({kind}), but {reason:.200}") from None
-    return written
+    return model_values
 
 
 def _check_plan(path: Path, model: nn.Module, plan: _LoadPlan, *, strict: bool) -> None:
@@ -216,15 +216,15 @@ def _make_plan(
         raise ValueError(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
         )
-    sources = _used(model, sources)
+    sources = _drop_zero_experts(model, sources)
     targets = without_adapters(model, model_tensors(model))
     copies = model_copies(model)
     recipes = _recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
     if find_stages(model)[1] is not None:
         recipes = {name: recipe for name, recipe in recipes.items() if name in targets}
     _drop_copies(targets, recipes, copies)
-    wanted = {piece.name for recipe in recipes.values() for piece in recipe.pieces}
-    left_over = [name for name in sources if name not in wanted and name not in copies]
+    piece_names = {piece.name for recipe in recipes.values() for piece in recipe.pieces}
+    left_over = [name for name in sources if name not in piece_names and name not in copies]
     plan = _LoadPlan(targets, {}, [], left_over, list(problems), [])
     for name, recipe in recipes.items():
         absent = [p.name for p in recipe.pieces if p.name not in sources]
@@ -239,12 +239,14 @@ def _make_plan(
     return plan
 
 
-def _used(model: nn.Module, sources: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
+def _drop_zero_experts(
+    model: nn.Module, sources: Mapping[str, TensorSource]
+) -> dict[str, TensorSource]:
     """Leave out what stock LongCat-Flash writes for experts that return their input."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, RoutedExperts)}
     E = {clean_name(n): m.config.num_experts for n, m in layers.items() if m.config.zero_experts}
-    found = {name: EXPERT.fullmatch(name) for name in sources if E}
-    unused = {n for n, m in found.items() if m and int(m[2]) >= E.get(m[1], inf)}
+    matches = {name: EXPERT.fullmatch(name) for name in sources if E}
+    unused = {n for n, m in matches.items() if m and int(m[2]) >= E.get(m[1], inf)}
     return {name: source for name, source in sources.items() if name not in unused}
 
 
@@ -255,8 +257,8 @@ def _recipes(
     if isinstance(model, Decoder):
         return hf_plan(model.config, find_layout(sources))
     reader = reader_of(upcycled_config(model) or as_type(Any, model).config.to_dict(), model)
-    found = {name: source.shape for name, source in sources.items()}
-    return stock_plan(reader, shapes, found, {} if reader is None else published_shapes(reader))
+    files = {name: source.shape for name, source in sources.items()}
+    return stock_plan(reader, shapes, files, {} if reader is None else published_shapes(reader))
 
 
 def _drop_copies(
@@ -271,7 +273,7 @@ def _drop_copies(
             recipes[HEAD] = recipes[original]
 
 
-def _tie_again(model: nn.Module, targets: Mapping[str, Tensor]) -> None:
+def _tie_head(model: nn.Module, targets: Mapping[str, Tensor]) -> None:
     """Undo what `to_empty` does to a plain transformers model with a tied head: two parameters."""
     # In a sharded model the first forward, which sets all owners of one, makes the two one again.
     copies = model_copies(model)
@@ -298,8 +300,8 @@ def _tensor_problems(
         source = sources.get(piece.name)
         if source is None:
             continue
-        if source.shape != piece.stored:
-            problems.append(f"{piece.name} {source.shape} must be {piece.stored}")
+        if source.shape != piece.file_shape:
+            problems.append(f"{piece.name} {source.shape} must be {piece.file_shape}")
         problem = _dtype_problem(source, target.dtype, cast)
         if problem:
             problems.append(f"{piece.name} ({source.dtype}) {problem}")
@@ -308,15 +310,15 @@ def _tensor_problems(
     return problems
 
 
-def _dtype_problem(source: TensorSource, wanted: torch.dtype, cast: bool) -> str:
-    if source.dtype == wanted:
+def _dtype_problem(source: TensorSource, target_dtype: torch.dtype, cast: bool) -> str:
+    if source.dtype == target_dtype:
         return ""
-    floats = source.dtype.is_floating_point and wanted.is_floating_point
+    floats = source.dtype.is_floating_point and target_dtype.is_floating_point
     if not floats or source.dtype in FP8 or source.dtype.itemsize < 2:
-        return f"must be a float tensor for a parameter in {wanted}"
-    if cast or source.quantized or torch.promote_types(source.dtype, wanted) == wanted:
+        return f"must be a float tensor for a parameter in {target_dtype}"
+    if cast or source.quantized or torch.promote_types(source.dtype, target_dtype) == target_dtype:
         return ""
-    return f"does not fit into {wanted} exactly (cast=True rounds)"
+    return f"does not fit into {target_dtype} exactly (cast=True rounds)"
 
 
 def _fill_all(
@@ -328,7 +330,7 @@ def _fill_all(
         buffer.copy_(value)
     for name, copy in trained_copies(model, model_tensors(model)).items():
         local_part(copy).copy_(local_part(plan.targets[name]))
-    _tie_again(model, plan.targets)
+    _tie_head(model, plan.targets)
 
 
 def _fill(
@@ -341,8 +343,8 @@ def _fill(
     holding = holding_of(global_indices(target))
     for piece in recipe.pieces:
         source = viewed(sources[piece.name], piece)
-        most = CHUNK_BYTES // source.dtype.itemsize
-        for overlap in overlaps(holding, piece, recipe.shape, max_numel=most):
+        max_numel = CHUNK_BYTES // source.dtype.itemsize
+        for overlap in overlaps(holding, piece, recipe.shape, max_numel=max_numel):
             part = local[overlap.target]
             part.copy_(source.read(files, overlap.source).view(part.shape))
 

@@ -54,18 +54,18 @@ class StoredAdapter:
     tensor: Tensor
     piece: TensorPiece
 
-    def to_file(self, whole: Tensor) -> Tensor:
+    def to_file(self, tensor: Tensor) -> Tensor:
         """Return the file's tensor of the whole one."""
         if self.piece.view is None:
-            return whole.reshape(self.piece.stored)
-        stored = whole.new_empty(self.piece.stored)
-        self.piece.view.of(stored).copy_(whole)
-        return stored
+            return tensor.reshape(self.piece.file_shape)
+        file_tensor = tensor.new_empty(self.piece.file_shape)
+        self.piece.view.of(file_tensor).copy_(tensor)
+        return file_tensor
 
-    def from_file(self, stored: Tensor) -> Tensor:
+    def from_file(self, file_tensor: Tensor) -> Tensor:
         """Return the whole tensor of the file's one."""
         view = self.piece.view
-        return (stored if view is None else view.of(stored)).reshape(self.tensor.shape)
+        return (file_tensor if view is None else view.of(file_tensor)).reshape(self.tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class Merge:
     def inputs(self) -> list[Tensor]:
         """Return A and B of these adapters."""
         owners: list[Any] = [getattr(self.layer, kind) for kind in self.layer.adapter_layer_names]
-        found = [owner[n] for n in _waiting(self.layer) for owner in owners if n in owner]
-        return [one if isinstance(one, Tensor) else one.weight for one in found]
+        parts = [owner[n] for n in _applied_adapters(self.layer) for owner in owners if n in owner]
+        return [part if isinstance(part, Tensor) else part.weight for part in parts]
 
     def factors(self) -> tuple[float, ...]:
         """Return what their products are multiplied by."""
-        return tuple(self.layer.scaling[name] for name in _waiting(self.layer))
+        return tuple(self.layer.scaling[name] for name in _applied_adapters(self.layer))
 
 
 @torch.no_grad()
@@ -137,24 +137,24 @@ def save_adapters(
     check_arguments(save_adapters, locals())
     path = Path(path)
 
-    def planned() -> dict[str, StoredAdapter]:
-        stored = adapter_tensors(model, adapter)
+    def find_entries() -> dict[str, StoredAdapter]:
+        entries = adapter_tensors(model, adapter)
         _refuse_unwritten(model)
-        return stored
+        return entries
 
-    stored = on_every_rank(planned)
+    entries = on_every_rank(find_entries)
     stages = find_stages(model)[1]
     keeps = is_first_rank() if stages is None else is_first_of_stage(stages)
-    whole: dict[str, Tensor] = {}
-    for name, one in stored.items():
-        tensor = _whole(one.tensor)
+    file_tensors: dict[str, Tensor] = {}
+    for name, entry in entries.items():
+        tensor = _gather(entry.tensor)
         if keeps:
-            whole[name] = one.to_file(tensor).contiguous().cpu()
+            file_tensors[name] = entry.to_file(tensor).contiguous().cpu()
     if stages is not None:
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(whole, of_ranks if is_first_rank() else None)
-        whole = {name: x for one in of_ranks if one for name, x in one.items()}
-    on_first_rank(lambda: _write(model, path, adapter, whole))
+        dist.gather_object(file_tensors, of_ranks if is_first_rank() else None)
+        file_tensors = {name: x for entry in of_ranks if entry for name, x in entry.items()}
+    on_first_rank(lambda: _write(model, path, adapter, file_tensors))
 
 
 def load_adapters(
@@ -176,45 +176,46 @@ def load_adapters(
     """
     check_arguments(load_adapters, locals())
     path = Path(path)
-    stored = on_every_rank(lambda: adapter_tensors(model, adapter))
-    every = set(stored) if find_stages(model)[1] is None else set().union(*gather(list(stored)))
-    found = on_every_rank(lambda: _fitting(model, path, adapter, stored, every))
+    entries = on_every_rank(lambda: adapter_tensors(model, adapter))
+    every = set(entries) if find_stages(model)[1] is None else set().union(*gather(list(entries)))
+    file_tensors = on_every_rank(lambda: _fitting(model, path, adapter, entries, every))
     drop_step(model)
     with torch.no_grad():
-        for name, one in stored.items():
-            value = _select(one.from_file(found[name]), global_indices(one.tensor))
-            local_part(one.tensor).copy_(value)
+        for name, entry in entries.items():
+            value = _select(entry.from_file(file_tensors[name]), global_indices(entry.tensor))
+            local_part(entry.tensor).copy_(value)
 
 
 def _fitting(
     model: nn.Module,
     path: Path,
     adapter: str,
-    stored: dict[str, StoredAdapter],
+    entries: dict[str, StoredAdapter],
     every: Set[str],
 ) -> dict[str, Tensor]:
     """Return the file's tensors; raise where they are not the model's, `every` of all stages."""
     from safetensors.torch import load_file
 
-    found: dict[str, Tensor] = load_file(path / WEIGHTS)
-    problems = [f"{name} is missing" for name in stored if name not in found]
-    problems += [f"{name} is no tensor of the adapter" for name in found if name not in every]
-    own = _configs(model)[adapter]
-    written = read_json(path / CONFIG)
+    tensors: dict[str, Tensor] = load_file(path / WEIGHTS)
+    problems = [f"{name} is missing" for name in entries if name not in tensors]
+    problems += [f"{name} is no tensor of the adapter" for name in tensors if name not in every]
+    config = _configs(model)[adapter]
+    file_config = read_json(path / CONFIG)
     for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
-        if key in written and written[key] != getattr(own, key):
-            problems.append(f"{key} ({quote(written[key])}) must be {getattr(own, key)!r}")
-    for name, one in stored.items():
-        if name in found and tuple(found[name].shape) != one.piece.stored:
-            problems.append(f"{name} {tuple(found[name].shape)} must be {one.piece.stored}")
-        if one.tensor.is_meta:
+        if key in file_config and file_config[key] != getattr(config, key):
+            problems.append(f"{key} ({quote(file_config[key])}) must be {getattr(config, key)!r}")
+    for name, entry in entries.items():
+        shape = entry.piece.file_shape
+        if name in tensors and tuple(tensors[name].shape) != shape:
+            problems.append(f"{name} {tuple(tensors[name].shape)} must be {shape}")
+        if entry.tensor.is_meta:
             problems.append(f"{name} has no storage in the model: call to_empty first")
     if problems:
         raise ValueError(
             f"path ({path}) must fit adapter ({adapter!r}): {listed(problems[:1])} (and "
             f"{len(problems) - 1} more): use the LoraConfig that is stored there"
         )
-    return found
+    return tensors
 
 
 def _configs(model: nn.Module) -> dict[str, Any]:
@@ -237,45 +238,45 @@ def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
     configs = _configs(model)
     if adapter not in configs:
         raise ValueError(f"adapter ({adapter!r}) must be one of {sorted(configs)}: choose one")
-    own = model.state_dict(keep_vars=True)
+    state_dict = model.state_dict(keep_vars=True)
     named: dict[str, Tensor] = get_peft_model_state_dict(
-        model, state_dict=own, adapter_name=adapter, save_embedding_layers=False
+        model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=False
     )
-    stored = {clean_name(name): _stored(clean_name(name), t, t.shape) for name, t in named.items()}
+    entries = {clean_name(n): _entry(clean_name(n), t, t.shape) for n, t in named.items()}
     updates: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LowRank)}
     for path, update in updates.items():
         path = clean_name(path)
         home = path.rpartition(".lora.")[0] + ".base_layer" * update.depth
-        a, b = stored.pop(f"{path}.lora_A").tensor, stored.pop(f"{path}.lora_B").tensor
+        a, b = entries.pop(f"{path}.lora_A").tensor, entries.pop(f"{path}.lora_B").tensor
         (E, r, i), o = a.shape, b.shape[1]
         name = f"{home}.lora_A.weight"
-        stored[name] = _stored(name, a, (E * r, i))
+        entries[name] = _entry(name, a, (E * r, i))
         name, shape = f"{home}.lora_B.weight", (o, r * E)  # experts are the last dim
         view = FileView(shape, (0, 0), ((1, E, 1), (0, o, 1), (1, r, E)))
-        stored[name] = StoredAdapter(b, TensorPiece(name, (), (E, o, r), view))
-    return stored
+        entries[name] = StoredAdapter(b, TensorPiece(name, (), (E, o, r), view))
+    return entries
 
 
-def _stored(name: str, tensor: Tensor, shape: Sequence[int]) -> StoredAdapter:
+def _entry(name: str, tensor: Tensor, shape: Sequence[int]) -> StoredAdapter:
     return StoredAdapter(tensor, TensorPiece(name, (), tuple(shape)))
 
 
 def _refuse_unwritten(model: nn.Module) -> None:
     """Raise for a trainable parameter that belongs to no adapter: the base model has another."""
     adapters = (adapter_tensors(model, name) for name in _configs(model))
-    tensors = [one.tensor for adapter in adapters for one in adapter.values()]
-    written = set(map(id, tensors))
-    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in written]
-    for name in left:
+    tensors = [entry.tensor for adapter in adapters for entry in adapter.values()]
+    adapter_ids = set(map(id, tensors))
+    names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in adapter_ids]
+    for name in names:
         raise ValueError(
-            f"{clean_name(name)} (and {len(left) - 1} more) must be frozen or belong to an "
+            f"{clean_name(name)} (and {len(names) - 1} more) must be frozen or belong to an "
             "adapter, whose files hold nothing else: train its module by "
             "LoraConfig.modules_to_save, or, as with a router, save the whole model (Saver, or "
             "merge_adapters and export_hf)"
         )
 
 
-def _write(model: nn.Module, path: Path, adapter: str, whole: dict[str, Tensor]) -> None:
+def _write(model: nn.Module, path: Path, adapter: str, file_tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     config: Any = copy(_configs(model)[adapter])
@@ -285,7 +286,7 @@ def _write(model: nn.Module, path: Path, adapter: str, whole: dict[str, Tensor])
         config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
     path.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(path))
-    save_file(whole, path / WEIGHTS, metadata={"format": "pt"})
+    save_file(file_tensors, path / WEIGHTS, metadata={"format": "pt"})
 
 
 def _fill_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
@@ -335,7 +336,7 @@ def merge_adapters(model: nn.Module) -> None:
     drop_step(model)
     for merge in merges(model):
         merge.add(local_part(merge.weight))
-        merge.layer.merged_adapters += _waiting(merge.layer)
+        merge.layer.merged_adapters += _applied_adapters(merge.layer)
     for module in model.modules():
         if isinstance(module, Experts):
             module.reader.drop_copies()
@@ -344,18 +345,18 @@ def merge_adapters(model: nn.Module) -> None:
 
 def merges(model: nn.Module) -> list[Merge]:
     """Return what forward adds to each weight; raises for kinds that cannot be added to it."""
-    for waiting in unmerged(model).values():
-        _check_kind(waiting)
-    found = []
+    for unmerged_layer in unmerged(model).values():
+        _check_kind(unmerged_layer)
+    items = []
     for module in model.modules():
         if isinstance(module, Experts):
             for name, update in module.updates.items():
                 add = partial(_add_to_experts, module, name, update)
-                found.append(Merge(getattr(module, name), update, add))
+                items.append(Merge(getattr(module, name), update, add))
         elif is_tuner_layer(module) and not isinstance(module, LowRank):
             layer: Any = module
-            found.append(Merge(layer.get_base_layer().weight, layer, partial(_add_to_dense, layer)))
-    return [merge for merge in found if _waiting(merge.layer)]
+            items.append(Merge(layer.get_base_layer().weight, layer, partial(_add_to_dense, layer)))
+    return [merge for merge in items if _applied_adapters(merge.layer)]
 
 
 def refuse_unmerged(model: nn.Module) -> None:
@@ -369,23 +370,23 @@ def refuse_unmerged(model: nn.Module) -> None:
 
 def unmerged(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers whose forward adds adapters to their weights, by name."""
-    return {n: m for n, m in model.named_modules() if is_tuner_layer(m) and _waiting(m)}
+    return {n: m for n, m in model.named_modules() if is_tuner_layer(m) and _applied_adapters(m)}
 
 
 def _check(model: nn.Module) -> None:
-    waiting = unmerged(model).values()
-    if not waiting:
+    layers = unmerged(model).values()
+    if not layers:
         raise ValueError(
             f"model ({type(model).__name__}) must have active adapters that are not merged: attach "
             "them by peft.get_peft_model before parallelize_moe"
         )
-    for layer in waiting:
+    for layer in layers:
         _check_kind(layer)
 
 
 def _check_kind(layer: Any) -> None:
-    variants = any(getattr(layer, "lora_variant", {}).get(n) for n in _waiting(layer))
-    biased = any(getattr(layer, "lora_bias", {}).get(n) for n in _waiting(layer))
+    variants = any(getattr(layer, "lora_variant", {}).get(n) for n in _applied_adapters(layer))
+    biased = any(getattr(layer, "lora_bias", {}).get(n) for n in _applied_adapters(layer))
     is_known = isinstance(layer, LowRank) or _weight_kind(layer) is not None
     if variants or biased or not is_known:
         raise NotImplementedError(
@@ -400,25 +401,25 @@ def _weight_kind(layer: Any) -> str | None:
     return "linear" if type(layer) is Linear else "embedding" if type(layer) is Embedding else None
 
 
-def _waiting(layer: Any) -> list[str]:
+def _applied_adapters(layer: Any) -> list[str]:
     """Return the adapters that a layer's forward adds."""
     if isinstance(layer, LowRank):
         return layer.in_use
     if layer.disable_adapters or layer.merged:
         return []
-    held = {name for kind in layer.adapter_layer_names for name in getattr(layer, kind)}
-    return [name for name in layer.active_adapters if name in held]
+    known_names = {name for kind in layer.adapter_layer_names for name in getattr(layer, kind)}
+    return [name for name in layer.active_adapters if name in known_names]
 
 
 def _add_to_dense(layer: Any, local: Tensor) -> None:
     indices = global_indices(layer.get_base_layer().weight)
     total = _widened(local)
-    for adapter in _waiting(layer):
+    for adapter in _applied_adapters(layer):
         if _weight_kind(layer) == "linear":
             a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         else:
             a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-        delta = _product(_whole(b), _whole(a), layer.scaling[adapter])
+        delta = _product(_gather(b), _gather(a), layer.scaling[adapter])
         if _weight_kind(layer) == "embedding" or layer.fan_in_fan_out:
             delta = delta.T
         total += _select(delta, indices)
@@ -427,12 +428,12 @@ def _add_to_dense(layer: Any, local: Tensor) -> None:
 
 def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> None:
     weight = getattr(experts, name)
-    own, *rest = global_indices(weight)
+    indices, *rest = global_indices(weight)
     updates = [
-        (_whole(update.lora_A[adapter]), _whole(update.lora_B[adapter]), update.scaling[adapter])
-        for adapter in _waiting(update)
+        (_gather(update.lora_A[adapter]), _gather(update.lora_B[adapter]), update.scaling[adapter])
+        for adapter in _applied_adapters(update)
     ]
-    for place, e in enumerate(own.tolist()):  # one expert at a time: its matrix is formed
+    for place, e in enumerate(indices.tolist()):  # one expert at a time: its matrix is formed
         total = _widened(local[place])
         for a_ErI, b_EOr, scaling in updates:
             delta = _product(b_EOr[e], a_ErI[e], scaling)
@@ -453,14 +454,14 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _select(whole: Tensor, indices: list[Tensor]) -> Tensor:
+def _select(tensor: Tensor, indices: list[Tensor]) -> Tensor:
     """Return what belongs to a shard with these global indices."""
     for dim, index in enumerate(indices):
-        if index.numel() != whole.shape[dim]:
-            whole = whole.index_select(dim, index.to(whole.device))
-    return whole
+        if index.numel() != tensor.shape[dim]:
+            tensor = tensor.index_select(dim, index.to(tensor.device))
+    return tensor
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -67,7 +67,7 @@ QWEN3_NEXT_MTP = {
 }
 LATENT_NAMES = {"latent.w_down": "fc1_latent_proj.weight", "latent.w_up": "fc2_latent_proj.weight"}
 NEMOTRON_H = (
-    *((rf"\.{native}$", f".{theirs}") for native, theirs in LATENT_NAMES.items()),
+    *((rf"\.{native}$", f".{hf_name}") for native, hf_name in LATENT_NAMES.items()),
     (r"\.embed_tokens\.", ".embeddings."),
     (r"^(model|backbone)\.norm\.", r"\1.norm_f."),
     (r"\.(input|post_attention)_layernorm\.", ".norm."),
@@ -80,16 +80,16 @@ EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek
 class FileView:
     """Elements of a file tensor in another order: where they begin, and dims by those stored."""
 
-    stored: tuple[int, ...]
+    file_shape: tuple[int, ...]
     starts: tuple[int, ...]
     dims: tuple[ViewDim, ...]
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(self, file_tensor: Tensor) -> Tensor:
         """Return a view of the file tensor, which is contiguous."""
-        offset = sum(a * s for a, s in zip(self.starts, whole.stride(), strict=True))
-        offset += int(whole.storage_offset())
-        strides = [step * whole.stride(d) for d, _, step in self.dims]
-        return whole.as_strided([n for _, n, _ in self.dims], strides, offset)
+        offset = sum(a * s for a, s in zip(self.starts, file_tensor.stride(), strict=True))
+        offset += int(file_tensor.storage_offset())
+        strides = [step * file_tensor.stride(d) for d, _, step in self.dims]
+        return file_tensor.as_strided([n for _, n, _ in self.dims], strides, offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ class TensorPiece:
     view: FileView | None = None
 
     @property
-    def stored(self) -> tuple[int, ...]:
+    def file_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the file."""
-        return self.shape if self.view is None else self.view.stored
+        return self.shape if self.view is None else self.view.file_shape
 
     def box_in(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """Return the region as one slice per dim of a native tensor of this shape."""
@@ -132,8 +132,8 @@ def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, FileRecipe]:
     shapes = {n: tuple(t.shape) for n, t in Decoder(config, device="meta").state_dict().items()}
     plan = dict[str, FileRecipe]()
     for name, shape in shapes.items():
-        found = _pieces(name, shape, config, layout)
-        pieces = (replace(p, name=_outer_name(p.name, config, layout)) for p in found)
+        native_pieces = _pieces(name, shape, config, layout)
+        pieces = (replace(p, name=_outer_name(p.name, config, layout)) for p in native_pieces)
         plan[name] = FileRecipe(shape, tuple(pieces))
     return plan
 
@@ -170,15 +170,15 @@ def _pieces(
         return (TensorPiece(name, (), shape),)
     assert config.moe is not None, "the tensor is part of an MoE layer"
     is_gpt_oss = config.moe.activation == "clamped_swiglu" and layout != "mixtral"
-    routed = (_gpt_oss_pieces if is_gpt_oss else routed_pieces)(name, shape, layout)
+    expert_pieces = (_gpt_oss_pieces if is_gpt_oss else routed_pieces)(name, shape, layout)
     is_known = config.moe.gated or bool(config.pattern) or not part.endswith(".w1")
-    if routed and is_known:
-        return routed
-    where = f"{prefix}.mlp"
+    if expert_pieces and is_known:
+        return expert_pieces
+    mlp_path = f"{prefix}.mlp"
     if layout != "mixtral" and part == EXPERT_BIAS[0]:
-        return (TensorPiece(f"{where}.{EXPERT_BIAS[1]}", (), shape),)
+        return (TensorPiece(f"{mlp_path}.{EXPERT_BIAS[1]}", (), shape),)
     if layout != "mixtral" and part.startswith("shared.") and is_known:
-        pieces = _shared_pieces(where, part, shape, config)
+        pieces = _shared_pieces(mlp_path, part, shape, config)
         if pieces:
             return pieces
     raise NotImplementedError(
@@ -192,23 +192,23 @@ def _pieces(
 def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
     """Return the pieces of a router's, w1 [E, (2,) F, D] or w2 [E, D, F]; () for other names."""
     prefix, _, part = name.rpartition(".mlp.")
-    where = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
+    mlp_path = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":
-        return (TensorPiece(f"{where}.gate.weight", (), shape),)
+        return (TensorPiece(f"{mlp_path}.gate.weight", (), shape),)
     if part not in ("experts.w1", "experts.w2"):
         return ()
     is_gated = len(shape) == 4
     if layout == "fused":
         if part == "experts.w2" or not is_gated:
             role = "down_proj" if part == "experts.w2" else "up_proj"
-            return (TensorPiece(f"{where}.experts.{role}", (), shape),)
+            return (TensorPiece(f"{mlp_path}.experts.{role}", (), shape),)
         E, _, F, D = shape
-        return (TensorPiece(f"{where}.experts.gate_up_proj", (), (E, 2 * F, D)),)
+        return (TensorPiece(f"{mlp_path}.experts.gate_up_proj", (), (E, 2 * F, D)),)
     gate, up, down = EXPERT_NAMES[layout]
     roles: list[tuple[str, Region]] = [(gate, (0,)), (up, (1,))] if is_gated else [(up, ())]
     roles = [(down, ())] if part == "experts.w2" else roles
     return tuple(
-        TensorPiece(f"{where}.experts.{e}.{role}.weight", (e, *region), shape[-2:])
+        TensorPiece(f"{mlp_path}.experts.{e}.{role}.weight", (e, *region), shape[-2:])
         for e in range(shape[0])
         for role, region in roles
     )
@@ -216,27 +216,27 @@ def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[
 
 def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
     """The piece of a tensor of gpt-oss's routers and routed experts; () for other names."""
-    where, _, part = name.rpartition(".mlp.")
+    layer_path, _, part = name.rpartition(".mlp.")
     if part in ("router.weight", "router.bias"):
         return (TensorPiece(name, (), shape),)
-    stored: tuple[int, ...]
+    file_shape: tuple[int, ...]
     dims: tuple[ViewDim, ...]
     if part == "experts.w1":  # [E, 2, F, D]
         E, _, F, D = shape
-        their, stored = "gate_up_proj", (E, D, 2 * F)
+        role, file_shape = "gate_up_proj", (E, D, 2 * F)
         dims = (0, E, 1), (2, 2, 1), (2, F, 2), (1, D, 1)
     elif part == "experts.b1":  # [E, 2, F]
         E, _, F = shape
-        their, stored, dims = "gate_up_proj_bias", (E, 2 * F), ((0, E, 1), (1, 2, 1), (1, F, 2))
+        role, file_shape, dims = "gate_up_proj_bias", (E, 2 * F), ((0, E, 1), (1, 2, 1), (1, F, 2))
     elif part == "experts.w2":  # [E, D, F]
         E, D, F = shape
-        their, stored, dims = "down_proj", (E, F, D), ((0, E, 1), (2, D, 1), (1, F, 1))
+        role, file_shape, dims = "down_proj", (E, F, D), ((0, E, 1), (2, D, 1), (1, F, 1))
     elif part == "experts.b2":
-        return (TensorPiece(f"{where}.mlp.experts.down_proj_bias", (), shape),)
+        return (TensorPiece(f"{layer_path}.mlp.experts.down_proj_bias", (), shape),)
     else:
         return ()
-    view = FileView(stored, (0,) * len(stored), tuple(dim for dim in dims if dim[1] > 1))
-    return (TensorPiece(f"{where}.mlp.experts.{their}", (), shape, view),)
+    view = FileView(file_shape, (0,) * len(file_shape), tuple(dim for dim in dims if dim[1] > 1))
+    return (TensorPiece(f"{layer_path}.mlp.experts.{role}", (), shape, view),)
 
 
 def _mamba2_pieces(
@@ -247,14 +247,14 @@ def _mamba2_pieces(
     assert mamba is not None, "the tensor is part of a linear layer"
     h, r = mamba.num_k_heads, mamba.num_v_heads // mamba.num_k_heads
     values, keys, D = r * mamba.head_v_dim, mamba.head_k_dim, shape[1]
-    pieces, ours = list[TensorPiece](), 0
+    pieces, row = list[TensorPiece](), 0
     for group in range(h):
-        theirs = 0
+        file_row = 0
         for rows in (values, values, keys, keys, r):
-            start = theirs + group * rows
+            start = file_row + group * rows
             view = FileView(shape, (start, 0), ((0, rows, 1), (1, D, 1)))
-            pieces.append(TensorPiece(name, (slice(ours, ours + rows),), (rows, D), view))
-            ours, theirs = ours + rows, theirs + h * rows
+            pieces.append(TensorPiece(name, (slice(row, row + rows),), (rows, D), view))
+            row, file_row = row + rows, file_row + h * rows
     return tuple(pieces)
 
 
@@ -262,14 +262,14 @@ def _outer_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
     """The name in files of a family, whose MoE layers have its names already."""
     if config.pattern:
         name = name if layout == "fused" else re.sub(r"^model\.", "backbone.", name)
-        for native, theirs in NEMOTRON_H:
-            name = re.sub(native, theirs, name)
+        for native, hf_name in NEMOTRON_H:
+            name = re.sub(native, hf_name, name)
         return name
     name = name.replace(".self_attn.o_bias", ".self_attn.o_proj.bias")
-    found = re.match(r"mtp\.(\d+)\.(block\.)?(.*)", name)
-    if found is None:
+    match = re.match(r"mtp\.(\d+)\.(block\.)?(.*)", name)
+    if match is None:
         return name
-    k, in_block, rest = found.groups()
+    k, in_block, rest = match.groups()
     if config.attention_gate:
         if k != "0":
             raise NotImplementedError(
@@ -283,14 +283,14 @@ def _outer_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
 
 
 def _shared_pieces(
-    where: str, part: str, shape: tuple[int, ...], config: DecoderConfig
+    mlp_path: str, part: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
     """The sources of a shared expert: with a gate those of Qwen2-MoE, without DeepSeek-V3's."""
     moe = config.moe
     assert moe is not None, "as above"
     if moe.shared_gate and moe.num_shared_experts > 1:
         return ()  # one gate per expert has no name
-    name = f"{where}.{'shared_expert' if moe.shared_gate else 'shared_experts'}"
+    name = f"{mlp_path}.{'shared_expert' if moe.shared_gate else 'shared_experts'}"
     if part == "shared.gate":
         return (TensorPiece(f"{name}_gate.weight", (), shape),)
     if part == "shared.w2":

@@ -52,7 +52,7 @@ class Origin:
     problems: list[str]  # what is known to be wrong
 
 
-def check_alone() -> None:
+def check_single_rank() -> None:
     """Raise on a rank among others: it would wait for them, or leave them their work."""
     _, world = rank_and_world()
     if world > 1:
@@ -126,10 +126,11 @@ def _dtype_problems(
                 for source in parts
                 if source.dtype.is_floating_point and source.dtype.itemsize > 4
             ]
-        kept = {str(_native_dtype(name, source, dtype)) for source in parts}
-        if len(kept) > 1 and not odd:
+        dtypes = {str(_native_dtype(name, source, dtype)) for source in parts}
+        if len(dtypes) > 1 and not odd:
             problems.append(
-                f"{shown_name(name)} has parts in {' and '.join(sorted(kept))}: dtype must name one"
+                f"{shown_name(name)} has parts in {' and '.join(sorted(dtypes))}: dtype must name "
+                "one"
             )
     return problems
 
@@ -144,10 +145,10 @@ def _write_files(
 ) -> Manifest:
     items, plan, sources = list[Item](), origin.plan, origin.sources
     for name, recipe in plan.items():
-        kept = _native_dtype(name, sources[recipe.pieces[0].name], dtype)
-        items.append(Item(f"{PREFIX}{name}", recipe.shape, kept, ()))
+        native_dtype = _native_dtype(name, sources[recipe.pieces[0].name], dtype)
+        items.append(Item(f"{PREFIX}{name}", recipe.shape, native_dtype, ()))
     meter.expect(sum(item.nbytes for item in items))
-    stored: dict[str, StoredFile] = {}
+    stored_files: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
     for number, shard in enumerate(fill_shards(items, max_file_bytes)):
         file = f"rank-{number:05d}.safetensors"
@@ -156,12 +157,12 @@ def _write_files(
             for item in ordered:
                 recipe = plan[item.name.removeprefix(PREFIX)]
                 _add(writer, recipe, sources, origin.files, item.dtype)
-            stored[file] = writer.finish()
+            stored_files[file] = writer.finish()
         for item in shard:
             key, shape = item.name, item.shape
             chunk = ManifestChunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
             tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
-    return make_manifest(facts, stored, tensors)
+    return make_manifest(facts, stored_files, tensors)
 
 
 def _native_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
@@ -185,6 +186,6 @@ def _add(
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))
         for first in range(0, rows, step):
-            cut = (slice(first, min(first + step, rows)),) if piece.shape else ()
-            box = (*cut, *(slice(0, n) for n in piece.shape[1:]))
+            row_box = (slice(first, min(first + step, rows)),) if piece.shape else ()
+            box = (*row_box, *(slice(0, n) for n in piece.shape[1:]))
             writer.add(source.read(files, box).to(dtype).contiguous())

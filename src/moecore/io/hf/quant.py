@@ -108,7 +108,7 @@ class ViewedSource(TensorSource):
     def read(self, files: BoxReader, box: Box) -> Tensor:
         """Return the box; the smallest box of the origin that has all of it is read."""
         starts, dims, rest = list(self.view.starts), list[ViewDim](), list(self.view.dims)
-        sizes, cut = list[int](), list[slice]()
+        sizes, inner_box = list[int](), list[slice]()
         for part, n in zip(box, self.shape, strict=True):
             group = list[ViewDim]()  # the dims of the view that this one is
             while math.prod(dim[1] for dim in group) < n:
@@ -120,14 +120,14 @@ class ViewedSource(TensorSource):
                 starts[d] += first * step
                 dims += [(d, last - first, step), *group[1:]]
             sizes.append((last - first) * inner)
-            cut.append(slice(part.start - first * inner, part.stop - first * inner))
+            inner_box.append(slice(part.start - first * inner, part.stop - first * inner))
         stops = [start + 1 for start in starts]
         for d, n, step in dims:
             stops[d] += (n - 1) * step
         spans = tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
-        whole = self.origin.read(files, spans).contiguous()
-        read = FileView(tuple(whole.shape), (0,) * whole.ndim, tuple(dims))
-        return read.of(whole).reshape(sizes)[tuple(cut)]
+        values = self.origin.read(files, spans).contiguous()
+        view = FileView(tuple(values.shape), (0,) * values.ndim, tuple(dims))
+        return view.of(values).reshape(sizes)[tuple(inner_box)]
 
 
 def viewed(source: TensorSource, piece: TensorPiece) -> TensorSource:
@@ -173,16 +173,16 @@ def find_sources(
         raise ValueError(
             f"config.json quantization_config ({quantization!r:.40}) must be an object: correct it"
         )
-    stored, problems = files.tensors, list[str]()
+    entries, problems = files.tensors, list[str]()
     sources: dict[str, TensorSource] = {}
     size = (quantization or {}).get("weight_block_size") or (128, 128)
     block = tuple(size) if isinstance(size, list | tuple) else (size,)
-    for name, entry in stored.items():
+    for name, entry in entries.items():
         if name.endswith((SCALE, "_scales")):
             values = name.removesuffix(SCALE)
             if values == name:
                 values = name.removesuffix("scales") + "blocks"
-            if values not in stored:
+            if values not in entries:
                 problems.append(f"{name} has no {values}")
         elif name.endswith("_blocks"):
             problems += _mx_problems(files, name)

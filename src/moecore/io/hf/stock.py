@@ -54,16 +54,16 @@ def reader_of(
     # one's.
     import transformers
 
-    own: Any = getattr(model, "config", None)
+    model_config: Any = getattr(model, "config", None)
     model_type, kind = values.get("model_type"), model and transformers_class(type(model))
     is_known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
-    if not is_known and not hasattr(own, "to_dict"):
+    if not is_known and not hasattr(model_config, "to_dict"):
         return None
-    config_class = transformers.CONFIG_MAPPING[model_type] if is_known else type(own)
+    config_class = transformers.CONFIG_MAPPING[model_type] if is_known else type(model_config)
     check_layers(values)
     try:
         config = config_class.from_dict(_floats(values))
-        if kind is None or model_type != own.model_type:
+        if kind is None or model_type != model_config.model_type:
             named = None if model else values.get("architectures")
             named = getattr(transformers, str(named[0]), None) if named else None
             causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)
@@ -105,7 +105,7 @@ def _floats(value: Any) -> Any:
     if isinstance(value, Mapping):
         tagged = value.get("__float__") if len(value) == 1 else None
         return {n: _floats(v) for n, v in value.items()} if tagged is None else float(tagged)
-    return [_floats(each) for each in value] if isinstance(value, list) else value
+    return [_floats(entry) for entry in value] if isinstance(value, list) else value
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -117,38 +117,38 @@ def published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of what transformers would write for a model, which is on meta."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return shapes_of(revert_weight_conversion(reader, reader.state_dict()))  # type: ignore[arg-type]
+    return shapes_of(revert_weight_conversion(reader, reader.state_dict()))
 
 
 def held_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Return transformers' names of a model's tensors -> shape there."""
-    held = dict[str, tuple[int, ...]]()
+    hf_shapes = dict[str, tuple[int, ...]]()
     for name, shape in shapes.items():
         prefix, _, _ = name.rpartition(".mlp.")
-        is_own = f"{prefix}.mlp.experts.w1" in shapes  # of a layer with moecore's names
-        pieces = routed_pieces(name, shape, "fused") if is_own else ()
-        held |= {pieces[0].name: pieces[0].shape} if pieces else {name: shape}
-    return held
+        is_native = f"{prefix}.mlp.experts.w1" in shapes  # of a layer with moecore's names
+        pieces = routed_pieces(name, shape, "fused") if is_native else ()
+        hf_shapes |= {pieces[0].name: pieces[0].shape} if pieces else {name: shape}
+    return hf_shapes
 
 
 def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict[str, FileRecipe]:
     """Return name (of `shapes`, a model's) -> recipe; values computed while loading raise."""
     # `reader` None = own names; of `files` the first names that make a whole tensor are taken.
-    own = dict(zip(shapes, held_shapes(shapes), strict=True))
-    wanted = {} if reader is None else shapes_of(reader.state_dict())
+    names = dict(zip(shapes, held_shapes(shapes), strict=True))
+    targets = {} if reader is None else shapes_of(reader.state_dict())
     recipes, refused = dict[str, FileRecipe](), dict[str, str]()
-    for held in files if reader is not None else ():
-        left = {own[name] for name in shapes if name not in recipes} & wanted.keys()
-        traced = trace(cast(nn.Module, reader), held, left) if left else {}
+    for file_shapes in files if reader is not None else ():
+        remaining = {names[name] for name in shapes if name not in recipes} & targets.keys()
+        traced = trace(cast(nn.Module, reader), file_shapes, remaining) if remaining else {}
         for name, shape in shapes.items():
-            found = traced.get(own[name], "")
-            if isinstance(found, str):
-                refused[name] = found
-            elif math.prod(shape) != math.prod(wanted[own[name]]):  # what reads it compares them
-                held_as = found[0].name if len(found) == 1 else own[name]
+            outcome = traced.get(names[name], "")
+            if isinstance(outcome, str):
+                refused[name] = outcome
+            elif math.prod(shape) != math.prod(targets[names[name]]):  # what reads it compares them
+                held_as = outcome[0].name if len(outcome) == 1 else names[name]
                 recipes[name] = FileRecipe(shape, (TensorPiece(held_as, (), shape),))
             elif name not in recipes:
-                pieces = [_regrouped(piece, wanted[own[name]], shape) for piece in found]
+                pieces = [_regrouped(piece, targets[names[name]], shape) for piece in outcome]
                 recipes[name] = FileRecipe(shape, tuple(pieces))
     for name, shape in shapes.items():
         if refused.get(name) and name not in recipes:
@@ -171,7 +171,7 @@ def written_plan(reader: nn.Module | None, shapes: Shapes, layout: str) -> dict[
 
 
 def trace(
-    reader: nn.Module, files: Shapes, wanted: Collection[str]
+    reader: nn.Module, files: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
     """Return name -> pieces of file tensors, or why they do not make it."""
     # What transformers would find no tensors for is left out.
@@ -187,8 +187,8 @@ def trace(
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    used = dict[str, Any]()
-    made = dict[str, Tensor | str]()
+    rules_by_target = dict[str, Any]()
+    outcomes = dict[str, Tensor | str]()
     # As transformers.core_model_loading.convert_and_load_state_dict_in_model goes through files.
     for name in sorted(files, key=dot_natural_key):
         target, pattern = rename_source_key(
@@ -199,35 +199,36 @@ def trace(
         if target not in state:
             continue
         if pattern is None:
-            made.setdefault(target, arena.place(files[name], name))
+            outcomes.setdefault(target, arena.place(files[name], name))
         else:
-            rule = used.setdefault(target, copy.deepcopy(by_pattern[pattern]))
+            rule = rules_by_target.setdefault(target, copy.deepcopy(by_pattern[pattern]))
             rule.add_tensor(target, name, pattern, arena.place(files[name], name))
-    for target, rule in used.items():
+    for target, rule in rules_by_target.items():
         try:
             with arena:
                 values = rule.convert(target, model=model, config=model.config)
         except Exception as error:  # of any kind: the rules are not ours
-            made.setdefault(target, f"{type(error).__name__}: {error}")
+            outcomes.setdefault(target, f"{type(error).__name__}: {error}")
             continue
         for name, value in values.items():
-            made.setdefault(name, value[0] if isinstance(value, list) else value)
+            outcomes.setdefault(name, value[0] if isinstance(value, list) else value)
     return {
-        name: _pieces(arena, made[name], state[name].shape, files) for name in wanted & made.keys()
+        name: _pieces(arena, outcomes[name], state[name].shape, files)
+        for name in names & outcomes.keys()
     }
 
 
 def _pieces(
-    arena: _Arena, made: Tensor | str, shape: Sequence[int], files: Shapes
+    arena: _Arena, outcome: Tensor | str, shape: Sequence[int], files: Shapes
 ) -> tuple[TensorPiece, ...] | str:
-    if isinstance(made, str):
-        return made
+    if isinstance(outcome, str):
+        return outcome
     try:
-        if made.shape == shape:
-            return tuple(_piece(link, files) for link in arena.links(made))
-        if name := arena.range_of(made).file:  # the loader compares the shapes
+        if outcome.shape == shape:
+            return tuple(_piece(link, files) for link in arena.links(outcome))
+        if name := arena.range_of(outcome).file:  # the loader compares the shapes
             return (TensorPiece(name, (), tuple(shape)),)
-        return f"{tuple(made.shape)} must be {tuple(shape)}"
+        return f"{tuple(outcome.shape)} must be {tuple(shape)}"
     except _Untraceable as error:
         return str(error)
 
@@ -238,8 +239,8 @@ def _piece(link: _Link, files: Shapes) -> TensorPiece:
     if not offset and view.is_contiguous() and view.numel() == math.prod(file):
         return TensorPiece(name, region, file)
     starts, dims = _coordinates(view, offset, file)
-    moved = FileView(file, tuple(starts), tuple(dims))
-    return TensorPiece(name, region, tuple(length for _, length in box), moved)
+    file_view = FileView(file, tuple(starts), tuple(dims))
+    return TensorPiece(name, region, tuple(length for _, length in box), file_view)
 
 
 def _coordinates(
@@ -266,15 +267,15 @@ def _coordinates(
     return starts, dims
 
 
-def _regrouped(piece: TensorPiece, shape: Sequence[int], held: Sequence[int]) -> TensorPiece:
+def _regrouped(piece: TensorPiece, shape: Sequence[int], split_shape: Sequence[int]) -> TensorPiece:
     """Return a piece of a tensor for one with gate and up apart: [E, 2F, D] as [E, 2, F, D]."""
-    if len(held) == len(shape) or not piece.region:
+    if len(split_shape) == len(shape) or not piece.region:
         return piece
-    d = next(d for d in range(len(shape)) if shape[d] != held[d])
-    region, half = list(cast(tuple[slice, ...], piece.region)), held[d + 1]
+    d = next(d for d in range(len(shape)) if shape[d] != split_shape[d])
+    region, half = list(cast(tuple[slice, ...], piece.region)), split_shape[d + 1]
     rows = region[d]
     if rows.stop - rows.start == shape[d]:
-        region[d : d + 1] = [slice(0, held[d]), slice(0, half)]
+        region[d : d + 1] = [slice(0, split_shape[d]), slice(0, half)]
     else:
         at, rest = divmod(rows.start, half)
         assert not rest and rows.stop - rows.start == half, "gate and up are merged as halves"
@@ -344,10 +345,10 @@ class _Arena(DispatchMode):
 
     def links(self, view: Tensor) -> Iterator[_Link]:
         """Yield boxes of a tensor that cover it, and the elements of a file that each is."""
-        owner, whole = self.range_of(view), tuple((0, n) for n in view.shape)
+        owner, full_box = self.range_of(view), tuple((0, n) for n in view.shape)
         offset = int(view.storage_offset()) - owner.first
         if owner.file:
-            yield _Link(whole, owner.file, view, offset)
+            yield _Link(full_box, owner.file, view, offset)
             return
         if offset or not view.is_contiguous() or view.numel() != math.prod(owner.shape):
             raise _Untraceable(IRREGULAR)
@@ -357,5 +358,5 @@ class _Arena(DispatchMode):
                 if view.shape != owner.shape:  # other dims, which only the whole has
                     if math.prod(n for _, n in box) != view.numel():
                         raise _Untraceable(IRREGULAR)
-                    box = whole
+                    box = full_box
                 yield link._replace(box=box)

@@ -90,16 +90,16 @@ def _with_adapter(
     model: nn.Module, plan: ExportPlan, dtype: torch.dtype | None, lora: LoRA
 ) -> ExportPlan:
     """Return a plan with the active adapter's tensors behind the others. Collective."""
-    own = on_every_rank(lambda: _adapter_of(model, lora))
+    local_tensors = on_every_rank(lambda: _adapter_of(model, lora))
     pieces: dict[str, TensorPiece] = {}
-    for of_rank in gather({name: piece for name, (_, piece) in own.items()}):
+    for of_rank in gather({name: piece for name, (_, piece) in local_tensors.items()}):
         pieces |= of_rank
     if not pieces:
         return plan
-    holders = Holders({name: tensor for name, (tensor, _) in own.items()})
+    holders = Holders({name: tensor for name, (tensor, _) in local_tensors.items()})
     recipes = {name: FileRecipe(holders.shapes[name], (piece,)) for name, piece in pieces.items()}
     items = make_items(holders.dtypes, recipes, {}, dtype, lambda _: False)
-    return replace(plan, items=[*plan.items, *items], holders=plan.holders.joined(holders))
+    return replace(plan, items=[*plan.items, *items], holders=plan.holders.merge(holders))
 
 
 def _adapter_of(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorPiece]]:
@@ -140,8 +140,8 @@ class WeightStream:
             plan.holders, plan.items, plan.device, bucket_bytes, self._control.group
         )
         self._digests = Digests()
-        self._held: dict[str, HeldPart] | None = None  # of the tensors at the first pass
-        self._wanted: dict[str, Any] | None = None  # digests that a pass must find
+        self._parts: dict[str, HeldPart] | None = None  # of the tensors at the first pass
+        self._expected_digests: dict[str, Any] | None = None  # digests that a pass must find
         self._version: WeightsVersion | None = None
 
     @property
@@ -180,13 +180,13 @@ class WeightStream:
             return self._begin()
 
         with explain_transport_errors(PASS):
-            now = on_every_rank(begin, self._control.group).digests
-            own = {name for name, digest in now.items() if version.digests.get(name) != digest}
-            changed = set[str]().union(*gather(own, self._control.group))
-        found = copy.copy(self)
-        found._items = [i for i in self._items if any(name in changed for name, _ in i.parts)]
-        found._wanted, found._version = now, None
-        return found
+            digests = on_every_rank(begin, self._control.group).digests
+            names = {n for n, d in digests.items() if version.digests.get(n) != d}
+            changed = set[str]().union(*gather(names, self._control.group))
+        stream = copy.copy(self)
+        stream._items = [i for i in self._items if any(name in changed for name, _ in i.parts)]
+        stream._expected_digests, stream._version = digests, None
+        return stream
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor), on the model's device. Collective; raises as `buckets`."""
@@ -223,7 +223,7 @@ class WeightStream:
     def _passing(self) -> Iterator[_StreamPass]:
         with explain_transport_errors(PASS):
             run = on_every_rank(self._begin, self._control.group)
-        with run.watch.following(), self._collector.opened():
+        with run.watch.watch_steps(), self._collector.opened():
             try:
                 yield run
             except GeneratorExit:
@@ -238,9 +238,9 @@ class WeightStream:
         base = adapted(self._model)
         tensors = export_tensors(base, self._plan.values)
         tensors |= {n: t for n, (t, _) in _adapter_of(self._model, self._lora).items()}
-        held = {name: held_of(tensor) for name, tensor in tensors.items()}
-        self._held = self._held or held
-        if held != self._held:
+        parts = {name: held_of(tensor) for name, tensor in tensors.items()}
+        self._parts = self._parts or parts
+        if parts != self._parts:
             raise ValueError(
                 "model (changed) must hold the same parts of the same tensors in every pass: make "
                 "a new stream"
@@ -253,7 +253,7 @@ class WeightStream:
             source.check(name)
         run = _StreamPass(sources, self._items, self._collector, self._control.group)
         run.digests = self._digests_of(sources)
-        if self._wanted not in (None, run.digests):
+        if self._expected_digests not in (None, run.digests):
             raise ValueError(
                 "weights (changed) must be those of the call of changed_since: call it again"
             )
@@ -264,16 +264,16 @@ class WeightStream:
         run.check()
         # Counters miss writes by `.data`. Each rank hashes its parts of the streamed tensors.
         read = {name for item in self._items for name, _ in item.parts}
-        now = self._digests_of({n: source for n, source in run.sources.items() if n in read})
-        if any(run.digests[name] != digest for name, digest in now.items()):
+        digests = self._digests_of({n: source for n, source in run.sources.items() if n in read})
+        if any(run.digests[name] != digest for name, digest in digests.items()):
             raise weights_changed()
 
     def _digests_of(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
-        found = self._digests.of_all({n: source.inputs() for n, source in sources.items()})
-        return {n: (*digest, sources[n].factors()) for n, digest in found.items()}
+        digests = self._digests.of_all({n: source.inputs() for n, source in sources.items()})
+        return {n: (*digest, sources[n].factors()) for n, digest in digests.items()}
 
 
-class _PassLeft(RuntimeError):
+class _PassExit(RuntimeError):
     """Raised on every rank when a rank, its argument, has left a pass before its end."""
 
     def __str__(self) -> str:
@@ -294,28 +294,28 @@ class _StreamPass:
         self.digests: dict[str, Any] = {}
         self.watch = Watch(x for source in sources.values() for x in source.inputs())
         self._copies = CopyStream(collector.device)
-        self._merged: dict[str, Tensor] = {}  # by source, with what adapters add
-        self._left = collector.buckets(items)
-        self._ahead: tuple[WeightBucket | None, Any] | None = None
+        self._merged_weights: dict[str, Tensor] = {}  # by source, with what adapters add
+        self._remaining = collector.buckets(items)
+        self._next_bucket: tuple[WeightBucket | None, Any] | None = None
 
     def start(self) -> None:
         """Start the collectives of the next bucket, if there is one."""
-        items = next(self._left, None)
+        items = next(self._remaining, None)
         if items is None:
             return
         self._copies.follow()
         with torch.no_grad(), self._copies.as_current(), explain_transport_errors(PASS):
             self._merge(dict.fromkeys(source for item in items for source, _ in item.parts))
             bucket = self._collector.collect(items, self._read)
-        self._ahead = bucket, self._copies.mark()
+        self._next_bucket = bucket, self._copies.mark()
 
     def take(self) -> WeightBucket | None:
         """Return the bucket that was started last, whole on every rank; None = there is none."""
-        if self._ahead is None:
+        if self._next_bucket is None:
             return None
         with explain_transport_errors(PASS):
             on_every_rank(self.check, self._group)
-        (bucket, event), self._ahead = self._ahead, None
+        (bucket, event), self._next_bucket = self._next_bucket, None
         self._copies.hold(event)
         return bucket
 
@@ -329,28 +329,28 @@ class _StreamPass:
         rank, _ = rank_and_world()
 
         def fail() -> None:
-            raise _PassLeft(rank)
+            raise _PassExit(rank)
 
         # A RankError: no rank is left to be told.
-        with suppress(RankError, _PassLeft), explain_transport_errors(PASS):
-            if self._ahead is None:
+        with suppress(RankError, _PassExit), explain_transport_errors(PASS):
+            if self._next_bucket is None:
                 self.start()  # as the others do first
             self._copies.synchronize()
             on_every_rank(fail, self._group)
 
     def _merge(self, names: Iterable[str]) -> None:
         """Make the weights that adapters are added to; keep those that are there, free others."""
-        before, self._merged = self._merged, {}
+        before, self._merged_weights = self._merged_weights, {}
         for name in names:
             source = self.sources.get(name)  # None = of another stage
             if name in before:
-                self._merged[name] = before[name]
+                self._merged_weights[name] = before[name]
             elif source is not None and source.merge is not None:
-                self._merged[name] = source.merged()
+                self._merged_weights[name] = source.merge_adapters()
 
     def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        merged = self._merged.get(name)
-        return part_of(self.sources[name].tensor, box) if merged is None else merged[box]
+        weight = self._merged_weights.get(name)
+        return part_of(self.sources[name].tensor, box) if weight is None else weight[box]
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +377,7 @@ class _StreamSource:
                     "call onload('weights') first"
                 )
 
-    def merged(self) -> Tensor:
+    def merge_adapters(self) -> Tensor:
         """Return this rank's part with what adapters add; collective over its mesh."""
         assert self.merge is not None, "asked for those that adapters are added to"
         local = part_of(self.tensor, (slice(None),) * self.tensor.ndim).clone()

@@ -41,7 +41,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
             "whose Hugging Face names are known: translate other names yourself"
         )
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         name = clean_name(name)
         if not isinstance(tensor, Tensor):
@@ -49,8 +49,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
                 f"model state {shown_name(name)} ({type(tensor).__name__}) must be a tensor: "
                 "remove it"
             )
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def model_copies(model: nn.Module) -> dict[str, str]:
@@ -59,8 +59,8 @@ def model_copies(model: nn.Module) -> dict[str, str]:
         return hf_copies(model.config)
     if not getattr(_config(model), "tie_word_embeddings", False):
         return {}
-    own = getattr(model, "get_input_embeddings", lambda: None)()
-    name = next((n for n, m in model.named_modules() if m is own), "")  # inside of a language model
+    table = getattr(model, "get_input_embeddings", lambda: None)()
+    name = next((n for n, m in model.named_modules() if m is table), "")  # in a language model
     return {HEAD: f"{clean_name(name)}.weight" if name else EMBEDDING}
 
 
@@ -68,7 +68,8 @@ def first_ignored_layer(model: nn.Module) -> int | None:
     """Return the layer from which files may hold more than a model has; None = none."""
     if isinstance(model, Decoder) or _config(model).model_type not in MTP_TYPES:
         return None
-    return _config(model).num_hidden_layers  # then multi-token prediction, not in transformers
+    num_layers: int = _config(model).num_hidden_layers
+    return num_layers  # then multi-token prediction, not in transformers
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -91,8 +92,8 @@ def overlaps(
     # [0:4, 6:8, 0:1] -> [0:4, 1:2, 0:2, 0:1].
     per_dim: list[list[tuple[int, int, int]]] = []  # runs of (in the region, in the shard, length)
     sizes: list[int] = []
-    for held, part in zip(holding, piece.box_in(shape), strict=True):
-        common = list(_common_runs(held, part))
+    for shard_runs, part in zip(holding, piece.box_in(shape), strict=True):
+        common = list(_common_runs(shard_runs, part))
         if not common:
             return
         per_dim.append(common)
@@ -105,7 +106,7 @@ def overlaps(
         per_dim[0] = _split(per_dim[0], max(1, max_numel // max(row, 1)))
     for runs in itertools.product(*per_dim):
         yield PieceOverlap(
-            tuple(_merged(runs, sizes, group) for group in groups),
+            tuple(_merge_runs(runs, sizes, group) for group in groups),
             tuple(slice(b, b + n) for _, b, n in runs),
         )
 
@@ -128,7 +129,7 @@ def _groups(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _merged(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: list[int]) -> slice:
+def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: list[int]) -> slice:
     start = 0
     for d in group:
         start = start * sizes[d] + runs[d][0]
@@ -145,8 +146,8 @@ def _common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
         at += length
 
 
-def _split(runs: list[tuple[int, int, int]], most: int) -> list[tuple[int, int, int]]:
-    return [(a + i, b + i, min(most, n - i)) for a, b, n in runs for i in range(0, n, most)]
+def _split(runs: list[tuple[int, int, int]], size: int) -> list[tuple[int, int, int]]:
+    return [(a + i, b + i, min(size, n - i)) for a, b, n in runs for i in range(0, n, size)]
 
 
 def _config(model: nn.Module) -> Any:

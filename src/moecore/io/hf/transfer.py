@@ -84,7 +84,7 @@ def receive_weights(group: BroadcastGroup, device: Device) -> Iterator[tuple[str
 
 
 def _passed(group: BroadcastGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    while metas := _received(group, device):
+    while metas := _receive_metas(group, device):
         bucket = _new_bucket(metas, device)
         _reach(group, bucket.flat)
         yield from bucket.tensors()
@@ -102,13 +102,13 @@ def _new_bucket(metas: tuple[WeightMeta, ...], device: torch.device) -> WeightBu
 
 
 def _send(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: torch.device) -> None:
-    told = [(meta.name, str(meta.dtype).removeprefix("torch."), meta.shape) for meta in metas]
-    text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8).to(device)
+    header = [(meta.name, str(meta.dtype).removeprefix("torch."), meta.shape) for meta in metas]
+    text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(device)
     _reach(group, torch.tensor([text.numel()], device=device))
     _reach(group, text)
 
 
-def _received(group: BroadcastGroup, device: torch.device) -> tuple[WeightMeta, ...]:
+def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightMeta, ...]:
     size = torch.zeros(1, dtype=torch.int64, device=device)
     _reach(group, size)
     num_bytes = int(size.item())
@@ -122,13 +122,13 @@ def _received(group: BroadcastGroup, device: torch.device) -> tuple[WeightMeta, 
 def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
     """Return the tensors that a header names, or raise ValueError in one line."""
     try:
-        told = json.loads(text)
+        header = json.loads(text)
     except (ValueError, RecursionError):  # of Unicode, too
         raise _wrong_header(f"its text ({quote(text[:100])}) must be JSON") from None
-    if not isinstance(told, list):
-        raise _wrong_header(f"its text ({quote(told)}) must be a list")
+    if not isinstance(header, list):
+        raise _wrong_header(f"its text ({quote(header)}) must be a list")
     metas, names, total = [], set[str](), 0
-    for entry in told:
+    for entry in header:
         if not (
             isinstance(entry, list)
             and len(entry) == 3

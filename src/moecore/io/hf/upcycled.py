@@ -77,30 +77,30 @@ def shared_of_no_size(
         return {}
     if values["shared_expert_intermediate_size"] != 0:
         return {}
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, router in like.items():
-        where = name.removesuffix("router.weight")
-        if where == name:
+        prefix = name.removesuffix("router.weight")
+        if prefix == name:
             continue
         D = router.shape[1]
         shapes = {"gate_proj": (0, D), "up_proj": (0, D), "down_proj": (D, 0)}
-        made |= {
-            f"{where}shared_expert.{part}.weight": torch.zeros(shape, dtype=router.dtype)
+        tensors |= {
+            f"{prefix}shared_expert.{part}.weight": torch.zeros(shape, dtype=router.dtype)
             for part, shape in shapes.items()
         }
-        made[f"{where}shared_expert_gate.weight"] = torch.zeros(1, D, dtype=router.dtype)
-    return made
+        tensors[f"{prefix}shared_expert_gate.weight"] = torch.zeros(1, D, dtype=router.dtype)
+    return tensors
 
 
 def _layers(model: nn.Module) -> dict[int, MoEConfig]:
     """The configs of layers with moecore's own names, by layer."""
-    found = {}
+    layers = {}
     for name, module in model.named_modules():
         prefix, _, number = name.removesuffix(".mlp").rpartition(".")
         is_layer = name.endswith(".mlp") and prefix.endswith("layers") and number.isdecimal()
         if is_layer and isinstance(module, MoELayer) and module.layout == LayerLayout():
-            found[int(number)] = module.config
-    return found
+            layers[int(number)] = module.config
+    return layers
 
 
 def _refuse_dense(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
@@ -139,19 +139,19 @@ def _moe_values(
             "checkpoints (Saver)"
         )
     names = {*kind().to_dict(), "head_dim"}  # which is read where it is given
-    kept = {name: value for name, value in values.items() if name in names}
-    kept |= dict(zip(family.sizes, (moe.num_experts, moe.top_k, moe.hidden_dim), strict=True))
-    kept |= {"model_type": family.model_type, **family.fixed}
-    kept |= {"router_aux_loss_coef": moe.balance.micro_batch_coef, "architectures": None}
+    moe_values = {name: value for name, value in values.items() if name in names}
+    moe_values |= dict(zip(family.sizes, (moe.num_experts, moe.top_k, moe.hidden_dim), strict=True))
+    moe_values |= {"model_type": family.model_type, **family.fixed}
+    moe_values |= {"router_aux_loss_coef": moe.balance.micro_batch_coef, "architectures": None}
     if family.some_dense:
-        kept |= {"mlp_only_layers": dense, "norm_topk_prob": moe.normalizes}
-    return kept
+        moe_values |= {"mlp_only_layers": dense, "norm_topk_prob": moe.normalizes}
+    return moe_values
 
 
 def _check_rule(i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily) -> None:
     """Raise unless layer i follows the family's rule and is as large as the first."""
     normalizes = family.always_normalizes or first.normalizes
-    wanted = MoEConfig(
+    expected_config = MoEConfig(
         dim=first.dim,
         hidden_dim=first.hidden_dim,
         num_experts=first.num_experts,
@@ -160,9 +160,9 @@ def _check_rule(i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFam
     )
     if config.score_order == "post":  # the same numbers
         config = replace(config, score_order="pre", normalize_weights=True)
-    for found in moe_differences(config, wanted):
+    for difference in moe_differences(config, expected_config):
         raise ValueError(
-            f"layer {i}'s {found.name} ({found.value}) must be {found.reference} in "
+            f"layer {i}'s {difference.name} ({difference.value}) must be {difference.reference} in "
             f"{family.model_type!r}, the closest class with experts: upcycle with it, or keep "
             "native checkpoints (Saver)"
         )

@@ -20,7 +20,7 @@ from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
 from moecore.io.hf.config_fields import KIND_OF, HFConfig, check_kind, read_config
-from moecore.io.hf.files import CONFIG, INDEX, MOST_OF_ONE, BoxReader, HFFiles, read_json
+from moecore.io.hf.files import CONFIG, INDEX, MAX_CHARS, BoxReader, HFFiles, read_json
 from moecore.io.hf.names import FileRecipe, find_layout, hf_copies, hf_plan
 from moecore.io.hf.quant import TensorSource, find_sources
 from moecore.io.hf.stock import published_shapes, reader_of, shapes_of, stock_plan
@@ -41,7 +41,7 @@ class Shaped(Protocol):
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
     """Return what is wrong with a directory, one line each; nothing for a whole one."""
-    return [bounded_line(problem, MOST_OF_ONE) for problem in _problems(Path(path))]
+    return [bounded_line(problem, MAX_CHARS) for problem in _problems(Path(path))]
 
 
 def _problems(path: Path) -> list[str]:
@@ -73,24 +73,24 @@ def plan_problems(
     sources: Mapping[str, Shaped], plan: Mapping[str, FileRecipe], copies: Collection[str]
 ) -> list[str]:
     """Return how files differ from what a model is made of; `copies` may be there besides."""
-    wanted = {p.name: p.stored for recipe in plan.values() for p in recipe.pieces}
-    return shape_problems(sources, wanted, copies)
+    shapes = {p.name: p.file_shape for recipe in plan.values() for p in recipe.pieces}
+    return shape_problems(sources, shapes, copies)
 
 
 def shape_problems(
-    found: Mapping[str, Shaped], wanted: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
+    files: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
 ) -> list[str]:
     """Return how names and shapes differ; `copies` may be there besides."""
-    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems = [f"{name} is missing" for name in shapes if name not in files]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
-        for name in found
-        if name not in wanted and name not in copies and not name.endswith("rotary_emb.inv_freq")
+        for name in files
+        if name not in shapes and name not in copies and not name.endswith("rotary_emb.inv_freq")
     ]
     problems += [
-        f"{name} {found[name].shape} must be {shape}"
-        for name, shape in wanted.items()
-        if name in found and found[name].shape != shape
+        f"{name} {files[name].shape} must be {shape}"
+        for name, shape in shapes.items()
+        if name in files and files[name].shape != shape
     ]
     return problems
 
@@ -105,16 +105,16 @@ def copy_problems(
         if copy not in sources or original not in sources:
             continue
         a, b = sources[copy], sources[original]
-        same = a.shape == b.shape
-        if same:
+        is_equal = a.shape == b.shape
+        if is_equal:
             step = -(-a.shape[0] // world)
             rest = tuple(slice(0, n) for n in a.shape[1:])
             rows = max(1, CHUNK_BYTES // max(1, a.dtype.itemsize * a.shape[-1]))
             stop = min((rank + 1) * step, a.shape[0])
             for first in range(rank * step, stop, rows):
                 box = (slice(first, min(first + rows, stop)), *rest)
-                same = same and torch.equal(a.read(files, box), b.read(files, box))
-        if not same:
+                is_equal = is_equal and torch.equal(a.read(files, box), b.read(files, box))
+        if not is_equal:
             problems.append(
                 f"{copy} must equal {original}, because the model has one tensor for both"
             )
@@ -124,17 +124,17 @@ def copy_problems(
 def _stray_shards(path: Path, files: HFFiles) -> list[str]:
     """Shards that no index names, and a total size that is not theirs."""
     problems = []
-    used = {entry.file for entry in files.tensors.values()}
-    there = {p.name for p in path.glob("model*.safetensors")}
-    problems += [f"{name} holds no tensor of the checkpoint" for name in sorted(there - used)]
+    shards = {entry.file for entry in files.tensors.values()}
+    names = {p.name for p in path.glob("model*.safetensors")}
+    problems += [f"{name} holds no tensor of the checkpoint" for name in sorted(names - shards)]
     if (path / INDEX).is_file():
-        metadata = read_json(path / INDEX, most=MAX_TABLE).get("metadata", {})
+        metadata = read_json(path / INDEX, max_bytes=MAX_TABLE).get("metadata", {})
         if not isinstance(metadata, dict):
             return [*problems, f"{INDEX} metadata ({metadata!r:.40}) must be an object"]
         total = metadata.get("total_size")
-        stored = sum(entry.nbytes for entry in files.tensors.values())
-        if total is not None and total != stored:
-            problems.append(f"{INDEX} total_size ({total}) must be {stored}, that of the tensors")
+        size = sum(entry.nbytes for entry in files.tensors.values())
+        if total is not None and total != size:
+            problems.append(f"{INDEX} total_size ({total}) must be {size}, that of the tensors")
     return problems
 
 
@@ -148,32 +148,32 @@ def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) ->
         return [str(error)]
     if reader is None:
         return _missing_experts(sources, config)
-    copies, found = model_copies(reader), {n: source.shape for n, source in sources.items()}
-    plan = stock_plan(reader, shapes_of(reader.state_dict()), found, published_shapes(reader))
+    copies, shapes = model_copies(reader), {n: source.shape for n, source in sources.items()}
+    plan = stock_plan(reader, shapes_of(reader.state_dict()), shapes, published_shapes(reader))
     plan = {name: recipe for name, recipe in plan.items() if name not in copies}
-    behind = {n for n in sources if (m := LAYER.match(n)) and _is_behind(int(m[1]), config)}
-    return plan_problems(sources, plan, behind | copies.keys())
+    mtp_names = {n for n in sources if (m := LAYER.match(n)) and _is_mtp_layer(int(m[1]), config)}
+    return plan_problems(sources, plan, mtp_names | copies.keys())
 
 
 def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
     """Experts of a layer that others have, or that the config counts."""
     counts = (config[key] for key in EXPERT_KEYS if KIND_OF["num_experts"][1](config.get(key)))
     want, problems = next(counts, 0), list[str]()
-    found: dict[tuple[str, str], set[int]] = {}
+    experts_by_role: dict[tuple[str, str], set[int]] = {}
     for name, source in sources.items():
         match = EXPERT.fullmatch(name)
         if match:
-            found.setdefault((match[1], match[3]), set()).add(int(match[2]))
+            experts_by_role.setdefault((match[1], match[3]), set()).add(int(match[2]))
         elif ".experts." in name and want and source.shape[:1] != (want,):
             problems.append(f"{name} {source.shape} must have {want} experts")
-    for (prefix, role), experts in found.items():
+    for (prefix, role), experts in experts_by_role.items():
         every = set(range(want or max(experts) + 1))
         problems += [f"{prefix}.{e}.{role} is missing" for e in sorted(every - experts)]
         problems += [f"{prefix}.{e}.{role} is one too many" for e in sorted(experts - every)]
     return problems
 
 
-def _is_behind(layer: int, config: Mapping[str, Any]) -> bool:
+def _is_mtp_layer(layer: int, config: Mapping[str, Any]) -> bool:
     """Whether a layer is one of multi-token prediction, which lie behind the last."""
     first = config.get("num_hidden_layers") or layer + 1
     return first <= layer < first + max((config.get(key) or 0 for key in MTP_KEYS), default=0)

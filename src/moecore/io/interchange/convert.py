@@ -31,7 +31,7 @@ from moecore.io.hf.export import check_target, draft_of
 from moecore.io.hf.export_plan import make_items
 from moecore.io.hf.files import Box, BoxReader, listed
 from moecore.io.hf.names import EMBEDDING, FileRecipe, TensorPiece, find_layout, hf_plan
-from moecore.io.hf.native_writer import Origin, check_alone, write_native
+from moecore.io.hf.native_writer import Origin, check_single_rank, write_native
 from moecore.io.hf.quant import TensorSource
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, prefixes, write_dcp
 from moecore.io.interchange.dcp_metadata import read_options
@@ -92,7 +92,7 @@ def dcp_to_native(
         OSError: when a file could not be read or written; `latest` did not change then.
     """
     check_arguments(dcp_to_native, locals())
-    check_alone()
+    check_single_rank()
     path, root = Path(path), Path(root)
     check_unused(root)
     decoder = decoder_config_from_hf(config)
@@ -136,7 +136,7 @@ def native_to_dcp(
         OSError: when a file could not be read or written; nothing is left behind.
     """
     check_arguments(native_to_dcp, locals())
-    check_alone()
+    check_single_rank()
     path, out = Path(path), Path(out)
     layout: Literal["fused", "per_expert"] = "per_expert" if names == "megatron" else "fused"
     check_target(out, dtype)

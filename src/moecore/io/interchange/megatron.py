@@ -99,7 +99,7 @@ class LayerPlace:
 def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     """Return the blocks of a decoder, in model order, or refuse what Megatron-Core cannot name."""
     plan = hf_plan(config, "per_expert")
-    shapes = {piece.name: piece.stored for recipe in plan.values() for piece in recipe.pieces}
+    shapes = {piece.name: piece.file_shape for recipe in plan.values() for piece in recipe.pieces}
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
     unnamed += ["norm.weight"] if config.zero_centered_norms or config.pattern else []
