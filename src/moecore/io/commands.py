@@ -20,7 +20,7 @@ from moecore.io.checkpoint.lock import leftovers_of_dead_job
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.io.checkpoint.meter import Progress
 
-MOST_SHOWN = 400  # characters of a name or a value
+MAX_CHARS = 400  # characters of a name or a value
 TARGETS = ("native", "hf", "megatron", "dcp", "dcp-transformers")
 # What only some targets have.
 FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", "hf")}
@@ -38,7 +38,7 @@ def run_inspect(args: Any) -> int:
         print(json.dumps(facts | {"tensors": tensors}))
         return 0
     for name, value in facts.items():
-        print(f"{name:<12} {_shown(value)}")
+        print(f"{name:<12} {_value_text(value)}")
     if args.tensors:
         for name, entry in tensors.items():
             print(f"  {entry['dtype']:<8} {entry['shape']!s:<24} {_cut(name)}")
@@ -74,7 +74,7 @@ def _hf_facts(path: Path) -> dict[str, Any]:
     with HFFiles(path) as files:
         quantization = config.get("quantization_config")
         sources, _ = find_sources(files, quantization)
-        stored = files.tensors
+        tensors = files.tensors
     return {
         "path": str(path),
         "format": "Hugging Face",
@@ -82,24 +82,24 @@ def _hf_facts(path: Path) -> dict[str, Any]:
         "layout": find_layout(sources),
         "quantized": quantization and quantization.get("quant_method"),
         "versions": {"transformers": config.get("transformers_version")},
-        "files": {f: (path / f).stat().st_size for f in sorted({t.file for t in stored.values()})},
-        "tensors": _entries(stored),
+        "files": {f: (path / f).stat().st_size for f in sorted({t.file for t in tensors.values()})},
+        "tensors": _entries(tensors),
     }
 
 
 def _dcp_facts(path: Path) -> dict[str, Any]:
-    from moecore.io.interchange.convert import names_in
+    from moecore.io.interchange.convert import naming_of
     from moecore.io.interchange.dcp import DCPFiles
 
     with DCPFiles(path) as files:
-        names, stored = names_in(files), files.tensors
-    used = sorted({chunk.file for tensor in stored.values() for chunk in tensor.chunks})
+        names, tensors = naming_of(files), files.tensors
+    data_files = sorted({chunk.file for tensor in tensors.values() for chunk in tensor.chunks})
     return {
         "path": str(path),
         "format": "DCP",
         "names": names,
-        "files": {file: (path / file).stat().st_size for file in used},
-        "tensors": _entries(stored),
+        "files": {file: (path / file).stat().st_size for file in data_files},
+        "tensors": _entries(tensors),
     }
 
 
@@ -160,8 +160,8 @@ def run_convert(args: Any) -> int:
     for name, targets in FITTING.items():
         value = getattr(args, name)
         if value is not None and to not in targets:
-            shown = name.replace("_", "-")
-            raise UsageError(f"--{shown} ({value}) must be left out for a target that is {to}")
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} ({value}) must be left out for a target that is {to}")
     with _progress("writing") as progress:
         target = (_to_native if to == "native" else _from_native)(args, path, kind, to, progress)
     print(f"{path} -> {target}")
@@ -172,14 +172,13 @@ def _to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | No
     from moecore.io.hf.convert import hf_to_native
     from moecore.io.interchange.convert import dcp_to_native
 
-    options: dict[str, Any] = dict(
-        dtype=_dtype(args),
-        progress=progress,
-        **_given(step=args.step, max_file_bytes=args.max_shard_size),
-    )
+    dtype = _dtype(args)
+    options = _drop_none(step=args.step, max_file_bytes=args.max_shard_size)
     if kind == "DCP":
-        return dcp_to_native(path, args.target, config=args.config, **options)
-    return hf_to_native(path, args.target, **options)
+        return dcp_to_native(
+            path, args.target, config=args.config, dtype=dtype, progress=progress, **options
+        )
+    return hf_to_native(path, args.target, dtype=dtype, progress=progress, **options)
 
 
 def _from_native(args: Any, path: Path, _: str, to: str, progress: Progress | None) -> Path:
@@ -187,12 +186,12 @@ def _from_native(args: Any, path: Path, _: str, to: str, progress: Progress | No
     from moecore.io.interchange.convert import native_to_dcp
 
     target: Path = args.target
-    options: dict[str, Any] = dict(config=args.config, dtype=_dtype(args), progress=progress)
+    config, dtype = args.config, _dtype(args)
     if to == "hf":
-        options |= _given(max_shard_bytes=args.max_shard_size, layout=args.layout)
-        native_to_hf(path, target, **options)
+        options = _drop_none(max_shard_bytes=args.max_shard_size, layout=args.layout)
+        native_to_hf(path, target, config=config, dtype=dtype, progress=progress, **options)
     else:
-        native_to_dcp(path, target, names=to, **options)  # type: ignore[arg-type]
+        native_to_dcp(path, target, names=to, config=config, dtype=dtype, progress=progress)  # type: ignore[arg-type]
     return target
 
 
@@ -200,7 +199,7 @@ def _dtype(args: Any) -> torch.dtype | None:
     return None if args.dtype is None else getattr(torch, args.dtype)
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _drop_none(**options: Any) -> dict[str, Any]:
     """Return the options that were given; of others the functions have the defaults."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -241,18 +240,18 @@ def _find(path: Path) -> tuple[Path, str]:
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Progress | None]:
+def _progress(label: str) -> Iterator[Progress | None]:
     """Show a bar on a terminal, where tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
         yield None
         return
-    with tqdm(desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+    with tqdm(desc=label, unit="B", unit_scale=True, disable=None, leave=False) as bar:
 
-        def show(done: int, total: int) -> None:
+        def show(num_bytes: int, total: int) -> None:
             bar.total = total
-            bar.update(done - bar.n)
+            bar.update(num_bytes - bar.n)
 
         yield show
 
@@ -264,14 +263,14 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{_cut(str(k))}={_shown(v)}" for k, v in value.items()) or "-"
+        return ", ".join(f"{_cut(str(k))}={_value_text(v)}" for k, v in value.items()) or "-"
     if isinstance(value, list):
-        return " ".join(map(_shown, value)) or "-"
+        return " ".join(map(_value_text, value)) or "-"
     return "-" if value is None else _cut(str(value))
 
 
 def _cut(text: str) -> str:
     """Return a string of a checkpoint for a terminal; `--json` prints it whole."""
-    return printable(text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}...")
+    return printable(text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}...")

@@ -141,13 +141,13 @@ def native_to_dcp(
     layout: Literal["fused", "per_expert"] = "per_expert" if names == "megatron" else "fused"
     check_target(out, dtype)
     with ExitStack() as stack:
-        stored = open_native(path, stack, config=config, dtype=dtype, layout=layout)
+        model = open_native(path, stack, config=config, dtype=dtype, layout=layout)
         if names == "megatron":
-            tensors = _megatron_tensors(stored)
+            tensors = _megatron_tensors(model)
         elif names == "dcp":
-            tensors = _own_tensors(stored, dtype)
+            tensors = _own_tensors(model, dtype)
         else:
-            tensors = {item.name: _one_chunk(item, stored.collector) for item in stored.items}
+            tensors = {item.name: _one_chunk(item, model.collector) for item in model.items}
         with draft_of(out) as draft:
             write_dcp(draft, tensors, Meter(progress))
             if names == "megatron":
@@ -156,7 +156,7 @@ def native_to_dcp(
     return len(tensors)
 
 
-def names_in(files: DCPFiles) -> str:
+def naming_of(files: DCPFiles) -> str:
     """Return whose names a directory has: one of `DCPNames`."""
     if prefixes(files, WORDS):
         return "megatron"
@@ -188,10 +188,10 @@ def _find_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
     """Return what a directory holds, the plan that asks for it, and what is wrong."""
-    kind = names_in(files)
+    kind = naming_of(files)
     if kind == "megatron":
-        found, problems = _megatron_sources(files, config)
-        return found, hf_plan(config, "per_expert"), problems
+        spliced_sources, problems = _megatron_sources(files, config)
+        return spliced_sources, hf_plan(config, "per_expert"), problems
     prefix = _prefix_of(files, EMBEDDING)
     sources: dict[str, TensorSource] = {
         name.removeprefix(prefix): TensorSource(name, tensor.shape, tensor.dtype)
@@ -200,20 +200,20 @@ def _find_sources(
     }
     if kind == "dcp":
         plan = hf_plan(config, "fused")
-        own = {n: FileRecipe(r.shape, (TensorPiece(n, (), r.shape),)) for n, r in plan.items()}
-        return sources, own, []
+        recipes = {n: FileRecipe(r.shape, (TensorPiece(n, (), r.shape),)) for n, r in plan.items()}
+        return sources, recipes, []
     return sources, hf_plan(config, find_layout(sources)), []
 
 
 def _prefix_of(files: DCPFiles, ending: str) -> str:
     """Return what is put before every name of the model; raise where there are several models."""
-    found = prefixes(files, ending) or [""]
-    if len(found) > 1 and "" not in found:
+    candidates = prefixes(files, ending) or [""]
+    if len(candidates) > 1 and "" not in candidates:
         raise ValueError(
-            f"path ({files.path}) must hold one model, but has {ending} below {listed(found)}: "
-            "save the one that you mean alone"
+            f"path ({files.path}) must hold one model, but has {ending} below {listed(candidates)}"
+            ": save the one that you mean alone"
         )
-    return "" if "" in found else found[0]
+    return "" if "" in candidates else candidates[0]
 
 
 def _megatron_sources(
@@ -231,19 +231,19 @@ def _megatron_sources(
     shapes = {name.removeprefix(prefix): files.tensors[name].shape for name in names}
     head = optional_head(config, shapes)
     blocks = megatron_blocks(config) + ([head] if head else [])
-    problems, used = list[str](), set[str]()
+    problems, used_keys = list[str](), set[str]()
     spans: dict[str, dict[int, tuple[str, tuple[int, ...], int, int]]] = {}
     shape_of: dict[str, tuple[int, ...]] = {}
     for block in blocks:
         places, wrong = find_places(block, shapes, config)
         problems += wrong
-        used |= {place.key for place in places}
+        used_keys |= {place.key for place in places}
         for part, (place, first) in _placed(block, places):
-            stored = (f"{prefix}{place.key}", place.index, first, first + part.stop - part.start)
-            spans.setdefault(part.name, {})[part.start] = stored
+            span = (f"{prefix}{place.key}", place.index, first, first + part.stop - part.start)
+            spans.setdefault(part.name, {})[part.start] = span
             rows = max(part.stop, shape_of.get(part.name, (0,))[0])
             shape_of[part.name] = (rows, *block.shape[1:])
-    problems += [f"{name} is no tensor of the decoder" for name in unused(shapes, used)]
+    problems += [f"{name} is no tensor of the decoder" for name in unused(shapes, used_keys)]
     if problems:
         return {}, problems
     sources: dict[str, TensorSource] = {}
@@ -269,13 +269,13 @@ def _placed(
         at += part.stop - part.start
 
 
-def _megatron_tensors(stored: StoredModel) -> dict[str, NewTensor]:
+def _megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
     """The tensors of Megatron-Core, one chunk for each layer and expert."""
-    config = decoder_config_from_hf(stored.values)
-    held = {item.name: item for item in stored.items}
-    plans = (hf_plan(config, layout) for layout in ("per_expert", find_layout(held)))
+    config = decoder_config_from_hf(model.values)
+    items_by_name = {item.name: item for item in model.items}
+    plans = (hf_plan(config, layout) for layout in ("per_expert", find_layout(items_by_name)))
     names = ([p.name for recipe in plan.values() for p in recipe.pieces] for plan in plans)
-    items = {name: held[other] for name, other in zip(*names, strict=True)}
+    items = {name: items_by_name[other] for name, other in zip(*names, strict=True)}
     chunks: dict[str, list[NewChunk]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -283,7 +283,7 @@ def _megatron_tensors(stored: StoredModel) -> dict[str, NewTensor]:
         place = written_place(block, config)
         sizes = (*(1 for _ in place.index), *block.shape)
         offsets = (*place.index, *(0 for _ in block.shape))
-        make = partial(_join, block, items, stored.collector)
+        make = partial(_join, block, items, model.collector)
         chunks.setdefault(place.key, []).append(NewChunk(offsets, sizes, make))
         shapes[place.key] = (*place.dims, *block.shape)
         for part in block.parts:
@@ -299,31 +299,31 @@ def _megatron_tensors(stored: StoredModel) -> dict[str, NewTensor]:
 def _join(block: MegatronBlock, items: Mapping[str, Item], collector: Collector) -> Tensor:
     """Return a block, made of the rows of its parts."""
     names = dict.fromkeys(part.name for part in block.parts)
-    whole = {name: _collected(collector, items[name]) for name in names}
-    return torch.cat([whole[part.name][part.start : part.stop] for part in block.parts])
+    tensors = {name: _collect_tensor(collector, items[name]) for name in names}
+    return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])
 
 
-def _own_tensors(stored: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
+def _own_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
     """The native decoder's tensors, each one chunk."""
-    if not stored.is_decoder and any(".experts." in name for name in stored.tensors):
+    if not model.is_decoder and any(".experts." in name for name in model.tensors):
         raise ValueError(
             "names ('dcp') must be those of the checkpoint, which is a transformers model's: use "
             "'dcp-transformers'"
         )
-    shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
     plan = {n: FileRecipe(shape, (TensorPiece(n, (), shape),)) for n, shape in shapes.items()}
-    dtypes = {name: tensor.dtype for name, tensor in stored.tensors.items()}
-    items = make_items(dtypes, plan, {}, dtype, stored.keeps)
-    return {item.name: _one_chunk(item, stored.collector) for item in items}
+    dtypes = {name: tensor.dtype for name, tensor in model.tensors.items()}
+    items = make_items(dtypes, plan, {}, dtype, model.keeps)
+    return {item.name: _one_chunk(item, model.collector) for item in items}
 
 
 def _one_chunk(item: Item, collector: Collector) -> NewTensor:
     shape = item.shape
-    chunk = NewChunk((0,) * len(shape), shape, lambda: _collected(collector, item))
+    chunk = NewChunk((0,) * len(shape), shape, lambda: _collect_tensor(collector, item))
     return NewTensor(shape, item.dtype, [chunk])
 
 
-def _collected(collector: Collector, item: Item) -> Tensor:
-    whole = collector.collect(item, 0)
-    assert whole is not None, "one process has every tensor"
-    return whole
+def _collect_tensor(collector: Collector, item: Item) -> Tensor:
+    tensor = collector.collect(item, 0)
+    assert tensor is not None, "one process has every tensor"
+    return tensor

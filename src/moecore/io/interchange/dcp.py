@@ -54,13 +54,13 @@ class DCPFiles:
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box (slices with start and stop) of a stored tensor, new and on the CPU."""
         entry = self.tensors[name]
-        whole = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
+        out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
         for chunk in entry.chunks:
             common = common_part(box, chunk.offsets, chunk.sizes)
             if common is not None:
                 source, target = common
-                whole[target] = self._load(name, chunk, entry.dtype)[source]
-        return whole
+                out[target] = self._load(name, chunk, entry.dtype)[source]
+        return out
 
     def __enter__(self) -> DCPFiles:
         return self
@@ -76,7 +76,7 @@ class DCPFiles:
         with open(open_regular(file, follow=True), "rb") as stream:
             part = io.BufferedReader(_ChunkPart(stream, chunk.start, chunk.length))
             try:
-                _check_stored(part, chunk.length)
+                _check_entry_sizes(part, chunk.length)
                 value = torch.load(part, map_location="cpu", weights_only=True)
             except Exception as error:  # of any kind: the bytes are damaged
                 raise OSError(
@@ -100,7 +100,7 @@ class DCPFiles:
         return value
 
 
-def _check_stored(part: IO[bytes], length: int) -> None:
+def _check_entry_sizes(part: IO[bytes], length: int) -> None:
     """Raise for entries of a zip that would take more memory than they have bytes."""
     if zipfile.is_zipfile(part):
         part.seek(0)
@@ -217,6 +217,6 @@ class _Planner(SavePlanner):
 
 def prefixes(files: DCPFiles, ending: str) -> list[str]:
     """Return what is before `ending`, a name of every model: "", "model."; not in optimizers."""
-    found = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
-    parts = [name.removesuffix(ending) for name in found]
+    names = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
+    parts = [name.removesuffix(ending) for name in names]
     return [p for p in parts if not any(part.startswith("optim") for part in p.split("."))]

@@ -86,9 +86,9 @@ class _Unpickler(pickle.Unpickler):
         if name in RECORDS and module.startswith(HOMES):
             return type(name, (_MetadataRecord,), {})
         if module == "torch":
-            found = vars(torch).get(name)  # getattr would import torch.onnx and its like
-            if found is torch.Size or isinstance(found, torch.dtype | torch.layout):
-                return found
+            value = vars(torch).get(name)  # getattr would import torch.onnx and its like
+            if value is torch.Size or isinstance(value, torch.dtype | torch.layout):
+                return value
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _MetadataRecord
         if (module, name) == ("collections", "OrderedDict"):
@@ -170,7 +170,7 @@ class _WrongError(Exception):
 
 
 def _tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
-    stored = _expect(metadata, "state_dict_metadata", dict)
+    entries = _expect(metadata, "state_dict_metadata", dict)
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, info in _expect(metadata, "storage_data", dict).items():
         name, offset = index.get("fqn"), index.get("offset")
@@ -178,11 +178,11 @@ def _tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
         if key in places:
             raise _WrongError(f"{name} is stored twice at {key[1]}")
         places[key] = info
-    found = {}
-    for name, entry in stored.items():
+    tensors = {}
+    for name, entry in entries.items():
         if type(entry).__name__ == "TensorStorageMetadata":
-            found[name] = _tensor(path, name, entry, places)
-    return found
+            tensors[name] = _tensor(path, name, entry, places)
+    return tensors
 
 
 def _tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTensor:
@@ -235,8 +235,8 @@ def _place(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]
     if start + length > (path / file).stat().st_size:
         raise _WrongError(f"{file} ends before {name}")
     if info.get("transform_descriptors"):
-        shown = reprlib.repr(info.get("transform_descriptors"))
-        raise _WrongError(f"{name} is compressed ({shown})")
+        descriptors = reprlib.repr(info.get("transform_descriptors"))
+        raise _WrongError(f"{name} is compressed ({descriptors})")
     return file, start, length
 
 

@@ -38,7 +38,7 @@ from moecore.models.config import DecoderConfig
 
 WORDS = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-OWN = ("embedding.", "decoder.", "output_layer.", "mtp.")  # of the model; others are a trainer's
+ROOTS = ("embedding.", "decoder.", "output_layer.", "mtp.")  # of the model; others are a trainer's
 LAYERS, MTP = "decoder.layers", "mtp.layers"
 Shapes = Mapping[str, tuple[int, ...]]
 # Fields that Megatron-Core's tensors or options have, so that the same config.json gives the same
@@ -107,16 +107,16 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     for name in shapes:
         if name.endswith(tuple(unnamed)):
             _refuse(name, shapes)
-    blocks = [_whole((WORDS,), EMBEDDING, shapes)]
+    blocks = [_block((WORDS,), EMBEDDING, shapes)]
     for i in range(config.num_layers):
-        found = _layer(f"model.layers.{i}.", config, shapes)
-        blocks += [replace(block, layers=LAYERS, layer=i) for block in found]
-    blocks.append(_whole(("decoder.final_layernorm.weight",), "model.norm.weight", shapes))
+        layer_blocks = _layer(f"model.layers.{i}.", config, shapes)
+        blocks += [replace(block, layers=LAYERS, layer=i) for block in layer_blocks]
+    blocks.append(_block(("decoder.final_layernorm.weight",), "model.norm.weight", shapes))
     if HEAD in shapes:
-        blocks.append(_whole((OUTPUT,), HEAD, shapes))
+        blocks.append(_block((OUTPUT,), HEAD, shapes))
     for k in range(config.num_mtp_layers):
-        found = _mtp(f"model.layers.{config.num_layers + k}.", config, shapes)
-        blocks += [replace(block, layers=MTP, layer=k) for block in found]
+        layer_blocks = _mtp(f"model.layers.{config.num_layers + k}.", config, shapes)
+        blocks += [replace(block, layers=MTP, layer=k) for block in layer_blocks]
     covered = {part.name for block in blocks for part in block.parts}
     for name in shapes:
         if name not in covered:
@@ -166,21 +166,21 @@ def written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
 
 
 def find_places(
-    block: MegatronBlock, stored: Shapes, config: DecoderConfig
+    block: MegatronBlock, shapes: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
     """Return where a block is stored, its rows in order, and what is wrong with that."""
     for stacked in (True, False):
         for places in _candidates(block, config, stacked=stacked):
-            if all(_has_dims(place, stored, block) for place in places):
-                return places, [p for place in places for p in _shape_problem(place, block, stored)]
+            if all(_has_dims(place, shapes, block) for place in places):
+                return places, [p for place in places for p in _shape_problem(place, block, shapes)]
     place = written_place(block, config)
     return (), [f"{place.key}{list(place.index) or ''} is missing"]
 
 
-def unused(stored: Shapes, used: set[str]) -> Iterator[str]:
+def unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
     """Yield tensors of the model that are no part of any block."""
-    for name in stored:
-        if name.startswith(OWN) and name not in used and "_extra_state" not in name:
+    for name in shapes:
+        if name.startswith(ROOTS) and name not in used_keys and "_extra_state" not in name:
             yield name
 
 
@@ -196,11 +196,11 @@ def _candidates(
     num_experts = config.moe.num_experts if config.moe else 0
     for name in block.names:
         for form, expert in _expert_forms(name, block.expert):
-            where = (*index, *expert), (*dims, *(num_experts for _ in expert))
-            yield (LayerPlace(f"{prefix}{form}", *where, block.shape[0]),)
+            index_and_dims = (*index, *expert), (*dims, *(num_experts for _ in expert))
+            yield (LayerPlace(f"{prefix}{form}", *index_and_dims, block.shape[0]),)
             if "linear_fc1.weight" in form:
                 yield tuple(
-                    LayerPlace(f"{prefix}{form}{half}", *where, block.shape[0] // 2)
+                    LayerPlace(f"{prefix}{form}{half}", *index_and_dims, block.shape[0] // 2)
                     for half in ("_w", "_v")
                 )
 
@@ -218,25 +218,25 @@ def _expert_forms(name: str, expert: int | None) -> Iterator[tuple[str, tuple[in
     yield f"{before}experts.{matrix}", (expert,)
 
 
-def _has_dims(place: LayerPlace, stored: Shapes, block: MegatronBlock) -> bool:
-    shape = stored.get(place.key)
+def _has_dims(place: LayerPlace, shapes: Shapes, block: MegatronBlock) -> bool:
+    shape = shapes.get(place.key)
     return shape is not None and len(shape) == len(place.index) + len(block.shape)
 
 
-def _shape_problem(place: LayerPlace, block: MegatronBlock, stored: Shapes) -> Iterator[str]:
-    shape, depth = stored[place.key], len(place.index)
-    wanted = (*place.dims, place.rows, *block.shape[1:])
-    padded = block.names[0] in (WORDS, OUTPUT) and shape[depth] >= place.rows
-    compared = (*shape[:depth], place.rows, *shape[depth + 1 :]) if padded else shape
-    if compared != wanted:
-        yield f"{place.key} {shape} must be {wanted}"
+def _shape_problem(place: LayerPlace, block: MegatronBlock, shapes: Shapes) -> Iterator[str]:
+    shape, depth = shapes[place.key], len(place.index)
+    expected_shape = (*place.dims, place.rows, *block.shape[1:])
+    is_padded = block.names[0] in (WORDS, OUTPUT) and shape[depth] >= place.rows
+    unpadded_shape = (*shape[:depth], place.rows, *shape[depth + 1 :]) if is_padded else shape
+    if unpadded_shape != expected_shape:
+        yield f"{place.key} {shape} must be {expected_shape}"
 
 
-def _whole(names: tuple[str, ...], name: str, shapes: Shapes) -> MegatronBlock:
-    return _joined(names, [name], shapes)
+def _block(names: tuple[str, ...], name: str, shapes: Shapes) -> MegatronBlock:
+    return _concat_block(names, [name], shapes)
 
 
-def _joined(names: tuple[str, ...], parts: list[str], shapes: Shapes) -> MegatronBlock:
+def _concat_block(names: tuple[str, ...], parts: list[str], shapes: Shapes) -> MegatronBlock:
     """A block whose rows are all of several tensors."""
     rows = [TensorPart(name, 0, shapes[name][0]) for name in parts]
     return MegatronBlock(names, tuple(rows), (sum(p.stop for p in rows), *shapes[parts[0]][1:]))
@@ -248,10 +248,10 @@ def _layer(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock
     norm = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
     blocks = _mla(hf, shapes) if config.mla else _grouped(hf, config, shapes)
     blocks.append(
-        _whole((f"{attention}linear_proj.weight",), f"{hf}self_attn.o_proj.weight", shapes)
+        _block((f"{attention}linear_proj.weight",), f"{hf}self_attn.o_proj.weight", shapes)
     )
     blocks.append(
-        _whole(norm if moe else norm[::-1], f"{hf}post_attention_layernorm.weight", shapes)
+        _block(norm if moe else norm[::-1], f"{hf}post_attention_layernorm.weight", shapes)
     )
     return blocks + (_experts(hf, config, shapes) if moe else _mlp("mlp.", f"{hf}mlp.", shapes))
 
@@ -268,11 +268,11 @@ def _grouped(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlo
     rows = sum(part.stop - part.start for part in parts)
     fused = MegatronBlock(("self_attention.linear_qkv.weight",), tuple(parts), (rows, shapes[q][1]))
     names = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
-    blocks = [_whole(names, f"{hf}input_layernorm.weight", shapes), fused]
+    blocks = [_block(names, f"{hf}input_layernorm.weight", shapes), fused]
     for name in ("q", "k"):
         if f"{hf}self_attn.{name}_norm.weight" in shapes:
-            theirs = f"self_attention.{name}_layernorm.weight"
-            blocks.append(_whole((theirs,), f"{hf}self_attn.{name}_norm.weight", shapes))
+            megatron_name = f"self_attention.{name}_layernorm.weight"
+            blocks.append(_block((megatron_name,), f"{hf}self_attn.{name}_norm.weight", shapes))
     return blocks
 
 
@@ -289,21 +289,21 @@ def _mla(hf: str, shapes: Shapes) -> list[MegatronBlock]:
         ("linear_kv_up_proj.weight",): "kv_b_proj",
     }
     blocks = []
-    for names, ours in pairs.items():
-        if ours == "input":
-            blocks.append(_whole(names, f"{hf}input_layernorm.weight", shapes))
-        elif f"{hf}self_attn.{ours}.weight" in shapes:
-            theirs = tuple(f"self_attention.{name}" for name in names)
-            blocks.append(_whole(theirs, f"{hf}self_attn.{ours}.weight", shapes))
+    for names, hf_name in pairs.items():
+        if hf_name == "input":
+            blocks.append(_block(names, f"{hf}input_layernorm.weight", shapes))
+        elif f"{hf}self_attn.{hf_name}.weight" in shapes:
+            megatron_names = tuple(f"self_attention.{name}" for name in names)
+            blocks.append(_block(megatron_names, f"{hf}self_attn.{hf_name}.weight", shapes))
     return blocks
 
 
-def _mlp(theirs: str, hf: str, shapes: Shapes) -> list[MegatronBlock]:
+def _mlp(prefix: str, hf: str, shapes: Shapes) -> list[MegatronBlock]:
     """A gated MLP: gate and up in one, and down."""
     gate_up = [f"{hf}gate_proj.weight", f"{hf}up_proj.weight"]
     return [
-        _joined((f"{theirs}linear_fc1.weight",), gate_up, shapes),
-        _whole((f"{theirs}linear_fc2.weight",), f"{hf}down_proj.weight", shapes),
+        _concat_block((f"{prefix}linear_fc1.weight",), gate_up, shapes),
+        _block((f"{prefix}linear_fc2.weight",), f"{hf}down_proj.weight", shapes),
     ]
 
 
@@ -311,37 +311,37 @@ def _experts(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlo
     """Router, routed experts, and shared ones."""
     assert config.moe is not None, "the layer has a router"
     mlp = f"{hf}mlp."
-    blocks = [_whole(("mlp.router.weight",), f"{mlp}gate.weight", shapes)]
+    blocks = [_block(("mlp.router.weight",), f"{mlp}gate.weight", shapes)]
     if f"{mlp}gate.e_score_correction_bias" in shapes:
-        bias = _whole(("mlp.router.expert_bias",), f"{mlp}gate.e_score_correction_bias", shapes)
+        bias = _block(("mlp.router.expert_bias",), f"{mlp}gate.e_score_correction_bias", shapes)
         blocks.append(bias)
     for e in range(config.moe.num_experts):
-        found = _mlp("mlp.experts.", f"{mlp}experts.{e}.", shapes)
-        blocks += [replace(block, expert=e) for block in found]
-    for ours in ("shared_expert", "shared_experts"):
-        if f"{mlp}{ours}.down_proj.weight" in shapes:
-            blocks += _mlp("mlp.shared_experts.", f"{mlp}{ours}.", shapes)
+        expert_blocks = _mlp("mlp.experts.", f"{mlp}experts.{e}.", shapes)
+        blocks += [replace(block, expert=e) for block in expert_blocks]
+    for hf_name in ("shared_expert", "shared_experts"):
+        if f"{mlp}{hf_name}.down_proj.weight" in shapes:
+            blocks += _mlp("mlp.shared_experts.", f"{mlp}{hf_name}.", shapes)
     if f"{mlp}shared_expert_gate.weight" in shapes:
         gate = ("mlp.shared_experts.gate_weight",)
-        blocks.append(_whole(gate, f"{mlp}shared_expert_gate.weight", shapes))
+        blocks.append(_block(gate, f"{mlp}shared_expert_gate.weight", shapes))
     return blocks
 
 
 def _mtp(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
     """A multi-token prediction module: norms, projection and one layer, named so or so."""
-    ours = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
-    ours["final_layernorm"] = "shared_head.norm"
-    blocks = [_whole((f"{a}.weight",), f"{hf}{b}.weight", shapes) for a, b in ours.items()]
+    hf_names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
+    hf_names["final_layernorm"] = "shared_head.norm"
+    blocks = [_block((f"{a}.weight",), f"{hf}{b}.weight", shapes) for a, b in hf_names.items()]
     for block in _layer(hf, config, shapes):
         inner = ("transformer_layer.", "mtp_model_layer.")
-        names = tuple(f"{where}{name}" for where in inner for name in block.names)
+        names = tuple(f"{prefix}{name}" for prefix in inner for name in block.names)
         blocks.append(replace(block, names=names))
     return blocks
 
 
-def optional_head(config: DecoderConfig, stored: Shapes) -> MegatronBlock | None:
+def optional_head(config: DecoderConfig, shapes: Shapes) -> MegatronBlock | None:
     """Return the block of a head that is stored although the config ties it to the embedding."""
-    if HEAD not in hf_copies(config) or OUTPUT not in stored:
+    if HEAD not in hf_copies(config) or OUTPUT not in shapes:
         return None
     shape = (config.vocab_size, config.dim)
     return MegatronBlock((OUTPUT,), (TensorPart(HEAD, 0, shape[0]),), shape)
