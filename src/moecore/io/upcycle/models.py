@@ -58,10 +58,10 @@ def upcycle_config(
             f'DecoderConfig.mlp_activation ("{config.mlp_activation}") must be "swiglu" for '
             "upcycling, whose experts have gates: start from another model"
         )
-    chosen = set(range(config.num_layers) if layers is None else layers)
-    if not chosen or not chosen <= set(range(config.num_layers)):
+    moe_layers = set(range(config.num_layers) if layers is None else layers)
+    if not moe_layers or not moe_layers <= set(range(config.num_layers)):
         raise ValueError(
-            f"layers ({sorted(chosen)}) must be at least one of [0, num_layers "
+            f"layers ({sorted(moe_layers)}) must be at least one of [0, num_layers "
             f"({config.num_layers})): name existing layers, or use None for all"
         )
     moe = options.moe_config(dim=config.dim, hidden_dim=config.mlp_hidden_dim, **moe_fields)
@@ -70,7 +70,7 @@ def upcycle_config(
             f'MoEConfig.activation ("{moe.activation}") must be "swiglu", that of a decoder\'s '
             "dense MLP: drop it"
         )
-    dense_layers = tuple(i for i in range(config.num_layers) if i not in chosen)
+    dense_layers = tuple(i for i in range(config.num_layers) if i not in moe_layers)
     mlp_hidden_dim = config.mlp_hidden_dim if dense_layers else 0
     return replace(config, moe=moe, dense_layers=dense_layers, mlp_hidden_dim=mlp_hidden_dim)
 
@@ -94,24 +94,24 @@ def upcycle_state_dict(
     """
     check_arguments(upcycle_state_dict, locals())
     skeleton = Decoder(config, device="meta")
-    found = dict(state)
+    tensors = dict(state)
     for name, module in skeleton.named_modules():
         if isinstance(module, MoELayer):
-            weights = [_take(found, f"{name}.{c}.weight") for c in ("gate_proj", "up_proj")]
-            dense = {"w1": torch.stack(weights), "w2": _take(found, f"{name}.down_proj.weight")}
-            made = upcycle_mlp(dense, config=module.config, options=options, key=name)
-            found.update({f"{name}.{part}": tensor for part, tensor in made.items()})
+            weights = [_take(tensors, f"{name}.{c}.weight") for c in ("gate_proj", "up_proj")]
+            dense = {"w1": torch.stack(weights), "w2": _take(tensors, f"{name}.down_proj.weight")}
+            moe_tensors = upcycle_mlp(dense, config=module.config, options=options, key=name)
+            tensors.update({f"{name}.{part}": tensor for part, tensor in moe_tensors.items()})
     result = {}
-    for name, wanted in skeleton.state_dict().items():
-        result[name] = _take(found, name)
-        if result[name].shape != wanted.shape:
+    for name, expected_tensor in skeleton.state_dict().items():
+        result[name] = _take(tensors, name)
+        if result[name].shape != expected_tensor.shape:
             raise ValueError(
                 f"state dict {shown_name(name)} {tuple(result[name].shape)} must have the shape "
-                f"{tuple(wanted.shape)} of the decoder's config: match the two"
+                f"{tuple(expected_tensor.shape)} of the decoder's config: match the two"
             )
-    if found:
+    if tensors:
         raise ValueError(
-            f"state dict {min(found)} must belong to the dense decoder of this config: upcycle "
+            f"state dict {min(tensors)} must belong to the dense decoder of this config: upcycle "
             "with the config that the checkpoint was trained with"
         )
     return result
@@ -207,9 +207,9 @@ def upcycle_modules(
             fc2_bias="b2" in dense,
             **moe_fields,
         )
-        made = upcycle_mlp(dense, config=config, options=options, key=name)
+        moe_tensors = upcycle_mlp(dense, config=config, options=options, key=name)
         _check_same_output(name, block, dense, config)
-        router, experts = (_part(made, role) for role in ("router", "experts"))
+        router, experts = (_part(moe_tensors, role) for role in ("router", "experts"))
         layers[block] = adopt(config, LayerLayout(), router=router, experts=experts)
         layers[block].train(block.training)
     for parent in list(model.modules()):
@@ -228,18 +228,18 @@ def _find(
     model: nn.Module, mlps: Collection[str] | Callable[[str, nn.Module], bool]
 ) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
-    chosen = [n for n, m in modules.items() if mlps(n, m)] if callable(mlps) else list(mlps)
-    if not chosen:
+    mlp_names = [n for n, m in modules.items() if mlps(n, m)] if callable(mlps) else list(mlps)
+    if not mlp_names:
         raise ValueError(
             f"mlps ({mlps!r}) must choose a module of {type(model).__name__}: name one"
         )
-    for name in chosen:
+    for name in mlp_names:
         if name == "" or name not in modules:
             raise ValueError(
                 f"mlps ({name!r}) must be modules inside {type(model).__name__}: use names from "
                 "named_modules()"
             )
-    return {name: modules[name] for name in chosen}
+    return {name: modules[name] for name in mlp_names}
 
 
 def _read(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
@@ -252,12 +252,12 @@ def _read(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict
         )
     first = [_linear(name, block, child) for child in (names.gate, names.up) if child is not None]
     down = _linear(name, block, names.down)
-    dense = {"w1": _joined(name, [m.weight for m in first], gated), "w2": down.weight.detach()}
+    dense = {"w1": _stack(name, [m.weight for m in first], gated), "w2": down.weight.detach()}
     biases = [m.bias for m in first if m.bias is not None]
     if len(biases) not in (0, len(first)):
         raise ValueError(f"{name}.{names.gate} and {names.up} must both have a bias or none: add 0")
     if biases:
-        dense["b1"] = _joined(name, biases, gated)
+        dense["b1"] = _stack(name, biases, gated)
     if down.bias is not None:
         dense["b2"] = down.bias.detach()
     for path, child in block.named_modules():
@@ -269,16 +269,16 @@ def _read(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict
 
 
 def _linear(name: str, block: nn.Module, child: str) -> nn.Linear:
-    found = dict(block.named_modules()).get(child)
-    if not isinstance(found, nn.Linear):
+    module = dict(block.named_modules()).get(child)
+    if not isinstance(module, nn.Linear):
         raise ValueError(
-            f"{name}.{child} ({type(found).__name__}) must be an nn.Linear of "
+            f"{name}.{child} ({type(module).__name__}) must be an nn.Linear of "
             f"{type(block).__name__}: name its matrices with MLPNames"
         )
-    return found
+    return module
 
 
-def _joined(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
+def _stack(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
     """Gate and up as [2, F, ...], or the one matrix without a gate."""
     parts = [part.detach() for part in parts]
     if not gated:
@@ -290,7 +290,8 @@ def _joined(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
             f"{name} has {parts[0].shape[0]} hidden columns, which must be even to hold gate and "
             "up: name the gate with MLPNames, or use an activation without one"
         )
-    return parts[0].unflatten(0, (2, -1))
+    halves: Tensor = parts[0].unflatten(0, (2, -1))
+    return halves
 
 
 @torch.no_grad()
@@ -303,13 +304,13 @@ def _check_same_output(
     x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=torch.Generator().manual_seed(0)).to(w1)
     x_TD = x_TD * (PROBE_STD / F.linear(x_TD, w1).std().clamp(min=1e-3))
     hidden_TF = activation(F.linear(x_TD, w1, b1), activation_options(config)).to(x_TD.dtype)
-    expected_TD = F.linear(hidden_TF, w2_DF, dense.get("b2"))
+    target_TD = F.linear(hidden_TF, w2_DF, dense.get("b2"))
     was_training = block.training
     block.eval()
-    found_TD = block(x_TD)
+    output_TD = block(x_TD)
     block.train(was_training)
-    scale = expected_TD.abs().max().clamp(min=torch.finfo(expected_TD.dtype).tiny)
-    error = float((found_TD - expected_TD).abs().max() / scale)
+    scale = target_TD.abs().max().clamp(min=torch.finfo(target_TD.dtype).tiny)
+    error = float((output_TD - target_TD).abs().max() / scale)
     bound = max(3e-5, 8 * torch.finfo(x_TD.dtype).eps)
     if not error <= bound:
         raise ValueError(

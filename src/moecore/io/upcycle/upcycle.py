@@ -135,14 +135,14 @@ class UpcycleOptions(CheckedRecord):
 
 def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
     """Raise ValueError when a layer of this config can not give the dense output at step 0."""
-    for name, wanted in (("num_experts", options.num_experts), ("top_k", options.top_k)):
-        if getattr(config, name) != wanted:
+    for name, expected_value in (("num_experts", options.num_experts), ("top_k", options.top_k)):
+        if getattr(config, name) != expected_value:
             raise ValueError(
-                f"MoEConfig.{name} ({getattr(config, name)}) must be the {wanted} of "
+                f"MoEConfig.{name} ({getattr(config, name)}) must be the {expected_value} of "
                 f"E{options.expansion}G{options.granularity}T{options.top_k}: use "
                 "UpcycleOptions.moe_config"
             )
-    for name, used, why in (
+    for name, value, reason in (
         ("shared_hidden_dim", config.shared_hidden_dim, "a shared expert adds to the dense output"),
         ("latent_dim", config.latent_dim, "a smaller dim can not carry the dense output"),
         (
@@ -152,9 +152,9 @@ def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
             "into a model that has it",
         ),
     ):
-        if used:
+        if value:
             raise ValueError(
-                f"MoEConfig.{name} ({used}) must be off for upcycling, because {why}: drop it"
+                f"MoEConfig.{name} ({value}) must be off for upcycling, because {reason}: drop it"
             )
     if config.assignment not in KEEPS_GROUPS:
         raise ValueError(
@@ -217,25 +217,26 @@ def upcycle_mlp(
     w1, w2_DF = dense["w1"], dense["w2"]
     scale = G / weight_sum(config)  # a Python number: torch multiplies in fp32 and rounds once
     w2_GDf = w2_DF.unflatten(1, (G, -1)).movedim(1, 0)
-    made = {
+    tensors = {
         "router.weight": _router_rows(config, options, key, like=w1),
         "experts.w1": _copies(_shards(w1, w1.ndim - 2, G), X),
         "experts.w2": _copies(w2_GDf, X) * scale,
     }
     if config.fc1_bias:
-        made["experts.b1"] = _copies(_shards(dense["b1"], dense["b1"].ndim - 1, G), X)
+        tensors["experts.b1"] = _copies(_shards(dense["b1"], dense["b1"].ndim - 1, G), X)
     if config.fc2_bias:
-        made["experts.b2"] = _copies(dense["b2"].expand(G, -1), X) * (scale / G)
+        tensors["experts.b2"] = _copies(dense["b2"].expand(G, -1), X) * (scale / G)
     if config.router_bias:
-        made["router.bias"] = w1.new_zeros(config.num_experts)
+        tensors["router.bias"] = w1.new_zeros(config.num_experts)
     if config.expert_bias:
-        made["router.expert_bias"] = w1.new_zeros(config.num_experts, dtype=torch.float32)
-    return made
+        tensors["router.expert_bias"] = w1.new_zeros(config.num_experts, dtype=torch.float32)
+    return tensors
 
 
 def _shards(w: Tensor, dim: int, G: int) -> Tensor:
     """Cut the hidden dim and put the shards first: [2, F, D] -> [G, 2, f, D]."""
-    return w.unflatten(dim, (G, -1)).movedim(dim, 0)
+    shards_G: Tensor = w.unflatten(dim, (G, -1)).movedim(dim, 0)
+    return shards_G
 
 
 def _copies(w_Gx: Tensor, X: int) -> Tensor:
@@ -261,14 +262,14 @@ def _router_std(config: MoEConfig, options: UpcycleOptions) -> float:
     everyone = config.score_function == "softmax" and config.top_k == config.num_experts
     if config.normalizes or everyone:
         return ROUTER_STD if options.router_std is None else options.router_std
-    most = UNIFORM_LOGIT_STD / math.sqrt(config.dim)
-    if options.router_std is not None and options.router_std > most:
+    max_std = UNIFORM_LOGIT_STD / math.sqrt(config.dim)
+    if options.router_std is not None and options.router_std > max_std:
         raise ValueError(
-            f"UpcycleOptions.router_std ({options.router_std}) must be <= {most:.1e} with "
+            f"UpcycleOptions.router_std ({options.router_std}) must be <= {max_std:.1e} with "
             "MoEConfig.normalize_weights (False), where scores that differ change the output: use "
             "None, or normalize_weights=True"
         )
-    return most if options.router_std is None else options.router_std
+    return max_std if options.router_std is None else options.router_std
 
 
 def _check_dense(
