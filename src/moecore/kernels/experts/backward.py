@@ -19,12 +19,14 @@ from moecore.kernels.experts.contract import (
     GradSink,
     GradTarget,
     LowRankUpdate,
+    Magnitudes,
     Wants,
 )
 from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.scaling import Both
 
 
 class Grads(NamedTuple):
@@ -56,11 +58,19 @@ class SavedState:
         return [*tensors, weights.w1_eCD, weights.w2_eDF, *weights.updates(), *self.index]
 
     @classmethod
-    def of(cls, tensors: Sequence[Any], dtype: torch.dtype, **weight_fields: Any) -> SavedState:
-        """Return the record of its `tensors()`; rows have `dtype`, weights `weight_fields`."""
+    def of(
+        cls,
+        tensors: Sequence[Any],
+        dtype: torch.dtype,
+        quantised: tuple[Both, Both] | None = None,
+        magnitudes: Magnitudes | None = None,
+    ) -> SavedState:
+        """Return the record of its `tensors()`; rows have `dtype`, the rest is of the weights."""
         x, x_scales, h, h_scales, *of_weights = tensors
         w1_eCD, w2_eDF, *updates = of_weights[:6]
-        weights = ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF, **weight_fields)
+        weights = ExpertWeights(
+            w1_eCD=w1_eCD, w2_eDF=w2_eDF, quantised=quantised, magnitudes=magnitudes
+        )
         weights, index = weights.updated(updates), of_weights[6:]
         rows, hidden = _rows(x, x_scales, dtype), _rows(h, h_scales, dtype)
         return cls(rows, hidden, weights, ExpertIndex(*index))

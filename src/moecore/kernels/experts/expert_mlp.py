@@ -98,10 +98,8 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors, (end, kept_from) = ctx.saved_tensors, ctx.ends  # checkpointing unpacks once
-        weight_fields: dict[str, Any] = dict(magnitudes=ctx.magnitudes)
-        if ctx.pair is not None:
-            weight_fields["quantised"] = tree_unflatten(tensors[end:kept_from], ctx.pair)
-        state = SavedState.of(tensors[:end], ctx.dtype, **weight_fields)
+        matrices = None if ctx.pair is None else tree_unflatten(tensors[end:kept_from], ctx.pair)
+        state = SavedState.of(tensors[:end], ctx.dtype, matrices, ctx.magnitudes)
         of_x, of_w1, of_w2, of_weights, of_handle, a1, b1, a2, b2, *_ = ctx.needs_input_grad
         of_rows = of_handle if ctx.is_unsummed else of_x
         wants = Wants(of_rows, of_w1, of_w2, of_weights, a1 or b1, a2 or b2)

@@ -76,8 +76,9 @@ class LowRankProducts:
             narrower = rhs.rows.shape[1] < lhs.rows.shape[1]
             swaps = lhs.is_finite and (narrower or not rhs.is_finite)
             x, y = (rhs, lhs) if swaps else (lhs, rhs)
-            how = (x.rows, y.rows, self._offsets_e)
-            return grouped_wgrad(*how, row_ids_R=x.row_ids_R, transposed=swaps)
+            return grouped_wgrad(
+                x.rows, y.rows, self._offsets_e, row_ids_R=x.row_ids_R, transposed=swaps
+            )
         lhs_RM, rhs_RN = lhs.expert_rows(), rhs.expert_rows()
         if not lhs_RM.shape[0]:
             shape = (self._offsets_e.shape[0], lhs_RM.shape[1], rhs_RN.shape[1])

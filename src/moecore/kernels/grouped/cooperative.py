@@ -325,17 +325,23 @@ def _launch(
     width = BLOCK_N if h_RC is None else BLOCK_N // 2
     block = (BLOCK_M // 2, width)
     const = _constants(b_is_NK, options, addend is not None)
-    of_a, of_b = (BLOCK_M, BLOCK_K), (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N)
-    a_desc, b_desc = gluon_descriptor(a, of_a), gluon_descriptor(b, of_b)
+    a_block, b_block = (BLOCK_M, BLOCK_K), (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N)
+    a_desc, b_desc = gluon_descriptor(a, a_block), gluon_descriptor(b, b_block)
     u_desc = m_desc = rank = None
     if addend is not None:
         u_Rr, m = addend.rows_Rr, addend.b_erN
-        u_desc, rank = gluon_descriptor(u_Rr, of_a), u_Rr.shape[1]
-        m_desc = gluon_descriptor(m.transpose(1, 2) if b_is_NK else m, of_b)
+        u_desc, rank = gluon_descriptor(u_Rr, a_block), u_Rr.shape[1]
+        m_desc = gluon_descriptor(m.transpose(1, 2) if b_is_NK else m, b_block)
     h_desc = None if h_RC is None else gluon_descriptor(h_RC, block)
-    outputs = (h_RC, h_desc, out, gluon_descriptor(out, block))
-    args = (a_desc, b_desc, tiles.map, weights_R, *outputs, u_desc, m_desc, K, N, rank)
-    launch(sm90_bf16_grouped_kernel, num_sms(a.device), *args, CONST=const, num_warps=4)
+    out_desc = gluon_descriptor(out, block)
+    launch(
+        sm90_bf16_grouped_kernel,
+        num_sms(a.device),
+        *(a_desc, b_desc, tiles.map, weights_R, h_RC, h_desc, out, out_desc, u_desc, m_desc),
+        *(K, N, rank),
+        CONST=const,
+        num_warps=4,
+    )
 
 
 def cooperative_gemm(
@@ -382,6 +388,6 @@ def cooperative_activation(
     R, C = x_RD.shape[0], w1_eCD.shape[1]
     h_RC, a_RF = x_RD.new_empty(R, C), x_RD.new_empty(R, C // 2)
     if R:
-        where = (tiles, a_RF, addend, h_RC, weights_R, options)
-        _launch(x_RD, w1_eCD.transpose(1, 2), *where)
+        w1_eDC = w1_eCD.transpose(1, 2)
+        _launch(x_RD, w1_eDC, tiles, a_RF, addend, h_RC, weights_R, options)
     return h_RC, a_RF

@@ -76,11 +76,15 @@ def fp8_gemm(
         return out_RN if out_RN.is_meta else fp8_gemm_ref(a, b, offsets_e, dtype)
     a_desc = gluon_descriptor(a.values, (BLOCK_M, BLOCK))
     b_desc = gluon_descriptor(b.values.view(-1, K), (BLOCK_N, BLOCK))
-    out = (out_RN, gluon_descriptor(out_RN, (BLOCK_M // 2, BLOCK_N // 2)))
-    operands = (a_desc, b_desc, tiles.map, a.scales, b.scales, *out)
-    sizes = (K, N, a.scales.stride(0), *b.scales.stride())
-    kernel, grid = sm90_fp8_grouped_nt_kernel, num_sms(device)
-    launch(kernel, grid, *operands, *sizes, CONST=CONST, num_warps=4)
+    out_desc = gluon_descriptor(out_RN, (BLOCK_M // 2, BLOCK_N // 2))
+    launch(
+        sm90_fp8_grouped_nt_kernel,
+        num_sms(device),
+        *(a_desc, b_desc, tiles.map, a.scales, b.scales, out_RN, out_desc),
+        *(K, N, a.scales.stride(0), *b.scales.stride()),
+        CONST=CONST,
+        num_warps=4,
+    )
     return out_RN
 
 
@@ -125,7 +129,11 @@ def fp8_wgrad(
     x_desc = gluon_descriptor(x.values.view(-1, BLOCK), (BLOCK_M, BLOCK))
     y_desc = gluon_descriptor(y.values.view(-1, BLOCK), (BLOCK_N, BLOCK))
     out_desc = None if adds else gluon_descriptor(out_eMN, (1, BLOCK_M // 2, BLOCK_N // 2))
-    operands = (x_desc, y_desc, x.scales, y.scales, tiles.ends_e, out_eMN, out_desc)
-    kernel, grid = sm90_fp8_grouped_wgrad_kernel, num_sms(out_eMN.device)
-    launch(kernel, grid, *operands, e, M, N, scale, CONST=CONST, num_warps=4)
+    launch(
+        sm90_fp8_grouped_wgrad_kernel,
+        num_sms(out_eMN.device),
+        *(x_desc, y_desc, x.scales, y.scales, tiles.ends_e, out_eMN, out_desc, e, M, N, scale),
+        CONST=CONST,
+        num_warps=4,
+    )
     return out_eMN

@@ -32,7 +32,6 @@ the activation once each. Products that store less multiply larger tiles (`coope
 """
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -434,15 +433,25 @@ def pingpong_activation_bwd(
     dy_desc = gluon_descriptor(dy, (BLOCK_M, BLOCK_K))
     w2_desc = gluon_descriptor(w2_eDF, (BLOCK_K, BLOCK_N))
     h_desc = gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4))
-    rows = (row_ids_R if gathers else tiles.map, tiles.map, weights_R, h_desc)
-    addend_args: tuple[Any, ...] = (None, None, None)
+    u_desc = m_desc = rank = None
     if addend is not None:
         u_Rr, m_erF = addend
-        u_desc = gluon_descriptor(u_Rr, (BLOCK_M, BLOCK_K))
-        addend_args = (u_desc, gluon_descriptor(m_erF, (BLOCK_K, BLOCK_N)), u_Rr.shape[1])
-    args = (dy, dy_desc, w2_desc, *rows, a_RF, dh_RC, parts, *addend_args, R, D, F)
-    launch(sm90_bf16_grouped_nn_act_bwd_kernel, num_sms(dy.device), *args, CONST=const, num_warps=4)
-    ends = (parts, offsets_e, dweights_R, dh_RC, a_RF, offsets_e.shape[0], R, F, parts.shape[0])
-    grid = CLEARED_ROWS + cdiv(R, ROWS_PER_SUM)
-    launch(_finish_bwd_kernel, grid, *ends, CLEARED=CLEARED_ROWS, BLOCK=ROWS_PER_SUM)
+        u_desc, rank = gluon_descriptor(u_Rr, (BLOCK_M, BLOCK_K)), u_Rr.shape[1]
+        m_desc = gluon_descriptor(m_erF, (BLOCK_K, BLOCK_N))
+    row_ids = row_ids_R if gathers else tiles.map
+    launch(
+        sm90_bf16_grouped_nn_act_bwd_kernel,
+        num_sms(dy.device),
+        *(dy, dy_desc, w2_desc, row_ids, tiles.map, weights_R, h_desc, a_RF, dh_RC, parts),
+        *(u_desc, m_desc, rank, R, D, F),
+        CONST=const,
+        num_warps=4,
+    )
+    launch(
+        _finish_bwd_kernel,
+        CLEARED_ROWS + cdiv(R, ROWS_PER_SUM),
+        *(parts, offsets_e, dweights_R, dh_RC, a_RF, offsets_e.shape[0], R, F, parts.shape[0]),
+        CLEARED=CLEARED_ROWS,
+        BLOCK=ROWS_PER_SUM,
+    )
     return dh_RC, dweights_R, a_RF

@@ -271,8 +271,8 @@ def pad_offsets(offsets_e: Tensor) -> Tensor:
     if not use_kernel(offsets_e):
         return pad_offsets_ref(offsets_e)
     padded_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]
-    how = dict(E_POW2=next_power_of_2(e), MULTIPLE=ALIGNED)
-    launch(pad_offsets_kernel, 1, offsets_e, padded_e, e, **how)
+    e_pow2 = next_power_of_2(e)
+    launch(pad_offsets_kernel, 1, offsets_e, padded_e, e, E_POW2=e_pow2, MULTIPLE=ALIGNED)
     return padded_e
 
 
@@ -304,8 +304,7 @@ class _Unquantised(NamedTuple):
         if amax is None and self.per_row:
             has_rows = out.rows is not None
             amax = torch.zeros(R * has_rows + e * D, device=x.device)
-            args = (x, offsets_e, amax, *sizes)
-            launch(amax_kernel, grid, *args, ROWS=has_rows, **shared)
+            launch(amax_kernel, grid, x, offsets_e, amax, *sizes, ROWS=has_rows, **shared)
         else:
             amax = amax_parts(x, offsets_e) if amax is None else amax
             parts = amax.shape[-1]
@@ -363,10 +362,18 @@ def scaled_rows(
     Returns:
         Rows past the last expert's, and columns past `padded_e`'s last, are uninitialised.
     """
-    formats: dict[str, Any] = dict(per_row=per_row, power_of_two=power_of_two, fmt=fmt)
     if not has_kernel(x_RD):
-        formats |= dict(rows=rows, columns=columns, amax=amax, seen=seen)
-        return scaled_rows_ref(x_RD, offsets_e, **formats)
+        return scaled_rows_ref(
+            x_RD,
+            offsets_e,
+            per_row=per_row,
+            power_of_two=power_of_two,
+            fmt=fmt,
+            rows=rows,
+            columns=columns,
+            amax=amax,
+            seen=seen,
+        )
     x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
     (R, D), e = x_RD.shape, offsets_e.shape[0]
     length = cdiv(R, ALIGNED) * ALIGNED + e * ALIGNED
@@ -374,7 +381,8 @@ def scaled_rows(
         _empty(x_RD, fmt, (R, D), (R,)) if rows else None,
         _empty(x_RD, fmt, (D, length), (e, D)) if columns else None,
     )
-    return _Unquantised(x_RD, offsets_e, padded_e, e, **formats).cast(out, amax, seen)
+    source = _Unquantised(x_RD, offsets_e, padded_e, e, per_row, power_of_two, fmt)
+    return source.cast(out, amax, seen)
 
 
 def scaled_matrices(
@@ -385,13 +393,14 @@ def scaled_matrices(
     w_eND is bf16, fp16 or fp32; N and D are multiples of 16. `rows` and `columns` are the layouts
     that are made, with scales [e, N] and [e, D]. No autograd, no host sync.
     """
-    formats: dict[str, Any] = dict(per_row=per_row, power_of_two=power_of_two)
     w_eND = w_eND.detach().contiguous()
     if not has_kernel(w_eND):
-        return scaled_matrices_ref(w_eND, **formats, rows=rows, columns=columns)
+        return scaled_matrices_ref(
+            w_eND, per_row=per_row, power_of_two=power_of_two, rows=rows, columns=columns
+        )
     e, N, D = w_eND.shape
     out = OperandPair(
         _empty(w_eND, "e4m3", (e, N, D), (e, N)) if rows else None,
         _empty(w_eND, "e4m3", (e, D, N), (e, D)) if columns else None,
     )
-    return _Unquantised(w_eND, None, None, e, **formats).cast(out, None, None)
+    return _Unquantised(w_eND, None, None, e, per_row, power_of_two).cast(out, None, None)
