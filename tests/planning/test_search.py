@@ -72,7 +72,7 @@ LARGE = SearchRequest(model=DEEPSEEK, num_gpus=256)
 
 @cache
 def found_of_small() -> SearchResult:
-    return search(SMALL, most_planned=3)
+    return search(SMALL, max_plans=3)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_stage_without_weights_in_fp8_gathers_none() -> None:
 def test_few_rows_are_slow_where_the_host_is_the_wall() -> None:
     model = replace(preset("qwen3-30b-a3b"), num_layers=4)
     request = SearchRequest(model=model, num_gpus=8, gpu="h200-141")
-    best = search(request, wanted=1, most_planned=3).fitting[0]
+    best = search(request, num_results=1, max_plans=3).fitting[0]
     assert best.run.batch_size == 4 and best.run.num_micro_batches == 2
     table = CostTable.of(request.gpu)
     single = plan_time(run_of(request, best.folding._replace(batch_size=1), best.levers), table)
@@ -257,11 +257,11 @@ def test_a_search_ranks_what_fits() -> None:
     assert seconds == sorted(seconds) and len(set(seconds)) > 1
     every = len(list(foldings(16)))
     assert sum(found.refused.values()) + found.not_planned + 3 == every
-    other = search(SMALL, rank_by=lambda c: -c.time.seconds, most_planned=3)
+    other = search(SMALL, rank_by=lambda c: -c.time.seconds, max_plans=3)
     assert [c.time.seconds for c in other.fitting] == seconds[::-1]
     given = MemoryOptions(recompute="gemm_last")
     given_all = replace(SMALL, memory=given, precision=None, optimizer=OptimizerOptions())
-    kept = search(given_all, wanted=1, most_planned=1)
+    kept = search(given_all, num_results=1, max_plans=1)
     assert {c.run.memory for c in kept.fitting} == {given}
 
 
@@ -300,7 +300,7 @@ def test_deepseek_v3() -> None:
     """A quarter of its depth on a quarter of the GPUs: experts go across nodes, here in bf16."""
     model = replace(DEEPSEEK, num_layers=16)
     request = replace(LARGE, model=model, num_gpus=64, precision=None)
-    (best,) = search(request, wanted=1, most_planned=1).fitting
+    (best,) = search(request, num_results=1, max_plans=1).fitting
     assert max(best.peaks) <= request.limit and best.headroom == request.limit - max(best.peaks)
     light = rungs_of(request)[-2]
     within_a_node = planned_with(request, Folding(pp=8, tp=4, ep=8), light)
@@ -313,7 +313,7 @@ def test_deepseek_v3() -> None:
 
 def test_micro_batches_have_the_rows_that_are_fastest() -> None:
     """Tiny ones wait for the host, so the most; whatever a rung makes needless is left out."""
-    found = search(SMALL, wanted=1, most_planned=1).fitting[0]
+    found = search(SMALL, num_results=1, max_plans=1).fitting[0]
     assert found.run.batch_size == found.folding.batch_size == BATCH_SIZES[-1]
     rows = found.run.num_micro_batches * BATCH_SIZES[-1]
     assert rows * data_ranks(SMALL, found.folding) == SMALL.rows
@@ -327,7 +327,7 @@ def test_micro_batches_have_the_rows_that_are_fastest() -> None:
 @pytest.mark.nightly  # a search of every change; their order is tested above
 def test_what_cannot_fit_names_the_smallest_change() -> None:
     model = replace(preset("qwen3-30b-a3b"), num_layers=24)
-    found = search(SearchRequest(model=model, num_gpus=1), most_planned=1)
+    found = search(SearchRequest(model=model, num_gpus=1), max_plans=1)
     assert not found.fitting and found.change is not None and "h100-80, with " in found.change
 
 
@@ -341,7 +341,7 @@ def test_rows_that_no_folding_divides_name_other_rows() -> None:
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 def test_the_call_runs(fraction: float) -> None:
     request = replace(SMALL, num_gpus=8, optimizer=OptimizerOptions(offload_fraction=fraction))
-    found = search(request, wanted=1, most_planned=1).fitting[0]
+    found = search(request, num_results=1, max_plans=1).fitting[0]
     names: dict[str, Any] = {}
     with fake_world(8):
         exec(call_of(found.run), names)

@@ -160,7 +160,7 @@ def _search(args: Any) -> int:
     """Print what fits, best first."""
     request = request_of_options(args)
     top = 3 if args.top is None else args.top
-    result = search(request, table=_table(args), wanted=top, progress=_tell)
+    result = search(request, table=_table(args), num_results=top, progress=_tell)
     fitting = result.fitting
     if fitting:
         _write(args, fitting[0].plan, fitting[0].time)
@@ -256,8 +256,8 @@ def _slices(table: CostTable, kind: str) -> str:
 def _table(args: Any) -> CostTable:
     table = CostTable.of if args.table is None else CostTable.read(args.table).on
     hides = getattr(args, "pairs_hide", None)
-    found = table(kind_of(args))
-    return found if hides is None else replace(found, pairs_hide=hides)
+    costs = table(kind_of(args))
+    return costs if hides is None else replace(costs, pairs_hide=hides)
 
 
 def _write(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
@@ -305,8 +305,8 @@ def run_dry_run(args: Any) -> int:
         return 0 if fits else 1
     print(f"rank {step.rank} of {args.gpus} holds {shown_bytes(step.resident_bytes)} between steps")
     peak = shown_bytes(step.peak + step.buffers)
-    at_most = f"{peak} at most in a step, of {shown_bytes(memory)} ({shown_gpu(args)})"
-    print(f"{at_most}{'' if fits else ': does not fit'}")
+    peak_line = f"{peak} at most in a step, of {shown_bytes(memory)} ({shown_gpu(args)})"
+    print(f"{peak_line}{'' if fits else ': does not fit'}")
     print(f"{shown_bytes(plan)} by the plan, from few layers")
     if time is None:
         print(refusal)

@@ -218,8 +218,8 @@ class CostTable(CheckedRecord):
             launch += self.network_seconds
         shares = {"network": self.efficiency["network"]}
         exposed = 1.0 if self.slices is None or work.name not in SLICES else self.slices.share
-        found = {wall: exposed * took / shares.get(wall, reached) for wall, took in rates.items()}
-        return exposed * launch, found
+        seconds = {wall: exposed * took / shares.get(wall, reached) for wall, took in rates.items()}
+        return exposed * launch, seconds
 
     def _roofline(self, work: Work, name: GpuName | Gpu, inside: int) -> dict[Wall, float]:
         """Return the seconds that each of the maker's rates alone would take."""

@@ -171,10 +171,10 @@ def cut(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
             recorder.begin("F", name())
 
         def watch_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            found = tensors_of(getattr(output, "loss", output))[0]
-            if found.requires_grad:
-                own = name()
-                found.register_hook(lambda _: recorder.begin("B", own))
+            tensor = tensors_of(getattr(output, "loss", output))[0]
+            if tensor.requires_grad:
+                part_name = name()
+                tensor.register_hook(lambda _: recorder.begin("B", part_name))
 
         def name() -> str:  # later embeddings of a micro-batch are those of predictions
             return "predictions" if part == "embedding" and calls[part] > 1 else part

@@ -100,12 +100,12 @@ class Estimate:
             self._pinned[folding.pp],
         )
         fitting = (
-            each
-            for each in self._choices
-            if byte_factor * self.num_bytes(folding, each) <= request.limit
-            and pinned * self.host_bytes(folding, each) <= request.host_limit
+            choice
+            for choice in self._choices
+            if byte_factor * self.num_bytes(folding, choice) <= request.limit
+            and pinned * self.host_bytes(folding, choice) <= request.host_limit
         )
-        return min(fitting, key=lambda each: self.seconds(folding, each), default=None)
+        return min(fitting, key=lambda choice: self.seconds(folding, choice), default=None)
 
     def learn(self, folding: Folding, levers: Levers, num_bytes: int, host: int) -> None:
         """Correct the estimates of as many stages by a plan that did not fit."""
@@ -129,8 +129,8 @@ class Estimate:
         layers = self._request.planned.num_layers / folding.pp
         share = min(1.0, LAYERS / layers) if _gathers(rung) else 1.0
         weights = self._weights(folding)
-        num_weights = share * sum(one.copies * one.size for one in weights)
-        sums = share * sum(one.copies * one.size for one in weights if one.ranks > 1)
+        num_weights = share * sum(weight.copies * weight.size for weight in weights)
+        sums = share * sum(weight.copies * weight.size for weight in weights if weight.ranks > 1)
         if folding.pp > 1:  # the first or the last stage has all of the embedding or of the head
             end = self._request.planned.vocab_size * self._request.planned.dim
             num_weights, sums = num_weights + end, sums + end
@@ -299,10 +299,12 @@ class Estimate:
         """Return the bytes that a micro-batch saves for backward: on the device, on the host."""
         small, like = timed_layers(self._node(rung, 1), 1)
         fsdp = FSDPOptions(param_dtype=rung.fsdp.param_dtype)  # shards save as much
-        saved = kept_of(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
-        blocks = [saved.blocks[i] for i in like["F"]] + [*saved.blocks[small.planned.num_layers :]]
+        model_bytes = kept_of(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
+        blocks = [model_bytes.blocks[i] for i in like["F"]] + [
+            *model_bytes.blocks[small.planned.num_layers :]
+        ]
         offloaded_bytes = sum(sum(block.host.values()) for block in blocks)
-        return sum(block.num_bytes for block in (*blocks, saved.outside)), offloaded_bytes
+        return sum(block.num_bytes for block in (*blocks, model_bytes.outside)), offloaded_bytes
 
     def _node(self, rung: Levers, num_micro_batches: int) -> TrainingRun:
         """Return a run on one node, whose number of ranks divides the number of experts."""

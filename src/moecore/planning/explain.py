@@ -74,22 +74,27 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
                 f"batch ({batch}) must be None for a plan, which has no forward: explain the model"
             )
         return "\n".join([*_lines(model, None, _degrees(model), []), _buffers(model)])
-    found = parallel_state(model)
-    if found is not None:
-        model = found.request.family.unwrap(model)
-    how, request = how_computed(model), None if found is None else found.request
-    plan, here = plan_now(model)
+    attachment = parallel_state(model)
+    if attachment is not None:
+        model = attachment.request.family.unwrap(model)
+    compute_args, request = how_computed(model), None if attachment is None else attachment.request
+    plan, coordinate = plan_now(model)
     layers = [module for module in model.modules() if isinstance(module, RoutedLayer)]
-    products = [_products(layer, request, how) for layer in layers]
-    saved = [] if batch is None else batch_lines(model, batch)
-    return "\n".join([*_lines(plan, here, _meshes(model, request, here), products), *saved])
+    products = [_products(layer, request, compute_args) for layer in layers]
+    saved_lines = [] if batch is None else batch_lines(model, batch)
+    return "\n".join(
+        [*_lines(plan, coordinate, _meshes(model, request, coordinate), products), *saved_lines]
+    )
 
 
 def plan_now(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     """Return a model's plan with its parameters as they are now, and this rank's coordinate."""
-    found, modules = parallel_state(model), {clean_name(n): m for n, m in model.named_modules()}
+    attachment, modules = (
+        parallel_state(model),
+        {clean_name(n): m for n, m in model.named_modules()},
+    )
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
-    kind_of, here = kinds(model, layers), dict[str, int]()
+    kind_of, coordinate = kinds(model, layers), dict[str, int]()
     experts = {p for layer in layers.values() for p in layer.part("experts").parameters()}
     named = ((clean_name(name), param) for name, param in model.named_parameters())
     params = tuple(
@@ -101,12 +106,12 @@ def plan_now(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
             itemsize=param.element_size(),
             trainable=param.requires_grad,
             mesh="expert" if param in experts else "dense",
-            placements=tuple(_placements(param, here)),
+            placements=tuple(_placements(param, coordinate)),
         )
         for name, param in named
     )
-    if found is not None:
-        return replace(found.plan, params=params), here
+    if attachment is not None:
+        return replace(attachment.plan, params=params), coordinate
     # `make_plan` refuses models that can be listed, and needs a process group of one rank, which a
     # rank of a larger world cannot have.
     names = {module: name for name, module in modules.items()}
@@ -124,17 +129,17 @@ def plan_now(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
         dispatcher=", ".join(dispatchers).replace("Dispatcher", "").lower(),
         dispatcher_reason="its MoE layers have it",
     )
-    return plan, here
+    return plan, coordinate
 
 
-def _placements(param: nn.Parameter, here: dict[str, int]) -> Iterator[AxisPlacement]:
-    """Yield the axes of a parameter's mesh; add this rank's place on them to `here`."""
+def _placements(param: nn.Parameter, coordinate: dict[str, int]) -> Iterator[AxisPlacement]:
+    """Yield the axes of a parameter's mesh; add this rank's place on them to `coordinate`."""
     if isinstance(param, DTensor):
         mesh = param.device_mesh
         axes = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
-        for i, (axis, cut) in enumerate(zip(axes, param.placements, strict=True)):
-            here[axis] = mesh.get_local_rank(i)
-            yield AxisPlacement(axis=axis, size=mesh.size(i), dim=getattr(cut, "dim", None))
+        for i, (axis, placement) in enumerate(zip(axes, param.placements, strict=True)):
+            coordinate[axis] = mesh.get_local_rank(i)
+            yield AxisPlacement(axis=axis, size=mesh.size(i), dim=getattr(placement, "dim", None))
 
 
 def _layer(name: str, layer: RoutedLayer) -> LayerPlan:
@@ -152,20 +157,22 @@ def _layer(name: str, layer: RoutedLayer) -> LayerPlan:
 
 
 def _lines(
-    plan: ShardPlan, here: Coordinate | None, meshes: Iterable[str], products: Iterable[str]
+    plan: ShardPlan, coordinate: Coordinate | None, meshes: Iterable[str], products: Iterable[str]
 ) -> Iterator[str]:
     """Yield the lines of a plan, of a rank or of the first one."""
-    rows = rows_of(plan, here)
-    stored = shown_bytes(sum(row.num_bytes for row in rows))
-    where = "this rank" if here is not None else f"the first rank of {plan.world_size}"
-    yield f"{plan.model}: {_numbers(plan)}, {stored} on {where}"
+    rows = rows_of(plan, coordinate)
+    size = shown_bytes(sum(row.num_bytes for row in rows))
+    holder = "this rank" if coordinate is not None else f"the first rank of {plan.world_size}"
+    yield f"{plan.model}: {_numbers(plan)}, {size} on {holder}"
     yield from meshes
     yield from [f"degrees chosen: {plan.parallel_reason}"] if plan.parallel_reason else ()
     yield from columns([HEADER, *(row.cells() for row in folded(rows))])
-    each = zip_longest((_experts_here(plan, layer, here) for layer in plan.layers), products)
-    for (what, how), n in Counter(each).items():
-        yield f"{n} MoE layer{'s' * (n > 1)} {what}"
-        yield from [how] if how else ()
+    layer_lines = zip_longest(
+        (_experts_here(plan, layer, coordinate) for layer in plan.layers), products
+    )
+    for (experts_line, products_line), n in Counter(layer_lines).items():
+        yield f"{n} MoE layer{'s' * (n > 1)} {experts_line}"
+        yield from [products_line] if products_line else ()
     if plan.layers:
         yield f"dispatcher {plan.dispatcher}: {plan.dispatcher_reason}"
     dtypes = f"parameters {', '.join(dict.fromkeys(param.dtype for param in plan.params))}"
@@ -183,9 +190,9 @@ def _degrees(plan: ShardPlan) -> Iterator[str]:
         yield f"  {view} {' '.join(f'{dim}={n}' for dim, n in degrees if n > 1) or 'one rank'}"
 
 
-def _meshes(model: nn.Module, request: Request | None, here: Coordinate) -> Iterator[str]:
+def _meshes(model: nn.Module, request: Request | None, coordinate: Coordinate) -> Iterator[str]:
     """Yield the meshes of a model, and how attention communicates over cp."""
-    if request is None and here:
+    if request is None and coordinate:
         yield "sharded, but not what parallelize_moe returned: meshes are not known here"
     elif request is None:
         yield "not parallelized: every process holds it whole"
@@ -197,22 +204,22 @@ def _meshes(model: nn.Module, request: Request | None, here: Coordinate) -> Iter
             yield f"attention over cp{size}: {options.way}{among}"
 
 
-def rows_of(plan: ShardPlan, here: Coordinate | None) -> list[TableRow]:
+def rows_of(plan: ShardPlan, coordinate: Coordinate | None) -> list[TableRow]:
     """Return parameters that are alike together, in the order of the model."""
-    found: dict[object, TableRow] = {}
+    rows: dict[object, TableRow] = {}
     for param in plan.params:
         *path, leaf = clean_name(param.name).split(".")
         kind = param.kind + ("" if param.trainable else " (frozen)")
-        shapes = param.shape, param.local_shape(here)
+        shapes = param.shape, param.local_shape(coordinate)
         placement = shown_axes((p.axis, p.dim) for p in param.placements if p.size > 1)
-        row = found.setdefault(
+        row = rows.setdefault(
             (kind, shapes, placement, param.dtype), TableRow(kind, shapes, placement)
         )
-        shown = path[-1] if leaf in ("weight", "bias") and path else leaf
-        row.names += [shown] * (shown not in row.names)
+        label = path[-1] if leaf in ("weight", "bias") and path else leaf
+        row.names += [label] * (label not in row.names)
         row.number += 1
-        row.num_bytes += param.num_bytes(here)
-    return list(found.values())
+        row.num_bytes += param.num_bytes(coordinate)
+    return list(rows.values())
 
 
 def _numbers(plan: ShardPlan) -> str:
@@ -236,20 +243,20 @@ def _experts(plan: ShardPlan, layer: LayerPlan) -> Iterator[ParamPlan]:
             yield param
 
 
-def _experts_here(plan: ShardPlan, layer: LayerPlan, here: Coordinate | None) -> str:
+def _experts_here(plan: ShardPlan, layer: LayerPlan, coordinate: Coordinate | None) -> str:
     """Return how many experts a layer has, and which of them a rank."""
     ranks = {axis.axis: axis.size for axis in next(_experts(plan, layer)).placements}
     num_local, etp = layer.num_experts // ranks.get("ep", 1), ranks.get("etp", 1)
-    own = f"all {layer.num_experts}"
+    share = f"all {layer.num_experts}"
     if num_local < layer.num_experts:
-        first = 0 if here is None else here["ep"] * num_local
-        own = f"{num_local}" if here is None else f"{first} to {first + num_local - 1}"
-    own += f", 1/{etp} of each" if etp > 1 else ""
-    who = "each" if here is None else "this"
-    return f"of {layer.num_experts} experts, top {layer.top_k}; {who} rank has {own}"
+        first = 0 if coordinate is None else coordinate["ep"] * num_local
+        share = f"{num_local}" if coordinate is None else f"{first} to {first + num_local - 1}"
+    share += f", 1/{etp} of each" if etp > 1 else ""
+    subject = "each" if coordinate is None else "this"
+    return f"of {layer.num_experts} experts, top {layer.top_k}; {subject} rank has {share}"
 
 
-def _products(layer: RoutedLayer, request: Request | None, how: How) -> str:
+def _products(layer: RoutedLayer, request: Request | None, compute_args: How) -> str:
     """Return how a layer's experts are multiplied, and what it saves for backward."""
     config, experts = layer.config, layer.part("experts")
     backend, weight = experts.backend, next(experts.parameters())
@@ -264,38 +271,38 @@ def _products(layer: RoutedLayer, request: Request | None, how: How) -> str:
             recipe=experts.recipe,
         )
         backend = f"auto ({choose_products('auto', spec)})"
-    return f"expert_backend {backend}; saved for backward {layer_line(layer, how)}"
+    return f"expert_backend {backend}; saved for backward {layer_line(layer, compute_args)}"
 
 
 def _units(plan: ShardPlan) -> str:
     units = [unit for unit in plan.units if unit.role != "root"]
     number = Counter(UNITS[unit.role] for unit in units)
-    shown = ", ".join(f"{number[what]} of {what}" for what in UNITS.values() if number[what])
+    counts = ", ".join(f"{number[kind]} of {kind}" for kind in UNITS.values() if number[kind])
     resharded = dict.fromkeys(UNITS[unit.role] for unit in units if not unit.is_resident)
-    names = [what for what in UNITS.values() if what in resharded]
+    names = [kind for kind in UNITS.values() if kind in resharded]
     after = f"{' and '.join(names)} resharded after forward" if names else "all resident"
-    return f"units: {len(units) + 1}: {shown or 'none'}, the root; {after}"
+    return f"units: {len(units) + 1}: {counts or 'none'}, the root; {after}"
 
 
 def _gathered_in(plan: ShardPlan) -> str:
     """Return the dtype of the root, and how many parameters are quantised instead."""
     wide = plan.units[0].gather_dtype or "their own dtype"
-    found = Counter[str]()
+    numbers = Counter[str]()
     for layout in (layout for unit in plan.units for layout in unit.layouts):
         if layout.recipe is not None:
-            found["FP8" if layout.values_per_byte == 1 else "NVFP4"] += len(layout.slots)
-    return ", ".join([wide, *(f"{number} of them in {name}" for name, number in found.items())])
+            numbers["FP8" if layout.values_per_byte == 1 else "NVFP4"] += len(layout.slots)
+    return ", ".join([wide, *(f"{number} of them in {name}" for name, number in numbers.items())])
 
 
 def _fp8(plan: ShardPlan) -> str:
     """Return what is computed in FP8."""
-    found = Counter[str]()
+    numbers = Counter[str]()
     for layer in plan.layers:
         for role, recipe in layer.recipes:
             if recipe is not None:
-                found[f"{role.replace('_', ' ')}, {recipe.describe()}"] += 1
-    found.update(f"linears, {recipe.describe()}" for _, recipe in plan.linears)
-    return "; ".join(f"{n} {what}" for what, n in found.items()) or "no FP8"
+                numbers[f"{role.replace('_', ' ')}, {recipe.describe()}"] += 1
+    numbers.update(f"linears, {recipe.describe()}" for _, recipe in plan.linears)
+    return "; ".join(f"{n} {text}" for text, n in numbers.items()) or "no FP8"
 
 
 def _buffers(plan: ShardPlan) -> str:
@@ -315,98 +322,100 @@ How = dict[str, Any]  # arguments of `count_saved_bytes`
 
 def how_computed(model: nn.Module) -> How:
     """Return where and in which dtypes a model computes; one on meta without meshes on a GPU."""
-    found = parallel_state(model)
-    if found is None:
+    attachment = parallel_state(model)
+    if attachment is None:
         device_type = next((p.device.type for p in model.parameters()), "meta")
         return dict(device_type="cuda" if device_type == "meta" else device_type)
-    how: How = dict(device_type=found.request.meshes.device_type)
-    dtype = found.request.fsdp.param_dtype
+    compute_args: How = dict(device_type=attachment.request.meshes.device_type)
+    dtype = attachment.request.fsdp.param_dtype
     if dtype is not None:
         of_plan = {
             slot.param: dtype if layout.recipe else getattr(torch, layout.gathers)
-            for unit in found.plan.units
+            for unit in attachment.plan.units
             for layout in unit.layouts
             for slot in layout.slots
         }
-        own = {p: of_plan[clean_name(name)] for name, p in model.named_parameters()}
-        how["dtype_of"] = own.__getitem__
-    return how
+        dtypes = {p: of_plan[clean_name(name)] for name, p in model.named_parameters()}
+        compute_args["dtype_of"] = dtypes.__getitem__
+    return compute_args
 
 
-def layer_line(layer: RoutedLayer, how: How) -> str:
+def layer_line(layer: RoutedLayer, compute_args: How) -> str:
     """Return what a layer saves of a token for its backward, by part."""
     config, experts = layer.config, layer.part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
     weight = next(experts.parameters())
-    dtype = how["dtype_of"](weight) if "dtype_of" in how else weight.dtype
+    dtype = compute_args["dtype_of"](weight) if "dtype_of" in compute_args else weight.dtype
     x_TD = torch.empty(TOKENS, config.dim, dtype=dtype, device="meta").requires_grad_()
     inputs = [x_TD]
     if not isinstance(layer, MoELayer):  # the choice is the model's own
         inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.int64)]
         inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.float32).requires_grad_()]
-    (kept,) = count_saved_bytes(
-        layer, [layer], lambda copy: copy(*inputs), options=options, **how
+    (block,) = count_saved_bytes(
+        layer, [layer], lambda copy: copy(*inputs), options=options, **compute_args
     ).blocks
     parts = [
-        f"{part.replace('_', ' ')} {shown_bytes(n / TOKENS)}" for part, n in kept.device.items()
+        f"{part.replace('_', ' ')} {shown_bytes(n / TOKENS)}" for part, n in block.device.items()
     ]
-    more = "; FC1 is recomputed" if experts.recompute_fc1 else ""
+    notes = "; FC1 is recomputed" if experts.recompute_fc1 else ""
     dispatcher = layer.dispatcher
     is_sent_twice = isinstance(dispatcher, NVLinkDispatcher) and not dispatcher.keeps_rows
-    more += "; rows are sent once more in backward" if is_sent_twice else ""
-    return f"{shown_bytes(kept.num_bytes / TOKENS)} per token and layer: {', '.join(parts)}{more}"
+    notes += "; rows are sent once more in backward" if is_sent_twice else ""
+    return f"{shown_bytes(block.num_bytes / TOKENS)} per token and layer: {', '.join(parts)}{notes}"
 
 
 def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
     """Return what blocks save of a batch, those that are alike in one row, and the sums."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64)
-    blocks, how, options, found = (
+    blocks, compute_args, options, attachment = (
         find_blocks(model),
         how_computed(model),
         None,
         parallel_state(model),
     )
-    if found is not None:
-        options = found.request.memory
-        if found.request.dense.compile:
-            how["compiled"] = frozenset(m for block in blocks for m in compiled_modules(block))
-    more: dict[str, Any] = {}
+    if attachment is not None:
+        options = attachment.request.memory
+        if attachment.request.dense.compile:
+            compute_args["compiled"] = frozenset(
+                m for block in blocks for m in compiled_modules(block)
+            )
+    inputs: dict[str, Any] = {}
     if isinstance(model, Decoder):
-        more = dict(labels_BT=tokens_BT)  # multi-token prediction is part of the loss
+        inputs = dict(labels_BT=tokens_BT)  # multi-token prediction is part of the loss
     elif hasattr(model, "get_input_embeddings"):  # of transformers
-        more = dict(use_cache=False, position_ids=torch.arange(batch[1])[None])
-    kept, whole = (
+        inputs = dict(use_cache=False, position_ids=torch.arange(batch[1])[None])
+    counts, full_counts = (
         count_saved_bytes(
-            model, blocks, lambda copy: copy(tokens_BT, **more), options=asked, **how
+            model, blocks, lambda copy: copy(tokens_BT, **inputs), options=memory, **compute_args
         ).blocks
-        for asked in (options or MemoryOptions(), MemoryOptions())
+        for memory in (options or MemoryOptions(), MemoryOptions())
     )
     rows: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    for i, (one, all_of_it) in enumerate(zip(kept, whole, strict=True)):
-        sums = {"all": one.num_bytes, "in host memory": sum(one.host.values())}
-        sums["recomputed"] = all_of_it.num_bytes - sum(sums.values())
-        shown = tuple((name, n) for name, n in {**one.device, **sums}.items() if n)
-        rows.setdefault(shown, []).append(i)
+    for i, (count, full_count) in enumerate(zip(counts, full_counts, strict=True)):
+        sums = {"all": count.num_bytes, "in host memory": sum(count.host.values())}
+        sums["recomputed"] = full_count.num_bytes - sum(sums.values())
+        key = tuple((name, n) for name, n in {**count.device, **sums}.items() if n)
+        rows.setdefault(key, []).append(i)
     names = [name for name in COLUMNS if any(name in dict(row) for row in rows)]
     table = [("layers", *(name.replace("_", " ") for name in names))]
     for row, layers in rows.items():
         cells = {name: shown_bytes(n / tokens_BT.numel()) for name, n in row}
         table.append((_ranges(layers), *(cells.get(name, "-") for name in names)))
-    here = shown_bytes(sum(one.num_bytes for one in kept))
-    host = sum(sum(one.host.values()) for one in kept)
+    device_size = shown_bytes(sum(count.num_bytes for count in counts))
+    host = sum(sum(count.host.values()) for count in counts)
     return [
         f"saved for backward per token, of {batch[0]} x {batch[1]} tokens",
         *columns(table),
-        f"all layers: {here}" + (f", {shown_bytes(host)} in host memory" if host else ""),
+        f"all layers: {device_size}" + (f", {shown_bytes(host)} in host memory" if host else ""),
     ]
 
 
 def _ranges(numbers: list[int]) -> str:
     """Return numbers in order as text: 0, 2 to 5."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for n in numbers:
-        if found and n == found[-1][-1] + 1:
-            found[-1][1:] = [n]
+        if ranges and n == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [n]
         else:
-            found.append([n])
-    return ", ".join(" to ".join(map(str, ends)) for ends in found)
+            ranges.append([n])
+    return ", ".join(" to ".join(map(str, ends)) for ends in ranges)

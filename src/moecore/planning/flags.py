@@ -158,7 +158,7 @@ def _precision(args: Any) -> Precision | None:
 
 def _memory(args: Any) -> MemoryOptions:
     named = {"gemm_last": GEMM_LAST}
-    parts: Any = tuple(each for part in args.recompute for each in named.get(part, (part,)))
+    parts: Any = tuple(name for part in args.recompute for name in named.get(part, (part,)))
     return MemoryOptions(
         recompute="gemm_last" if args.recompute == ["gemm_last"] else parts,
         offload=tuple(args.offload),

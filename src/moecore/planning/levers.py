@@ -39,9 +39,9 @@ LEAST = 0.01  # the least gain, as a share of the tokens per second, that is wor
 NO_TIME = 1e-12
 
 
-def _recompute(run: TrainingRun, *parts: Recomputed, **others: Any) -> TrainingRun:
+def _recompute(run: TrainingRun, *parts: Recomputed, **changes: Any) -> TrainingRun:
     up: Recomputed = "mla_up_proj" if run.planned.has_latents else "qkv_proj"
-    memory = replace(run.memory, recompute=(*CHAIN, up, *parts), **others)
+    memory = replace(run.memory, recompute=(*CHAIN, up, *parts), **changes)
     return replace(run, memory=memory)
 
 
@@ -318,26 +318,26 @@ class Levers:
         return (self.options[-1].overhead if self.options else None) or "low"
 
 
-def ladder(model: AnyModel, gpu: GpuName | Gpu, **given: Any) -> tuple[Levers, ...]:
-    """Return rungs, cheapest first, each with one more option; `given` has FIELDS, or "any".
+def ladder(model: AnyModel, gpu: GpuName | Gpu, **settings: Any) -> tuple[Levers, ...]:
+    """Return rungs, cheapest first, each with one more option; `settings` has FIELDS, or "any".
 
     The first one has the options that gain time as well as memory.
     """
-    rungs = [levers_with((), model, gpu, **given)]
+    rungs = [levers_with((), model, gpu, **settings)]
     for option in OPTIONS:
-        more = levers_with((*rungs[-1].options, option), model, gpu, **given)
-        changes = [name for name in FIELDS if getattr(more, name) != getattr(rungs[-1], name)]
-        if option.overhead and changes and all(given[name] == "any" for name in changes):
-            rungs.append(more)
+        rung = levers_with((*rungs[-1].options, option), model, gpu, **settings)
+        changes = [name for name in FIELDS if getattr(rung, name) != getattr(rungs[-1], name)]
+        if option.overhead and changes and all(settings[name] == "any" for name in changes):
+            rungs.append(rung)
     return tuple(rungs[sum(option.gains for option in rungs[-1].options) :])
 
 
 def levers_with(
-    options: tuple[Option, ...], model: AnyModel, gpu: GpuName | Gpu, **given: Any
+    options: tuple[Option, ...], model: AnyModel, gpu: GpuName | Gpu, **settings: Any
 ) -> Levers:
     """Return the fields of a run with these options, in the order of `OPTIONS`."""
     plain = dict(fsdp=WHOLE, memory=MemoryOptions(), precision=None, optimizer=OptimizerOptions())
-    fields: dict[str, Any] = {n: plain[n] if given[n] == "any" else given[n] for n in FIELDS}
+    fields: dict[str, Any] = {n: plain[n] if settings[n] == "any" else settings[n] for n in FIELDS}
     run = TrainingRun(model=model, num_gpus=1, seq_len=1, **fields)
     for option in options:
         run = option.applied(run, gpu)
@@ -345,14 +345,14 @@ def levers_with(
 
 
 def fewer(
-    own: Levers, model: AnyModel, gpu: GpuName | Gpu, *, gains: bool, **given: Any
+    levers: Levers, model: AnyModel, gpu: GpuName | Gpu, *, gains: bool, **settings: Any
 ) -> Iterator[Levers]:
     """Yield levers with one option less, the dearest first; `gains` = those that gain time too."""
-    for gone in (option for option in reversed(own.options) if gains or not option.gains):
-        options = tuple(option for option in own.options if option is not gone)
-        left = levers_with(options, model, gpu, **given)
-        if any(getattr(left, name) != getattr(own, name) for name in FIELDS):
-            yield left
+    for removal in (option for option in reversed(levers.options) if gains or not option.gains):
+        options = tuple(option for option in levers.options if option is not removal)
+        candidate = levers_with(options, model, gpu, **settings)
+        if any(getattr(candidate, name) != getattr(levers, name) for name in FIELDS):
+            yield candidate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,11 +376,11 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
     """
     check_arguments(next_change, locals())
     limit = gpu_of(plan.gpu).memory if limit is None else limit
-    found, run = list[Change](), plan.run
+    changes, run = list[Change](), plan.run
 
     def add(text: str, other: TimePlan) -> None:
         gain = other.tokens_per_second / plan.tokens_per_second - 1
-        found.append(Change(text=text, gain=gain))
+        changes.append(Change(text=text, gain=gain))
 
     p = run.parallel
     if run.pipeline is None and (p.ep * p.etp == 1 or run.nvlink is not None):  # nothing waits
@@ -392,5 +392,5 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
                 add(option.name, plan_time(changed, table))
         except (ValueError, NotImplementedError):  # other options of the run exclude this one
             continue
-    best = max(found, key=lambda change: change.gain, default=None)
+    best = max(changes, key=lambda change: change.gain, default=None)
     return best if best is not None and best.gain >= LEAST else None

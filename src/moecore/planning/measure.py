@@ -97,10 +97,10 @@ def run_measure(args: Any) -> int:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl", device_id=device)
         calls.insert(0, together(device, FULL.num_bytes))  # first: it refuses several nodes
-    points = [point for each in calls for point in measured(each, device)]
+    points = [point for operations in calls for point in measured(operations, device)]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        where = f"measured on {torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-        table = CostTable.of(gpu).extended(points, where)
+        origin = f"measured on {torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+        table = CostTable.of(gpu).extended(points, origin)
         replace(table, host_seconds=host).write(args.out)
         print(f"{len(points)} operations of {gpu} -> {args.out}")
     if dist.is_initialized():
@@ -110,7 +110,7 @@ def run_measure(args: Any) -> int:
 
 def host_seconds(run: TrainingRun, device: torch.device) -> float:
     """Return how long an idle host takes for a piece of work of a step on one GPU."""
-    found = []
+    times = []
     with fake_world(run.num_gpus), quiet():
         model = model_of(run, device.type)
         model.to_empty(device=device)
@@ -126,8 +126,8 @@ def host_seconds(run: TrainingRun, device: torch.device) -> float:
             start = time.perf_counter()
             step.forward_backward(inputs)
             step.finish()
-            found.append(time.perf_counter() - start)
-    return float(f"{median(found[STEPS:]) / len(dry_run(run).queued):.6g}")
+            times.append(time.perf_counter() - start)
+    return float(f"{median(times[STEPS:]) / len(dry_run(run).queued):.6g}")
 
 
 def gpu_name(device_name: str) -> GpuName:
@@ -143,8 +143,10 @@ def measured(calls: Iterable[tuple[Work, Call]], device: torch.device) -> Iterat
     flush = torch.ones(FLUSH_BYTES // 4 if device.type == "cuda" else 1, device=device)
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     for work, call in calls:
-        once = _slowest(_median_seconds(call, flush, 3), device)  # so that ranks warm up alike
-        _median_seconds(call, flush, min(MOST, int(WARM_UP_S / once)))
+        first_seconds = _slowest(
+            _median_seconds(call, flush, 3), device
+        )  # so that ranks warm up alike
+        _median_seconds(call, flush, min(MOST, int(WARM_UP_S / first_seconds)))
         seconds = _slowest(_median_seconds(call, flush, ROUNDS), device)
         yield Point(work=work, seconds=float(f"{seconds:.6g}"), date=date)
 
@@ -178,24 +180,24 @@ def together(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]
         raise ValueError(f"ranks ({ranks}) must be 2 to {NODE} of one node: start as many there")
     for shift in (10, 6, 2, 0):
         numel = (num_bytes >> shift) // (2 * ranks) * ranks
-        whole, part = _random(device, numel), _random(device, numel // ranks)
-        other = torch.empty_like(whole)
-        moved = 2 * (whole.nbytes - part.nbytes)  # sent and received
+        full, part = _random(device, numel), _random(device, numel // ranks)
+        other = torch.empty_like(full)
+        traffic = 2 * (full.nbytes - part.nbytes)  # sent and received
 
-        def work(name: str, times: int = 1, moved: int = moved) -> Work:
-            return Work(name, "collective", 0, times * moved, (ranks,), "bfloat16")
+        def work(name: str, times: int = 1, traffic: int = traffic) -> Work:
+            return Work(name, "collective", 0, times * traffic, (ranks,), "bfloat16")
 
-        def shift_on(other: Tensor = other, whole: Tensor = whole) -> None:
+        def shift_on(other: Tensor = other, full: Tensor = full) -> None:
             to, source = (rank + 1) % ranks, (rank - 1) % ranks
-            ops = [dist.P2POp(dist.isend, whole, to), dist.P2POp(dist.irecv, other, source)]
+            ops = [dist.P2POp(dist.isend, full, to), dist.P2POp(dist.irecv, other, source)]
             for request in dist.batch_isend_irecv(ops):
                 request.wait()
 
-        yield work("all_gather"), lambda w=whole, p=part: dist.all_gather_into_tensor(w, p)  # type: ignore[misc]
-        yield work("reduce_scatter"), lambda w=whole, p=part: dist.reduce_scatter_tensor(p, w)  # type: ignore[misc]
-        yield work("all_reduce", 2), lambda w=whole: dist.all_reduce(w)  # type: ignore[misc]
-        yield work("all_to_all"), lambda w=whole, o=other: dist.all_to_all_single(o, w)  # type: ignore[misc]
-        yield Work("send", "collective", 0, 2 * whole.nbytes, (ranks,), "bfloat16"), shift_on
+        yield work("all_gather"), lambda w=full, p=part: dist.all_gather_into_tensor(w, p)  # type: ignore[misc]
+        yield work("reduce_scatter"), lambda w=full, p=part: dist.reduce_scatter_tensor(p, w)  # type: ignore[misc]
+        yield work("all_reduce", 2), lambda w=full: dist.all_reduce(w)  # type: ignore[misc]
+        yield work("all_to_all"), lambda w=full, o=other: dist.all_to_all_single(o, w)  # type: ignore[misc]
+        yield Work("send", "collective", 0, 2 * full.nbytes, (ranks,), "bfloat16"), shift_on
 
 
 def _grouped(device: torch.device, E: int, R: int, D: int, F: int) -> Iterator[tuple[Work, Call]]:
@@ -238,11 +240,11 @@ def _grouped(device: torch.device, E: int, R: int, D: int, F: int) -> Iterator[t
     name = "sm90_bf16_grouped_wgrad_kernel"
     yield work(name, 2 * F, D), lambda: wgrad.grouped_wgrad(h_RC, x_RD, ends)
     yield work(name, D, F), lambda: wgrad.grouped_wgrad(x_RD, a_RF, ends)
-    for left, right in ((h_RC, x_RD), (x_RD, a_RF)):
-        shape = (left.shape[1], right.shape[1])
+    for lhs, rhs in ((h_RC, x_RD), (x_RD, a_RF)):
+        shape = (lhs.shape[1], rhs.shape[1])
         out = torch.zeros(E, *shape, device=device)
-        one = replace(work(name + SUMS, *shape), num_bytes=2 * R * sum(shape) + out.nbytes)
-        yield one, lambda a=left, b=right, out=out: wgrad.grouped_wgrad(a, b, ends, out=out)  # type: ignore[misc]
+        sums_work = replace(work(name + SUMS, *shape), num_bytes=2 * R * sum(shape) + out.nbytes)
+        yield sums_work, lambda a=lhs, b=rhs, out=out: wgrad.grouped_wgrad(a, b, ends, out=out)  # type: ignore[misc]
 
 
 def _attention(
@@ -277,14 +279,14 @@ def _rows(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
     order_R = torch.randperm(S * K, device=device).int()
     slots_SK = torch.empty_like(order_R)
     slots_SK[order_R.long()] = torch.arange(S * K, device=device, dtype=torch.int32)
-    where = (order_R // K, slots_SK.view(S, K))
-    moved = x_SD.nbytes + y_RD.nbytes + order_R.nbytes
-    yield work("gather_rows", moved), lambda: gather_rows(x_SD, *where)
-    yield work("sum_rows", moved), lambda: sum_rows(y_RD, *where)
+    indices = (order_R // K, slots_SK.view(S, K))
+    traffic = x_SD.nbytes + y_RD.nbytes + order_R.nbytes
+    yield work("gather_rows", traffic), lambda: gather_rows(x_SD, *indices)
+    yield work("sum_rows", traffic), lambda: sum_rows(y_RD, *indices)
     weights_R = torch.ones(S * K, device=device)
-    moved = h_RC.nbytes * 3 // 2 + weights_R.nbytes
+    traffic = h_RC.nbytes * 3 // 2 + weights_R.nbytes
     activation = lambda: weighted_activation(h_RC, weights_R, None, SWIGLU)  # noqa: E731
-    yield work("weighted_activation", moved), activation
+    yield work("weighted_activation", traffic), activation
     weight_D = torch.ones(D, device=device, dtype=torch.bfloat16, requires_grad=True)
     y_RD.requires_grad_()
     normed_RD = rms_norm(y_RD, (D,), weight_D)
@@ -293,13 +295,13 @@ def _rows(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
     yield work("rms_norm_bwd", 3 * y_RD.nbytes), backward
     logits_CV = torch.zeros(max(1, sizes.num_bytes // (4 * VOCAB)), VOCAB, device=device)
     labels_C = torch.zeros(logits_CV.shape[0], device=device, dtype=torch.int64)
-    moved = logits_CV.nbytes * 3 // 2
+    traffic = logits_CV.nbytes * 3 // 2
     loss = partial(cross_entropy_, logits_CV, labels_C, torch.bfloat16)
-    yield work("cross_entropy", moved, "float32"), loss
+    yield work("cross_entropy", traffic, "float32"), loss
     param = nn.Parameter(torch.zeros(sizes.num_bytes // 4, device=device))
-    param.grad = ones = torch.ones_like(param)
+    param.grad = gradient = torch.ones_like(param)
     optimizer = AdamW([param], lr=1e-4)
-    yield work("foreach_norm", param.nbytes, "float32"), lambda: foreach_norm([ones])
+    yield work("foreach_norm", param.nbytes, "float32"), lambda: foreach_norm([gradient])
     yield work("adamw", 7 * param.nbytes, "float32"), optimizer.step
 
 

@@ -173,14 +173,14 @@ class NativeModel(PlannedModel):
     @override
     def sizes(self) -> ModelSizes:
         model = self.build(torch.float32)
-        experts, cut = set[nn.Parameter](), set[nn.Parameter]()
+        experts, tp_params = set[nn.Parameter](), set[nn.Parameter]()
         for module in model.modules():
             if isinstance(module, Experts):
                 experts.update(module.parameters())
             elif getattr(module, "tp_shard_dim", None) is not None:
-                cut.update(module.parameters(recurse=False))
+                tp_params.update(module.parameters(recurse=False))
         return ModelSizes(
-            *(sum(p.numel() for p in of) for of in (model.parameters(), experts, cut))
+            *(sum(p.numel() for p in of) for of in (model.parameters(), experts, tp_params))
         )
 
     @override
@@ -248,8 +248,10 @@ def of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> Deco
 
 def preset_of(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
     """Return the preset that a config is, and its `max_seq_len` if another; None = no preset."""
-    for name, known in PRESETS.items():
-        pairs = ((f.name, getattr(known, f.name), getattr(config, f.name)) for f in fields(config))
+    for name, candidate in PRESETS.items():
+        pairs = (
+            (f.name, getattr(candidate, f.name), getattr(config, f.name)) for f in fields(config)
+        )
         changes = {field: value for field, preset, value in pairs if value != preset}
         if changes.keys() <= {"max_seq_len"}:
             return name, changes
@@ -257,9 +259,9 @@ def preset_of(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
 
 
 def _shown(config: DecoderConfig) -> str:
-    found = preset_of(config)
-    if found is None:
+    match = preset_of(config)
+    if match is None:
         return repr(config)
-    name, others = found
-    changes = "".join(f", {field}={value}" for field, value in others.items())
-    return f"replace(preset({name!r}){changes})" if others else f"preset({name!r})"
+    name, overrides = match
+    changes = "".join(f", {field}={value}" for field, value in overrides.items())
+    return f"replace(preset({name!r}){changes})" if overrides else f"preset({name!r})"

@@ -37,14 +37,18 @@ def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun,
     p, kinds = run.resolved, run.planned.layers
     if not kinds:  # `parallelize_moe` refuses the model
         return run, {"F": (), "B": ()}
-    alike = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
+    last_kind_layers = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
     ends = {kinds.index(kind) for kind in kinds if kind != kinds[-1]}
-    others = {kinds[i]: i for i in ends}
-    others |= {kinds[i]: i for i in reversed(range(alike[0], len(kinds))) if i not in alike}
-    found = sorted({*ends, *others.values(), *alike[:2], *alike[-2:]})
+    samples = {kinds[i]: i for i in ends}
+    samples |= {
+        kinds[i]: i
+        for i in reversed(range(last_kind_layers[0], len(kinds)))
+        if i not in last_kind_layers
+    }
+    layers = sorted({*ends, *samples.values(), *last_kind_layers[:2], *last_kind_layers[-2:]})
     small = replace(
         run,
-        model=run.planned.with_layers(found),
+        model=run.planned.with_layers(layers),
         num_gpus=run.num_gpus // p.pp,
         parallel=replace(p, pp=1),
         num_micro_batches=num_micro_batches,
@@ -52,10 +56,10 @@ def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun,
     )
 
     def like(between: int) -> tuple[int, ...]:
-        of = {**others, kinds[-1]: between}
-        return tuple(found.index(i if i in found else of[kind]) for i, kind in enumerate(kinds))
+        of = {**samples, kinds[-1]: between}
+        return tuple(layers.index(i if i in layers else of[kind]) for i, kind in enumerate(kinds))
 
-    return small, {"F": like(alike[:2][-1]), "B": like(alike[-2:][0])}
+    return small, {"F": like(last_kind_layers[:2][-1]), "B": like(last_kind_layers[-2:][0])}
 
 
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
@@ -77,8 +81,8 @@ def _piece(place: range, start: Start, level: int, kinds: Mapping[str, int]) -> 
     return QueuePiece(place, level - start.level, start.top - start.level, *changes)
 
 
-def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {kind: one.get(kind, 0) - other.get(kind, 0) for kind in {**one, **other}}
+def _difference(values: Mapping[str, int], base: Mapping[str, int]) -> dict[str, int]:
+    return {kind: values.get(kind, 0) - base.get(kind, 0) for kind in {**values, **base}}
 
 
 class Far(NamedTuple):
@@ -105,17 +109,17 @@ class Pieces:
     @classmethod
     def of(cls, queued: Sequence[Queued], starts: Sequence[Start], like: Likes) -> Pieces:
         """Return the pieces between starts; what comes before the first one is that one's."""
-        found: dict[tuple[int, Pass, str], list[QueuePiece]] = {}
-        held, last = starts[0].level, starts[-1]
+        passes: dict[tuple[int, Pass, str], list[QueuePiece]] = {}
+        resident_bytes, last = starts[0].level, starts[-1]
         micro_batch, before = -1, "B"
-        for i, (start, behind) in enumerate(pairwise(starts)):
+        for i, (start, next_start) in enumerate(pairwise(starts)):
             micro_batch += (before, start.of) == ("B", "F")
             before = start.of
-            place = range(start.first if i else 0, behind.first)
-            piece = _piece(place, start, behind.level, behind.kinds)
-            found.setdefault((micro_batch, start.of, start.part), []).append(piece)
-        end = _piece(range(last.first, len(queued)), last, held, starts[0].kinds)
-        return cls(queued=queued, held=held, like=like, found=found, end=end)
+            place = range(start.first if i else 0, next_start.first)
+            piece = _piece(place, start, next_start.level, next_start.kinds)
+            passes.setdefault((micro_batch, start.of, start.part), []).append(piece)
+        end = _piece(range(last.first, len(queued)), last, resident_bytes, starts[0].kinds)
+        return cls(queued=queued, held=resident_bytes, like=like, found=passes, end=end)
 
     @property
     def num_micro_batches(self) -> int:
@@ -140,37 +144,39 @@ class Pieces:
 
     def joined(self, pieces: Iterable[QueuePiece]) -> list[Placed]:
         """Return the queue of pieces one after the other."""
-        found: list[Placed] = []
+        queue: list[Placed] = []
         newest: dict[int, int] = {}  # where a piece starts in `queued` -> in `found`
         lengths: tuple[int, ...] = ()
         for place in (piece.place for piece in pieces):
-            start = len(found)
+            start = len(queue)
             copy, far = self._copy(place, lengths)
-            found += copy
+            queue += copy
             for i, *numbers in far:
-                one, *near = found[start + i]
-                more = (self._distances(each, start + i, newest) for each in numbers)
-                found[start + i] = Placed(one, *map(add, near, more))
+                queued, *near = queue[start + i]
+                distances = (
+                    self._distances(far_numbers, start + i, newest) for far_numbers in numbers
+                )
+                queue[start + i] = Placed(queued, *map(add, near, distances))
             newest[place.start] = start
             lengths = len(place), *lengths[:1]
-        return found
+        return queue
 
     def _copy(self, place: range, lengths: tuple[int, ...]) -> Copy:
         """Return a piece behind the two pieces (the newest first) of these lengths, made once."""
         if (place, lengths) not in self._copies:
-            ones, far = list[Placed](), list[Far]()
+            queue, far = list[Placed](), list[Far]()
             for i in place:
-                one = self.queued[i]
+                queued = self.queued[i]
                 distances = [
                     {n: self._distance(n, i, place, lengths) for n in numbers}
-                    for numbers in (one.behind, one.host_behind)
+                    for numbers in (queued.behind, queued.host_behind)
                 ]
-                near = (tuple(d for d in each.values() if d is not None) for each in distances)
-                ones.append(Placed(one, *near))
-                earlier = ([n for n, d in each.items() if d is None] for each in distances)
+                near = (tuple(d for d in places.values() if d is not None) for places in distances)
+                queue.append(Placed(queued, *near))
+                earlier = ([n for n, d in places.items() if d is None] for places in distances)
                 far.append(Far(i - place.start, *earlier))
-            far = [each for each in far if each.behind or each.host_behind]
-            self._copies[place, lengths] = ones, far
+            far = [item for item in far if item.behind or item.host_behind]
+            self._copies[place, lengths] = queue, far
         return self._copies[place, lengths]
 
     def _distance(self, number: int, i: int, place: range, lengths: Iterable[int]) -> int | None:
@@ -203,8 +209,8 @@ class Pieces:
 
     @cached_property
     def _places(self) -> list[range]:
-        found = [piece.place for pieces in self.found.values() for piece in pieces]
-        return [*sorted(found, key=attrgetter("start")), self.end.place]
+        places = [piece.place for pieces in self.found.values() for piece in pieces]
+        return [*sorted(places, key=attrgetter("start")), self.end.place]
 
     @cached_property
     def _copies(self) -> dict[tuple[range, tuple[int, ...]], Copy]:
@@ -214,16 +220,18 @@ class Pieces:
 def pieces_of(run: TrainingRun) -> Pieces:
     """Return the pieces of a run's step, whose optimizer's state stays on the device."""
     pieces, share = passes_of(run), stored_bytes(run) / stored_bytes(small_of(run))
-    each = (state_bytes(of.optimizer, run.dtype) for of in (run, small_of(run)))
-    moved, small = (3 * run.dtype.itemsize + 2 * state for state in each)  # as `dry_run._moved`
+    states = (state_bytes(of.optimizer, run.dtype) for of in (run, small_of(run)))
+    traffic, small_traffic = (
+        3 * run.dtype.itemsize + 2 * state for state in states
+    )  # as `dry_run._moved`
     first = pieces.end.place.start
-    works = ((one, one.work) for one in pieces.queued[first:])
-    shares = {ADAMW: share * moved / small}
+    works = ((queued, queued.work) for queued in pieces.queued[first:])
+    shares = {ADAMW: share * traffic / small_traffic}
     end = (
-        one._replace(
+        queued._replace(
             work=replace(work, num_bytes=round(shares.get(work.name, share) * work.num_bytes))
         )
-        for one, work in works
+        for queued, work in works
     )
     return replace(pieces, queued=[*pieces.queued[:first], *end])
 
@@ -254,8 +262,8 @@ def small_of(run: TrainingRun) -> TrainingRun:
 def _small(run: TrainingRun) -> tuple[TrainingRun, Likes]:
     # Where the state lies and in which dtype changes no allocation of a step but the state's own.
     options = OptimizerOptions(master_remainder=run.optimizer.master_remainder)
-    here = replace(run, optimizer=options)
-    return timed_layers(here, min(run.num_micro_batches, MIDDLE))
+    plain = replace(run, optimizer=options)
+    return timed_layers(plain, min(run.num_micro_batches, MIDDLE))
 
 
 def timed_stages(run: TrainingRun) -> Sequence[Stage]:
@@ -272,8 +280,8 @@ def _dry_run(run: TrainingRun) -> DryRun:
     return dry_run_of_capacity(run)
 
 
-def like_of(number: int, known: int) -> list[int]:
+def like_of(number: int, num_recorded: int) -> list[int]:
     """Return which of the known micro-batches each of a step is like: ends, and all between."""
-    if number <= known:
-        return [*range(number - 1), known - 1] if number > 1 else [0]
-    return [0, *[known // 2] * (number - 2), known - 1]
+    if number <= num_recorded:
+        return [*range(number - 1), num_recorded - 1] if number > 1 else [0]
+    return [0, *[num_recorded // 2] * (number - 2), num_recorded - 1]

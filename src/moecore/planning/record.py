@@ -117,8 +117,8 @@ class Placed(NamedTuple):
 def placed(queued: Iterable[Queued]) -> list[Placed]:
     """Return a whole queue, as it was recorded."""
     return [
-        Placed(one, tuple(i - n for n in one.behind), tuple(i - n for n in one.host_behind))
-        for i, one in enumerate(queued)
+        Placed(item, tuple(i - n for n in item.behind), tuple(i - n for n in item.host_behind))
+        for i, item in enumerate(queued)
     ]
 
 
@@ -157,8 +157,8 @@ def work_of_operation(
         heads = [t for t in tensors if t.ndim == 4]
         if name.startswith("flash_attention"):  # [B, T, H, d]
             heads = [t.transpose(1, 2) for t in heads]
-        left = kwargs.get("window_size_left", -1)
-        return _attention(name, heads, "backward" in name, window=left + 1)
+        lookback = kwargs.get("window_size_left", -1)
+        return _attention(name, heads, "backward" in name, window=lookback + 1)
     return Work(name, "rows", 0, _bytes(tensors), (), _dtype(tensors[0]))
 
 
@@ -188,15 +188,15 @@ def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
     """Return what a collective moves: the bytes that this rank sends and receives."""
     tensors, n = tensors_of(args), num_ranks
     dtype = _dtype(tensors[0]) if tensors else "uint8"
-    held = sum(t.nbytes for t in tensors)
+    tensor_bytes = sum(t.nbytes for t in tensors)
     if "send" in name or "recv" in name:  # of a link's two directions it takes one
-        num_bytes = 2 * held
+        num_bytes = 2 * tensor_bytes
     elif ALL_TO_ALL.search(name):  # a rank's own share stays
-        num_bytes = held * (n - 1) // n
+        num_bytes = tensor_bytes * (n - 1) // n
     elif "gather" in name or "scatter" in name:  # the whole, and one share of it
-        num_bytes = 2 * held * (n - 1) // (n + 1)
+        num_bytes = 2 * tensor_bytes * (n - 1) // (n + 1)
     else:  # one tensor; a sum passes every rank twice
-        num_bytes = (4 if name.startswith("allreduce") else 2) * held * (n - 1) // n
+        num_bytes = (4 if name.startswith("allreduce") else 2) * tensor_bytes * (n - 1) // n
     return Work(name, "collective", 0, num_bytes, (n,), dtype)
 
 
@@ -267,8 +267,8 @@ def _grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | None:
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of different tensors."""
-    found = {(storage_key(t), t.storage_offset(), t.shape): t.nbytes for t in tensors}
-    return sum(found.values())
+    sizes = {(storage_key(t), t.storage_offset(), t.shape): t.nbytes for t in tensors}
+    return sum(sizes.values())
 
 
 def _dtype(x: Tensor) -> str:
@@ -389,10 +389,13 @@ class WorkRecorder(DispatchMode):
             self._queue(work_of_kernel(name, args))
 
     def _queue(self, work: Work, node_ranks: int = 0) -> None:
-        behind, host_behind = (self._since(numbers) for numbers in self.queues.put())
+        dependencies, host_dependencies = (self._since(numbers) for numbers in self.queues.put())
         stream = self.queues.current.number
-        how = node_ranks, phases(), times_on_meta()
-        self.queued.append(Queued(work, stream, behind, host_behind, *how))
+        self.queued.append(
+            Queued(
+                work, stream, dependencies, host_dependencies, node_ranks, phases(), times_on_meta()
+            )
+        )
 
     def _since(self, numbers: frozenset[int]) -> frozenset[int]:
         """Return what was queued since `mark`, counted from there; all else has ended."""
@@ -418,10 +421,10 @@ class WorkRecorder(DispatchMode):
             return 0  # what a host reads: no gradient overflows, and nothing is skipped
         is_foreach = changes and name.startswith(FOREACH)  # whose form on meta reads values
         try:
-            known = _known_of(func, _form([*args, *kwargs.items()], {}))
+            memo = _known_of(func, _form([*args, *kwargs.items()], {}))
         except TypeError:  # of arguments that are no plain tensors and numbers
-            known = []
-        makes, work = known or (None, None)
+            memo = []
+        makes, work = memo or (None, None)
         out = makes(args) if makes else None if is_foreach else func(*args, **kwargs)
         for tensor in tensors_of(out):
             if type(tensor) in PLAIN_TYPES and tensor.is_meta:
@@ -429,7 +432,7 @@ class WorkRecorder(DispatchMode):
         if makes is None:
             work = work_of_operation(name, args, kwargs, out, changes=changes)
             if changes and (makes := _makes(func, args, out)) is not None:
-                known += makes, work
+                memo += makes, work
         if work is not None and changes:
             self._queue(work)
         return out
@@ -439,8 +442,8 @@ class WorkRecorder(DispatchMode):
         groups = [x for x in args if isinstance(x, torch.ScriptObject)]
         ranks = max((_ranks(x) for x in groups), key=len, default=[dist.get_rank()])
         domain = dist.get_rank() // self._domain
-        here = [rank for rank in ranks if rank // self._domain == domain]
-        self._queue(work_of_collective(name, args, len(ranks)), len(here))
+        neighbours = [rank for rank in ranks if rank // self._domain == domain]
+        self._queue(work_of_collective(name, args, len(ranks)), len(neighbours))
         if func not in self._ended:  # one result that has ended stands for all
             args, kwargs = tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))
             args = [[] if isinstance(x, list) and x and isinstance(x[0], int) else x for x in args]
@@ -457,9 +460,9 @@ def _makes(func: Any, args: Args, out: Any) -> Callable[[Args], Any] | None:
     if type(out) is not Tensor or not out.is_meta:
         return None
     make = partial(torch.empty_strided, out.shape, out.stride(), dtype=out.dtype, device=META)
-    is_whole = make().untyped_storage().nbytes() == out.untyped_storage().nbytes()
+    has_full_storage = make().untyped_storage().nbytes() == out.untyped_storage().nbytes()
     is_new = storage_key(out) not in map(storage_key, tensors_of(args))
-    return (lambda _: make()) if is_whole and is_new else None
+    return (lambda _: make()) if has_full_storage and is_new else None
 
 
 VALUES = PLAIN_VALUES | {torch.memory_format, torch.layout}
@@ -474,7 +477,7 @@ def _form(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
         place = value.storage_offset(), number, value.device
         return value.shape, value.stride(), value.dtype, place
     if kind in (list, tuple):
-        return kind, tuple([_form(each, storages) for each in value])
+        return kind, tuple([_form(item, storages) for item in value])
     if kind not in VALUES:  # a key would keep what is no value, such as a storage
         raise TypeError(f"an argument of type {kind}")
     return kind, value

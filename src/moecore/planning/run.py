@@ -170,8 +170,8 @@ def _with_used_choices(model: AnyModel) -> AnyModel:
     if not isinstance(model, DecoderConfig) or model.moe is None or not model.moe.zero_experts:
         return model
     moe = model.moe
-    used = max(1, round(moe.top_k * moe.num_experts / moe.num_candidates))
-    return replace(model, moe=replace(moe, top_k=used, zero_experts=0))
+    num_choices = max(1, round(moe.top_k * moe.num_experts / moe.num_candidates))
+    return replace(model, moe=replace(moe, top_k=num_choices, zero_experts=0))
 
 
 @lru_cache(maxsize=64)
@@ -227,43 +227,43 @@ def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
 
 def lever_flags(run: TrainingRun) -> list[str]:
     """Return the options of a run that decide its memory as flags of `moecore plan`."""
-    found, options = list[str](), run.optimizer
+    flags, options = list[str](), run.optimizer
     if run.precision is not None:
         name = _precision(run.precision)
-        found += ["--precision", name.strip("'")]
+        flags += ["--precision", name.strip("'")]
     parts: tuple[str, ...] = tuple(part for part in run.memory.parts if part not in GEMM_LAST)
     if len(parts) + len(GEMM_LAST) == len(run.memory.parts):
         parts = ("gemm_last", *parts)
     else:
         parts = run.memory.parts
-    found += ["--recompute", *parts] if parts else []
-    found += ["--offload", *run.memory.offload] if run.memory.offload else []
-    found += ["--stash"] if run.memory.stash is not None else []
+    flags += ["--recompute", *parts] if parts else []
+    flags += ["--offload", *run.memory.offload] if run.memory.offload else []
+    flags += ["--stash"] if run.memory.stash is not None else []
     if run.nvlink is not None and run.nvlink.row_factor is not None:
-        found += ["--row-factor", f"{run.nvlink.row_factor:g}"]
-    found += ["--dispatcher", run.dispatcher] if run.dispatcher != "auto" else []
-    found += ["--fp8-dispatch"] if run.fp8_dispatch else []
-    found += ["--dense-strategy", run.fsdp.dense_strategy]
-    found += ["--fp8-param-gather"] if run.fsdp.fp8_param_gather else []
-    found += ["--moments", options.moment_dtype] if options.moment_dtype != "float32" else []
-    found += ["--master-remainder"] if options.master_remainder else []
-    away = options.offload_fraction
-    return [*found, *(["--state-offload", f"{away:g}"] if away else [])]
+        flags += ["--row-factor", f"{run.nvlink.row_factor:g}"]
+    flags += ["--dispatcher", run.dispatcher] if run.dispatcher != "auto" else []
+    flags += ["--fp8-dispatch"] if run.fp8_dispatch else []
+    flags += ["--dense-strategy", run.fsdp.dense_strategy]
+    flags += ["--fp8-param-gather"] if run.fsdp.fp8_param_gather else []
+    flags += ["--moments", options.moment_dtype] if options.moment_dtype != "float32" else []
+    flags += ["--master-remainder"] if options.master_remainder else []
+    fraction = options.offload_fraction
+    return [*flags, *(["--state-offload", f"{fraction:g}"] if fraction else [])]
 
 
 def flags_of(run: TrainingRun) -> list[str]:
     """Return the degrees and options of a run as flags of `moecore plan`."""
-    p, found = run.resolved, ["--seq-len", str(run.seq_len)]
+    p, flags = run.resolved, ["--seq-len", str(run.seq_len)]
     degrees = {name: getattr(p, name) for name in ("pp", "tp", "cp", "ep", "etp")}
     for name, degree in degrees.items():
-        found += [f"--{name}", str(degree)] if degree > 1 or name == "ep" else []
-    found += ["--batch-size", str(run.batch_size)]
-    found += ["--micro-batches", str(run.num_micro_batches)]
+        flags += [f"--{name}", str(degree)] if degree > 1 or name == "ep" else []
+    flags += ["--batch-size", str(run.batch_size)]
+    flags += ["--micro-batches", str(run.num_micro_batches)]
     if run.pipeline is not None:
-        found += ["--schedule", run.pipeline.schedule]
+        flags += ["--schedule", run.pipeline.schedule]
         layout, chunks = run.pipeline.layout, run.pipeline.chunks
-        found += ["--layout", layout] if layout else ["--chunks", str(chunks)] if chunks else []
-    return found + lever_flags(run)
+        flags += ["--layout", layout] if layout else ["--chunks", str(chunks)] if chunks else []
+    return flags + lever_flags(run)
 
 
 def call_of(run: TrainingRun) -> str:
@@ -286,7 +286,7 @@ def call_of(run: TrainingRun) -> str:
         "" if options.moment_dtype == "float32" else f", moment_dtype=torch.{options.moment_dtype}"
     )
     moments += ", master_remainder=True" if options.master_remainder else ""
-    away = options.offload_fraction
+    fraction = options.offload_fraction
     is_split = run.dispatcher == "hierarchical"
     domain = f", ranks_per_domain={run.ranks_per_domain}" if is_split else ""
     source = run.planned.source(run.dtype)
@@ -297,7 +297,7 @@ def call_of(run: TrainingRun) -> str:
         "",
         "from moecore import *",
         *source.imports,
-        f"from moecore.train import AdamW{', StateOffload' if away else ''}",
+        f"from moecore.train import AdamW{', StateOffload' if fraction else ''}",
         *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
         "",
         f"meshes = build_meshes({_shown(run.parallel)}{domain})",
@@ -310,7 +310,7 @@ def call_of(run: TrainingRun) -> str:
         "model.to_empty(device=meshes.device_type)",
         source.fill,
         f"optimizer = AdamW(model.parameters(){moments})",
-        *([f"StateOffload(optimizer, model, fraction={away})"] if away else []),
+        *([f"StateOffload(optimizer, model, fraction={fraction})"] if fraction else []),
         f"num_micro_batches, rows, seq_len = {sizes}  # of a step and of a data rank",
         "step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=num_micro_batches)",
         f"# step.forward_backward(num_micro_batches dicts of {source.inputs}, both int64",
@@ -321,16 +321,16 @@ def call_of(run: TrainingRun) -> str:
 
 def _shown(record: Any) -> str:
     """Return the source of a record, with the fields that differ from their defaults."""
-    given = []
-    for each in fields(record):
-        value = getattr(record, each.name)
-        default = each.default
-        if default is MISSING and each.default_factory is not MISSING:
-            default = each.default_factory()
+    arguments = []
+    for item in fields(record):
+        value = getattr(record, item.name)
+        default = item.default
+        if default is MISSING and item.default_factory is not MISSING:
+            default = item.default_factory()
         if value != default:
             text = _shown(value) if is_dataclass(value) else repr(value)
-            given.append(f"{each.name}={text}")
-    return f"{type(record).__name__}({', '.join(given)})"
+            arguments.append(f"{item.name}={text}")
+    return f"{type(record).__name__}({', '.join(arguments)})"
 
 
 def precision_name(precision: Precision) -> str | None:

@@ -112,37 +112,37 @@ class SearchResult:
     def table(self) -> str:
         """Return a row per folding that fits."""
         names = ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches", "rows", "levers", "bytes")
-        more = ("left", "host of a node", "s/step", "tokens/s", "wall")
-        lines: list[tuple[str, ...]] = [(*names, *more)]
-        for i, found in enumerate(self.fitting):
-            p, run = found.folding, found.run
-            numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), shown_schedule(found))
+        time_names = ("left", "host of a node", "s/step", "tokens/s", "wall")
+        lines: list[tuple[str, ...]] = [(*names, *time_names)]
+        for i, candidate in enumerate(self.fitting):
+            p, run = candidate.folding, candidate.run
+            numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), shown_schedule(candidate))
             rows = (str(run.num_micro_batches), str(run.batch_size))
-            memory = map(shown_bytes, (max(found.peaks), found.headroom, found.host))
-            time = found.time
+            memory = map(shown_bytes, (max(candidate.peaks), candidate.headroom, candidate.host))
+            time = candidate.time
             speed = (f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", time.wall)
-            lines.append((*numbers, *rows, shown_levers(found), *memory, *speed))
+            lines.append((*numbers, *rows, shown_levers(candidate), *memory, *speed))
         return "\n".join(columns(lines))
 
 
-def shown_schedule(found: Candidate) -> str:
+def shown_schedule(candidate: Candidate) -> str:
     """Return the order of a candidate's stages, and how many a rank has."""
-    pipeline, chunks = found.run.pipeline, found.folding.chunks
+    pipeline, chunks = candidate.run.pipeline, candidate.folding.chunks
     return "-" if pipeline is None else f"{pipeline.schedule}{f' x{chunks}' * (chunks > 1)}"
 
 
-def shown_levers(found: Candidate) -> str:
+def shown_levers(candidate: Candidate) -> str:
     """Return the options of a candidate that differ from a plain run, as flags."""
-    return " ".join(lever_flags(found.run)) or "none"
+    return " ".join(lever_flags(candidate.run)) or "none"
 
 
 def search(
     request: SearchRequest,
     *,
-    rank_by: Callable[[Fitting], Any] = lambda found: found.time.seconds,
+    rank_by: Callable[[Fitting], Any] = lambda candidate: candidate.time.seconds,
     table: CostTable | None = None,
-    wanted: Count = 3,
-    most_planned: Count | None = None,
+    num_results: Count = 3,
+    max_plans: Count | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> SearchResult:
     """Return the foldings that fit, ranked; if none fits, the smallest change with which one does.
@@ -151,8 +151,8 @@ def search(
         request: the model and its training, and the options that may vary.
         rank_by: the sort key of foldings that fit, ascending; all have equal tokens per step.
         table: the costs of operations; None = moecore's table of the GPU.
-        wanted: how many of the fastest are planned with fewer levers and with balanced stages.
-        most_planned: the most foldings that are planned at all; None = four for each wanted one.
+        num_results: how many of the fastest are planned with fewer levers and with balanced stages.
+        max_plans: the most foldings that are planned at all; None = four for each wanted one.
         progress: called with a line before each step of the search that takes seconds.
 
     Raises:
@@ -163,46 +163,52 @@ def search(
     _refuse_untimed(request)
     table = request.costs if table is None else table
     open_foldings, refused = _open_foldings(request)
-    most_planned = PLANNED * wanted if most_planned is None else most_planned
+    max_plans = PLANNED * num_results if max_plans is None else max_plans
     estimate = Estimate(request, table)
-    waiting = [(estimate.key(folding), folding) for folding in open_foldings]
-    heapify(waiting)
-    planned = list[Candidate]()
-    while waiting and len(planned) < most_planned:
-        key, folding = waiting[0]
-        if (now := estimate.key(folding)) > key:  # as plans have corrected it
-            heapreplace(waiting, (now, folding))
+    queue = [(estimate.key(folding), folding) for folding in open_foldings]
+    heapify(queue)
+    candidates = list[Candidate]()
+    while queue and len(candidates) < max_plans:
+        key, folding = queue[0]
+        if (new_key := estimate.key(folding)) > key:  # as plans have corrected it
+            heapreplace(queue, (new_key, folding))
             continue
-        fitting = [found for found in planned if isinstance(found, Fitting)]
-        least = min((found.time.seconds for found in fitting), default=math.inf)
-        if len(fitting) >= wanted and key >= (False, least):  # no estimate is faster
+        fitting = [candidate for candidate in candidates if isinstance(candidate, Fitting)]
+        best_seconds = min((candidate.time.seconds for candidate in fitting), default=math.inf)
+        if len(fitting) >= num_results and key >= (False, best_seconds):  # no estimate is faster
             break
-        best = f", the best one takes {least:.3g} s" if fitting else ""
-        progress(f"planning {folding}: at most {most_planned - len(planned)} foldings more{best}")
+        best = f", the best one takes {best_seconds:.3g} s" if fitting else ""
+        progress(f"planning {folding}: at most {max_plans - len(candidates)} foldings more{best}")
         try:
-            found = _planned_as_estimated(request, folding, estimate)
-            if found is None:
+            candidate = _planned_as_estimated(request, folding, estimate)
+            if candidate is None:
                 continue
-            heappop(waiting)
-            if found.fits:
-                found = min(_orders(request, found, table), key=lambda each: each.time.seconds)
-                estimate.learn_seconds(folding, found.levers, found.time.seconds)
-            planned.append(found)
+            heappop(queue)
+            if candidate.fits:
+                candidate = min(
+                    _orders(request, candidate, table), key=lambda order: order.time.seconds
+                )
+                estimate.learn_seconds(folding, candidate.levers, candidate.time.seconds)
+            candidates.append(candidate)
         except (ValueError, NotImplementedError):
-            heappop(waiting)
+            heappop(queue)
             refused["parallelize_moe"] += 1
-    fitting = sorted((found for found in planned if isinstance(found, Fitting)), key=rank_by)
-    for i, found in enumerate(fitting[:wanted]):
-        progress(f"easing {found.folding}: {min(wanted, len(fitting)) - i} foldings are left")
-        fitting[i] = eased(request, found, table, estimate)
+    fitting = sorted(
+        (candidate for candidate in candidates if isinstance(candidate, Fitting)), key=rank_by
+    )
+    for i, candidate in enumerate(fitting[:num_results]):
+        progress(
+            f"easing {candidate.folding}: {min(num_results, len(fitting)) - i} foldings are left"
+        )
+        fitting[i] = eased(request, candidate, table, estimate)
     if not fitting:
         progress("nothing fits: looking for the smallest change")
     return SearchResult(
         request=request,
-        fitting=tuple(sorted(fitting[:wanted], key=rank_by)),
-        too_large=tuple(found for found in planned if not found.fits),
+        fitting=tuple(sorted(fitting[:num_results], key=rank_by)),
+        too_large=tuple(candidate for candidate in candidates if not candidate.fits),
         refused=dict(refused),
-        not_planned=len(open_foldings) - len(planned) - refused["parallelize_moe"],
+        not_planned=len(open_foldings) - len(candidates) - refused["parallelize_moe"],
         change=None if fitting else smallest_change(request, table),
     )
 
@@ -237,56 +243,61 @@ def _refuse_untimed(request: SearchRequest) -> None:
 
 def eased(request: SearchRequest, best: Fitting, table: CostTable, estimate: Estimate) -> Fitting:
     """Return a candidate with balanced stages and fewer levers, where that is faster."""
-    best = min(_layouts(request, best, table), key=lambda each: each.time.seconds)
-    least, tried = best.time.seconds, set[Levers]()
+    best = min(_layouts(request, best, table), key=lambda layout: layout.time.seconds)
+    best_seconds, tried = best.time.seconds, set[Levers]()
 
-    def less_of(own: Fitting) -> Levers | None:
+    def less_of(fitting: Fitting) -> Levers | None:
         # FP8 launches and moves more, so only a step that waits for these may be faster without.
-        sets = fewer_of(request, own.levers, gains=own.time.wall in ("host", "memory", "launch"))
+        sets = fewer_of(
+            request, fitting.levers, gains=fitting.time.wall in ("host", "memory", "launch")
+        )
         return next((levers for levers in sets if levers not in tried), None)
 
-    while (less := less_of(best)) is not None:
-        tried.add(less)
-        about = estimate.num_bytes(best.folding, less)
+    while (fewer_levers := less_of(best)) is not None:
+        tried.add(fewer_levers)
+        about = estimate.num_bytes(best.folding, fewer_levers)
         if about - estimate.num_bytes(best.folding, best.levers) > best.headroom:
             continue
-        run = replace(run_of(request, best.folding, less), pipeline=best.run.pipeline)
-        other = planned_with(request, best.folding, less, run)
-        if other.fits and (found := timed(other, table)).time.seconds <= (1 + LEAST) * least:
-            best, least = found, min(least, found.time.seconds)
+        run = replace(run_of(request, best.folding, fewer_levers), pipeline=best.run.pipeline)
+        other = planned_with(request, best.folding, fewer_levers, run)
+        if (
+            other.fits
+            and (candidate := timed(other, table)).time.seconds <= (1 + LEAST) * best_seconds
+        ):
+            best, best_seconds = candidate, min(best_seconds, candidate.time.seconds)
     return best
 
 
-def _layouts(request: SearchRequest, found: Fitting, table: CostTable) -> Iterator[Fitting]:
+def _layouts(request: SearchRequest, candidate: Fitting, table: CostTable) -> Iterator[Fitting]:
     """Yield a candidate with each layout of its stages with which it fits."""
-    yield found
-    for run in layouts_of(found.run, table)[1:]:
-        other = planned_with(request, found.folding, found.levers, run)
+    yield candidate
+    for run in layouts_of(candidate.run, table)[1:]:
+        other = planned_with(request, candidate.folding, candidate.levers, run)
         if other.fits:
             yield timed(other, table)
 
 
-def _orders(request: SearchRequest, found: Candidate, table: CostTable) -> Iterator[Fitting]:
+def _orders(request: SearchRequest, candidate: Candidate, table: CostTable) -> Iterator[Fitting]:
     """Yield a candidate in the orders of its stages that may be fastest, each as it fits."""
-    more = _larger(request, found.levers)
-    first = timed(found, table)
+    rungs = _larger(request, candidate.levers)
+    first = timed(candidate, table)
     yield first
-    for i, order in enumerate(schedules_of(found.run)[1:], 1):
+    for i, order in enumerate(schedules_of(candidate.run)[1:], 1):
         # With more levers no order is faster than with these, at which no other order is planned.
         if plan_time(order, table).seconds >= first.time.seconds:
             continue
-        for rung in more:
-            run = schedules_of(run_of(request, found.folding, rung))[i]
-            other = planned_with(request, found.folding, rung, run)
+        for rung in rungs:
+            run = schedules_of(run_of(request, candidate.folding, rung))[i]
+            other = planned_with(request, candidate.folding, rung, run)
             if other.fits:
                 yield timed(other, table)
                 break
 
 
-def timed(found: Candidate, table: CostTable) -> Fitting:
+def timed(candidate: Candidate, table: CostTable) -> Fitting:
     """Return a candidate with the time of its step."""
-    known = {field.name: getattr(found, field.name) for field in fields(found)}
-    return Fitting(**known, time=plan_time(found.run, table))
+    values = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
+    return Fitting(**values, time=plan_time(candidate.run, table))
 
 
 def explain_folding(request: SearchRequest, folding: Folding) -> str:
@@ -302,37 +313,39 @@ def planned(request: SearchRequest, folding: Folding, table: CostTable) -> Refus
     if refusal is not None:
         return refusal
     estimate = Estimate(request, table)
-    found = fit(request, folding, estimate)
-    if not found.fits:
-        return found
-    best = min(_orders(request, found, table), key=lambda each: each.time.seconds)
+    candidate = fit(request, folding, estimate)
+    if not candidate.fits:
+        return candidate
+    best = min(_orders(request, candidate, table), key=lambda order: order.time.seconds)
     return eased(request, best, table, estimate)
 
 
-def explained(request: SearchRequest, folding: Folding, found: Refusal | Candidate) -> str:
+def explained(request: SearchRequest, folding: Folding, outcome: Refusal | Candidate) -> str:
     """Return what was planned of a folding in one line."""
-    if isinstance(found, Refusal):
-        return f"{folding}: refused ({found.rule}): {found.reason}"
-    used = f"{shown_bytes(max(found.peaks))} of {shown_bytes(request.limit)}"
-    if isinstance(found, Fitting):
-        order = f"{shown_schedule(found)}, " if found.run.pipeline is not None else ""
-        return f"{folding}: fits, {used}, {order}levers: {shown_levers(found)}; {found.time.line}"
-    if found.headroom >= 0:
-        host = f"{shown_bytes(found.host)} of {shown_bytes(request.host_limit)}"
+    if isinstance(outcome, Refusal):
+        return f"{folding}: refused ({outcome.rule}): {outcome.reason}"
+    usage = f"{shown_bytes(max(outcome.peaks))} of {shown_bytes(request.limit)}"
+    if isinstance(outcome, Fitting):
+        order = f"{shown_schedule(outcome)}, " if outcome.run.pipeline is not None else ""
+        return (
+            f"{folding}: fits, {usage}, {order}levers: {shown_levers(outcome)}; {outcome.time.line}"
+        )
+    if outcome.headroom >= 0:
+        host = f"{shown_bytes(outcome.host)} of {shown_bytes(request.host_limit)}"
         return f"{folding}: too large: with all levers a server's ranks pin {host} of its memory"
-    largest = found.plan.largest
+    largest = outcome.plan.largest
     kind, size = max(largest.device.items(), key=lambda item: item[1])
     return (
-        f"{folding}: too large: with all levers pipeline rank {largest.pp_rank} holds {used}, "
+        f"{folding}: too large: with all levers pipeline rank {largest.pp_rank} holds {usage}, "
         f"most of it {kind} ({shown_bytes(size)})"
     )
 
 
 def fit(request: SearchRequest, folding: Folding, estimate: Estimate) -> Candidate:
     """Plan a folding with levers whose estimate is fastest and that fit, or with all."""
-    while (found := _planned_as_estimated(request, folding, estimate)) is None:
+    while (candidate := _planned_as_estimated(request, folding, estimate)) is None:
         pass
-    return found
+    return candidate
 
 
 def _planned_as_estimated(
@@ -340,17 +353,17 @@ def _planned_as_estimated(
 ) -> Candidate | None:
     """Plan a folding with the levers of its estimate; None = too large, and that has changed."""
     levers = estimate.levers(folding)
-    found = planned_with(request, folding, levers or rungs_of(request)[-1])
-    if levers is None or found.fits:
-        return found
-    estimate.learn(folding, levers, max(found.peaks), found.host)
+    candidate = planned_with(request, folding, levers or rungs_of(request)[-1])
+    if levers is None or candidate.fits:
+        return candidate
+    estimate.learn(folding, levers, max(candidate.peaks), candidate.host)
     return None
 
 
-def _larger(request: SearchRequest, own: Levers) -> list[Levers]:
+def _larger(request: SearchRequest, levers: Levers) -> list[Levers]:
     """Return levers, and rungs that have an option more than these."""
     rungs = rungs_of(request)
-    return [own, *(rung for rung in rungs if len(rung.options) > len(own.options))]
+    return [levers, *(rung for rung in rungs if len(rung.options) > len(levers.options))]
 
 
 def planned_with(
@@ -375,9 +388,9 @@ def planned_with(
 def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
     """Return the cheapest change of a request with which a folding fits; None = none was found."""
     for text, changed in _changes(request):
-        open_ones = [f for f in foldings(changed.num_gpus) if refuse(changed, f) is None]
+        open_foldings = [f for f in foldings(changed.num_gpus) if refuse(changed, f) is None]
         about = Estimate(changed, table).num_bytes
-        for folding in sorted(open_ones, key=about)[:2]:
+        for folding in sorted(open_foldings, key=about)[:2]:
             last = rungs_of(changed)[-1]
             if about(folding) <= changed.limit and planned_with(changed, folding, last).fits:
                 return f"{text}, with {folding}"
@@ -386,9 +399,9 @@ def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
 
 def _changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
     """Yield changes of a request, the cheapest first: free ones, more GPUs, larger GPUs."""
-    given: dict[str, Any] = dict.fromkeys(("memory", "optimizer", "fsdp", "precision"), ANY)
-    if any(getattr(request, name) != ANY for name in given):
-        yield "leave memory, precision and optimizer open", replace(request, **given)
+    open_fields: dict[str, Any] = dict.fromkeys(("memory", "optimizer", "fsdp", "precision"), ANY)
+    if any(getattr(request, name) != ANY for name in open_fields):
+        yield "leave memory, precision and optimizer open", replace(request, **open_fields)
     fewer = request.num_gpus * max(1, request.rows // request.num_gpus)
     if fewer != request.rows:
         yield f"{fewer} rows of a step", replace(request, global_batch=fewer)
@@ -396,8 +409,10 @@ def _changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
     larger = (gpu for gpu in GPUS if GPUS[gpu].memory > facts.memory)
     # More of the GPUs that were asked for come before others, all of which have more memory.
     numbers = (request.num_gpus * 2**n for n in range(1, 7))
-    more = [(request.gpu, n) for n in numbers if n <= MAX_GPUS and len(divisors(n)) <= MAX_DIVISORS]
-    for gpu, num_gpus in [*more, *((gpu, request.num_gpus) for gpu in larger)]:
+    more_gpus = [
+        (request.gpu, n) for n in numbers if n <= MAX_GPUS and len(divisors(n)) <= MAX_DIVISORS
+    ]
+    for gpu, num_gpus in [*more_gpus, *((gpu, request.num_gpus) for gpu in larger)]:
         rows = max(request.rows, num_gpus)
         changed = replace(request, gpu=gpu, num_gpus=num_gpus, global_batch=rows)
         name = "such GPUs" if isinstance(gpu, Gpu) else gpu

@@ -123,31 +123,31 @@ def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Span
     """Return the spans of consecutive steps, each of which queues the work of `queue` in order."""
     costs = _costs(queue, table)
     starts, ends = list[float](), list[float]()
-    host = begun = 0.0
+    host = step_start = 0.0
     for _ in range(steps):
         first, last = len(ends), dict[int, float]()  # ends of streams
         works = zip(queue, costs, strict=True)
-        for i, ((one, behind, host_behind), (seconds, _)) in enumerate(works, first):
-            for distance in host_behind:
+        for i, ((queued, dependencies, host_dependencies), (seconds, _)) in enumerate(works, first):
+            for distance in host_dependencies:
                 host = max(host, ends[i - distance])
             host += table.host_seconds
-            start = max(host, last.get(one.stream, begun))
-            for distance in behind:
+            start = max(host, last.get(queued.stream, step_start))
+            for distance in dependencies:
                 if ends[i - distance] > start:
                     start = ends[i - distance]
-            last[one.stream] = end = start + seconds
+            last[queued.stream] = end = start + seconds
             starts.append(start)
             ends.append(end)
-        begun = max(ends[first:], default=begun)
+        step_start = max(ends[first:], default=step_start)
     return Spans(starts, ends, steps * [part for _, part in costs])
 
 
 def carried(spans: Spans, first: int, last: int) -> float:
     """Return the sum of the network's seconds of the spans from `first` to `last`."""
-    found = zip(
+    triples = zip(
         spans.starts[first:last], spans.ends[first:last], spans.parts[first:last], strict=True
     )
-    return sum(end - start for start, end, part in found if part == "network")
+    return sum(end - start for start, end, part in triples if part == "network")
 
 
 def at_least(parts: Mapping[Part, float], network: float) -> dict[Part, float]:
@@ -158,17 +158,20 @@ def at_least(parts: Mapping[Part, float], network: float) -> dict[Part, float]:
 
 def _costs(queue: Sequence[Placed], table: CostTable) -> list[tuple[float, Part]]:
     """Return (seconds, limit) of each piece of work, computed once for equal work."""
-    known: dict[tuple[Work, int], tuple[float, Part]] = {}
+    memo: dict[tuple[Work, int], tuple[float, Part]] = {}
 
-    def cost(one: Queued) -> tuple[float, Part]:
-        key = one.work, one.node_ranks
-        if key not in known:
-            known[key] = table.seconds(*key), table.wall(*key)
-        seconds, wall = known[key]
-        return one.times * seconds, wall
+    def cost(queued: Queued) -> tuple[float, Part]:
+        key = queued.work, queued.node_ranks
+        if key not in memo:
+            memo[key] = table.seconds(*key), table.wall(*key)
+        seconds, wall = memo[key]
+        return queued.times * seconds, wall
 
-    of = {id(one): cost(one) for one in {id(one): one for one, _, _ in queue}.values()}
-    return [of[id(one)] for one, _, _ in queue]
+    of = {
+        id(queued): cost(queued)
+        for queued in {id(queued): queued for queued, _, _ in queue}.values()
+    }
+    return [of[id(queued)] for queued, _, _ in queue]
 
 
 def exposed(spans: Spans, start: float, end: float) -> dict[Part, float]:
@@ -178,18 +181,18 @@ def exposed(spans: Spans, start: float, end: float) -> dict[Part, float]:
         if begin < end and stop > start:  # calls of min and max would take longer, also below
             edges.append((begin if begin > start else start, 1, part))
             edges.append((stop if stop < end else end, -1, part))
-    running, now = dict.fromkeys(PARTS, 0), start
+    active, cursor = dict.fromkeys(PARTS, 0), start
     sums: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     edges.sort()
     for at, change, part in edges:
-        if at > now:
+        if at > cursor:
             for first in PARTS:
-                if running[first]:
+                if active[first]:
                     break
-            sums[first] += at - now
-            now = at
-        running[part] += change
-    sums["host"] += max(0.0, end - now)
+            sums[first] += at - cursor
+            cursor = at
+        active[part] += change
+    sums["host"] += max(0.0, end - cursor)
     return sums
 
 
@@ -275,20 +278,22 @@ def layouts_of(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
 
     @cache
     def cost(**parts: Any) -> float:
-        found = _passes(replace(none, **parts), pieces, table)
-        return sum(sum(found[of, pieces.num_micro_batches // 2].parts.values()) for of in PASSES)
+        passes = _passes(replace(none, **parts), pieces, table)
+        return sum(sum(passes[of, pieces.num_micro_batches // 2].parts.values()) for of in PASSES)
 
     # Between the ends of a model all layers of a kind are alike.
     kinds = model.layers
     middle = {kind: sorted(i for i, of in enumerate(kinds) if of == kind) for kind in kinds}
-    each = {kind: cost(layers=(own[len(own) // 2],)) for kind, own in middle.items()}
+    layer_costs = {
+        kind: cost(layers=(layers[len(layers) // 2],)) for kind, layers in middle.items()
+    }
     mtp = tuple(range(model.num_mtp_layers))
     # Pairs hide more of the ends beside layers than alone: how much, a plan of each layout has.
     texts = dict[str, None]()
     for share in SHARES:
         costs = LayoutCosts(
             embedding=share * cost(embedding=True),
-            layers=tuple(each[kind] for kind in kinds),
+            layers=tuple(layer_costs[kind] for kind in kinds),
             mtp=tuple(share * cost(mtp=mtp) / len(mtp) for _ in mtp),
             loss=share * cost(loss=True),
             bound=model.bound(),
@@ -300,21 +305,21 @@ def layouts_of(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
 
 def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
     """Return `plan_time` of runs that differ only in the order of stages or in state offload."""
-    known: Known = {}
-    found = []
+    pass_cache: Known = {}
+    plans = []
     for run in runs:
         _refuse_untimed(run.precision, table)
         pieces, timeline = pieces_of(run), None
         if run.pipeline is None:
             seconds, parts = _alone(run, pieces, table)
         else:
-            seconds, parts, timeline = _staged(run, pieces, table, known)
+            seconds, parts, timeline = _staged(run, pieces, table, pass_cache)
         if run.optimizer.offload_fraction:
-            waits = _state_waits(run, pieces, table, known)
+            waits = _state_waits(run, pieces, table, pass_cache)
             seconds, parts = seconds + waits, _sum((parts, {"pcie": waits}))
         plan = TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=timeline)
-        found.append(plan)
-    return found
+        plans.append(plan)
+    return plans
 
 
 def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
@@ -328,25 +333,25 @@ def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, P
         for of in PASSES:
             queue += pieces.of_stage(stage, of, i)
         lengths.append(_length(queue))
-    joined = pieces.joined([*queue, pieces.end])
-    before = (STEPS - 1) * len(joined)
-    spans = run_queue(joined, table, STEPS)
+    placed_queue = pieces.joined([*queue, pieces.end])
+    before = (STEPS - 1) * len(placed_queue)
+    spans = run_queue(placed_queue, table, STEPS)
 
     def end(length: int) -> float:
         return max(spans.ends[: before + length])
 
-    start, stop = end(0), end(len(joined))
-    parts, network = exposed(spans, start, stop), carried(spans, before, before + len(joined))
+    start, stop = end(0), end(len(placed_queue))
+    parts, network = exposed(spans, start, stop), carried(spans, before, before + len(placed_queue))
     if number < run.num_micro_batches:
         start, stop = end(lengths[1]), end(lengths[2])
-        times, more = run.num_micro_batches - number, exposed(spans, start, stop)
-        parts = _sum((parts, {part: times * each for part, each in more.items()}))
+        times, extra = run.num_micro_batches - number, exposed(spans, start, stop)
+        parts = _sum((parts, {part: times * seconds for part, seconds in extra.items()}))
         network += times * carried(spans, before + lengths[1], before + lengths[2])
     parts = at_least(parts, network)
     return sum(parts.values()), parts
 
 
-def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, known: Known) -> float:
+def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, pass_cache: Known) -> float:
     """Return the seconds in which a step waits for the offload of its optimizer's state."""
     # The blocks of the first forward hide the copy out. The blocks of the last backward, except the
     # first of it, hide the copy back. In a pipeline these are the blocks of the first rank.
@@ -354,9 +359,9 @@ def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, known: Know
     num_bytes = int(run.optimizer.offload_fraction * numel * state_bytes(run.optimizer, run.dtype))
     copy = table.seconds(Work("copy to host", "copy", 0, num_bytes, (), "uint8"))
     stages, rank_of = timed_stages(run), ranks_of(run)
-    own = [stage for stage in stages if rank_of[stage.index] == 0]
-    blocks = [replace(stage, embedding=False, loss=False) for stage in own]
-    passes = _passes_of(blocks, pieces, table, known)
+    first_stages = [stage for stage in stages if rank_of[stage.index] == 0]
+    blocks = [replace(stage, embedding=False, loss=False) for stage in first_stages]
+    passes = _passes_of(blocks, pieces, table, pass_cache)
     out, back = (
         sum(sum(passes[stage.index][end].parts.values()) for stage in blocks)
         for end in (("F", 0), ("B", pieces.num_micro_batches - 1))
@@ -374,16 +379,16 @@ def hidden_share(run: TrainingRun, table: CostTable) -> float:
 
 def has_slices(run: TrainingRun) -> bool:
     """Return whether tp ranks of a run exchange slices beside their products."""
-    return any(one.work.name in SLICES for one in passes_of(run).queued)
+    return any(queued.work.name in SLICES for queued in passes_of(run).queued)
 
 
 def _staged(
-    run: TrainingRun, pieces: Pieces, table: CostTable, known: Known
+    run: TrainingRun, pieces: Pieces, table: CostTable, pass_cache: Known
 ) -> tuple[float, Parts, Timeline]:
     """Return seconds, parts and timeline of a step with stages."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, stages_of(run)
-    passes = _passes_of(stages, pieces, table, known)
+    passes = _passes_of(stages, pieces, table, pass_cache)
     # Clipping and the optimizer follow the slowest pipeline rank.
     end_spans = run_queue(pieces.joined([pieces.end]), table)
     end_seconds = max(end_spans.ends, default=0.0)
@@ -401,12 +406,12 @@ def _staged(
         @cache
         def parts_of(item: Item) -> Parts:
             passed = [_passed(action, passes, like) for action in actions_of(item)]
-            found = _sum(parts for parts, _ in passed)
+            sums = _sum(parts for parts, _ in passed)
             # A pair never takes less than the network's seconds for what both passes send. Nothing
             # of dispatcher "nvlink" waits for a pair.
             if isinstance(item, Overlap) and hides:
-                return at_least(_hidden(found, hides), sum(n for _, n in passed))
-            return found
+                return at_least(_hidden(sums, hides), sum(n for _, n in passed))
+            return sums
 
         timeline = simulate(schedule, lambda item: sum(parts_of(item).values()), send)
         timelines[num_micro_batches] = timeline
@@ -430,32 +435,34 @@ def _passed(action: Action, passes: Passes, like: Sequence[int]) -> Passed:
 def _hidden(parts: Parts, share: float) -> Parts:
     """Return parts without the share of the network that all else of a pair hides."""
     network = parts.get("network", 0.0)
-    left = sum(parts.values()) - network
-    return {**parts, "network": network - min(left, share * network)}
+    other_seconds = sum(parts.values()) - network
+    return {**parts, "network": network - min(other_seconds, share * network)}
 
 
 def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
-    found: dict[Part, float] = {}
+    sums: dict[Part, float] = {}
     for parts in all_parts:
         for part, seconds in parts.items():
-            found[part] = found.get(part, 0.0) + seconds
-    return found
+            sums[part] = sums.get(part, 0.0) + seconds
+    return sums
 
 
-def _passes_of(stages: Sequence[Stage], pieces: Pieces, table: CostTable, known: Known) -> Passes:
+def _passes_of(
+    stages: Sequence[Stage], pieces: Pieces, table: CostTable, pass_cache: Known
+) -> Passes:
     """Return `_passes` of each stage, computed once for stages with equal pieces."""
-    found = {}
+    passes = {}
     for stage in stages:
         key = tuple(piece.place.start for piece in pieces.of_stage(stage, "F", 0))
-        if key not in known:
-            known[key] = _passes(stage, pieces, table)
-        found[stage.index] = known[key]
-    return found
+        if key not in pass_cache:
+            pass_cache[key] = _passes(stage, pieces, table)
+        passes[stage.index] = pass_cache[key]
+    return passes
 
 
 def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> StagePasses:
     """Return seconds by part of a stage's passes, where forwards and backwards alternate."""
-    found: StagePasses = {}
+    passes: StagePasses = {}
     queue: list[QueuePiece] = []
     ends: list[tuple[tuple[Pass, int], int]] = []
     for i in like_of(pieces.num_micro_batches + 1, pieces.num_micro_batches):
@@ -467,9 +474,9 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> StagePasses:
     for key, number in ends:
         end = max(spans.ends[:number], default=0.0)
         network = carried(spans, before, number)
-        found[key] = Passed(at_least(exposed(spans, start, end), network), network)
+        passes[key] = Passed(at_least(exposed(spans, start, end), network), network)
         start, before = end, number
-    return found
+    return passes
 
 
 def _length(queue: Iterable[QueuePiece]) -> int:
@@ -477,14 +484,16 @@ def _length(queue: Iterable[QueuePiece]) -> int:
 
 
 def _for_all(
-    step: Callable[[int], tuple[float, Parts]], number: int, few: int, more: int
+    step: Callable[[int], tuple[float, Parts]], number: int, low: int, high: int
 ) -> tuple[float, Parts]:
-    """Return seconds and parts of `step(number)`, extrapolated from two steps beyond `more`."""
-    if number <= more:
+    """Return seconds and parts of `step(number)`, extrapolated from two steps beyond `high`."""
+    if number <= high:
         return step(number)
-    (seconds, parts), (before, others) = step(more), step(few)
-    times = (number - more) / (more - few)
-    grown = {part: max(0.0, s + times * (s - others.get(part, 0.0))) for part, s in parts.items()}
+    (seconds, parts), (before, low_parts) = step(high), step(low)
+    times = (number - high) / (high - low)
+    grown = {
+        part: max(0.0, s + times * (s - low_parts.get(part, 0.0))) for part, s in parts.items()
+    }
     return seconds + times * (seconds - before), grown
 
 

@@ -67,10 +67,10 @@ class TransformersModel(CheckedRecord):
         check_arguments(TransformersModel.of, locals())
         values = read_config(config)
         path = "DIR" if isinstance(config, Mapping) else os.fspath(config)
-        found = cls(values=json.dumps(values, sort_keys=True), source=path)
-        with refusing(found):
-            _structure(found)
-        return found
+        model = cls(values=json.dumps(values, sort_keys=True), source=path)
+        with refusing(model):
+            _structure(model)
+        return model
 
 
 @contextmanager
@@ -136,8 +136,8 @@ class StockModel(PlannedModel):
 
     @override
     def with_layers(self, layers: Sequence[int]) -> TransformersModel:
-        own = self.model.layers or range(self.num_layers)
-        return replace(self.model, layers=tuple(own[i] for i in layers))
+        numbers = self.model.layers or range(self.num_layers)
+        return replace(self.model, layers=tuple(numbers[i] for i in layers))
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
@@ -153,19 +153,21 @@ class StockModel(PlannedModel):
 
     @override
     def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
-        given = {"input_ids": tokens_BT, "labels": tokens_BT, "use_cache": False}
+        arguments = {"input_ids": tokens_BT, "labels": tokens_BT, "use_cache": False}
         if packing_problem(_structure(self.model).model) is not None:
             # Real ones, in which transformers finds on the host that no row has two sequences.
-            given["position_ids"] = torch.arange(tokens_BT.shape[1])[None]
-        return given
+            arguments["position_ids"] = torch.arange(tokens_BT.shape[1])[None]
+        return arguments
 
     @override
     def sizes(self) -> ModelSizes:
         hf, _, layers = _structure(self.model)
         experts = {p for layer in layers for p in layer.part("experts").parameters()}
-        cuts = ((m, (*cut.columns, cut.row)) for m, cut in find_cuts(hf, 1)[0].items())
-        cut = {p for m, names in cuts for n in names for p in m.get_submodule(n).parameters()}
-        return ModelSizes(*(sum(p.numel() for p in of) for of in (hf.parameters(), experts, cut)))
+        cuts = ((m, (*split.columns, split.row)) for m, split in find_cuts(hf, 1)[0].items())
+        tp_params = {p for m, names in cuts for n in names for p in m.get_submodule(n).parameters()}
+        return ModelSizes(
+            *(sum(p.numel() for p in of) for of in (hf.parameters(), experts, tp_params))
+        )
 
     @override
     def check(self, *, pp: int, tp: int, cp: int) -> None:
@@ -223,20 +225,20 @@ def _built(model: TransformersModel, dtype: torch.dtype) -> Any:
             "transformers that has it"
         )
     if model.layers is not None:
-        whole = _structure(replace(model, layers=None))
-        names = {module: name for name, module in whole.model.named_modules()}
-        _keep(hf, [names[block] for block in whole.blocks], model.layers)
+        full = _structure(replace(model, layers=None))
+        names = {module: name for name, module in full.model.named_modules()}
+        _keep(hf, [names[block] for block in full.blocks], model.layers)
     return hf
 
 
 def _keep(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
     """Leave these of a model's layers, which have these names, in place."""
-    kept = [hf.get_submodule(names[i]) for i in layers]
+    blocks = [hf.get_submodule(names[i]) for i in layers]
     holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in names)
     for holder in holders:
-        own = [module for module in kept if module in holder.children()]
+        members = [module for module in blocks if module in holder.children()]
         holder._modules.clear()
-        holder.extend(own)
+        holder.extend(members)
     _shorten(hf.config.get_text_config(), len(names), layers)
 
 
@@ -245,15 +247,15 @@ def _shorten(config: Any, number: int, layers: Sequence[int]) -> None:
     lists = {name: [value[i] for i in layers] for name, value in _lists(config, number)}
     # The config may count attentions, of which a layer has several.
     config.num_hidden_layers = config.num_hidden_layers * len(layers) // max(1, number)
-    if (own := vars(config).get("_heterogeneity_spec")) is not None:  # fields by layer index
-        of_layers = own.per_layer_overrides
-        found = {i: of_layers[layer] for i, layer in enumerate(layers) if layer in of_layers}
-        config._heterogeneity_spec = replace(own, per_layer_overrides=found)
+    if (spec := vars(config).get("_heterogeneity_spec")) is not None:  # fields by layer index
+        of_layers = spec.per_layer_overrides
+        overrides = {i: of_layers[layer] for i, layer in enumerate(layers) if layer in of_layers}
+        config._heterogeneity_spec = replace(spec, per_layer_overrides=overrides)
     kind = type(config)  # which computes some of them from the number of a layer
-    computed = {name: value for name, value in lists.items() if name not in vars(config)}
+    properties = {name: value for name, value in lists.items() if name not in vars(config)}
     vars(config).update({name: lists[name] for name in lists.keys() & vars(config).keys()})
-    if computed:
-        config.__class__ = type(kind.__name__, (kind,), computed)
+    if properties:
+        config.__class__ = type(kind.__name__, (kind,), properties)
 
 
 def _lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -269,12 +271,12 @@ def _kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable]:
     """Yield what each block is: classes, numbers and shapes of its modules, its place in lists."""
     config = hf.config.get_text_config()
     lists = list(_lists(config, len(blocks)))
-    is_alone = not _is_of_layers(hf, blocks)
+    is_distinct = not _is_of_layers(hf, blocks)
     for i, block in enumerate(blocks):
         listed = tuple((name, str(value[i])) for name, value in lists)
         yield (
             i
-            if is_alone
+            if is_distinct
             else (listed, tuple(_described(*named) for named in block.named_modules()))
         )
 
