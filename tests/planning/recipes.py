@@ -18,7 +18,7 @@ from moecore.base.options.precision import Precision
 from moecore.models.presets import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.planning.levers import WHOLE
+from moecore.planning.levers import PLAIN_FSDP
 from moecore.planning.run import OptimizerOptions, TrainingRun
 
 GB200, GB300 = "gb200-186", "gb300-279"
@@ -92,7 +92,7 @@ def run_of(recipe: Recipe) -> TrainingRun:
         batch_size=recipe.batch_size,
         num_micro_batches=recipe.rows * tp * pp * cp // recipe.num_gpus // recipe.batch_size,
         pipeline=PipelineConfig(layout=recipe.layout, chunks=chunks, schedule=_schedule(recipe)),
-        fsdp=WHOLE,
+        fsdp=PLAIN_FSDP,
         memory=MemoryOptions(recompute=recipe.recompute),
         precision=Precision.of("blockwise" if recipe.precision == "blockwise" else None),
         optimizer=OptimizerOptions(

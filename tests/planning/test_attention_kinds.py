@@ -93,7 +93,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_few_layers_stand_for_all(case: str) -> None:
     run, error = CASES[case]
-    assert small_of(run).planned.num_layers <= min(9, run.planned.num_layers - 1)
+    assert small_of(run).planned_model.num_layers <= min(9, run.planned_model.num_layers - 1)
     step = dry_run(run)
     assert plan_peak(run) == pytest.approx((step.peak,), rel=error)
     exact, found = time_step(step, TABLE), plan_time(run, TABLE)
@@ -209,7 +209,7 @@ def test_the_presets_on_64_gpus(model: DecoderConfig) -> None:
     again = model.vocab_size * model.dim * model.num_mtp_layers  # predictions have the embedding
     if model is NEXT:  # the first of 16 ranks has the only row of a shared expert's gate
         again += 15 * model.dim * model.num_layers
-    assert stored == pytest.approx(run.planned.sizes().params + again, rel=1e-6)
+    assert stored == pytest.approx(run.planned_model.sizes().params + again, rel=1e-6)
     assert all(abs(rank.device.get("other", 0)) < 2**24 for rank in plan.ranks)
     assert sum(time.parts.values()) == pytest.approx(time.seconds)
 
@@ -223,7 +223,7 @@ def test_the_presets_on_64_gpus(model: DecoderConfig) -> None:
     ],
 )
 def test_parameters_of_experts(name: Any, experts: int) -> None:
-    sizes = TrainingRun(model=preset(name), num_gpus=1, seq_len=64).planned.sizes()
+    sizes = TrainingRun(model=preset(name), num_gpus=1, seq_len=64).planned_model.sizes()
     assert sizes.experts == experts and sizes.params == num_params(preset(name))
 
 

@@ -295,7 +295,7 @@ def test_what_was_measured_goes_before_what_is_shipped() -> None:
 
 
 def test_measures() -> None:
-    points = list(measure.measured(measure.alone(CPU, TINY), CPU))
+    points = list(measure.measured(measure.gpu_calls(CPU, TINY), CPU))
     kinds = [point.work.kind for point in points]
     assert {k: kinds.count(k) for k in kinds} == {
         "product": 1,
@@ -343,7 +343,7 @@ def test_measures_kernels_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in fakes.items():
         monkeypatch.setattr(measure, name, fake)
     ran = {}
-    for work, call in measure.alone(CPU, TINY._replace(grouped=((2, 32, 16, 24),))):
+    for work, call in measure.gpu_calls(CPU, TINY._replace(grouped=((2, 32, 16, 24),))):
         seen.clear()
         result = call()
         if work.kind == "grouped product":
@@ -361,12 +361,12 @@ def test_measures_kernels_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_measures_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_world(4, rank=1):
         points = {}
-        for work, call in measure.together(CPU, 1 << 20):
+        for work, call in measure.collective_calls(CPU, 1 << 20):
             call()
             points.setdefault(work.name, []).append(work)
         with pytest.raises(ValueError, match=r"^ranks \(4\) must be 2 to 8 of one node"):
             monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-            next(measure.together(CPU, 1 << 20))
+            next(measure.collective_calls(CPU, 1 << 20))
     assert list(points) == ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
     assert [w.num_bytes for w in points["all_gather"]] == [
         2 * 3 * (2**20 >> shift) // 4 for shift in (10, 6, 2, 0)

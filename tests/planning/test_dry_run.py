@@ -167,8 +167,10 @@ def test_tokens_travel_by_stores_into_peers_memory() -> None:
     )
     most = max(plan_peak(replace(NEAR, nvlink=NVLinkOptions(row_factor=3.0))))
     assert most == pytest.approx(wide.peak + wide.buffers, rel=0.01)
-    behind = sum(len(one.host_behind) for one in tight.queued)
-    assert behind < sum(len(one.host_behind) for one in found(NEAR).queued), "sizes are waited for"
+    behind = sum(len(one.host_dependencies) for one in tight.queued)
+    assert behind < sum(len(one.host_dependencies) for one in found(NEAR).queued), (
+        "sizes are waited for"
+    )
 
 
 def test_pages_of_rows_are_planned_for_all_layers() -> None:
@@ -204,7 +206,7 @@ def test_a_module_of_prediction_counts_as_often_as_it_runs() -> None:
     assert flops[1] - flops[0] == pytest.approx(each[1] - each[0], rel=0.03)
     last, step = runs[1], steps[1]
     assert step.resident_bytes == pytest.approx(steps[0].resident_bytes, rel=1e-3)
-    assert last.planned.sizes().params == runs[0].planned.sizes().params
+    assert last.planned_model.sizes().params == runs[0].planned_model.sizes().params
     assert max(plan_peak(last)) == pytest.approx(step.peak, rel=0.01)
     assert plan_time(last, TABLE).seconds == pytest.approx(time_step(step, TABLE).seconds, rel=0.02)
     stages: Any = dict(parallel=ParallelConfig(pp=2, ep=4), pipeline=PipelineConfig())
@@ -281,9 +283,9 @@ def test_stages_run_their_order_and_every_rank_has_its_own() -> None:
 
 def test_the_host_reads_nothing_where_no_tokens_travel() -> None:
     alone = found(replace(TINY, num_gpus=1, parallel=ParallelConfig()))
-    assert not any(one.host_behind for one in alone.queued)
+    assert not any(one.host_dependencies for one in alone.queued)
     counts = found(replace(TINY, parallel=ParallelConfig(ep=2)))
-    assert sum(map(bool, (one.host_behind for one in counts.queued))) == 3, "of each layer"
+    assert sum(map(bool, (one.host_dependencies for one in counts.queued))) == 3, "of each layer"
 
 
 def test_worlds_of_the_same_meshes_one_after_the_other() -> None:

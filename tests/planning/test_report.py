@@ -251,7 +251,7 @@ def test_each_option_is_reached_by_its_parts(option: Option) -> None:
     for part in option.takes_from:
         found = {lever.lever: lever for lever in report(trace_of(part)).levers}
         lever, ms = found[option.name], report(trace_of(part)).parts[part]
-        assert lever.share == pytest.approx(option.most * ms / report(trace_of(part)).wall)
+        assert lever.share == pytest.approx(option.max_share * ms / report(trace_of(part)).wall)
         assert lever.limit == LIMIT_OF[option.takes_from[0]]
     page, _, anchor = option.page.partition("#")
     titles = (

@@ -55,7 +55,7 @@ from moecore.planning.search import (
     _changes,
     explained,
     fit,
-    planned,
+    plan_folding,
     planned_with,
 )
 from moecore.planning.stored import stages_of
@@ -160,7 +160,7 @@ def test_the_fastest_order_and_levers_are_found() -> None:
     names, seconds = [], []
     for share in (1.0, 0.0):
         table = replace(CostTable.of(request.gpu), pairs_hide=share)
-        best = planned(request, folding, table)
+        best = plan_folding(request, folding, table)
         assert isinstance(best, Fitting) and best.run.pipeline is not None
         assert best.time == plan_time(best.run, table) and best.peaks == plan_peak(best.run)
         orders = (plan_time(run, table).seconds for run in schedules_of(best.run))
@@ -180,7 +180,7 @@ def test_levers_that_are_not_needed_are_dropped() -> None:
     peaks = [max(planned_with(request, Folding(), levers).peaks) for levers in (last, first)]
     memory, found = GPUS[request.gpu].memory, []
     for limit in (0.9 * peaks[0], 1.1 * peaks[0], 1.1 * peaks[1]):
-        found.append(planned(replace(request, reserve=1 - limit / memory), Folding(), table))
+        found.append(plan_folding(replace(request, reserve=1 - limit / memory), Folding(), table))
     assert not isinstance(found[0], Fitting)
     tight, wide = (each for each in found[1:] if isinstance(each, Fitting))
     assert len(wide.levers.options) <= len(first.options) < len(tight.levers.options)
@@ -203,15 +203,15 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
     own = GPUS["h100-80"]
     named, same = (replace(SMALL, num_gpus=8, gpu=gpu) for gpu in ("h100-80", own))
     folding, away = Folding(ep=4), OptimizerOptions(offload_fraction=1.0)
-    results = [planned(each, folding, each.costs) for each in (named, same)]
+    results = [plan_folding(each, folding, each.costs) for each in (named, same)]
     assert all(isinstance(found, Fitting) for found in results)
     assert len({found.time.seconds for found in results if isinstance(found, Fitting)}) == 1
     request = replace(same, optimizer=away)
-    found = planned(request, folding, request.costs)
+    found = plan_folding(request, folding, request.costs)
     assert isinstance(found, Fitting)
     assert found.host == pytest.approx(8 * num_params(TINY), rel=0.02)  # two moments in fp32
     tray = replace(request, gpu="gb200-186")  # of 4 GPUs
-    half = planned(tray, folding, tray.costs)
+    half = plan_folding(tray, folding, tray.costs)
     assert isinstance(half, Fitting) and half.host == found.host / 2
     of_8, of_4 = (
         Estimate(each, each.costs).host_bytes(folding, rungs_of(each)[0])
@@ -220,7 +220,7 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
     assert of_4 == of_8 / 2 > 0
     small = replace(own, host_memory=found.host)  # a tenth of which no plan may pin
     tight = replace(request, gpu=small)
-    refused = planned(tight, folding, tight.costs)
+    refused = plan_folding(tight, folding, tight.costs)
     assert not isinstance(refused, Fitting)
     text = explained(tight, folding, refused)
     assert "a server's ranks pin" in text and text.startswith("ep=4: too large")
@@ -256,7 +256,7 @@ def test_a_search_ranks_what_fits() -> None:
     seconds = [c.time.seconds for c in found.fitting]
     assert seconds == sorted(seconds) and len(set(seconds)) > 1
     every = len(list(foldings(16)))
-    assert sum(found.refused.values()) + found.not_planned + 3 == every
+    assert sum(found.refused.values()) + found.num_unplanned + 3 == every
     other = search(SMALL, rank_by=lambda c: -c.time.seconds, max_plans=3)
     assert [c.time.seconds for c in other.fitting] == seconds[::-1]
     given = MemoryOptions(recompute="gemm_last")
@@ -468,7 +468,10 @@ def test_a_dry_run_refuses_what_it_does_not_read(capsys: pytest.CaptureFixture[s
     [
         (dict(seq_len=2**24 + 1), r"TrainingRun.seq_len \(16777217\) must be a whole number"),
         (dict(pp=257), r"TrainingRun.parallel.pp \(257\) must be <= 256: plan"),
-        (dict(num_layers=1025), r"TrainingRun.planned.num_layers \(1025\) must be <= 1024: plan"),
+        (
+            dict(num_layers=1025),
+            r"TrainingRun.planned_model.num_layers \(1025\) must be <= 1024: plan",
+        ),
         (dict(schedule="gpipe"), r"num_micro_batches \(1025\) must be <= 1024 with schedule 'gpi"),
     ],
 )

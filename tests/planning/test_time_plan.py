@@ -73,14 +73,16 @@ def test_few_layers_stand_for_all(case: str) -> None:
 def test_pieces_in_their_own_order_are_the_step() -> None:
     step = dry_run(replace(DEEP, model=replace(QWEN, num_layers=4), num_micro_batches=2))
     pieces = Pieces.of(step.queued, step.starts, {})
-    found = sorted((p for ps in pieces.found.values() for p in ps), key=lambda p: p.place.start)
-    joined = pieces.joined([*found, pieces.end])
+    found = sorted((p for ps in pieces.passes.values() for p in ps), key=lambda p: p.place.start)
+    joined = pieces.join([*found, pieces.end])
     assert [one.queued.work for one in joined] == [one.work for one in step.queued]
     ours, whole = run_queue(joined, TABLE), run_queue(placed(step.queued), TABLE)
     assert ours.ends == pytest.approx(whole.ends, rel=1e-3)
-    levels = list(accumulate((p.delta for p in found), initial=pieces.held))
+    levels = list(accumulate((p.delta for p in found), initial=pieces.resident_bytes))
     tops = (level + p.rise for level, p in zip(levels, [*found, pieces.end], strict=True))
-    assert max(tops) == step.peak and pieces.held == pytest.approx(step.resident_bytes, abs=2**16)
+    assert max(tops) == step.peak and pieces.resident_bytes == pytest.approx(
+        step.resident_bytes, abs=2**16
+    )
     assert pieces.num_micro_batches == 2 and len(found) == 2 * 2 * 6
 
 

@@ -98,14 +98,16 @@ def test_parameters_gradients_and_state_are_those_of_the_class(family: str) -> N
             for name, tensor in used_tensors(experts).items():
                 experts.register_parameter(name, tensor)
     number = sum(param.numel() for param in stock.parameters())
-    assert type(run.planned.build(torch.float32)) is kind
-    assert run.planned.sizes().params == number
+    assert type(run.planned_model.build(torch.float32)) is kind
+    assert run.planned_model.sizes().params == number
     (size,) = sizes_of(run)
     assert size.parameters == 4 * number
     # A class freezes biases of its routers, and an indexer gets no gradient.
     idle = {p for layer in family_of(stock).indexers(stock) for p in layer.indexer.parameters()}
     idle |= {
-        param for param in run.planned.build(torch.float32).parameters() if not param.requires_grad
+        param
+        for param in run.planned_model.build(torch.float32).parameters()
+        if not param.requires_grad
     }
     learnt = number - sum(param.numel() for param in idle)
     assert size.gradients == 4 * learnt
@@ -171,10 +173,10 @@ def test_few_layers_stand_for_all(family: str) -> None:
     model = default(family, **DEEP[family])
     seq_len = 32 if family == "jamba" else 256  # whose scan is one of Python
     run = TrainingRun(model=model, num_gpus=4, seq_len=seq_len, parallel=ParallelConfig(ep=2))
-    assert small_of(run).planned.num_layers < run.planned.num_layers
+    assert small_of(run).planned_model.num_layers < run.planned_model.num_layers
     assert max(plan_peak(run)) == pytest.approx(dry_run(run).peak, rel=0.003)
-    params = sum(param.numel() for param in run.planned.build(torch.float32).parameters())
-    assert params == run.planned.sizes().params
+    params = sum(param.numel() for param in run.planned_model.build(torch.float32).parameters())
+    assert params == run.planned_model.sizes().params
 
 
 SMALL = ("gemma4", "glm5_next", "nemotron_h", "qwen4_exp", "zaya")
@@ -192,7 +194,7 @@ def test_products_of_experts_that_torch_multiplies(family: str, gate: int) -> No
     """Forward, and in backward twice as much."""
     run = TrainingRun(model=model_of(family), num_gpus=1, seq_len=64)
     works = dry_run(run).forward_backward
-    moe, layers = run.planned.moe, run.planned.num_moe_runs
+    moe, layers = run.planned_model.moe, run.planned_model.num_moe_runs
     assert moe is not None
     products = (2 + gate) * moe.expert_dim * moe.hidden_dim
     forward = layers * 2 * 64 * SIZES["moe_topk"] * products
@@ -211,14 +213,14 @@ def test_stages_of_a_class_of_transformers() -> None:
     )
     first, last = plan_peak(run)
     # The first stage is planned with a root unit that has the head too.
-    head = 2 * run.planned.vocab_size * run.planned.dim
+    head = 2 * run.planned_model.vocab_size * run.planned_model.dim
     assert 0 <= first - dry_run(run).peak <= head
     assert last == pytest.approx(dry_run(run, 4).peak, rel=0.002)
 
 
 def test_a_model_whose_layers_are_not_alike_is_run_whole() -> None:
     run = TrainingRun(model=model_of("gemma4"), num_gpus=1, seq_len=64)
-    assert run.planned.layers == tuple(range(run.planned.num_layers))
+    assert run.planned_model.layers == tuple(range(run.planned_model.num_layers))
 
 
 @pytest.mark.parametrize("family", KEPT)

@@ -34,7 +34,7 @@ from moecore.planning.page import page_of
 from moecore.planning.recipe import recipe_of
 from moecore.planning.report import report_trace
 from moecore.planning.run import TrainingRun, call_of, flags_of, new_garbage
-from moecore.planning.search import Fitting, explained, planned, search, shown_levers
+from moecore.planning.search import Fitting, explained, plan_folding, search, shown_levers
 from moecore.planning.times import TimePlan, has_slices, hidden_share, plan_time, time_step
 
 
@@ -110,7 +110,7 @@ def run_plan(args: Any) -> int:
 def _explain(args: Any) -> int:
     """Print what is planned of one folding; 1 where it is refused or too large."""
     request, folding = request_of_options(args), folding_of(args.explain)
-    plan = planned(request, folding, _table(args))
+    plan = plan_folding(request, folding, _table(args))
     fits = isinstance(plan, Fitting)
     if isinstance(plan, Fitting):
         _write_recipe(args, plan.run)
@@ -167,10 +167,9 @@ def _search(args: Any) -> int:
         _write_recipe(args, fitting[0].run)
     if args.json:
         rows = [_row(candidate) for candidate in fitting]
-        counts = dict(refused=result.refused, not_planned=result.not_planned, change=result.change)
-        print(
-            json.dumps({"gpu": shown_gpu(args), "limit": request.limit, "fitting": rows, **counts})
-        )
+        summary = {"gpu": shown_gpu(args), "limit": request.limit, "fitting": rows}
+        summary |= {"refused": result.refused, "not_planned": result.num_unplanned}
+        print(json.dumps(summary | {"change": result.change}))
         return 0 if fitting else 1
     if fitting and args.call:
         print(call_of(fitting[0].run))
@@ -182,7 +181,7 @@ def _search(args: Any) -> int:
     refused = sum(result.refused.values())
     print(
         f"of {shown_bytes(request.limit)} a rank ({shown_gpu(args)} less {request.reserve:.0%}); "
-        f"{refused} foldings refused by rules, {result.not_planned} behind these not planned"
+        f"{refused} foldings refused by rules, {result.num_unplanned} behind these not planned"
     )
     if fitting:
         _print_time(args, fitting[0].time, request.limit)
@@ -231,7 +230,7 @@ def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> No
     kind = shown_gpu(args)
     if has_slices(time.run):
         print(_slices(table, kind))
-    for attention in time.run.planned.unmeasured:
+    for attention in time.run.planned_model.unmeasured:
         print(
             f"assumed, no run has shown it: the rates of {attention} attention (docs/planning.md)"
         )

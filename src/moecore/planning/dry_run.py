@@ -126,9 +126,9 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = optimizer_of(run, model)
             if run.pipeline is None:
-                cut(model, run.planned.parts(model), recorder)
+                cut(model, run.planned_model.parts(model), recorder)
             step = TrainStep(model, optimizer, max_norm=1.0)
-            inputs = run.planned.inputs(tokens_BT)
+            inputs = run.planned_model.inputs(tokens_BT)
             first = 1 if run.pipeline is None else run.num_micro_batches
             for number in (first, run.num_micro_batches):  # the first makes buffers and state
                 step.num_micro_batches = number
@@ -198,7 +198,7 @@ def cut(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
 def _run_part(
     recorder: WorkRecorder, part: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    with recorder.within(part):
+    with recorder.scope(part):
         return forward(*args, **kwargs)
 
 

@@ -27,7 +27,7 @@ from moecore.models.tp_products import GATHER_SLICES, is_long
 from moecore.parallel.mesh import build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
-from moecore.planning.explain import how_computed
+from moecore.planning.explain import compute_args_of
 from moecore.planning.foldings import Folding, SearchRequest, levers_of, run_of, rungs_of
 from moecore.planning.gpus import gpu_of
 from moecore.planning.levers import Levers
@@ -70,8 +70,8 @@ class Estimate:
 
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
         self._request, self._table = request, table
-        moe = request.planned.moe
-        self._everything, self._experts, self._tp_params = request.planned.sizes()
+        moe = request.planned_model.moe
+        self._everything, self._experts, self._tp_params = request.planned_model.sizes()
         self._ep = 1 if moe is None else gcd(moe.num_experts, request.domain)
         self._base, self._last = (rungs := rungs_of(request))[0], rungs[-1]
         self._choices = _choices(request, rungs)
@@ -126,13 +126,13 @@ class Estimate:
         # weights, gradients and state of the rank's shards; and saved activations of a micro-batch
         # over tp * cp, times those in flight on the first pipeline rank.
         rung, chunks = rung or self._last, folding.chunks
-        layers = self._request.planned.num_layers / folding.pp
+        layers = self._request.planned_model.num_layers / folding.pp
         share = min(1.0, LAYERS / layers) if _gathers(rung) else 1.0
         weights = self._weights(folding)
         num_weights = share * sum(weight.copies * weight.size for weight in weights)
         sums = share * sum(weight.copies * weight.size for weight in weights if weight.ranks > 1)
         if folding.pp > 1:  # the first or the last stage has all of the embedding or of the head
-            end = self._request.planned.vocab_size * self._request.planned.dim
+            end = self._request.planned_model.vocab_size * self._request.planned_model.dim
             num_weights, sums = num_weights + end, sums + end
         weight_bytes = (
             1 if rung.fsdp.fp8_param_gather else 2 if rung.precision is None else 3
@@ -198,7 +198,7 @@ class Estimate:
         for size, ranks in ((dense, tp), (self._experts / experts, experts)):
             sharing = stage // ranks
             weights.append(_Weights(size / pp, sharing, max(1, min(stage, node) // ranks), 1))
-        moe = self._request.planned.moe
+        moe = self._request.planned_model.moe
         if moe is not None and weights[1].ranks > moe.num_experts // ep:
             weights[1] = weights[1]._replace(copies=2)
         return weights
@@ -284,7 +284,7 @@ class Estimate:
     def _messages(self, folding: Folding, rung: Levers) -> Iterator[float]:
         """Yield the seconds of messages among the ranks of tp, and among those of cp."""
         request, tp = self._request, "all_gather"
-        slice_bytes = 2 * request.planned.dim * request.seq_len // (folding.tp * folding.cp)
+        slice_bytes = 2 * request.planned_model.dim * request.seq_len // (folding.tp * folding.cp)
         is_plain = isinstance(request.model, DecoderConfig) and rung.precision is None
         if is_plain and is_long(slice_bytes) and request.peers % folding.tp == 0:
             tp = GATHER_SLICES
@@ -300,9 +300,8 @@ class Estimate:
         small, like = timed_layers(self._node(rung, 1), 1)
         fsdp = FSDPOptions(param_dtype=rung.fsdp.param_dtype)  # shards save as much
         model_bytes = kept_of(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
-        blocks = [model_bytes.blocks[i] for i in like["F"]] + [
-            *model_bytes.blocks[small.planned.num_layers :]
-        ]
+        blocks = [model_bytes.blocks[i] for i in like["F"]]
+        blocks += model_bytes.blocks[small.planned_model.num_layers :]
         offloaded_bytes = sum(sum(block.host.values()) for block in blocks)
         return sum(block.num_bytes for block in (*blocks, model_bytes.outside)), offloaded_bytes
 
@@ -316,18 +315,18 @@ class Estimate:
 @lru_cache(maxsize=256)
 def kept_of(run: TrainingRun) -> ModelSavedBytes:
     """Return the bytes that a forward of one micro-batch saves, in a tenth of a dry run's time."""
-    model = run.planned.build(run.dtype)
+    model = run.planned_model.build(run.dtype)
     tokens_BT = torch.empty(run.batch_size, run.seq_len, dtype=torch.int64, device="meta")
     with refusing(run.model), fake_world(run.num_gpus), quiet(), meta_as("cuda"):
         meshes = build_meshes(run.parallel, "cpu")
         parallelize_moe(model, meshes, dispatch="alltoall", precision=run.precision, fsdp=run.fsdp)
-        parts = run.planned.parts(model)
+        parts = run.planned_model.parts(model)
         return count_saved_bytes(
             model,
             [*parts.layers, *parts.mtp],
-            lambda copy: copy(**run.planned.inputs(tokens_BT)),
+            lambda copy: copy(**run.planned_model.inputs(tokens_BT)),
             options=run.memory,
-            **how_computed(model) | {"device_type": "cuda"},
+            **compute_args_of(model) | {"device_type": "cuda"},
         )
 
 

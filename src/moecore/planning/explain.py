@@ -77,8 +77,9 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
     attachment = parallel_state(model)
     if attachment is not None:
         model = attachment.request.family.unwrap(model)
-    compute_args, request = how_computed(model), None if attachment is None else attachment.request
-    plan, coordinate = plan_now(model)
+    request = None if attachment is None else attachment.request
+    compute_args = compute_args_of(model)
+    plan, coordinate = current_plan(model)
     layers = [module for module in model.modules() if isinstance(module, RoutedLayer)]
     products = [_products(layer, request, compute_args) for layer in layers]
     saved_lines = [] if batch is None else batch_lines(model, batch)
@@ -87,7 +88,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
     )
 
 
-def plan_now(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
+def current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     """Return a model's plan with its parameters as they are now, and this rank's coordinate."""
     attachment, modules = (
         parallel_state(model),
@@ -168,7 +169,7 @@ def _lines(
     yield from [f"degrees chosen: {plan.parallel_reason}"] if plan.parallel_reason else ()
     yield from columns([HEADER, *(row.cells() for row in folded(rows))])
     layer_lines = zip_longest(
-        (_experts_here(plan, layer, coordinate) for layer in plan.layers), products
+        (_rank_experts(plan, layer, coordinate) for layer in plan.layers), products
     )
     for (experts_line, products_line), n in Counter(layer_lines).items():
         yield f"{n} MoE layer{'s' * (n > 1)} {experts_line}"
@@ -243,7 +244,7 @@ def _experts(plan: ShardPlan, layer: LayerPlan) -> Iterator[ParamPlan]:
             yield param
 
 
-def _experts_here(plan: ShardPlan, layer: LayerPlan, coordinate: Coordinate | None) -> str:
+def _rank_experts(plan: ShardPlan, layer: LayerPlan, coordinate: Coordinate | None) -> str:
     """Return how many experts a layer has, and which of them a rank."""
     ranks = {axis.axis: axis.size for axis in next(_experts(plan, layer)).placements}
     num_local, etp = layer.num_experts // ranks.get("ep", 1), ranks.get("etp", 1)
@@ -256,7 +257,7 @@ def _experts_here(plan: ShardPlan, layer: LayerPlan, coordinate: Coordinate | No
     return f"of {layer.num_experts} experts, top {layer.top_k}; {subject} rank has {share}"
 
 
-def _products(layer: RoutedLayer, request: Request | None, compute_args: How) -> str:
+def _products(layer: RoutedLayer, request: Request | None, compute_args: ComputeArgs) -> str:
     """Return how a layer's experts are multiplied, and what it saves for backward."""
     config, experts = layer.config, layer.part("experts")
     backend, weight = experts.backend, next(experts.parameters())
@@ -317,16 +318,16 @@ def _buffers(plan: ShardPlan) -> str:
 COLUMNS = (*OFFLOADED[:-1], "routing", "rest", "all", "recomputed", "in host memory")
 TOKENS = 1024  # of which a layer's bytes per token are counted
 Batch = Annotated[tuple[Count, Count], "pass (sequences, tokens of each)"]
-How = dict[str, Any]  # arguments of `count_saved_bytes`
+ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 
 
-def how_computed(model: nn.Module) -> How:
+def compute_args_of(model: nn.Module) -> ComputeArgs:
     """Return where and in which dtypes a model computes; one on meta without meshes on a GPU."""
     attachment = parallel_state(model)
     if attachment is None:
         device_type = next((p.device.type for p in model.parameters()), "meta")
         return dict(device_type="cuda" if device_type == "meta" else device_type)
-    compute_args: How = dict(device_type=attachment.request.meshes.device_type)
+    compute_args: ComputeArgs = dict(device_type=attachment.request.meshes.device_type)
     dtype = attachment.request.fsdp.param_dtype
     if dtype is not None:
         of_plan = {
@@ -340,7 +341,7 @@ def how_computed(model: nn.Module) -> How:
     return compute_args
 
 
-def layer_line(layer: RoutedLayer, compute_args: How) -> str:
+def layer_line(layer: RoutedLayer, compute_args: ComputeArgs) -> str:
     """Return what a layer saves of a token for its backward, by part."""
     config, experts = layer.config, layer.part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
@@ -367,18 +368,13 @@ def layer_line(layer: RoutedLayer, compute_args: How) -> str:
 def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
     """Return what blocks save of a batch, those that are alike in one row, and the sums."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64)
-    blocks, compute_args, options, attachment = (
-        find_blocks(model),
-        how_computed(model),
-        None,
-        parallel_state(model),
-    )
+    blocks, compute_args = find_blocks(model), compute_args_of(model)
+    options, attachment = None, parallel_state(model)
     if attachment is not None:
         options = attachment.request.memory
         if attachment.request.dense.compile:
-            compute_args["compiled"] = frozenset(
-                m for block in blocks for m in compiled_modules(block)
-            )
+            modules = (m for block in blocks for m in compiled_modules(block))
+            compute_args["compiled"] = frozenset(modules)
     inputs: dict[str, Any] = {}
     if isinstance(model, Decoder):
         inputs = dict(labels_BT=tokens_BT)  # multi-token prediction is part of the loss

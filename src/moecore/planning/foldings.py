@@ -29,7 +29,14 @@ from moecore.planning.costs import CostTable
 from moecore.planning.gpus import Gpu, NumNeighbours, are_peers, domain_of, gpu_of, peers_of
 from moecore.planning.levers import FIELDS, TWICE, Levers, Option, fewer, ladder, levers_with
 from moecore.planning.model import PlannedModel
-from moecore.planning.run import AnyModel, NumGpus, OptimizerOptions, SeqLen, TrainingRun, planned
+from moecore.planning.run import (
+    AnyModel,
+    NumGpus,
+    OptimizerOptions,
+    SeqLen,
+    TrainingRun,
+    planned_model_of,
+)
 
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
 BATCH_SIZES = (1, 2, 4)  # rows of a micro-batch that are tried
@@ -75,14 +82,14 @@ class SearchRequest(CheckedRecord):
     reserve: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.1
 
     def _rules(self) -> Rules:
-        longest = self.planned.max_seq_len
+        longest = self.planned_model.max_seq_len
         if longest is not None and self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"
 
     @property
-    def planned(self) -> PlannedModel:
+    def planned_model(self) -> PlannedModel:
         """The model, as plans read it."""
-        return planned(self.model)
+        return planned_model_of(self.model)
 
     @property
     def rows(self) -> int:
@@ -245,7 +252,7 @@ def _stages(folding: Folding) -> PipelineConfig | None:
 
 def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     """Yield what `parallelize_moe` would refuse."""
-    model, (pp, tp, cp, ep, etp, chunks, batch_size) = request.planned, folding
+    model, (pp, tp, cp, ep, etp, chunks, batch_size) = request.planned_model, folding
     for view, size in (("dense", pp * tp * cp), ("expert", pp * ep * etp)):
         if request.num_gpus % size:
             yield Refusal(
@@ -300,7 +307,7 @@ def _unwise(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     if pp > 1 and stage % node:
         reason = f"a stage ({stage} GPUs) must be whole nodes ({node} GPUs): use tp or ep inside"
         yield Refusal("PP across nodes", reason)
-    if pp > 1 and chunks == 1 and CHUNKS[1] * pp <= request.planned.num_layers:
+    if pp > 1 and chunks == 1 and CHUNKS[1] * pp <= request.planned_model.num_layers:
         reason = f"pp ({pp}) leaves ranks idle less with {CHUNKS[1]} stages each: use chunks"
         yield Refusal("VPP where there is PP", reason)
     micro_batches = num_micro_batches(request, folding)

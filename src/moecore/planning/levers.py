@@ -31,28 +31,28 @@ from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun
 from moecore.planning.times import TimePlan, plan_time
 
 Overhead = Literal["low", "medium", "high"]
-WHOLE = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
+PLAIN_FSDP = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
 TWICE = NVLinkOptions(row_factor=2.0)  # capacity for twice the rows of even loads
 CHAIN: tuple[Recomputed, ...] = ("norm", "activation", "rope")
 FIELDS = ("fsdp", "memory", "precision", "optimizer")  # fields of a run that decide its memory
-LEAST = 0.01  # the least gain, as a share of the tokens per second, that is worth a change
+MIN_GAIN = 0.01  # the least gain, as a share of the tokens per second, that is worth a change
 NO_TIME = 1e-12
 
 
 def _recompute(run: TrainingRun, *parts: Recomputed, **changes: Any) -> TrainingRun:
-    up: Recomputed = "mla_up_proj" if run.planned.has_latents else "qkv_proj"
+    up: Recomputed = "mla_up_proj" if run.planned_model.has_latents else "qkv_proj"
     memory = replace(run.memory, recompute=(*CHAIN, up, *parts), **changes)
     return replace(run, memory=memory)
 
 
 def _offloaded(run: TrainingRun) -> tuple[Offloaded, ...]:
     """Return the parts to offload that the model has."""
-    experts: tuple[Offloaded, ...] = ("experts",) if run.planned.num_moe_runs else ()
-    return ("attention", *experts, *(("mlp",) if run.planned.dense else ()))
+    experts: tuple[Offloaded, ...] = ("experts",) if run.planned_model.num_moe_runs else ()
+    return ("attention", *experts, *(("mlp",) if run.planned_model.dense else ()))
 
 
 def _fp8(run: TrainingRun) -> TrainingRun:
-    moe = run.planned.moe
+    moe = run.planned_model.moe
     has_products = moe is None or not (moe.expert_dim % 128 or moe.hidden_dim % 128)
     if run.precision is not None or not has_products:
         return run
@@ -86,7 +86,7 @@ class Option:
     overhead: Overhead | None = None  # in time, of the memory that it saves; None = it saves none
     gains: bool = False  # whether it may save time
     takes_from: tuple[str, ...] = ()  # parts of a report (`report.PARTS`) that it shortens
-    most: float = 1.0  # the largest share of these parts that it saves, by bytes or arithmetic
+    max_share: float = 1.0  # the largest share of these parts that it saves, by bytes or arithmetic
     unless: str = r"(?!)"  # kernels and launches of a trace in which it is set, or cannot be set
 
     def applied(self, run: TrainingRun, gpu: GpuName | Gpu) -> TrainingRun:
@@ -115,7 +115,7 @@ OPTIONS = (
         overhead="low",
         gains=True,
         takes_from=("experts", "dense products"),
-        most=1 / 2,  # FP8 has twice the peak of bf16
+        max_share=1 / 2,  # FP8 has twice the peak of bf16
         unless=r"quantise_",
         page="precision.md#recipes",
     ),
@@ -143,7 +143,7 @@ OPTIONS = (
         change=lambda run: _optimizer(run, moment_dtype="bfloat16"),
         overhead="low",
         takes_from=("optimizer",),
-        most=3 / 8,  # 20 bytes per parameter in place of the 32 of torch's with clipping
+        max_share=3 / 8,  # 20 bytes per parameter in place of the 32 of torch's with clipping
         page="performance.md#adamw",
     ),
     Option(
@@ -160,7 +160,7 @@ OPTIONS = (
     ),
     Option(
         name="recompute of FC1",
-        change=lambda run: _recompute(run, "expert_fc1" if run.planned.moe else "mlp"),
+        change=lambda run: _recompute(run, "expert_fc1" if run.planned_model.moe else "mlp"),
         overhead="medium",
         page="memory.md#recompute",
     ),
@@ -186,7 +186,7 @@ OPTIONS = (
     ),
     Option(
         name="recompute of MoE layers",
-        change=lambda run: _recompute(run, "moe") if run.planned.moe else run,
+        change=lambda run: _recompute(run, "moe") if run.planned_model.moe else run,
         overhead="high",
         page="memory.md#recompute",
     ),
@@ -216,7 +216,7 @@ OPTIONS = (
     Option(
         name='PipelineConfig(schedule="overlapped"), dispatch="alltoall"',
         takes_from=("dispatch by collectives",),
-        most=0.31,  # the measured share with NCCL in a node; between nodes `CostTable.pairs_hide`
+        max_share=0.31,  # measured with NCCL in a node; between nodes `CostTable.pairs_hide`
         page="pipeline.md#schedules",
     ),
     Option(
@@ -244,7 +244,7 @@ OPTIONS = (
     Option(
         name="parallelize_moe(dispatch=DispatchOptions(fp8=True))",
         takes_from=("nvlink dispatch", "copies to peers", "dispatch by collectives"),
-        most=1 / 8,  # one of four transfers in half its bytes
+        max_share=1 / 8,  # one of four transfers in half its bytes
         page="dispatchers.md#tokens-as-fp8",
         unless=r"_pack_rows",
     ),
@@ -336,7 +336,9 @@ def levers_with(
     options: tuple[Option, ...], model: AnyModel, gpu: GpuName | Gpu, **settings: Any
 ) -> Levers:
     """Return the fields of a run with these options, in the order of `OPTIONS`."""
-    plain = dict(fsdp=WHOLE, memory=MemoryOptions(), precision=None, optimizer=OptimizerOptions())
+    plain = dict(
+        fsdp=PLAIN_FSDP, memory=MemoryOptions(), precision=None, optimizer=OptimizerOptions()
+    )
     fields: dict[str, Any] = {n: plain[n] if settings[n] == "any" else settings[n] for n in FIELDS}
     run = TrainingRun(model=model, num_gpus=1, seq_len=1, **fields)
     for option in options:
@@ -367,7 +369,7 @@ class Change:
 
 
 def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None) -> Change | None:
-    """Return the change that gains most tokens per second; None = no option gains `LEAST`.
+    """Return the change that gains most tokens per second; None = no option gains `MIN_GAIN`.
 
     Args:
         plan: the plan of a run.
@@ -393,4 +395,4 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
         except (ValueError, NotImplementedError):  # other options of the run exclude this one
             continue
     best = max(changes, key=lambda change: change.gain, default=None)
-    return best if best is not None and best.gain >= LEAST else None
+    return best if best is not None and best.gain >= MIN_GAIN else None

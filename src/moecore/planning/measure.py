@@ -48,7 +48,7 @@ from moecore.train.optim.adamw import AdamW
 from moecore.train.step import TrainStep
 
 Call = Callable[[], Any]
-WARM_UP_S, ROUNDS, MOST = 0.3, 15, 1000
+WARM_UP_S, ROUNDS, MAX_CALLS = 0.3, 15, 1000
 STEPS = 3  # that warm up, of those that are queued
 FLUSH_BYTES = 1 << 30
 VOCAB = 151936
@@ -84,8 +84,8 @@ FULL = Sizes(
 
 
 # Of the kernels and units of a large model, with little to compute.
-FEW = replace(preset("olmoe-1b-7b"), num_layers=2, vocab_size=4096)
-QUEUED = TrainingRun(model=FEW, num_gpus=1, seq_len=256)
+SMALL_MODEL = replace(preset("olmoe-1b-7b"), num_layers=2, vocab_size=4096)
+QUEUED = TrainingRun(model=SMALL_MODEL, num_gpus=1, seq_len=256)
 
 
 def run_measure(args: Any) -> int:
@@ -93,10 +93,10 @@ def run_measure(args: Any) -> int:
     device = _device()
     gpu = gpu_name(torch.cuda.get_device_name(device))
     host = host_seconds(QUEUED, device)
-    calls = [alone(device, FULL)]
+    calls = [gpu_calls(device, FULL)]
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl", device_id=device)
-        calls.insert(0, together(device, FULL.num_bytes))  # first: it refuses several nodes
+        calls.insert(0, collective_calls(device, FULL.num_bytes))  # first: it refuses several nodes
     points = [point for operations in calls for point in measured(operations, device)]
     if not dist.is_initialized() or dist.get_rank() == 0:
         origin = f"measured on {torch.cuda.get_device_name(device)}, torch {torch.__version__}"
@@ -117,7 +117,7 @@ def host_seconds(run: TrainingRun, device: torch.device) -> float:
         model.init_weights()
         step = TrainStep(model, optimizer_of(run, model), max_norm=1.0)
         tokens_BT = torch.randint(
-            0, run.planned.vocab_size, (run.batch_size, run.seq_len), device=device
+            0, run.planned_model.vocab_size, (run.batch_size, run.seq_len), device=device
         )
         inputs = [{"tokens_BT": tokens_BT, "labels_BT": tokens_BT.roll(-1, 1)}]
         for _ in range(STEPS + ROUNDS):
@@ -143,15 +143,14 @@ def measured(calls: Iterable[tuple[Work, Call]], device: torch.device) -> Iterat
     flush = torch.ones(FLUSH_BYTES // 4 if device.type == "cuda" else 1, device=device)
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     for work, call in calls:
-        first_seconds = _slowest(
-            _median_seconds(call, flush, 3), device
-        )  # so that ranks warm up alike
-        _median_seconds(call, flush, min(MOST, int(WARM_UP_S / first_seconds)))
+        # The slowest rank's, so that ranks warm up alike.
+        first_seconds = _slowest(_median_seconds(call, flush, 3), device)
+        _median_seconds(call, flush, min(MAX_CALLS, int(WARM_UP_S / first_seconds)))
         seconds = _slowest(_median_seconds(call, flush, ROUNDS), device)
         yield Point(work=work, seconds=float(f"{seconds:.6g}"), date=date)
 
 
-def alone(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
+def gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
     """Yield operations of one GPU; tensors of one are gone when the next is asked for."""
     for M, N, K in sizes.products:
         a, b = _random(device, M, K), _random(device, K, N)
@@ -173,7 +172,7 @@ def alone(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
         yield work, lambda t=target, s=source: t.copy_(s, non_blocking=True)  # type: ignore[misc]
 
 
-def together(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
+def collective_calls(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
     """Yield collectives over all ranks, of one node, from a small part of the bytes to all."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if not 2 <= ranks <= NODE or read_launcher_number("LOCAL_WORLD_SIZE", ranks) != ranks:

@@ -32,9 +32,16 @@ from moecore.planning.pieces import (
     small_step,
     timed_stages,
 )
-from moecore.planning.record import HELD, HOST_COPIES, PASSES, Pass
+from moecore.planning.record import HOST_COPIES, PASSES, RESIDENT, Pass
 from moecore.planning.run import TrainingRun, fake_world
-from moecore.planning.stored import WHOLE, held_bytes, held_kinds, ranks_of, sizes_of, state_bytes
+from moecore.planning.stored import (
+    SINGLE_STAGE,
+    held_bytes,
+    held_kinds,
+    ranks_of,
+    sizes_of,
+    state_bytes,
+)
 
 
 class _Pass(NamedTuple):
@@ -176,9 +183,9 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
             for piece in pieces_before:
                 device.update(piece.kinds)
             in_flight[stage] += 1 if of == "F" else -(not is_last)
-        device.update(peak.piece.most)
+        device.update(peak.piece.rise_kinds)
         device["optimizer state"] -= peak.offloaded_state
-        device["other"] += device.pop(HELD, 0)
+        device["other"] += device.pop(RESIDENT, 0)
         device["other"] += peak.num_bytes - sum(device.values())
         host = {"activations": _host_peak(rank, pieces), "optimizer state": rank.offloaded_state}
         ranks.append(
@@ -231,7 +238,7 @@ def until_steady(run: TrainingRun) -> int:
 def _ranks(run: TrainingRun) -> Iterator[_Rank]:
     """Yield the pipeline ranks of a run."""
     pieces, step = memory_pieces_of(run), small_step(run)
-    beside = pieces.held - max(held_bytes(small_of(run)))  # of what no plan counts
+    beside = pieces.resident_bytes - max(held_bytes(small_of(run)))  # of what no plan counts
     beside -= step.pages  # which have a part for each layer
     per_byte = run.optimizer.offload_fraction * state_bytes(run.optimizer, run.dtype)
     for size, passes, pages in zip(sizes_of(run), _passes(run, pieces), _pages(run), strict=True):
@@ -245,8 +252,8 @@ def _ranks(run: TrainingRun) -> Iterator[_Rank]:
 
 def _pages(run: TrainingRun) -> Iterator[int]:
     """Yield the bytes of each pipeline rank's pages: as many for each run of an MoE layer."""
-    model = run.planned
-    bytes_per_run = small_step(run).pages / max(1, small_of(run).planned.num_moe_runs)
+    model = run.planned_model
+    bytes_per_run = small_step(run).pages / max(1, small_of(run).planned_model.num_moe_runs)
     stages, rank_of = timed_stages(run), ranks_of(run)
     for rank in range(run.resolved.pp):
         rank_stages = [stage for stage, of in zip(stages, rank_of, strict=True) if of == rank]
@@ -292,7 +299,8 @@ def _of_stage(
     # In the cut step, what a backward frees or keeps at its end is in the embedding's piece, for
     # all layers. A micro-batch between the first and the last keeps nothing. These keep what their
     # pieces have more than its, and of the ends' surplus the stage's share of gradient sums.
-    layers, ends = replace(stage, embedding=False, loss=False), replace(WHOLE, layers=(), mtp=())
+    layers = replace(stage, embedding=False, loss=False)
+    ends = replace(SINGLE_STAGE, layers=(), mtp=())
     net_bytes = sum(
         part_share * (_net(part, micro_batch, pieces) - _net(part, MIDDLE // 2, pieces))
         for part, part_share in ((layers, 1.0), (ends, share))

@@ -41,7 +41,7 @@ class ModelSizes(NamedTuple):
 
     params: int
     experts: int
-    cut: int
+    tp_params: int
 
 
 class ModelSource(NamedTuple):
@@ -193,7 +193,7 @@ class NativeModel(PlannedModel):
 
     @override
     def source(self, dtype: torch.dtype) -> ModelSource:
-        config = _shown(self.config)
+        config = _config_source(self.config)
         return ModelSource(
             ["from moecore.models import *"],
             [f"config = {config}", f'model = Decoder(config, device="meta", dtype={dtype})'],
@@ -258,7 +258,7 @@ def preset_of(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
     return None
 
 
-def _shown(config: DecoderConfig) -> str:
+def _config_source(config: DecoderConfig) -> str:
     match = preset_of(config)
     if match is None:
         return repr(config)

@@ -23,7 +23,7 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.planning.dry_run import ADAMW, DryRun, dry_run_of_capacity, of_rows
 from moecore.planning.record import Pass, Placed, Queued, Start
 from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.planning.stored import WHOLE, stages_of, state_bytes, stored_bytes
+from moecore.planning.stored import SINGLE_STAGE, stages_of, state_bytes, stored_bytes
 
 Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward
 
@@ -34,7 +34,7 @@ def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun,
     # the first, and the first behind one of the last kind, which stands for the others. A layer
     # prefetches for the next but one: so between them a forward is like the second one's and a
     # backward like the last but one's.
-    p, kinds = run.resolved, run.planned.layers
+    p, kinds = run.resolved, run.planned_model.layers
     if not kinds:  # `parallelize_moe` refuses the model
         return run, {"F": (), "B": ()}
     last_kind_layers = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
@@ -48,7 +48,7 @@ def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun,
     layers = sorted({*ends, *samples.values(), *last_kind_layers[:2], *last_kind_layers[-2:]})
     small = replace(
         run,
-        model=run.planned.with_layers(layers),
+        model=run.planned_model.with_layers(layers),
         num_gpus=run.num_gpus // p.pp,
         parallel=replace(p, pp=1),
         num_micro_batches=num_micro_batches,
@@ -72,12 +72,12 @@ class QueuePiece(NamedTuple):
     delta: int  # bytes that are allocated more behind it than before it
     rise: int  # most of them within it
     kinds: Mapping[str, int]  # `delta` by kind
-    most: Mapping[str, int]  # `rise` by kind
+    rise_kinds: Mapping[str, int]  # `rise` by kind
 
 
 def _piece(place: range, start: Start, level: int, kinds: Mapping[str, int]) -> QueuePiece:
     """Return a piece from a start to a level."""
-    changes = _difference(kinds, start.kinds), _difference(start.most, start.kinds)
+    changes = _difference(kinds, start.kinds), _difference(start.top_kinds, start.kinds)
     return QueuePiece(place, level - start.level, start.top - start.level, *changes)
 
 
@@ -89,8 +89,8 @@ class Far(NamedTuple):
     """A place in a piece, and numbers of earlier work that it comes behind too, as `Queued`."""
 
     place: int
-    behind: list[int]
-    host_behind: list[int]
+    dependencies: list[int]
+    host_dependencies: list[int]
 
 
 Copy = tuple[list[Placed], list[Far]]
@@ -101,9 +101,9 @@ class Pieces:
     """A step that was cut."""
 
     queued: Sequence[Queued]
-    held: int
+    resident_bytes: int
     like: Likes  # of each pass, the layer that each layer of the whole model is like
-    found: dict[tuple[int, Pass, str], list[QueuePiece]]  # (micro-batch, pass, part) -> in order
+    passes: dict[tuple[int, Pass, str], list[QueuePiece]]  # (micro-batch, pass, part) -> in order
     end: QueuePiece  # clipping and the optimizer
 
     @classmethod
@@ -119,12 +119,12 @@ class Pieces:
             piece = _piece(place, start, next_start.level, next_start.kinds)
             passes.setdefault((micro_batch, start.of, start.part), []).append(piece)
         end = _piece(range(last.first, len(queued)), last, resident_bytes, starts[0].kinds)
-        return cls(queued=queued, held=resident_bytes, like=like, found=passes, end=end)
+        return cls(queued=queued, resident_bytes=resident_bytes, like=like, passes=passes, end=end)
 
     @property
     def num_micro_batches(self) -> int:
         """Of the step that was cut."""
-        return 1 + max(micro_batch for micro_batch, _, _ in self.found)
+        return 1 + max(micro_batch for micro_batch, _, _ in self.passes)
 
     def of_stage(self, stage: Stage, of: Pass, micro_batch: int) -> list[QueuePiece]:
         """Return the pieces of a stage's pass, in order; the micro-batch is of the cut step."""
@@ -133,7 +133,7 @@ class Pieces:
 
     def of_part(self, part: str, of: Pass, micro_batch: int) -> Sequence[QueuePiece]:
         """Return the pieces of a part's pass, in order."""
-        return self.found.get((micro_batch, of, part), ())
+        return self.passes.get((micro_batch, of, part), ())
 
     def parts(self, stage: Stage, of: Pass) -> list[str]:
         """Return the parts that those of a stage's pass are like, in order."""
@@ -142,10 +142,10 @@ class Pieces:
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
         return parts[::-1] if of == "B" else parts
 
-    def joined(self, pieces: Iterable[QueuePiece]) -> list[Placed]:
+    def join(self, pieces: Iterable[QueuePiece]) -> list[Placed]:
         """Return the queue of pieces one after the other."""
         queue: list[Placed] = []
-        newest: dict[int, int] = {}  # where a piece starts in `queued` -> in `found`
+        newest: dict[int, int] = {}  # where a piece starts in `queued` -> in `queue`
         lengths: tuple[int, ...] = ()
         for place in (piece.place for piece in pieces):
             start = len(queue)
@@ -169,13 +169,13 @@ class Pieces:
                 queued = self.queued[i]
                 distances = [
                     {n: self._distance(n, i, place, lengths) for n in numbers}
-                    for numbers in (queued.behind, queued.host_behind)
+                    for numbers in (queued.dependencies, queued.host_dependencies)
                 ]
                 near = (tuple(d for d in places.values() if d is not None) for places in distances)
                 queue.append(Placed(queued, *near))
                 earlier = ([n for n, d in places.items() if d is None] for places in distances)
                 far.append(Far(i - place.start, *earlier))
-            far = [item for item in far if item.behind or item.host_behind]
+            far = [item for item in far if item.dependencies or item.host_dependencies]
             self._copies[place, lengths] = queue, far
         return self._copies[place, lengths]
 
@@ -209,7 +209,7 @@ class Pieces:
 
     @cached_property
     def _places(self) -> list[range]:
-        places = [piece.place for pieces in self.found.values() for piece in pieces]
+        places = [piece.place for pieces in self.passes.values() for piece in pieces]
         return [*sorted(places, key=attrgetter("start")), self.end.place]
 
     @cached_property
@@ -270,9 +270,9 @@ def timed_stages(run: TrainingRun) -> Sequence[Stage]:
     """Return the stages of a run; of one without, all of its layers."""
     if run.pipeline is not None:
         return stages_of(run)
-    model = run.planned
+    model = run.planned_model
     layers, mtp = tuple(range(model.num_layers)), tuple(range(model.num_mtp_layers))
-    return [replace(WHOLE, layers=layers, mtp=mtp)]
+    return [replace(SINGLE_STAGE, layers=layers, mtp=mtp)]
 
 
 @lru_cache(maxsize=64)

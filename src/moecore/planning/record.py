@@ -90,8 +90,8 @@ class Queued(NamedTuple):
     Attributes:
         work: what it is.
         stream: whose work runs in the order in which it is queued.
-        behind: numbers of what must have ended before it starts.
-        host_behind: of what the host has waited for since it queued the work before.
+        dependencies: numbers of what must have ended before it starts.
+        host_dependencies: of what the host has waited for since it queued the work before.
         node_ranks: of a collective: how many of its ranks this rank's domain has.
         phases: marks that it is within, the outermost first.
         times: how often it runs, one after the other; the host queues ahead from the first on.
@@ -99,8 +99,8 @@ class Queued(NamedTuple):
 
     work: Work
     stream: int
-    behind: frozenset[int]
-    host_behind: frozenset[int]
+    dependencies: frozenset[int]
+    host_dependencies: frozenset[int]
     node_ranks: int = 0
     phases: tuple[str, ...] = ()
     times: int = 1
@@ -110,14 +110,18 @@ class Placed(NamedTuple):
     """Queued work in any queue; what `Queued` names by number is so many places before."""
 
     queued: Queued
-    behind: tuple[int, ...]
-    host_behind: tuple[int, ...]
+    dependencies: tuple[int, ...]
+    host_dependencies: tuple[int, ...]
 
 
 def placed(queued: Iterable[Queued]) -> list[Placed]:
     """Return a whole queue, as it was recorded."""
     return [
-        Placed(item, tuple(i - n for n in item.behind), tuple(i - n for n in item.host_behind))
+        Placed(
+            item,
+            tuple(i - n for n in item.dependencies),
+            tuple(i - n for n in item.host_dependencies),
+        )
         for i, item in enumerate(queued)
     ]
 
@@ -277,7 +281,7 @@ def _dtype(x: Tensor) -> str:
 
 ALIGNMENT = 512  # bytes: what torch's allocator rounds to
 FOREACH = "foreach"
-HELD, GRADIENTS, OPTIMIZER = "held", "gradients", "optimizer step"
+RESIDENT, GRADIENTS, OPTIMIZER = "held", "gradients", "optimizer step"
 KINDS = {"F": "activations: outside", "B": "backward"}  # of memory outside of a layer's parts
 OUTER = ("activations: rest", "activations: routing")  # in which other parts lie
 END = "end"  # clipping and the optimizer
@@ -294,7 +298,7 @@ class Start(NamedTuple):
     level: int  # bytes then
     top: int  # most bytes until the next one
     kinds: Mapping[str, int] = MappingProxyType({})  # `level` by kind
-    most: Mapping[str, int] = MappingProxyType({})  # `top` by kind
+    top_kinds: Mapping[str, int] = MappingProxyType({})  # `top` by kind
 
 
 class WorkRecorder(DispatchMode):
@@ -303,10 +307,10 @@ class WorkRecorder(DispatchMode):
     def __init__(self, ranks_per_domain: int) -> None:
         super().__init__()
         self._domain = ranks_per_domain
-        self.level = self.peak = self._top = self._held = 0
-        # Bytes by kind: `HELD` at `mark`, else by pass and part of the model.
-        self.kinds, self._most = Counter[str](), Counter[str]()
-        self._within = [HELD]  # kinds of the parts that have begun
+        self.level = self.peak = self._top = self._resident_bytes = 0
+        # Bytes by kind: `RESIDENT` at `mark`, else by pass and part of the model.
+        self.kinds, self._top_kinds = Counter[str](), Counter[str]()
+        self._open_kinds = [RESIDENT]  # kinds of the parts that have begun
         self.queues = Queues()
         self.queued: list[Queued] = []
         self.starts: list[Start] = []
@@ -318,43 +322,43 @@ class WorkRecorder(DispatchMode):
     def mark(self) -> None:
         """Begin anew: nothing is queued, and the peak is what is allocated now."""
         self.peak, self.queued, self._first = self.level, [], self.queues.length
-        self.starts, self._top, self._held = [], self.level, self.level
-        self._within = [KINDS["F"]]  # what a step allocates before its first part
-        self._sizes = {key: (size, HELD) for key, (size, _) in self._sizes.items()}
-        self.kinds, self._most = (Counter({HELD: self.level}) for _ in range(2))
+        self.starts, self._top, self._resident_bytes = [], self.level, self.level
+        self._open_kinds = [KINDS["F"]]  # what a step allocates before its first part
+        self._sizes = {key: (size, RESIDENT) for key, (size, _) in self._sizes.items()}
+        self.kinds, self._top_kinds = (Counter({RESIDENT: self.level}) for _ in range(2))
 
     def begin(self, of: Pass, part: str) -> None:
         """Record that a part of the model begins a pass."""
         with torch.DisableTorchFunction():
             self._find_gradients()
-        level = self.level if self.starts else self._held
-        kinds = self.kinds if self.starts else Counter({HELD: self._held})
+        level = self.level if self.starts else self._resident_bytes
+        kinds = self.kinds if self.starts else Counter({RESIDENT: self._resident_bytes})
         self.end()
         self.starts.append(Start(of, part, len(self.queued), level, level, kinds.copy(), kinds))
-        self._within = [OPTIMIZER if part == END else KINDS[of]]
+        self._open_kinds = [OPTIMIZER if part == END else KINDS[of]]
 
     def end(self) -> None:
         """Record how much the last of these parts had at most."""
         if self.starts:
-            self.starts[-1] = self.starts[-1]._replace(top=self._top, most=self._most)
-            self._top, self._most = self.level, self.kinds.copy()
+            self.starts[-1] = self.starts[-1]._replace(top=self._top, top_kinds=self._top_kinds)
+            self._top, self._top_kinds = self.level, self.kinds.copy()
 
     @contextmanager
-    def within(self, part: str) -> Iterator[None]:
+    def scope(self, part: str) -> Iterator[None]:
         """Count memory as that of a part of the model; of two, one in the other, as the outer's."""
-        kind = self._within[-1]
-        if len(self._within) == 1 or kind in OUTER:
+        kind = self._open_kinds[-1]
+        if len(self._open_kinds) == 1 or kind in OUTER:
             kind = f"activations: {part}"
-        outside, self._within = self._within, [*self._within, kind]
+        outside, self._open_kinds = self._open_kinds, [*self._open_kinds, kind]
         try:
             yield
         finally:
-            self._within = outside
+            self._open_kinds = outside
 
     def _find_gradients(self) -> None:
         for grad in (param.grad for param in self.params if param.grad is not None):
             key = storage_key(local_of(grad))
-            size, kind = self._sizes.get(key, (0, HELD))
+            size, kind = self._sizes.get(key, (0, RESIDENT))
             if kind == KINDS["B"]:
                 self._sizes[key] = size, GRADIENTS
                 self.kinds.update({kind: -size, GRADIENTS: size})
@@ -365,16 +369,16 @@ class WorkRecorder(DispatchMode):
         if key in self._sizes:
             return False
         if is_host_memory():
-            self._sizes[key] = 0, HELD
+            self._sizes[key] = 0, RESIDENT
             return False
         storage = tensor.untyped_storage()
-        size, kind = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT, self._within[-1]
+        size, kind = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT, self._open_kinds[-1]
         self._sizes[key] = size, kind
         self.level += size
         self.kinds[kind] += size
         self.peak = max(self.peak, self.level)
         if self.level > self._top:
-            self._top, self._most = self.level, self.kinds.copy()
+            self._top, self._top_kinds = self.level, self.kinds.copy()
         weakref.finalize(storage, self._free, key)
         return True
 

@@ -183,7 +183,7 @@ def report(trace: Trace, num_steps: int = 1) -> Report:
         Lever(option.name, option.page, LIMIT_OF[option.takes_from[0]], share)
         for option in OPTIONS
         if option.takes_from and not any(re.search(option.unless, name) for name in names)
-        for share in (option.most * sum(parts.get(p, 0.0) for p in option.takes_from) / wall,)
+        for share in (option.max_share * sum(parts.get(p, 0.0) for p in option.takes_from) / wall,)
         if share >= LEAST_SHARE
     ]
     best = sorted(levers, key=lambda lever: -lever.share)[:MOST_LEVERS]

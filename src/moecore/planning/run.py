@@ -118,7 +118,7 @@ class TrainingRun(CheckedRecord):
         elif self.nvlink is not None and not are_peers(group, self.num_peers):
             size = f"> 1 and divides num_peers ({self.num_peers})"
             yield "nvlink", f"be None with ep * etp ({group}), unless it is {size}: leave it out"
-        longest = self.planned.max_seq_len
+        longest = self.planned_model.max_seq_len
         if longest is not None and self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"
         if self.batch_size * self.seq_len >= 1 << 31:
@@ -128,8 +128,8 @@ class TrainingRun(CheckedRecord):
 
     def _bounds(self) -> Rules:
         """Yield what no plan simulates."""
-        if self.planned.num_layers > MOST_LAYERS:
-            yield "planned.num_layers", f"be <= {MOST_LAYERS}: plan a model of so many layers"
+        if self.planned_model.num_layers > MOST_LAYERS:
+            yield "planned_model.num_layers", f"be <= {MOST_LAYERS}: plan a model of so many layers"
         if self.parallel.pp > MOST_STAGES:
             yield "parallel.pp", f"be <= {MOST_STAGES}: plan a pipeline of so many ranks"
         is_gpipe = self.pipeline is not None and self.pipeline.schedule == "gpipe"
@@ -141,9 +141,9 @@ class TrainingRun(CheckedRecord):
             )
 
     @property
-    def planned(self) -> PlannedModel:
+    def planned_model(self) -> PlannedModel:
         """The model, as plans read it."""
-        return planned(self.model)
+        return planned_model_of(self.model)
 
     @property
     def resolved(self) -> ParallelConfig:
@@ -175,7 +175,7 @@ def _with_used_choices(model: AnyModel) -> AnyModel:
 
 
 @lru_cache(maxsize=64)
-def planned(model: AnyModel) -> PlannedModel:
+def planned_model_of(model: AnyModel) -> PlannedModel:
     """Return a model as plans read it."""
     if isinstance(model, DecoderConfig):
         return NativeModel.of(model)
@@ -186,7 +186,7 @@ def model_of(run: TrainingRun, device_type: str) -> Any:
     """Return the model of a run, parallelized on meta; needs a default process group."""
     domain = run.ranks_per_domain if run.dispatcher == "hierarchical" else None
     with refusing(run.model):
-        model = run.planned.build(run.dtype)
+        model = run.planned_model.build(run.dtype)
         parallelize_moe(
             model,
             build_meshes(run.parallel, device_type, ranks_per_domain=domain),
@@ -270,17 +270,17 @@ def call_of(run: TrainingRun) -> str:
     """Return the source of a run's calls: meshes, model, `parallelize_moe`, optimizer, step."""
     check_arguments(call_of, locals())
     sizes = f"{run.num_micro_batches}, {run.batch_size}, {run.seq_len}"
-    arguments = {"fsdp": _shown(run.fsdp), "loss": "'mean'"}
+    arguments = {"fsdp": _record_source(run.fsdp), "loss": "'mean'"}
     if run.memory.parts or run.memory.offload or run.memory.stash:
-        arguments["memory"] = _shown(run.memory)
+        arguments["memory"] = _record_source(run.memory)
     if run.precision is not None:
         arguments["precision"] = _precision(run.precision)
     if run.resolved.ep * run.resolved.etp > 1 or run.nvlink is not None or run.fp8_dispatch:
         dispatch = dispatch_of(run)
         is_name = dispatch == DispatchOptions.of(dispatch.name)
-        arguments["dispatch"] = repr(dispatch.name) if is_name else _shown(dispatch)
+        arguments["dispatch"] = repr(dispatch.name) if is_name else _record_source(dispatch)
     if run.pipeline is not None:
-        arguments["pipeline"] = _shown(run.pipeline)
+        arguments["pipeline"] = _record_source(run.pipeline)
     options = run.optimizer
     moments = (
         "" if options.moment_dtype == "float32" else f", moment_dtype=torch.{options.moment_dtype}"
@@ -289,7 +289,7 @@ def call_of(run: TrainingRun) -> str:
     fraction = options.offload_fraction
     is_split = run.dispatcher == "hierarchical"
     domain = f", ranks_per_domain={run.ranks_per_domain}" if is_split else ""
-    source = run.planned.source(run.dtype)
+    source = run.planned_model.source(run.dtype)
     replaces = any("replace(" in line for line in source.build)
     lines = [
         *(["from dataclasses import replace", ""] if replaces else []),
@@ -300,7 +300,7 @@ def call_of(run: TrainingRun) -> str:
         f"from moecore.train import AdamW{', StateOffload' if fraction else ''}",
         *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
         "",
-        f"meshes = build_meshes({_shown(run.parallel)}{domain})",
+        f"meshes = build_meshes({_record_source(run.parallel)}{domain})",
         *source.build,
         "parallelize_moe(",
         "    model,",
@@ -319,7 +319,7 @@ def call_of(run: TrainingRun) -> str:
     return "\n".join(lines)
 
 
-def _shown(record: Any) -> str:
+def _record_source(record: Any) -> str:
     """Return the source of a record, with the fields that differ from their defaults."""
     arguments = []
     for item in fields(record):

@@ -36,12 +36,12 @@ from moecore.planning.foldings import (
     schedules_of,
 )
 from moecore.planning.gpus import GPUS, Gpu, gpu_of, time_refusal
-from moecore.planning.levers import LEAST, Levers
+from moecore.planning.levers import MIN_GAIN, Levers
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.run import MAX_GPUS, TrainingRun, lever_flags
 from moecore.planning.times import TimePlan, layouts_of, plan_time
 
-PLANNED = 4  # foldings that are planned for each one that is wanted
+PLANS_PER_RESULT = 4  # foldings that are planned for each one that is wanted
 MAX_DIVISORS = 64  # of a number of GPUs: the foldings of more would take many minutes
 
 
@@ -98,7 +98,7 @@ class SearchResult:
         fitting: foldings that fit, best first.
         too_large: foldings that do not fit with any levers.
         refused: the number of foldings that each rule refused.
-        not_planned: the number of foldings that no rule refused and that were not planned.
+        num_unplanned: the number of foldings that no rule refused and that were not planned.
         change: the smallest change with which one fits, if none does and a change was found.
     """
 
@@ -106,7 +106,7 @@ class SearchResult:
     fitting: tuple[Fitting, ...]
     too_large: tuple[Candidate, ...]
     refused: Mapping[str, int]
-    not_planned: int
+    num_unplanned: int
     change: str | None
 
     def table(self) -> str:
@@ -163,7 +163,7 @@ def search(
     _refuse_untimed(request)
     table = request.costs if table is None else table
     open_foldings, refused = _open_foldings(request)
-    max_plans = PLANNED * num_results if max_plans is None else max_plans
+    max_plans = PLANS_PER_RESULT * num_results if max_plans is None else max_plans
     estimate = Estimate(request, table)
     queue = [(estimate.key(folding), folding) for folding in open_foldings]
     heapify(queue)
@@ -208,7 +208,7 @@ def search(
         fitting=tuple(sorted(fitting[:num_results], key=rank_by)),
         too_large=tuple(candidate for candidate in candidates if not candidate.fits),
         refused=dict(refused),
-        not_planned=len(open_foldings) - len(candidates) - refused["parallelize_moe"],
+        num_unplanned=len(open_foldings) - len(candidates) - refused["parallelize_moe"],
         change=None if fitting else smallest_change(request, table),
     )
 
@@ -260,10 +260,10 @@ def eased(request: SearchRequest, best: Fitting, table: CostTable, estimate: Est
             continue
         run = replace(run_of(request, best.folding, fewer_levers), pipeline=best.run.pipeline)
         other = planned_with(request, best.folding, fewer_levers, run)
-        if (
-            other.fits
-            and (candidate := timed(other, table)).time.seconds <= (1 + LEAST) * best_seconds
-        ):
+        if not other.fits:
+            continue
+        candidate = timed(other, table)
+        if candidate.time.seconds <= (1 + MIN_GAIN) * best_seconds:
             best, best_seconds = candidate, min(best_seconds, candidate.time.seconds)
     return best
 
@@ -303,10 +303,10 @@ def timed(candidate: Candidate, table: CostTable) -> Fitting:
 def explain_folding(request: SearchRequest, folding: Folding) -> str:
     """Return one line: why a folding is refused or too large, or the levers with which it fits."""
     check_arguments(explain_folding, locals())
-    return explained(request, folding, planned(request, folding, request.costs))
+    return explained(request, folding, plan_folding(request, folding, request.costs))
 
 
-def planned(request: SearchRequest, folding: Folding, table: CostTable) -> Refusal | Candidate:
+def plan_folding(request: SearchRequest, folding: Folding, table: CostTable) -> Refusal | Candidate:
     """Return why a folding is refused, or its plan: fitting with the fastest levers, or not."""
     _refuse_untimed(request)
     refusal = refuse(request, folding)

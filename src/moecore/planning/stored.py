@@ -28,7 +28,7 @@ from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quie
 from moecore.planning.transformers import refusing
 from moecore.train.optim.adamw import AdamW
 
-WHOLE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
+SINGLE_STAGE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
 STEADY_LAYERS = (
     2  # layers from which on one more adds the same, beside those that are gathered ahead
 )
@@ -38,8 +38,8 @@ SAMPLE = 1 << 20  # elements whose optimizer state is counted
 def stages_of(run: TrainingRun) -> Sequence[Stage]:
     """Return the stages of a run, in the order of forward."""
     if run.pipeline is None:
-        return [WHOLE]
-    model = run.planned
+        return [SINGLE_STAGE]
+    model = run.planned_model
     parts = model.num_layers, model.num_mtp_layers, model.bound()
     layout = run.pipeline.stages(run.resolved.pp, *parts)
     layout.chunks(run.resolved.pp)  # refused where these do not divide
@@ -61,7 +61,7 @@ def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
     is_fc1 = "expert_fc1" in run.memory.parts  # which experts may refuse
     plain = replace(
         run,
-        seq_len=min(run.seq_len, run.planned.num_mtp_layers + 1),
+        seq_len=min(run.seq_len, run.planned_model.num_mtp_layers + 1),
         batch_size=1,
         num_micro_batches=1,
         memory=MemoryOptions(recompute=("expert_fc1",) if is_fc1 else ()),
@@ -155,7 +155,7 @@ def _extended(short: RankBytes, long: RankBytes, times: int) -> RankBytes:
 def _rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
     rank = pp_rank * run.num_gpus // run.resolved.pp
     with refusing(run.model), fake_world(run.num_gpus, rank), quiet():
-        model = run.planned.build(run.dtype)
+        model = run.planned_model.build(run.dtype)
         idle = _idle(model)
         plan = plan_sharding(
             model,

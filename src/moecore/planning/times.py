@@ -41,7 +41,7 @@ from moecore.planning.pieces import (
 )
 from moecore.planning.record import PASSES, SLICES, Pass, Placed, Queued, Work, placed
 from moecore.planning.run import TrainingRun
-from moecore.planning.stored import WHOLE, ranks_of, stages_of, state_bytes, stored_bytes
+from moecore.planning.stored import SINGLE_STAGE, ranks_of, stages_of, state_bytes, stored_bytes
 
 
 def simulate(
@@ -109,7 +109,9 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
     spans = run_queue(placed(step.queued), table, STEPS)
     first, last = (max(spans.ends[: len(step.queued) * n]) for n in (STEPS - 1, STEPS))
     before = (STEPS - 1) * len(step.queued)
-    parts = at_least(exposed(spans, first, last), carried(spans, before, len(spans.ends)))
+    parts = add_missing_network(
+        exposed(spans, first, last), carried(spans, before, len(spans.ends))
+    )
     return StepTime(max(last - first, sum(parts.values())), parts)
 
 
@@ -150,7 +152,7 @@ def carried(spans: Spans, first: int, last: int) -> float:
     return sum(end - start for start, end, part in triples if part == "network")
 
 
-def at_least(parts: Mapping[Part, float], network: float) -> dict[Part, float]:
+def add_missing_network(parts: Mapping[Part, float], network: float) -> dict[Part, float]:
     """Return parts whose sum is at least the seconds of the network, which streams share."""
     missing = max(0.0, network - sum(parts.values()))
     return {**parts, "network": parts.get("network", 0.0) + missing}
@@ -167,11 +169,9 @@ def _costs(queue: Sequence[Placed], table: CostTable) -> list[tuple[float, Part]
         seconds, wall = memo[key]
         return queued.times * seconds, wall
 
-    of = {
-        id(queued): cost(queued)
-        for queued in {id(queued): queued for queued, _, _ in queue}.values()
-    }
-    return [of[id(queued)] for queued, _, _ in queue]
+    works = {id(queued): queued for queued, _, _ in queue}
+    costs = {key: cost(queued) for key, queued in works.items()}
+    return [costs[id(queued)] for queued, _, _ in queue]
 
 
 def exposed(spans: Spans, start: float, end: float) -> dict[Part, float]:
@@ -210,7 +210,7 @@ class Passed(NamedTuple):
 
 StagePasses = dict[tuple[Pass, int], Passed]  # by pass and micro-batch of the dry run
 Passes = Mapping[int, StagePasses]  # by stage
-Known = dict[object, StagePasses]  # by the starts of a stage's pieces
+PassCache = dict[object, StagePasses]  # by the starts of a stage's pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,7 +274,8 @@ def layouts_of(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
     """Return a run, and with stages the same one with others that balance its ends' seconds."""
     if run.pipeline is None:
         return [run]
-    pieces, model, none = pieces_of(run), run.planned, replace(WHOLE, embedding=False, loss=False)
+    pieces, model = pieces_of(run), run.planned_model
+    none = replace(SINGLE_STAGE, embedding=False, loss=False)
 
     @cache
     def cost(**parts: Any) -> float:
@@ -305,13 +306,13 @@ def layouts_of(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
 
 def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
     """Return `plan_time` of runs that differ only in the order of stages or in state offload."""
-    pass_cache: Known = {}
+    pass_cache: PassCache = {}
     plans = []
     for run in runs:
         _refuse_untimed(run.precision, table)
         pieces, timeline = pieces_of(run), None
         if run.pipeline is None:
-            seconds, parts = _alone(run, pieces, table)
+            seconds, parts = _time_unstaged(run, pieces, table)
         else:
             seconds, parts, timeline = _staged(run, pieces, table, pass_cache)
         if run.optimizer.offload_fraction:
@@ -322,7 +323,7 @@ def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
     return plans
 
 
-def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
+def _time_unstaged(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
     """Return seconds and parts of a step without stages."""
     # A queue of a few micro-batches is timed; each further one takes as long as the last one in the
     # middle of these.
@@ -333,7 +334,7 @@ def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, P
         for of in PASSES:
             queue += pieces.of_stage(stage, of, i)
         lengths.append(_length(queue))
-    placed_queue = pieces.joined([*queue, pieces.end])
+    placed_queue = pieces.join([*queue, pieces.end])
     before = (STEPS - 1) * len(placed_queue)
     spans = run_queue(placed_queue, table, STEPS)
 
@@ -347,11 +348,13 @@ def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, P
         times, extra = run.num_micro_batches - number, exposed(spans, start, stop)
         parts = _sum((parts, {part: times * seconds for part, seconds in extra.items()}))
         network += times * carried(spans, before + lengths[1], before + lengths[2])
-    parts = at_least(parts, network)
+    parts = add_missing_network(parts, network)
     return sum(parts.values()), parts
 
 
-def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, pass_cache: Known) -> float:
+def _state_waits(
+    run: TrainingRun, pieces: Pieces, table: CostTable, pass_cache: PassCache
+) -> float:
     """Return the seconds in which a step waits for the offload of its optimizer's state."""
     # The blocks of the first forward hide the copy out. The blocks of the last backward, except the
     # first of it, hide the copy back. In a pipeline these are the blocks of the first rank.
@@ -383,14 +386,14 @@ def has_slices(run: TrainingRun) -> bool:
 
 
 def _staged(
-    run: TrainingRun, pieces: Pieces, table: CostTable, pass_cache: Known
+    run: TrainingRun, pieces: Pieces, table: CostTable, pass_cache: PassCache
 ) -> tuple[float, Parts, Timeline]:
     """Return seconds, parts and timeline of a step with stages."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, stages_of(run)
     passes = _passes_of(stages, pieces, table, pass_cache)
     # Clipping and the optimizer follow the slowest pipeline rank.
-    end_spans = run_queue(pieces.joined([pieces.end]), table)
+    end_spans = run_queue(pieces.join([pieces.end]), table)
     end_seconds = max(end_spans.ends, default=0.0)
     end_parts = exposed(end_spans, 0.0, end_seconds)
     send = _send_seconds(run, table)
@@ -410,7 +413,7 @@ def _staged(
             # A pair never takes less than the network's seconds for what both passes send. Nothing
             # of dispatcher "nvlink" waits for a pair.
             if isinstance(item, Overlap) and hides:
-                return at_least(_hidden(sums, hides), sum(n for _, n in passed))
+                return add_missing_network(_hidden(sums, hides), sum(n for _, n in passed))
             return sums
 
         timeline = simulate(schedule, lambda item: sum(parts_of(item).values()), send)
@@ -448,7 +451,7 @@ def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
 
 
 def _passes_of(
-    stages: Sequence[Stage], pieces: Pieces, table: CostTable, pass_cache: Known
+    stages: Sequence[Stage], pieces: Pieces, table: CostTable, pass_cache: PassCache
 ) -> Passes:
     """Return `_passes` of each stage, computed once for stages with equal pieces."""
     passes = {}
@@ -469,12 +472,12 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> StagePasses:
         for of in PASSES:
             queue += pieces.of_stage(stage, of, i)
             ends.append(((of, i), _length(queue)))
-    spans = run_queue(pieces.joined(queue), table)
+    spans = run_queue(pieces.join(queue), table)
     start, before = 0.0, 0
     for key, number in ends:
         end = max(spans.ends[:number], default=0.0)
         network = carried(spans, before, number)
-        passes[key] = Passed(at_least(exposed(spans, start, end), network), network)
+        passes[key] = Passed(add_missing_network(exposed(spans, start, end), network), network)
         start, before = end, number
     return passes
 
@@ -501,6 +504,6 @@ def _send_seconds(run: TrainingRun, table: CostTable) -> float:
     """Return the seconds of a message between stages."""
     p = run.resolved
     # Of bf16, in one direction of two.
-    num_bytes = 2 * 2 * run.batch_size * run.seq_len // (p.cp * p.tp) * run.planned.dim
+    num_bytes = 2 * 2 * run.batch_size * run.seq_len // (p.cp * p.tp) * run.planned_model.dim
     node_ranks = 1 if run.num_gpus // p.pp >= run.ranks_per_domain else 2
     return table.seconds(Work("send", "collective", 0, num_bytes, (2,), "bfloat16"), node_ranks)

@@ -26,7 +26,7 @@ from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.record import Rows
-from moecore.kernels.rows.scaling import Both
+from moecore.kernels.rows.scaling import OperandPair
 
 
 class Grads(NamedTuple):
@@ -62,7 +62,7 @@ class SavedState:
         cls,
         tensors: Sequence[Any],
         dtype: torch.dtype,
-        quantised: tuple[Both, Both] | None = None,
+        quantised: tuple[OperandPair, OperandPair] | None = None,
         magnitudes: Magnitudes | None = None,
     ) -> SavedState:
         """Return the record of its `tensors()`; rows have `dtype`, the rest is of the weights."""
