@@ -83,9 +83,8 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
     layers = [module for module in model.modules() if isinstance(module, RoutedLayer)]
     products = [_products(layer, request, compute_args) for layer in layers]
     saved_lines = [] if batch is None else batch_lines(model, batch)
-    return "\n".join(
-        [*_lines(plan, coordinate, _meshes(model, request, coordinate), products), *saved_lines]
-    )
+    meshes = _meshes(model, request, coordinate)
+    return "\n".join([*_lines(plan, coordinate, meshes, products), *saved_lines])
 
 
 def current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
@@ -168,10 +167,8 @@ def _lines(
     yield from meshes
     yield from [f"degrees chosen: {plan.parallel_reason}"] if plan.parallel_reason else ()
     yield from columns([HEADER, *(row.cells() for row in folded(rows))])
-    layer_lines = zip_longest(
-        (_rank_experts(plan, layer, coordinate) for layer in plan.layers), products
-    )
-    for (experts_line, products_line), n in Counter(layer_lines).items():
+    experts = (_rank_experts(plan, layer, coordinate) for layer in plan.layers)
+    for (experts_line, products_line), n in Counter(zip_longest(experts, products)).items():
         yield f"{n} MoE layer{'s' * (n > 1)} {experts_line}"
         yield from [products_line] if products_line else ()
     if plan.layers:

@@ -248,10 +248,8 @@ def of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> Deco
 
 def preset_of(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
     """Return the preset that a config is, and its `max_seq_len` if another; None = no preset."""
-    for name, candidate in PRESETS.items():
-        pairs = (
-            (f.name, getattr(candidate, f.name), getattr(config, f.name)) for f in fields(config)
-        )
+    for name, entry in PRESETS.items():
+        pairs = ((f.name, getattr(entry, f.name), getattr(config, f.name)) for f in fields(config))
         changes = {field: value for field, preset, value in pairs if value != preset}
         if changes.keys() <= {"max_seq_len"}:
             return name, changes

@@ -37,15 +37,11 @@ def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun,
     p, kinds = run.resolved, run.planned_model.layers
     if not kinds:  # `parallelize_moe` refuses the model
         return run, {"F": (), "B": ()}
-    last_kind_layers = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
+    twins = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
     ends = {kinds.index(kind) for kind in kinds if kind != kinds[-1]}
     samples = {kinds[i]: i for i in ends}
-    samples |= {
-        kinds[i]: i
-        for i in reversed(range(last_kind_layers[0], len(kinds)))
-        if i not in last_kind_layers
-    }
-    layers = sorted({*ends, *samples.values(), *last_kind_layers[:2], *last_kind_layers[-2:]})
+    samples |= {kinds[i]: i for i in reversed(range(twins[0], len(kinds))) if i not in twins}
+    layers = sorted({*ends, *samples.values(), *twins[:2], *twins[-2:]})
     small = replace(
         run,
         model=run.planned_model.with_layers(layers),
@@ -59,7 +55,7 @@ def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun,
         of = {**samples, kinds[-1]: between}
         return tuple(layers.index(i if i in layers else of[kind]) for i, kind in enumerate(kinds))
 
-    return small, {"F": like(last_kind_layers[:2][-1]), "B": like(last_kind_layers[-2:][0])}
+    return small, {"F": like(twins[:2][-1]), "B": like(twins[-2:][0])}
 
 
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
@@ -153,9 +149,7 @@ class Pieces:
             queue += copy
             for i, *numbers in far:
                 queued, *near = queue[start + i]
-                distances = (
-                    self._distances(far_numbers, start + i, newest) for far_numbers in numbers
-                )
+                distances = (self._distances(ids, start + i, newest) for ids in numbers)
                 queue[start + i] = Placed(queued, *map(add, near, distances))
             newest[place.start] = start
             lengths = len(place), *lengths[:1]
@@ -221,9 +215,8 @@ def pieces_of(run: TrainingRun) -> Pieces:
     """Return the pieces of a run's step, whose optimizer's state stays on the device."""
     pieces, share = passes_of(run), stored_bytes(run) / stored_bytes(small_of(run))
     states = (state_bytes(of.optimizer, run.dtype) for of in (run, small_of(run)))
-    traffic, small_traffic = (
-        3 * run.dtype.itemsize + 2 * state for state in states
-    )  # as `dry_run._moved`
+    # As `dry_run._moved`.
+    traffic, small_traffic = (3 * run.dtype.itemsize + 2 * state for state in states)
     first = pieces.end.place.start
     works = ((queued, queued.work) for queued in pieces.queued[first:])
     shares = {ADAMW: share * traffic / small_traffic}

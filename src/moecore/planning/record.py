@@ -394,12 +394,8 @@ class WorkRecorder(DispatchMode):
 
     def _queue(self, work: Work, node_ranks: int = 0) -> None:
         dependencies, host_dependencies = (self._since(numbers) for numbers in self.queues.put())
-        stream = self.queues.current.number
-        self.queued.append(
-            Queued(
-                work, stream, dependencies, host_dependencies, node_ranks, phases(), times_on_meta()
-            )
-        )
+        order = self.queues.current.number, dependencies, host_dependencies
+        self.queued.append(Queued(work, *order, node_ranks, phases(), times_on_meta()))
 
     def _since(self, numbers: frozenset[int]) -> frozenset[int]:
         """Return what was queued since `mark`, counted from there; all else has ended."""

@@ -136,10 +136,14 @@ def shown_levers(candidate: Candidate) -> str:
     return " ".join(lever_flags(candidate.run)) or "none"
 
 
+def _seconds_of(candidate: Fitting) -> float:
+    return candidate.time.seconds
+
+
 def search(
     request: SearchRequest,
     *,
-    rank_by: Callable[[Fitting], Any] = lambda candidate: candidate.time.seconds,
+    rank_by: Callable[[Fitting], Any] = _seconds_of,
     table: CostTable | None = None,
     num_results: Count = 3,
     max_plans: Count | None = None,
@@ -173,8 +177,8 @@ def search(
         if (new_key := estimate.key(folding)) > key:  # as plans have corrected it
             heapreplace(queue, (new_key, folding))
             continue
-        fitting = [candidate for candidate in candidates if isinstance(candidate, Fitting)]
-        best_seconds = min((candidate.time.seconds for candidate in fitting), default=math.inf)
+        fitting = [c for c in candidates if isinstance(c, Fitting)]
+        best_seconds = min(map(_seconds_of, fitting), default=math.inf)
         if len(fitting) >= num_results and key >= (False, best_seconds):  # no estimate is faster
             break
         best = f", the best one takes {best_seconds:.3g} s" if fitting else ""
@@ -185,21 +189,16 @@ def search(
                 continue
             heappop(queue)
             if candidate.fits:
-                candidate = min(
-                    _orders(request, candidate, table), key=lambda order: order.time.seconds
-                )
+                candidate = min(_orders(request, candidate, table), key=_seconds_of)
                 estimate.learn_seconds(folding, candidate.levers, candidate.time.seconds)
             candidates.append(candidate)
         except (ValueError, NotImplementedError):
             heappop(queue)
             refused["parallelize_moe"] += 1
-    fitting = sorted(
-        (candidate for candidate in candidates if isinstance(candidate, Fitting)), key=rank_by
-    )
+    fitting = sorted((c for c in candidates if isinstance(c, Fitting)), key=rank_by)
     for i, candidate in enumerate(fitting[:num_results]):
-        progress(
-            f"easing {candidate.folding}: {min(num_results, len(fitting)) - i} foldings are left"
-        )
+        number = min(num_results, len(fitting)) - i
+        progress(f"easing {candidate.folding}: {number} foldings are left")
         fitting[i] = eased(request, candidate, table, estimate)
     if not fitting:
         progress("nothing fits: looking for the smallest change")
@@ -243,14 +242,12 @@ def _refuse_untimed(request: SearchRequest) -> None:
 
 def eased(request: SearchRequest, best: Fitting, table: CostTable, estimate: Estimate) -> Fitting:
     """Return a candidate with balanced stages and fewer levers, where that is faster."""
-    best = min(_layouts(request, best, table), key=lambda layout: layout.time.seconds)
+    best = min(_layouts(request, best, table), key=_seconds_of)
     best_seconds, tried = best.time.seconds, set[Levers]()
 
-    def less_of(fitting: Fitting) -> Levers | None:
+    def less_of(plan: Fitting) -> Levers | None:
         # FP8 launches and moves more, so only a step that waits for these may be faster without.
-        sets = fewer_of(
-            request, fitting.levers, gains=fitting.time.wall in ("host", "memory", "launch")
-        )
+        sets = fewer_of(request, plan.levers, gains=plan.time.wall in ("host", "memory", "launch"))
         return next((levers for levers in sets if levers not in tried), None)
 
     while (fewer_levers := less_of(best)) is not None:
@@ -316,7 +313,7 @@ def plan_folding(request: SearchRequest, folding: Folding, table: CostTable) -> 
     candidate = fit(request, folding, estimate)
     if not candidate.fits:
         return candidate
-    best = min(_orders(request, candidate, table), key=lambda order: order.time.seconds)
+    best = min(_orders(request, candidate, table), key=_seconds_of)
     return eased(request, best, table, estimate)
 
 
@@ -409,10 +406,8 @@ def _changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
     larger = (gpu for gpu in GPUS if GPUS[gpu].memory > facts.memory)
     # More of the GPUs that were asked for come before others, all of which have more memory.
     numbers = (request.num_gpus * 2**n for n in range(1, 7))
-    more_gpus = [
-        (request.gpu, n) for n in numbers if n <= MAX_GPUS and len(divisors(n)) <= MAX_DIVISORS
-    ]
-    for gpu, num_gpus in [*more_gpus, *((gpu, request.num_gpus) for gpu in larger)]:
+    gpus = [(request.gpu, n) for n in numbers if n <= MAX_GPUS and len(divisors(n)) <= MAX_DIVISORS]
+    for gpu, num_gpus in [*gpus, *((gpu, request.num_gpus) for gpu in larger)]:
         rows = max(request.rows, num_gpus)
         changed = replace(request, gpu=gpu, num_gpus=num_gpus, global_batch=rows)
         name = "such GPUs" if isinstance(gpu, Gpu) else gpu

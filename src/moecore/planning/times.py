@@ -109,9 +109,7 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
     spans = run_queue(placed(step.queued), table, STEPS)
     first, last = (max(spans.ends[: len(step.queued) * n]) for n in (STEPS - 1, STEPS))
     before = (STEPS - 1) * len(step.queued)
-    parts = add_missing_network(
-        exposed(spans, first, last), carried(spans, before, len(spans.ends))
-    )
+    parts = add_network(exposed(spans, first, last), carried(spans, before, len(spans.ends)))
     return StepTime(max(last - first, sum(parts.values())), parts)
 
 
@@ -152,7 +150,7 @@ def carried(spans: Spans, first: int, last: int) -> float:
     return sum(end - start for start, end, part in triples if part == "network")
 
 
-def add_missing_network(parts: Mapping[Part, float], network: float) -> dict[Part, float]:
+def add_network(parts: Mapping[Part, float], network: float) -> dict[Part, float]:
     """Return parts whose sum is at least the seconds of the network, which streams share."""
     missing = max(0.0, network - sum(parts.values()))
     return {**parts, "network": parts.get("network", 0.0) + missing}
@@ -210,7 +208,7 @@ class Passed(NamedTuple):
 
 StagePasses = dict[tuple[Pass, int], Passed]  # by pass and micro-batch of the dry run
 Passes = Mapping[int, StagePasses]  # by stage
-PassCache = dict[object, StagePasses]  # by the starts of a stage's pieces
+Memo = dict[object, StagePasses]  # by the starts of a stage's pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,16 +283,14 @@ def layouts_of(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
     # Between the ends of a model all layers of a kind are alike.
     kinds = model.layers
     middle = {kind: sorted(i for i, of in enumerate(kinds) if of == kind) for kind in kinds}
-    layer_costs = {
-        kind: cost(layers=(layers[len(layers) // 2],)) for kind, layers in middle.items()
-    }
+    kind_costs = {kind: cost(layers=(ids[len(ids) // 2],)) for kind, ids in middle.items()}
     mtp = tuple(range(model.num_mtp_layers))
     # Pairs hide more of the ends beside layers than alone: how much, a plan of each layout has.
     texts = dict[str, None]()
     for share in SHARES:
         costs = LayoutCosts(
             embedding=share * cost(embedding=True),
-            layers=tuple(layer_costs[kind] for kind in kinds),
+            layers=tuple(kind_costs[kind] for kind in kinds),
             mtp=tuple(share * cost(mtp=mtp) / len(mtp) for _ in mtp),
             loss=share * cost(loss=True),
             bound=model.bound(),
@@ -306,7 +302,7 @@ def layouts_of(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
 
 def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
     """Return `plan_time` of runs that differ only in the order of stages or in state offload."""
-    pass_cache: PassCache = {}
+    memo: Memo = {}
     plans = []
     for run in runs:
         _refuse_untimed(run.precision, table)
@@ -314,9 +310,9 @@ def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
         if run.pipeline is None:
             seconds, parts = _time_unstaged(run, pieces, table)
         else:
-            seconds, parts, timeline = _staged(run, pieces, table, pass_cache)
+            seconds, parts, timeline = _staged(run, pieces, table, memo)
         if run.optimizer.offload_fraction:
-            waits = _state_waits(run, pieces, table, pass_cache)
+            waits = _state_waits(run, pieces, table, memo)
             seconds, parts = seconds + waits, _sum((parts, {"pcie": waits}))
         plan = TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=timeline)
         plans.append(plan)
@@ -348,13 +344,11 @@ def _time_unstaged(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[
         times, extra = run.num_micro_batches - number, exposed(spans, start, stop)
         parts = _sum((parts, {part: times * seconds for part, seconds in extra.items()}))
         network += times * carried(spans, before + lengths[1], before + lengths[2])
-    parts = add_missing_network(parts, network)
+    parts = add_network(parts, network)
     return sum(parts.values()), parts
 
 
-def _state_waits(
-    run: TrainingRun, pieces: Pieces, table: CostTable, pass_cache: PassCache
-) -> float:
+def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, memo: Memo) -> float:
     """Return the seconds in which a step waits for the offload of its optimizer's state."""
     # The blocks of the first forward hide the copy out. The blocks of the last backward, except the
     # first of it, hide the copy back. In a pipeline these are the blocks of the first rank.
@@ -364,7 +358,7 @@ def _state_waits(
     stages, rank_of = timed_stages(run), ranks_of(run)
     first_stages = [stage for stage in stages if rank_of[stage.index] == 0]
     blocks = [replace(stage, embedding=False, loss=False) for stage in first_stages]
-    passes = _passes_of(blocks, pieces, table, pass_cache)
+    passes = _passes_of(blocks, pieces, table, memo)
     out, back = (
         sum(sum(passes[stage.index][end].parts.values()) for stage in blocks)
         for end in (("F", 0), ("B", pieces.num_micro_batches - 1))
@@ -386,12 +380,12 @@ def has_slices(run: TrainingRun) -> bool:
 
 
 def _staged(
-    run: TrainingRun, pieces: Pieces, table: CostTable, pass_cache: PassCache
+    run: TrainingRun, pieces: Pieces, table: CostTable, memo: Memo
 ) -> tuple[float, Parts, Timeline]:
     """Return seconds, parts and timeline of a step with stages."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, stages_of(run)
-    passes = _passes_of(stages, pieces, table, pass_cache)
+    passes = _passes_of(stages, pieces, table, memo)
     # Clipping and the optimizer follow the slowest pipeline rank.
     end_spans = run_queue(pieces.join([pieces.end]), table)
     end_seconds = max(end_spans.ends, default=0.0)
@@ -413,7 +407,7 @@ def _staged(
             # A pair never takes less than the network's seconds for what both passes send. Nothing
             # of dispatcher "nvlink" waits for a pair.
             if isinstance(item, Overlap) and hides:
-                return add_missing_network(_hidden(sums, hides), sum(n for _, n in passed))
+                return add_network(_hidden(sums, hides), sum(n for _, n in passed))
             return sums
 
         timeline = simulate(schedule, lambda item: sum(parts_of(item).values()), send)
@@ -450,16 +444,14 @@ def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
     return sums
 
 
-def _passes_of(
-    stages: Sequence[Stage], pieces: Pieces, table: CostTable, pass_cache: PassCache
-) -> Passes:
+def _passes_of(stages: Sequence[Stage], pieces: Pieces, table: CostTable, memo: Memo) -> Passes:
     """Return `_passes` of each stage, computed once for stages with equal pieces."""
     passes = {}
     for stage in stages:
         key = tuple(piece.place.start for piece in pieces.of_stage(stage, "F", 0))
-        if key not in pass_cache:
-            pass_cache[key] = _passes(stage, pieces, table)
-        passes[stage.index] = pass_cache[key]
+        if key not in memo:
+            memo[key] = _passes(stage, pieces, table)
+        passes[stage.index] = memo[key]
     return passes
 
 
@@ -477,7 +469,7 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> StagePasses:
     for key, number in ends:
         end = max(spans.ends[:number], default=0.0)
         network = carried(spans, before, number)
-        passes[key] = Passed(add_missing_network(exposed(spans, start, end), network), network)
+        passes[key] = Passed(add_network(exposed(spans, start, end), network), network)
         start, before = end, number
     return passes
 
@@ -492,11 +484,9 @@ def _for_all(
     """Return seconds and parts of `step(number)`, extrapolated from two steps beyond `high`."""
     if number <= high:
         return step(number)
-    (seconds, parts), (before, low_parts) = step(high), step(low)
+    (seconds, parts), (before, base) = step(high), step(low)
     times = (number - high) / (high - low)
-    grown = {
-        part: max(0.0, s + times * (s - low_parts.get(part, 0.0))) for part, s in parts.items()
-    }
+    grown = {part: max(0.0, s + times * (s - base.get(part, 0.0))) for part, s in parts.items()}
     return seconds + times * (seconds - before), grown
 
 
