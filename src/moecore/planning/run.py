@@ -328,7 +328,7 @@ def _record_source(record: Any) -> str:
         if default is MISSING and item.default_factory is not MISSING:
             default = item.default_factory()
         if value != default:
-            text = _shown(value) if is_dataclass(value) else repr(value)
+            text = _record_source(value) if is_dataclass(value) else repr(value)
             arguments.append(f"{item.name}={text}")
     return f"{type(record).__name__}({', '.join(arguments)})"
 
