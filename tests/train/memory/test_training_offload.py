@@ -151,7 +151,7 @@ def test_what_would_read_memory_that_is_away_raises_one_line(no_group_left: None
     with pytest.raises(ValueError, match=r"offload\(\) must be between steps, but 1 micro-batches"):
         run.offload.offload()
     run.step.finish()
-    with pytest.raises(ValueError, match=r"what \('moments'\) must be"):
+    with pytest.raises(ValueError, match=r"selection \('moments'\) must be"):
         run.offload.offload("moments")  # type: ignore[arg-type]
 
 
