@@ -57,8 +57,10 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
         return b_eKN.new_empty(R, b_eKN.shape[2], dtype=dtype)
     if _is_mixed(a, b):
         return mixed_gemm(a, b, offsets_e, dtype)
-    scales = (a.scales, b.scales)
-    return scaled_grouped_mm(a.values, b_eKN, *scales, offs=offsets_e, out_dtype=dtype)
+    out_RN: Tensor = scaled_grouped_mm(
+        a.values, b_eKN, a.scales, b.scales, offs=offsets_e, out_dtype=dtype
+    )
+    return out_RN
 
 
 def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
@@ -79,5 +81,8 @@ def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) ->
         return x.values.new_empty(*x.scales.shape, y.scales.shape[1], dtype=dtype)
     if _is_mixed(x, y):
         return mixed_wgrad(x, y, offsets_e, dtype)
-    scales = (x.scales.flatten(), y.scales.flatten())
-    return scaled_grouped_mm(x.values, y.values.T, *scales, offs=offsets_e, out_dtype=dtype)
+    x_scales, y_scales = x.scales.flatten(), y.scales.flatten()
+    out_eMN: Tensor = scaled_grouped_mm(
+        x.values, y.values.T, x_scales, y_scales, offs=offsets_e, out_dtype=dtype
+    )
+    return out_eMN
