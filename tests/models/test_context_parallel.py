@@ -164,7 +164,7 @@ def batch_of(case: Case, data_rank: int, step: int) -> dict[str, Any]:
 
 def counts_of(model: Decoder) -> dict[str, Tensor]:
     layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
-    return {n: m.tracker.counts.chosen_E.clone() for n, m in layers.items()}
+    return {n: m.tracker.counts.choices_E.clone() for n, m in layers.items()}
 
 
 def data_ranks_of(case: Case) -> int:

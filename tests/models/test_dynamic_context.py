@@ -157,7 +157,7 @@ def expected(config: DecoderConfig, one_by_one: bool, data_ranks: int) -> dict[s
             for name, tracker in trackers.items():  # as if the others had counted before
                 tracker.reset()
                 tracker.gradient_scale = share
-                tracker.counts.chosen_E.copy_(counts[name] - own[name])
+                tracker.counts.choices_E.copy_(counts[name] - own[name])
             loss = model(**batch, num_tokens=plan.num_labels)
             loss.backward()
             total = total + loss.detach()
@@ -181,7 +181,7 @@ def counts_of(model: Decoder, batch: dict[str, Any]) -> dict[str, Tensor]:
     model(**batch, num_tokens=1).backward()
     for name, param in model.named_parameters():
         param.grad = before[name]
-    return {n: t.counts.chosen_E.clone() for n, t in trackers.items()}
+    return {n: t.counts.choices_E.clone() for n, t in trackers.items()}
 
 
 def by_document(config: DecoderConfig, model: Decoder, num_labels: int, data_ranks: int) -> Tensor:

@@ -237,7 +237,7 @@ def test_experts_do_not_count_positions_without_a_next_token():
     tokens, labels = batch(model.config)
     model(tokens, labels).backward()
     counts = {
-        name: int(layer.tracker.counts.chosen_E.sum()) // layer.config.top_k
+        name: int(layer.tracker.counts.choices_E.sum()) // layer.config.top_k
         for name, layer in model.named_modules()
         if isinstance(layer, MoELayer)
     }
@@ -298,7 +298,7 @@ def test_a_repeated_module_is_modules_whose_weights_are_tied_by_hand():
         assert (param.grad - want).abs().max() <= 1e-5 * want.abs().max(), name
     found = [m.get_submodule("mtp.0.block.mlp").tracker.counts for m in (model, apart)]
     layers = [apart.get_submodule(f"mtp.{k}.block.mlp").tracker.counts for k in range(3)]
-    assert torch.equal(found[0].chosen_E, sum(layer.chosen_E for layer in layers))
+    assert torch.equal(found[0].choices_E, sum(layer.choices_E for layer in layers))
     losses = torch.stack([layer.losses for layer in layers]).sum(0)
     torch.testing.assert_close(found[0].losses, losses, rtol=1e-5, atol=0)
     assert flops_per_token(config, 64) == flops_per_token(apart.config, 64)

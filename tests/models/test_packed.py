@@ -187,7 +187,7 @@ def test_padding_reaches_no_expert() -> None:
             layer, MoELayer
         ):  # the module ahead has no target at the end of each document
             num_real = 25 - 4 * name.startswith("mtp")
-            assert layer.tracker.counts.chosen_E.sum() == num_real * config.moe.top_k
+            assert layer.tracker.counts.choices_E.sum() == num_real * config.moe.top_k
 
 
 def test_what_backward_computes_again_or_offloads() -> None:

@@ -267,10 +267,10 @@ def compare_with_oracle(
         assert_equal_to_scale(parameter.grad, expected, name, floor=floor)
     counts = layer.tracker.counts
     if layer.training:
-        assert counts is not None and torch.equal(counts.chosen_E, out.counts_E)
+        assert counts is not None and torch.equal(counts.choices_E, out.counts_E)
         assert_equal_to_scale(counts.losses, torch.stack(list(out.losses.values())), "losses")
-        if counts.kept_E is not None:
-            assert torch.equal(counts.kept_E, out.routing.kept_NE.sum(0))
+        if counts.capacity_choices_E is not None:
+            assert torch.equal(counts.capacity_choices_E, out.routing.kept_NE.sum(0))
         if counts.margins_EX is not None:
             assert (counts.margins_EX.sum(1) == out.routing.real_N.sum()).all()
     else:

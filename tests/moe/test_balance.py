@@ -188,10 +188,10 @@ def test_losses_count_best_scores_where_bias_or_groups_choose(
     state, params = make_state(layer), leaves(layer)
     state.set_num_micro_batches(2)
     mask = (torch.arange(6) >= 4).expand(2, 6) if masked else torch.zeros(2, 6, dtype=torch.bool)
-    chosen_E, seen_E, total = torch.zeros(8), torch.zeros(8), torch.zeros(())
+    choices_E, seen_E, total = torch.zeros(8), torch.zeros(8), torch.zeros(())
     for x in torch.randn(2, 2, 6, 32):
         (layer(x, mask if masked else None) * 0).sum().backward()
-        chosen_E += moe_reference(x, params, config, padding_mask_BT=mask).counts_E
+        choices_E += moe_reference(x, params, config, padding_mask_BT=mask).counts_E
         scores = (x @ params["router.weight"].T).sigmoid()
         best = torch.zeros_like(scores).scatter(-1, scores.topk(2).indices, 1.0) * ~mask[..., None]
         scores = scores / scores.sum(-1, keepdim=True) * ~mask[..., None]
@@ -208,8 +208,8 @@ def test_losses_count_best_scores_where_bias_or_groups_choose(
     assert_equal_to_scale(layer.router.weight.grad, params["router.weight"].grad)
     metrics = state.finish_step()
     assert metrics.total_aux_loss() == pytest.approx(float(total.detach()), rel=1e-5)
-    assert torch.equal(metrics.tokens_per_expert["layers.0"], chosen_E.long())
-    assert not torch.equal(seen_E, chosen_E), "the test must tell the two apart"
+    assert torch.equal(metrics.tokens_per_expert["layers.0"], choices_E.long())
+    assert not torch.equal(seen_E, choices_E), "the test must tell the two apart"
 
 
 def test_the_gradient_does_not_depend_on_the_main_loss() -> None:
@@ -395,7 +395,7 @@ def test_a_layer_without_losses_launches_nothing_before_backward() -> None:
         out = tracker.attach(y, routing, MicroBatch(), None)
     assert set(record.ops) == {"aten.detach.default"}
     out.sum().backward()
-    assert tracker.counts is not None and tracker.counts.chosen_E.tolist() == [2, 1, 2, 0]
+    assert tracker.counts is not None and tracker.counts.choices_E.tolist() == [2, 1, 2, 0]
 
 
 def test_counts_are_kept_in_place() -> None:
@@ -407,9 +407,9 @@ def test_counts_are_kept_in_place() -> None:
     for _ in range(3):
         layer(x).sum().backward()
         assert tracker.counts is not None
-        addresses.add((tracker.counts.chosen_E.data_ptr(), tracker.counts.losses.data_ptr()))
+        addresses.add((tracker.counts.choices_E.data_ptr(), tracker.counts.losses.data_ptr()))
         metrics = state.finish_step()
-        assert not tracker.counts.chosen_E.any() and not tracker.counts.losses.any()
+        assert not tracker.counts.choices_E.any() and not tracker.counts.losses.any()
         assert int(metrics.tokens_per_expert["layers.0"].sum()) == 3 * BASE.top_k
         assert float(metrics.total_aux_loss()) > 0.4
     assert len(addresses) == 1
@@ -431,7 +431,7 @@ def test_large_counts_stay_exact() -> None:
     layer = make_layer(BASE)
     state = make_state(layer)
     layer(torch.randn(3, 32)).sum().backward()
-    layer.tracker.counts.chosen_E.copy_((1 << 40) + torch.arange(8))
+    layer.tracker.counts.choices_E.copy_((1 << 40) + torch.arange(8))
     counts = state.finish_step().tokens_per_expert["layers.0"]
     assert counts.tolist() == [(1 << 40) + i for i in range(8)]
 
@@ -468,9 +468,9 @@ def test_a_compiled_model_counts_and_learns_the_same(loss: str | None) -> None:
         torch.compile(compiled, backend=backend, fullgraph=True)(x)
     a, b = plain.tracker, compiled.tracker
     assert a.num_micro_batches == b.num_micro_batches == 3 and b.num_in_flight == 0
-    torch.testing.assert_close(b.counts.chosen_E, a.counts.chosen_E, rtol=0, atol=0)
+    torch.testing.assert_close(b.counts.choices_E, a.counts.choices_E, rtol=0, atol=0)
     torch.testing.assert_close(b.counts.losses, a.counts.losses)
-    assert int(b.counts.chosen_E.sum()) == 3 * 6 * 2  # type: ignore[union-attr]
+    assert int(b.counts.choices_E.sum()) == 3 * 6 * 2  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu
@@ -480,8 +480,8 @@ def test_counts_follow_a_layer_to_another_device() -> None:
         x = torch.ones(6, 32, device=device)
         routed.to(device)(x).sum().backward()
         assert routed.tracker.counts is not None
-        assert routed.tracker.counts.chosen_E.device.type == device
-    assert int(routed.tracker.counts.chosen_E.sum()) == 2 * 6 * 2  # type: ignore[union-attr]
+        assert routed.tracker.counts.choices_E.device.type == device
+    assert int(routed.tracker.counts.choices_E.sum()) == 2 * 6 * 2  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu
@@ -517,7 +517,7 @@ def test_a_cuda_graph_counts_at_each_replay(loss: str | None) -> None:
             # The capture made the gradient, so each replay writes it anew.
             torch.testing.assert_close(graphed.weight.grad, plain.weight.grad)
         a, b = plain.tracker, graphed.tracker
-        assert torch.equal(a.counts.chosen_E, b.counts.chosen_E)  # type: ignore[arg-type]
+        assert torch.equal(a.counts.choices_E, b.counts.choices_E)  # type: ignore[arg-type]
         torch.testing.assert_close(a.counts.losses, b.counts.losses)
 
 
@@ -537,7 +537,7 @@ def test_biases_of_a_balanced_load_do_not_move() -> None:
     state = make_state(layer)
     before = layer.router.expert_bias.clone()
     layer(torch.randn(8, 32)).sum().backward()
-    layer.tracker.counts.chosen_E.fill_(2)
+    layer.tracker.counts.choices_E.fill_(2)
     state.finish_step()
     assert torch.equal(layer.router.expert_bias, before)
 
@@ -640,7 +640,7 @@ def test_two_backwards_of_one_forward_count_once_and_losses_refuse_the_second() 
     y.backward(retain_graph=True)
     y.backward()
     assert layer.tracker.num_micro_batches == 1
-    assert layer.tracker.counts.chosen_E.sum() == 4 * BASE.top_k
+    assert layer.tracker.counts.choices_E.sum() == 4 * BASE.top_k
     y = make_layer(replace(BASE, balance=only("z", 0.1)))(x).sum()
     y.backward(retain_graph=True)
     with pytest.raises(NotImplementedError, match="auxiliary losses must get their gradient once"):

@@ -34,7 +34,7 @@ from moecore.kernels.experts.contract import ExpertWeights
 from moecore.kernels.experts.products import quantise_matrices
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clone_weights import with_clones
-from moecore.moe.clones import AnyClones, Cloner, Clones, KeptPlan, PeerClones, carried
+from moecore.moe.clones import AnyClones, Cloner, Clones, PeerClones, PeriodicPlan, carried
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.low_rank import LowRank
@@ -93,9 +93,9 @@ def travel() -> list[Any]:
     block = dist.get_rank(group)
     own = torch.tensor([2.0 * block, 2.0 * block + 1])
     (there,) = clones.fetch([own])
-    places = torch.tensor([10.0 ** (block * 2 + j) for j in range(clones.num_here)])
+    places = torch.tensor([10.0 ** (block * 2 + j) for j in range(clones.num_local_clones)])
     (home,) = clones.bring_home_([torch.cat([own, places])])
-    how = (clones.sent, clones.send_splits, clones.receive_splits, clones.order)
+    how = (clones.send_ids, clones.send_splits, clones.receive_splits, clones.order)
     return of_blocks((*how, there.tolist(), home.tolist()))
 
 
@@ -119,7 +119,7 @@ def are_bits_equal(dtype: torch.dtype) -> bool:
     for clones in both_ways().values():
         torch.manual_seed(dist.get_rank())
         (there,) = clones.fetch([torch.randn(2, 5).to(dtype)])
-        grads = torch.randn(4, 7).to(dtype)[: 2 + clones.num_here]
+        grads = torch.randn(4, 7).to(dtype)[: 2 + clones.num_local_clones]
         (home,) = clones.bring_home_([grads])
         found.append((there[:2], home))
     (there, home), (of_peers, home_of_peers) = found
@@ -137,7 +137,7 @@ def kept(clones: AnyClones) -> bool:
         joined = StorageWeakRef(weights.w1_eCD.untyped_storage())
         of_w1 = weights.w2_eDF.detach().clone()
     del weights
-    is_gone = joined.expired() == (clones.num_here > 0)
+    is_gone = joined.expired() == (clones.num_local_clones > 0)
     y.sum().backward()
     (expected,) = clones.bring_home_([of_w1])
     return is_gone and w1.grad is not None and torch.equal(w1.grad, expected)
@@ -188,7 +188,7 @@ def error_of(form: Form, *, over_peers: bool, refresh: Any = "forward") -> float
         grads = [p.grad.to_local() for p in layer.experts.parameters()]
         found.append([y.detach(), x.grad, *grads])
         is_cloned = (
-            layer.cloner is not None and sum(of_blocks(int(layer.cloner.counted(x.device)[0]))) > 0
+            layer.cloner is not None and sum(of_blocks(int(layer.cloner.counts(x.device)[0]))) > 0
         )
         assert is_cloned == (options is not None)
     scales = [max(float(plain.abs().max()), 1e-3) for plain in found[0]]
@@ -225,11 +225,11 @@ def staying(*, over_peers: bool) -> Stays:
     x = torch.randn(64, D, requires_grad=True)
 
     def note(name: str) -> None:
-        assert layer.cloner is not None and layer.cloner._kept is not None
-        plan, _ = layer.cloner._kept._tensors(x.device)
+        assert layer.cloner is not None and layer.cloner._shared_plan is not None
+        plan, _ = layer.cloner._shared_plan._tensors(x.device)
         plans[name] = plan.experts_N.tolist()
         if not over_peers:
-            assert layer.cloner._kept.experts == plans[name]
+            assert layer.cloner._shared_plan.experts == plans[name]
 
     def step(name: str, skipped: Any = False) -> list[Tensor]:
         y = layer(x)
@@ -271,7 +271,7 @@ def skewed(options: CloneOptions | None, *, over_peers: bool = False) -> list[fl
     torch.manual_seed(dist.get_rank())
     x = torch.randn(64, D)
     layer.eval()(x)  # with gradients
-    assert layer.cloner is None or not layer.cloner.counted(x.device).any()
+    assert layer.cloner is None or not layer.cloner.counts(x.device).any()
     rows.clear()
     y = layer.train()(x)
     y.sum().backward()
@@ -372,8 +372,8 @@ def test_a_kept_plan_with_an_empty_place_divides_by_no_load_of_expert_0() -> Non
     """Two ranks of two experts have five tokens each, so both places stay empty."""
     loads_E, ids_TK = torch.tensor([0, 5, 5, 0]), torch.tensor([[1], [2], [0]])
     placement = ExpertPlacement(group=None, num_experts=4, ep=2, etp=1, num_clones=1)  # type: ignore[arg-type]
-    plan = KeptPlan(placement, 1, least=0.0, is_read=True)
-    plan.end_step(loads_E, skipped=False)
+    plan = PeriodicPlan(placement, 1, min_excess=0.0, is_read=True)
+    plan.end_step(loads_E, is_skipped=False)
     part = plan.part_of(ids_TK)
     assert part.experts_N.tolist() == plan.experts == [-1, -1]
     assert part.starts_N.tolist() == part.stops_N.tolist() == [0, 0]
@@ -382,7 +382,7 @@ def test_a_kept_plan_with_an_empty_place_divides_by_no_load_of_expert_0() -> Non
 class OneClone:
     """Clones of a rank that has one, with these tensors, in place of what ranks send."""
 
-    num_here = 1
+    num_local_clones = 1
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors, self.fetched = tensors, list[Tensor]()

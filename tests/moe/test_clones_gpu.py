@@ -152,7 +152,7 @@ def layers() -> dict[str, Any]:
         good = good and all(torch.equal(a, b) for a, b in zip(replayed, eager, strict=True))
         for a, b in zip(eager, step(plain, x), strict=True):
             errors.append(float((a - b).float().norm() / b.float().norm()))
-    counted = cloned.cloner.counted(x.device)  # type: ignore[union-attr]
+    counted = cloned.cloner.counts(x.device)  # type: ignore[union-attr]
     dist.all_reduce(counted)
     pool.check()
     return {"good": good, "errors": max(errors), "counted": counted.tolist()}

@@ -42,7 +42,7 @@ class Run:
     dx: Tensor
     grads: dict[str, Tensor]
     losses: Tensor
-    chosen_E: Tensor
+    choices_E: Tensor
 
 
 def with_losses(config: MoEConfig, **coefficients: float) -> MoEConfig:
@@ -63,7 +63,7 @@ def run(layer: MoELayer, x: Tensor, factor: Tensor, mask: Tensor | None = None) 
     grads = {n: p.grad for n, p in layer.named_parameters()}
     counts = layer.tracker.counts
     assert counts is not None and x.grad is not None
-    return Run(y.detach(), x.grad, grads, counts.losses, counts.chosen_E)  # type: ignore[arg-type]
+    return Run(y.detach(), x.grad, grads, counts.losses, counts.choices_E)  # type: ignore[arg-type]
 
 
 def same(found: Run, expected: Run) -> None:
@@ -75,7 +75,7 @@ def same(found: Run, expected: Run) -> None:
         scale = floor if name.startswith("router") else 0.0
         assert_equal_to_scale(found.grads[name], expected.grads[name], name, floor=scale)
     assert_equal_to_scale(found.losses, expected.losses, "losses")
-    assert torch.equal(found.chosen_E, expected.chosen_E)
+    assert torch.equal(found.choices_E, expected.choices_E)
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -136,7 +136,7 @@ def test_permuted_experts_change_nothing(name: str, T: int, seed: int) -> None:
     torch.manual_seed(seed)
     found = run(moved, x, factor)
     expected = permute_experts(plain.grads, order_E)
-    same(found, replace_run(plain, grads=expected, chosen_E=permute(plain.chosen_E, order_E)))
+    same(found, replace_run(plain, grads=expected, choices_E=permute(plain.choices_E, order_E)))
 
 
 # --------------------------------------------------------------------------- padding
@@ -195,7 +195,7 @@ def test_the_sequence_loss_of_ragged_sequences_is_the_mean_of_each(name: str, se
     assert_equal_to_scale(padded.losses, one.losses / 3)
     for parameter_name, grad in padded.grads.items():
         assert_equal_to_scale(grad, one.grads[parameter_name], parameter_name)
-    assert torch.equal(padded.chosen_E, one.chosen_E)
+    assert torch.equal(padded.choices_E, one.choices_E)
 
 
 def test_experts_that_are_dealt_out_see_padding_at_the_end_as_truncation() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moecore import CloneOptions
 from moecore.kernels.routing.clones import physical_ids
-from moecore.moe.clones import KeptPlan
+from moecore.moe.clones import PeriodicPlan
 from moecore.moe.placement import ExpertPlacement
 
 
@@ -20,13 +20,13 @@ def placed(ep: int, num_local: int, num_clones: int) -> ExpertPlacement:
     return ExpertPlacement(group=no_group, **sizes)
 
 
-def planned(place: ExpertPlacement, loads: list[int], num_steps: int = 1) -> KeptPlan:
-    plan = KeptPlan(place, num_steps, least=0.0, is_read=True)
-    plan.end_step(torch.tensor(loads), skipped=False)
+def planned(place: ExpertPlacement, loads: list[int], num_steps: int = 1) -> PeriodicPlan:
+    plan = PeriodicPlan(place, num_steps, min_excess=0.0, is_read=True)
+    plan.end_step(torch.tensor(loads), is_skipped=False)
     return plan
 
 
-def where(place: ExpertPlacement, plan: KeptPlan, ids: list[int]) -> Tensor:
+def where(place: ExpertPlacement, plan: PeriodicPlan, ids: list[int]) -> Tensor:
     ids_TK = torch.tensor(ids, dtype=torch.int32)[:, None]
     none_E = torch.zeros(place.num_experts, dtype=torch.int32)
     sizes = dict(num_local=place.num_local, num_clones=place.num_clones)
@@ -52,7 +52,7 @@ def test_worked_example() -> None:
 
 def test_nobody_has_clones_before_a_step() -> None:
     place = placed(2, 2, 1)
-    plan = KeptPlan(place, 1, least=0.0, is_read=True)
+    plan = PeriodicPlan(place, 1, min_excess=0.0, is_read=True)
     assert where(place, plan, [0, 1, 2, 3]).tolist() == [0, 1, 3, 4] and plan.experts == [-1, -1]
 
 
@@ -72,10 +72,10 @@ def test_a_plan_stays_as_long_as_it_is_asked_to() -> None:
     place = placed(2, 1, 1)
     plan, seen = planned(place, [9, 3], num_steps=3), []
     for n in range(4):
-        plan.end_step(torch.tensor([3, 9]), skipped=n == 1)
+        plan.end_step(torch.tensor([3, 9]), is_skipped=n == 1)
         seen.append(plan.experts)
     assert seen == [[-1, 0], [-1, 0], [-1, 0], [1, -1]]
     plan.clear()
     assert plan.experts == [-1, -1] and where(place, plan, [0, 1]).tolist() == [0, 2]
-    plan.end_step(torch.tensor([9, 3]), skipped=torch.tensor(True))
+    plan.end_step(torch.tensor([9, 3]), is_skipped=torch.tensor(True))
     assert plan.experts == [-1, -1]

@@ -34,7 +34,7 @@ def compare_with_reference(layer: MoELayer, x: Tensor) -> None:
     for name, parameter in layer.named_parameters():
         assert_equal_to_scale(parameter.grad, params[name].grad, name)
     counts = layer.tracker.counts
-    assert counts is not None and torch.equal(counts.chosen_E, out.counts_E)
+    assert counts is not None and torch.equal(counts.choices_E, out.counts_E)
 
 
 @pytest.mark.parametrize("backend", ["torch", "sequential"])
@@ -93,7 +93,7 @@ def test_zero_tokens(name: str, backend: str, shape: tuple[int, ...]) -> None:
         assert parameter.grad is not None, f"{parameter_name}: FSDP waits for every gradient"
         assert (parameter.grad == 0).all(), parameter_name
     counts = layer.tracker.counts
-    assert counts is not None and int(counts.chosen_E.sum()) == 0
+    assert counts is not None and int(counts.choices_E.sum()) == 0
 
 
 def test_no_grad_and_eval() -> None:
@@ -125,8 +125,8 @@ def test_activation_checkpointing(name: str, use_reentrant: bool) -> None:
         assert torch.equal(a.grad, b.grad), n  # type: ignore[arg-type]
     a, b = plain.tracker, recomputed.tracker
     assert a.num_micro_batches == b.num_micro_batches == 2
-    assert torch.equal(a.counts.chosen_E, b.counts.chosen_E)  # type: ignore[arg-type]
-    assert int(b.counts.chosen_E.sum()) == 2 * 18 * config.top_k  # type: ignore[union-attr]
+    assert torch.equal(a.counts.choices_E, b.counts.choices_E)  # type: ignore[arg-type]
+    assert int(b.counts.choices_E.sum()) == 2 * 18 * config.top_k  # type: ignore[union-attr]
     assert torch.equal(a.counts.losses, b.counts.losses)  # type: ignore[arg-type]
 
 

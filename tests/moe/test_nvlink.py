@@ -313,7 +313,7 @@ def test_a_late_rank_of_clones_is_an_error_until_closed(
     exchanges = EmulatedExchangePool(group, ep=4, options=options)
     cpu = torch.device("cpu")
     clones = exchanges.clones(cpu)
-    assert exchanges.clones(cpu) is clones and exchanges.held == (clones,)
+    assert exchanges.clones(cpu) is clones and exchanges.resources == (clones,)
     exchanges.check()
     clones.buffer.report[ERROR_WORD] = code
     ends = (exchanges.poll, exchanges.check, lambda: exchanges.clones(cpu))
@@ -322,7 +322,7 @@ def test_a_late_rank_of_clones_is_an_error_until_closed(
             end()
     with pytest.raises(ExchangeError, match=what):
         exchanges.close()
-    assert exchanges.clones(cpu) is not clones and len(exchanges.held) == 1
+    assert exchanges.clones(cpu) is not clones and len(exchanges.resources) == 1
 
 
 def test_dtypes_that_can_not_travel_are_refused(group: dist.ProcessGroup) -> None:

@@ -38,7 +38,7 @@ def test_capacity_bounds_every_expert(factor: float, drop: Any) -> None:
     out = compare_with_oracle(layer, x)
     C, counts = capacity_reference(factor, 40, config), layer.tracker.counts
     assert {0.01: 1, 0.3: 3, 1.0: 10, 1.25: 13, 100.0: 1000}[factor] == C
-    assert torch.equal(counts.kept_E, counts.chosen_E.clamp(max=C))
+    assert torch.equal(counts.capacity_choices_E, counts.choices_E.clamp(max=C))
     metrics = make_state(layer).finish_step()
     dropped = (out.counts_E - C).clamp(min=0)
     assert torch.equal(metrics.dropped_per_expert["moe"], dropped)
@@ -138,7 +138,7 @@ def test_expert_choice_gives_every_expert_exactly_its_tokens() -> None:
         capacity = None if factor is None else CapacityConfig(factor=factor)
         layer = make_layer(replace(config, capacity=capacity))
         layer(x).sum().backward()
-        assert layer.tracker.counts.chosen_E.tolist() == [C] * 8
+        assert layer.tracker.counts.choices_E.tolist() == [C] * 8
         ids_TE = layer.router(x.view(40, 32)).expert_ids_TK
         assert ((ids_TE == torch.arange(8)) | (ids_TE == -1)).all()
     assert (layer.router(x.view(40, 32)).expert_ids_TK >= 0).all(), "all experts: no token is out"

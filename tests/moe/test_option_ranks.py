@@ -160,7 +160,7 @@ def run_choice(choice: Choice, training: bool) -> float:
     if training:
         counts = layer.tracker.counts
         assert counts is not None
-        errors["counts"] = float(not torch.equal(counts.chosen_E, out.counts_E))
+        errors["counts"] = float(not torch.equal(counts.choices_E, out.counts_E))
         errors["losses"] = error(counts.losses, torch.stack(list(out.losses.values())))
     return worst(errors)
 

@@ -106,7 +106,7 @@ def test_given_choices(order: Any, capacity: CapacityConfig | None) -> None:
     for name, parameter in layer.named_parameters():
         assert_equal_to_scale(parameter.grad, params[name].grad, name)
     assert torch.equal(tape.seen[0], ids_TK.masked_fill(mask.flatten()[:, None], -1))
-    assert torch.equal(layer.tracker.counts.chosen_E, out.counts_E)
+    assert torch.equal(layer.tracker.counts.choices_E, out.counts_E)
 
 
 # --------------------------------------------------------------------------- hard inputs
@@ -124,7 +124,7 @@ def test_zero_tokens(name: str, masked: bool, shape: tuple[int, ...]) -> None:
     y.sum().backward()
     for parameter_name, parameter in layer.named_parameters():
         assert parameter.grad is not None and (parameter.grad == 0).all(), parameter_name
-    assert int(layer.tracker.counts.chosen_E.sum()) == 0
+    assert int(layer.tracker.counts.choices_E.sum()) == 0
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -144,8 +144,8 @@ def test_padding_alone(name: str) -> None:
         assert parameter.grad is not None and parameter.grad.isfinite().all()
         assert shared or (parameter.grad == 0).all(), parameter_name
     counts = layer.tracker.counts
-    assert counts is not None and not counts.chosen_E.any() and not counts.losses.any()
-    assert counts.kept_E is None or not counts.kept_E.any()
+    assert counts is not None and not counts.choices_E.any() and not counts.losses.any()
+    assert counts.capacity_choices_E is None or not counts.capacity_choices_E.any()
     before = layer.router.selection_bias
     before = None if before is None else before.clone()
     make_state(layer).finish_step()
@@ -177,7 +177,7 @@ def test_padding_has_no_part(name: str) -> None:
     for (n, a), b in zip(layer.named_parameters(), other.parameters(), strict=True):
         assert_equal_to_scale(a.grad, b.grad, n, floor=1e-2)
     a, b = layer.tracker.counts, other.tracker.counts
-    assert torch.equal(a.chosen_E, b.chosen_E)
+    assert torch.equal(a.choices_E, b.choices_E)
     assert_equal_to_scale(a.losses, b.losses)
 
 

@@ -215,7 +215,7 @@ def run(model: nn.Module, step: TrainStep, *, beside: bool, layout: str = "") ->
 def found_in(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, layer in moe_state(model).layers.items():
-        found[f"counts {name}"] = layer.tracker.counts.chosen_E.clone()
+        found[f"counts {name}"] = layer.tracker.counts.choices_E.clone()
     return found | {n: p.grad.to_local() for n, p in model.named_parameters()}  # type: ignore[union-attr, operator]
 
 

@@ -35,7 +35,7 @@ def test_with_a_layers_choice_it_is_the_layer() -> None:
     y_TD.square().sum().backward()
     assert weights_TK.grad is not None and weights_TK.grad.abs().min() > 0
     assert experts.tracker.counts is not None
-    assert int(experts.tracker.counts.chosen_E.sum()) == 14
+    assert int(experts.tracker.counts.choices_E.sum()) == 14
 
 
 @pytest.mark.parametrize("nothing", [4, 5, -1])
@@ -63,7 +63,7 @@ def test_experts_that_return_their_input_are_not_dispatched() -> None:
     assert int(compute.call_args.args[0].index.num_rows) == 2
     grads = torch.autograd.grad(y_TD.sum(), leaves)
     assert experts.tracker.counts is not None
-    assert experts.tracker.counts.chosen_E.tolist() == [1, 0, 0, 1, 1, 1, 1]
+    assert experts.tracker.counts.choices_E.tolist() == [1, 0, 0, 1, 1, 1, 1]
     plain = experts(x_TD, ids_TK.where(ids_TK < 4, -1), weights_TK)
     is_zero_TK = (ids_TK > 3) & (ids_TK < 7)
     plain = plain + x_TD * (weights_TK * is_zero_TK).sum(1, keepdim=True)

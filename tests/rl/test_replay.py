@@ -179,7 +179,7 @@ def test_changed_router_against_the_reference(
         if parameter.grad is not None:
             found[key], wanted[key] = parameter.grad, tensors[key].grad
     assert worst(found, wanted) <= 1e-5  # type: ignore[arg-type]
-    assert torch.equal(layer.tracker.counts.chosen_E, expected.counts_E)  # type: ignore[union-attr]
+    assert torch.equal(layer.tracker.counts.choices_E, expected.counts_E)  # type: ignore[union-attr]
     live = layer.part("router")(x.flatten(0, 1)).chosen_ids_TK
     assert not torch.equal(live, ids_TK)
 

@@ -319,7 +319,7 @@ def evaluations() -> list[Any]:
     want, *_ = evaluated(max_tokens=2 * TOKENS)
     got, model, step = evaluated(row_factor=0.5)
     (holder,) = limited(model)
-    left = (float(holder.needed(torch.device("cpu"))), holder.factor)
+    left = (float(holder.min_factor(torch.device("cpu"))), holder.factor)
     step.check()
     found: list[Any] = [None] * WORLD
     dist.all_gather_object(found, (list(map(torch.equal, want, got)), left))

@@ -250,7 +250,7 @@ class Replicas:
             holder for record in capacities for holder in record.holders if holder is not None
         ]
         if holders and grads:
-            shortage = torch.stack([holder.needed(self._device) for holder in holders])
+            shortage = torch.stack([holder.min_factor(self._device) for holder in holders])
             grads[0].masked_fill_(shortage.amax() > 0, torch.nan)
 
     def _add_counts(self) -> None:

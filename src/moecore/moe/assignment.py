@@ -65,10 +65,10 @@ def expert_choice_ids(
     order_NE = scores_NE.sort(dim=0, descending=True, stable=True).indices
     ranks_N1 = torch.arange(N, device=scores_NE.device)[:, None]
     rank_NE = torch.empty_like(order_NE).scatter_(0, order_NE, ranks_N1.expand(N, E))
-    taken_NE = rank_NE < capacity
+    is_choice_NE = rank_NE < capacity
     if padding_mask_N is not None:
-        taken_NE &= ~padding_mask_N[:, None]
-    return torch.where(taken_NE, torch.arange(E, device=scores_NE.device), -1)
+        is_choice_NE &= ~padding_mask_N[:, None]
+    return torch.where(is_choice_NE, torch.arange(E, device=scores_NE.device), -1)
 
 
 def within_capacity(

@@ -94,5 +94,5 @@ class _Ride(torch.autograd.Function):
 
 def aux_losses(model: nn.Module) -> dict[str, AuxLoss]:
     """Return the auxiliary losses of a model's modules that have one as `aux_loss`, by name."""
-    found = ((clean_name(n), getattr(m, "aux_loss", None)) for n, m in model.named_modules())
-    return {name: loss for name, loss in found if isinstance(loss, AuxLoss)}
+    losses = ((clean_name(n), getattr(m, "aux_loss", None)) for n, m in model.named_modules())
+    return {name: loss for name, loss in losses if isinstance(loss, AuxLoss)}

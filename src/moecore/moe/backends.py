@@ -67,8 +67,8 @@ def register_expert_backend(name: str, computation: Computation) -> None:
 def check_backend(name: str, spec: ExpertSpec) -> None:
     """Raise a ValueError for a backend that does not exist or cannot compute these experts."""
     if name not in EXPERT_BACKENDS:
-        shown = ", ".join(map(repr, EXPERT_BACKENDS))
-        raise ValueError(f"expert_backend ({name!r}) must be one of {shown}")
+        names = ", ".join(map(repr, EXPERT_BACKENDS))
+        raise ValueError(f"expert_backend ({name!r}) must be one of {names}")
     if EXPERT_BACKENDS[name] is None:
         problem = products_problem(cast(ProductsName, name), spec)
     else:
@@ -77,15 +77,15 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
         raise ValueError(problem)
 
 
-def separate_computation(name: str, spec: ExpertSpec, *, has_more: bool) -> Computation | None:
+def separate_computation(name: str, spec: ExpertSpec, *, has_extras: bool) -> Computation | None:
     """Return what computes the experts in place of `expert_mlp`; None = nothing does."""
-    # `has_more`: they have biases or an activation of the model's own.
+    # `has_extras`: they have biases or an activation of the model's own.
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     may_group = name == "auto" and spec.recipe is None and is_floating
     if may_group and (problem := spec.grouped_problem()) is not None:
         warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
         return _sequential
-    return EXPERT_BACKENDS[name] or (_under_autograd if has_more else None)
+    return EXPERT_BACKENDS[name] or (_under_autograd if has_extras else None)
 
 
 def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
@@ -94,18 +94,18 @@ def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: Activatio
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
     warn_plain(rows_SD, "an expert with biases or an activation of its own")
-    where = (index.row_ids_R, index.slots_SK, index.num_rows)
+    row_map = (index.row_ids_R, index.slots_SK, index.num_rows)
     rows_R = torch.arange(index.row_ids_R.numel(), device=rows_SD.device)
-    used_R1 = (rows_R < index.num_rows)[:, None]
+    is_row_R1 = (rows_R < index.num_rows)[:, None]
     last = index.offsets_e.numel() - 1
     expert_R = torch.searchsorted(index.offsets_e, rows_R.int(), right=True).clamp(max=last)
 
     # grouped_mm leaves rows past num_rows uninitialised, in forward and in the gradient of its
     # input; a `where` on all sides keeps that garbage, NaN included, out of every result.
-    x_RD = gather_rows(rows_SD, *where)
-    x_RD = torch.where(used_R1, x_RD, 0)
+    x_RD = gather_rows(rows_SD, *row_map)
+    x_RD = torch.where(is_row_R1, x_RD, 0)
     h_RC = _grouped(x_RD, weights.w1_eCD, weights.update1, index.offsets_e)
-    h_RC = torch.where(used_R1, h_RC, 0)
+    h_RC = torch.where(is_row_R1, h_RC, 0)
     if weights.b1_eC is not None:
         h_RC = h_RC + gather_plain(weights.b1_eC, expert_R)
     weights_R1 = index.weights_R[:, None]
@@ -113,12 +113,12 @@ def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: Activatio
         a_RF = weighted_activation(h_RC, index.weights_R, index.num_rows, options)
     else:  # differentiable twice
         a_RF = activation(h_RC, options) * weights_R1
-        a_RF = torch.where(used_R1, a_RF.to(x_RD.dtype), 0)
+        a_RF = torch.where(is_row_R1, a_RF.to(x_RD.dtype), 0)
     y_RD = _grouped(a_RF, weights.w2_eDF, weights.update2, index.offsets_e)
-    y_RD = torch.where(used_R1, y_RD, 0)
+    y_RD = torch.where(is_row_R1, y_RD, 0)
     if weights.b2_eD is not None:
         y_RD = y_RD + (gather_plain(weights.b2_eD, expert_R) * weights_R1).to(y_RD.dtype)
-    return sum_rows(y_RD, *where)
+    return sum_rows(y_RD, *row_map)
 
 
 def _grouped(x_RI: Tensor, w_eOI: Tensor, update: LowRankUpdate | None, offs: Tensor) -> Tensor:

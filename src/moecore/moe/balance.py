@@ -76,8 +76,8 @@ class BalanceGroups:
 class LoadCounts:
     """What one layer has counted since the last optimizer step: int64, changed in place."""
 
-    chosen_E: Tensor  # choices of each expert
-    kept_E: Tensor | None  # choices within capacity; None where nothing can be dropped
+    choices_E: Tensor  # choices of each expert
+    capacity_choices_E: Tensor | None  # choices within capacity; None where nothing can be dropped
     # How often each expert was among a token's best scores; None where the global-batch loss does
     # not count that.
     best_E: Tensor | None
@@ -94,8 +94,8 @@ class LoadCounts:
         quantile = config.balance.bias_update == "quantile"
         zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         return cls(
-            chosen_E=zeros(E),
-            kept_E=zeros(E) if drops else None,
+            choices_E=zeros(E),
+            capacity_choices_E=zeros(E) if drops else None,
             best_E=zeros(E) if best else None,
             losses=torch.zeros(len(LOSS_NAMES), device=device),
             entropy_2=zeros(2),
@@ -179,12 +179,12 @@ class LoadTracker(LossFactors):
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
         if torch.compiler.is_compiling():
-            return self._attach_apart(y, routing, micro_batch, bias_E)
+            return self._attach_uncompiled(y, routing, micro_batch, bias_E)
         return self._attach(y, routing, micro_batch, bias_E)
 
     # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
     @torch.compiler.disable
-    def _attach_apart(self, *args: Any) -> Tensor:
+    def _attach_uncompiled(self, *args: Any) -> Tensor:
         return self._attach(*args)
 
     def _attach(
@@ -202,7 +202,7 @@ class LoadTracker(LossFactors):
         logits_TE = routing.logits_TE
         if config.balance.needs_loss:
             self.check_loss_scale(y)
-            prior_E = None if counts is None else counts.chosen_E
+            prior_E = None if counts is None else counts.choices_E
             if config.counts_best_scores:
                 assert logits_TE is not None
                 best_TK = best_ids(logits_TE, config, routing.padding_mask_T)
@@ -267,11 +267,11 @@ class LoadTracker(LossFactors):
     def _follow(self, device: torch.device) -> None:
         """Take the counts along when the layer has moved."""
         counts = self.counts
-        if counts is not None and counts.chosen_E.device != device:
-            moved = LoadCounts.zeros(self.config, device)
-            for new, old in zip(moved.tensors(), counts.tensors(), strict=True):
+        if counts is not None and counts.choices_E.device != device:
+            counts_on_device = LoadCounts.zeros(self.config, device)
+            for new, old in zip(counts_on_device.tensors(), counts.tensors(), strict=True):
                 new.copy_(old)
-            self.counts = moved
+            self.counts = counts_on_device
 
     def _end_in_flight(self, seen_E: Tensor | None) -> None:
         """End a forward that has seen these counts; raise if another one was repeated for it."""
@@ -290,21 +290,21 @@ class LoadTracker(LossFactors):
         self, losses: Tensor | None, seen_E: Tensor | None, observed: tuple[Any, ...]
     ) -> None:
         """Add one micro-batch; called by backward. Two kernels, and one per option that counts."""
-        chosen_TK, kept_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
+        ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
         self._end_in_flight(seen_E)
-        if _is_capturing(chosen_TK):  # what is captured has not run
+        if _is_capturing(ids_TK):  # what is captured has not run
             self.num_captured += 1
         else:
             self.num_micro_batches += 1
             if self.num_micro_batches == self.runs + 1 and not self.has_steps:
                 self._warn_of_no_step()
         if self.counts is None:
-            self.counts = LoadCounts.zeros(self.config, chosen_TK.device)
+            self.counts = LoadCounts.zeros(self.config, ids_TK.device)
         counts = self.counts
-        add_expert_counts(counts.chosen_E.unsqueeze(0), chosen_TK)
-        if counts.kept_E is not None:
-            add_expert_counts(counts.kept_E[None], kept_TK)
+        add_expert_counts(counts.choices_E.unsqueeze(0), ids_TK)
+        if counts.capacity_choices_E is not None:
+            add_expert_counts(counts.capacity_choices_E[None], capacity_ids_TK)
         if counts.best_E is not None:
             add_expert_counts(counts.best_E[None], best_TK)
         if logits_TE is not None:
@@ -312,8 +312,8 @@ class LoadTracker(LossFactors):
         if losses is not None:
             counts.losses += losses
         if counts.margins_EX is not None:
-            how = (self.config.top_k, self.config.score_function)
-            add_margins_(counts.margins_EX, logits_TE, bias_E, *how, padding_mask_T)
+            score_options = (self.config.top_k, self.config.score_function)
+            add_margins_(counts.margins_EX, logits_TE, bias_E, *score_options, padding_mask_T)
 
     def _warn_of_no_step(self) -> None:
         """Warn where nothing ends steps: biases never move, and counts are those of all steps."""
@@ -418,11 +418,11 @@ def balance_losses(
     losses = balance_loss(score_sums_BE, z_sum, counts_BX, factors, global_counts_E=global_counts_E)
     if token_weight is not None:
         return losses * token_weight
-    is_alone = groups.global_batch is None or groups.data_ranks == 1
-    if is_alone and ranks_with_tokens is None:
+    is_local = groups.global_batch is None or groups.data_ranks == 1
+    if is_local and ranks_with_tokens is None:
         return losses
     ranks = counts_BX[:, E].sum().clamp(max=1)  # with tokens: this one and those that share them
-    if not is_alone:
+    if not is_local:
         dist.all_reduce(ranks, group=groups.global_batch)
         losses = losses * (groups.global_batch.size() / ranks.clamp(min=1))  # type: ignore[union-attr]
     if ranks_with_tokens is not None:

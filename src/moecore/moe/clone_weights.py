@@ -36,40 +36,40 @@ def with_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[Ex
     if clones is None:
         yield weights
         return
-    joined = _Joined(clones)
-    extended = _extended(weights, joined)
-    with packing(joined.pack):
+    memory = _CloneMemory(clones)
+    extended = _extend_weights(weights, memory)
+    with packing(memory.pack):
         yield extended
 
 
-class _Joined:
+class _CloneMemory:
     """Tensors of experts and clones, and how to make them again."""
 
     def __init__(self, clones: AnyClones) -> None:
         self.clones = clones
         self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # the whole is held: its key
 
-    def join(self, own: Tensor, clones: Tensor) -> Tensor:
+    def join(self, local_part: Tensor, clones: Tensor) -> Tensor:
         """Return [e + n, ...], a copy where there are clones on this rank."""
         if not clones.shape[0]:
-            return own.view_as(own)
-        whole = _cat(own, clones)
-        self._parts[storage_key(whole)] = whole, own.detach(), clones
-        return whole
+            return local_part.view_as(local_part)
+        full = _cat(local_part, clones)
+        self._parts[storage_key(full)] = full, local_part.detach(), clones
+        return full
 
     def pack(self, tensor: Tensor) -> Handle | None:
         """Return the handle of a tensor that was joined; None of others."""
-        found = self._parts.get(storage_key(tensor))
-        return None if found is None else _Again(tensor, *found[1:])
+        parts = self._parts.get(storage_key(tensor))
+        return None if parts is None else _JoinHandle(tensor, *parts[1:])
 
 
-class _Again:
+class _JoinHandle:
     """A view of a joined tensor, which is joined again."""
 
     __slots__ = ("_parts", "_view")
 
-    def __init__(self, tensor: Tensor, own: Tensor, clones: Tensor) -> None:
-        self._parts = own, clones
+    def __init__(self, tensor: Tensor, local_part: Tensor, clones: Tensor) -> None:
+        self._parts = local_part, clones
         self._view = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self) -> Tensor:
@@ -77,8 +77,8 @@ class _Again:
         return _cat(*self._parts).as_strided(*self._view)
 
 
-def _cat(own: Tensor, clones: Tensor) -> Tensor:
-    return torch.cat([carried(own), carried(clones)]).view(own.dtype)
+def _cat(local_part: Tensor, clones: Tensor) -> Tensor:
+    return torch.cat([carried(local_part), carried(clones)]).view(local_part.dtype)
 
 
 class _Extend(torch.autograd.Function):
@@ -86,42 +86,42 @@ class _Extend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, joined: _Joined, how: tuple[_How, ...], *tensors: Tensor
+        ctx: Any, memory: _CloneMemory, uses: tuple[_TensorUse, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.clones, ctx.how = joined.clones, how
+        ctx.clones, ctx.how = memory.clones, uses
         ctx.set_materialize_grads(False)
-        n = joined.clones.num_here
-        read = [t for t, h in zip(tensors, how, strict=True) if h.has_values]
-        came = iter(joined.clones.fetch(read) if read else ())
+        n = memory.clones.num_local_clones
+        read = [t for t, h in zip(tensors, uses, strict=True) if h.has_values]
+        clone_parts = iter(memory.clones.fetch(read) if read else ())
         return tuple(
-            joined.join(t, next(came))
+            memory.join(t, next(clone_parts))
             if h.has_values
             else t.new_empty(1).expand(t.shape[0] + n, *t.shape[1:])
-            for t, h in zip(tensors, how, strict=True)
+            for t, h in zip(tensors, uses, strict=True)
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         at_home = [h.sink is not None and h.sink.take() for h in ctx.how]
-        own = {
+        local_grads = {
             i: grad.clone()
             for i, (grad, is_home) in enumerate(zip(grads, at_home, strict=True))
             if grad is not None and not is_home
         }
-        home = ctx.clones.bring_home_(list(own.values())) if own else ()
-        found = dict(zip(own, home, strict=True))
-        n = ctx.clones.num_here
+        home = ctx.clones.bring_home_(list(local_grads.values())) if local_grads else ()
+        home_grads = dict(zip(local_grads, home, strict=True))
+        n = ctx.clones.num_local_clones
         return (
             None,
             None,
             *(
-                found.get(i, None if grad is None else grad[: grad.shape[0] - n])
+                home_grads.get(i, None if grad is None else grad[: grad.shape[0] - n])
                 for i, grad in enumerate(grads)
             ),
         )
 
 
-class _How(NamedTuple):
+class _TensorUse(NamedTuple):
     """How a tensor of weights is used."""
 
     has_values: bool = True  # products read it; False for what was quantised
@@ -145,10 +145,10 @@ class _HomeSink:
         wide = torch.promote_types(self._dtype, torch.float32)
         (home,) = self._clones.bring_home_([compute(*operands, GradTarget(dtype=wide))])
         self._is_home = True
-        found = self._sink.put(_put, home, self._dtype)
-        if found is None:
+        grad = self._sink.put(_put, home, self._dtype)
+        if grad is None:
             return None
-        return torch.cat([found, found.new_zeros(self._clones.num_here, *found.shape[1:])])
+        return torch.cat([grad, grad.new_zeros(self._clones.num_local_clones, *grad.shape[1:])])
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
         """Return False: what ranks do together they do in this backward."""
@@ -164,45 +164,45 @@ def _put(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
     return target.out.add_(grad) if target.adds else target.out.copy_(grad)
 
 
-def _extended(weights: ExpertWeights, joined: _Joined) -> ExpertWeights:
+def _extend_weights(weights: ExpertWeights, memory: _CloneMemory) -> ExpertWeights:
     """Return the weights of experts and clones. Collective."""
-    clones, quantised = joined.clones, weights.quantised
+    clones, quantised = memory.clones, weights.quantised
     updates = [u for u in (weights.update1, weights.update2) if u is not None]
     matrices = [weights.w1_eCD, weights.w2_eDF]
     sinks = [
         None if sink is None else _HomeSink(sink, clones, matrix.dtype)
         for sink, matrix in zip(weights.sinks, matrices, strict=True)
     ]
-    how = [_How(quantised is None, sink) for sink in sinks]
-    others = [b for b in (weights.b1_eC, weights.b2_eD) if b is not None]
-    others += [t for u in updates for t in (u.a_erI, u.b_eOr)]
+    uses = [_TensorUse(quantised is None, sink) for sink in sinks]
+    small_tensors = [b for b in (weights.b1_eC, weights.b2_eD) if b is not None]
+    small_tensors += [t for u in updates for t in (u.a_erI, u.b_eOr)]
     # Transposed matrices are views of contiguous memory: as that they travel, and are joined.
-    is_view = [not m.is_contiguous() and h.has_values for m, h in zip(matrices, how, strict=True)]
-    stored = [m.transpose(1, 2) if v else m for m, v in zip(matrices, is_view, strict=True)]
-    how += [_How()] * len(others)
-    found = iter(_Extend.apply(joined, tuple(how), *stored, *others))
-    w1, w2 = (w.transpose(1, 2) if v else w for v, w in zip(is_view, found, strict=False))
+    is_view = [not m.is_contiguous() and h.has_values for m, h in zip(matrices, uses, strict=True)]
+    contiguous = [m.transpose(1, 2) if v else m for m, v in zip(matrices, is_view, strict=True)]
+    uses += [_TensorUse()] * len(small_tensors)
+    tensors = iter(_Extend.apply(memory, tuple(uses), *contiguous, *small_tensors))
+    w1, w2 = (w.transpose(1, 2) if v else w for v, w in zip(is_view, tensors, strict=False))
     extended = replace(
         weights,
         w1_eCD=w1,
         w2_eDF=w2,
-        b1_eC=None if weights.b1_eC is None else next(found),
-        b2_eD=None if weights.b2_eD is None else next(found),
+        b1_eC=None if weights.b1_eC is None else next(tensors),
+        b2_eD=None if weights.b2_eD is None else next(tensors),
     )
     pairs = (weights.update1, weights.update2)
-    update1, update2 = (u and LowRankUpdate(next(found), next(found)) for u in pairs)
+    update1, update2 = (u and LowRankUpdate(next(tensors), next(tensors)) for u in pairs)
     return replace(
         extended,
         update1=update1,
         update2=update2,
         sinks=(sinks[0], sinks[1]),
-        quantised=None if quantised is None else _joined_pair(quantised, joined),
+        quantised=None if quantised is None else _extend_pair(quantised, memory),
     )
 
 
 @torch.no_grad()
-def _joined_pair(
-    quantised: tuple[OperandPair, OperandPair], joined: _Joined
+def _extend_pair(
+    quantised: tuple[OperandPair, OperandPair], memory: _CloneMemory
 ) -> tuple[OperandPair, OperandPair]:
     """Return quantised matrices of experts and clones. Collective."""
     # The scales of columns may be those of rows, transposed: one view of each memory is fetched.
@@ -210,13 +210,13 @@ def _joined_pair(
     for leaf in tree_leaves(quantised):
         if leaf is not None:
             leaves.setdefault(leaf.data_ptr(), leaf)
-    came = joined.clones.fetch([leaf.contiguous() for leaf in leaves.values()])
-    wholes = dict(zip(leaves, map(joined.join, leaves.values(), came), strict=True))
+    clone_leaves = memory.clones.fetch([leaf.contiguous() for leaf in leaves.values()])
+    full_leaves = dict(zip(leaves, map(memory.join, leaves.values(), clone_leaves), strict=True))
 
     def whole_of(leaf: Tensor) -> Tensor:
-        whole = wholes[leaf.data_ptr()]
+        full = full_leaves[leaf.data_ptr()]
         is_first = leaf.stride() == leaves[leaf.data_ptr()].stride()
-        return whole if is_first else whole.transpose(1, 2)
+        return full if is_first else full.transpose(1, 2)
 
     pair: tuple[OperandPair, OperandPair] = tree_map_only(Tensor, whole_of, quantised)
     return pair

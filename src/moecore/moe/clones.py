@@ -9,7 +9,7 @@ of the dispatch group, T local tokens, K experts per token.
 
 A clone lives for one forward and its backward. It is no parameter: checkpoints, optimizers and
 norms know experts alone. Which experts are cloned is a function of all ranks' choices, or of a plan
-that stays for some steps (`KeptPlan`), so a forward that backward repeats makes the same
+that stays for some steps (`PeriodicPlan`), so a forward that backward repeats makes the same
 clones. They travel in one of two ways:
 
     Clones      collectives, whose sizes the host reads: one all-gather of E numbers and one host
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,37 +57,41 @@ class Cloner:
     ) -> None:
         self.options = options
         self._placement, self._group, self._exchanges = placement, group, exchanges
-        self._counted_2: Tensor | None = None  # stays where it is: CUDA graphs count there
-        self._kept: KeptPlan | None = None
+        self._counts_2: Tensor | None = None  # stays where it is: CUDA graphs count there
+        self._shared_plan: PeriodicPlan | None = None
         if options.refresh != "forward":
-            how: Any = dict(least=options.min_share, is_read=self.waits_on_host)
-            self._kept = KeptPlan(placement, options.refresh, **how)
+            self._shared_plan = PeriodicPlan(
+                placement,
+                options.refresh,
+                min_excess=options.min_share,
+                is_read=self.waits_on_host,
+            )
 
     @property
     def waits_on_host(self) -> bool:
         """Whether the host needs the plan: then forwards cannot be in a CUDA graph."""
         return self._exchanges is None
 
-    def counted(self, device: torch.device) -> Tensor:
+    def counts(self, device: torch.device) -> Tensor:
         """Return clones on this rank, and forwards, since the last optimizer step: int64 [2]."""
-        if self._counted_2 is None:
-            self._counted_2 = torch.zeros(2, dtype=torch.int64, device=device)
-        return self._counted_2
+        if self._counts_2 is None:
+            self._counts_2 = torch.zeros(2, dtype=torch.int64, device=device)
+        return self._counts_2
 
     def drop_step(self) -> None:
         """Drop the counts since the last optimizer step."""
-        if self._counted_2 is not None:
-            self._counted_2.zero_()
+        if self._counts_2 is not None:
+            self._counts_2.zero_()
 
-    def end_step(self, loads_E: Tensor, *, skipped: bool | Tensor) -> None:
-        """Plan the clones of the next steps, where forwards do not: see `KeptPlan.end_step`."""
-        if self._kept is not None:
-            self._kept.end_step(loads_E, skipped=skipped)
+    def end_step(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
+        """Plan the clones of the next steps, where forwards do not: see `PeriodicPlan.end_step`."""
+        if self._shared_plan is not None:
+            self._shared_plan.end_step(loads_E, is_skipped=is_skipped)
 
     def drop_plan(self) -> None:
         """Drop a plan that stays for several steps."""
-        if self._kept is not None:
-            self._kept.clear()
+        if self._shared_plan is not None:
+            self._shared_plan.clear()
 
     @torch.compiler.disable
     def place(
@@ -108,9 +111,9 @@ class Cloner:
     def _plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
         """Return the plan, and how many tokens of each expert precede this rank's, int32 [E]."""
         p = self._placement
-        if self._kept is not None:
+        if self._shared_plan is not None:
             none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
-            return self._kept.part_of(ids_TK), none_E
+            return self._shared_plan.part_of(ids_TK), none_E
         counts_GE = self._counts(ids_TK, pairs)
         plan = plan_clones(
             counts_GE.sum(0, dtype=torch.int32),
@@ -127,30 +130,30 @@ class Cloner:
             sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
             places = Places(experts_N=experts_N, **sizes)
             return PeerClones(self._exchanges.clones(experts_N.device), places)
-        experts = experts_N.tolist() if self._kept is None else self._kept.experts
+        experts = experts_N.tolist() if self._shared_plan is None else self._shared_plan.experts
         return None if max(experts) < 0 else Clones.of(experts, p, self._group, pairs)
 
     def _count(self, experts_N: Tensor) -> None:
         """Count the clones on this rank, on the device."""
         here_c = experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
-        counted_2 = self.counted(experts_N.device)
-        counted_2[0] += here_c.sum()
-        counted_2[1] += 1
+        counts_2 = self.counts(experts_N.device)
+        counts_2[0] += here_c.sum()
+        counts_2[1] += 1
 
     def _counts(self, ids_TK: Tensor, pairs: Pairs | None) -> Tensor:
         """Return the tokens of each rank for each expert, int64 [G, E]."""
         p = self._placement
-        mine_1E = torch.zeros(1, p.num_experts, dtype=torch.int64, device=ids_TK.device)
-        add_expert_counts(mine_1E, ids_TK)
+        local_counts_1E = torch.zeros(1, p.num_experts, dtype=torch.int64, device=ids_TK.device)
+        add_expert_counts(local_counts_1E, ids_TK)
         if self._exchanges is not None:
-            return self._exchanges.clones(ids_TK.device).gather(mine_1E)
-        counts_GE = mine_1E.new_empty(p.group.size(), p.num_experts)
-        exchange_all(all_gather_single, [counts_GE], [mine_1E], pairs, group=p.group)
+            return self._exchanges.clones(ids_TK.device).gather(local_counts_1E)
+        counts_GE = local_counts_1E.new_empty(p.group.size(), p.num_experts)
+        exchange_all(all_gather_single, [counts_GE], [local_counts_1E], pairs, group=p.group)
         return counts_GE
 
     def cut(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
         """Return the experts' input without the places for clones that are empty on this rank."""
-        number = self._placement.num_local + (0 if clones is None else clones.num_here)
+        number = self._placement.num_local + (0 if clones is None else clones.num_local_clones)
         index = inp.index._replace(offsets_e=inp.index.offsets_e[:number])
         return replace(inp, index=index, clones=clones)
 
@@ -161,7 +164,9 @@ class Clones:
 
     group: dist.ProcessGroup
     pairs: Pairs | None  # take turns while weights travel
-    sent: tuple[int, ...]  # cloned experts of this rank, by destination and then place, repeated
+    send_ids: tuple[
+        int, ...
+    ]  # cloned experts of this rank, by destination and then place, repeated
     send_splits: tuple[int, ...]  # how many of them go to each rank
     receive_splits: tuple[int, ...]  # how many clones come from each rank
     order: tuple[int, ...]  # which received clone is in each place
@@ -178,66 +183,75 @@ class Clones:
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2: its
         # order is [1, 0].
-        p, here = placement, dist.get_rank(group)
+        p, rank = placement, dist.get_rank(group)
         ranks = range(p.ep)
         rows = [experts[q * p.num_clones : (q + 1) * p.num_clones] for q in ranks]
         owners = [[x // p.num_local for x in row if x >= 0] for row in rows]
-        own = range(here * p.num_local, (here + 1) * p.num_local)
-        mine = [[x - own.start for x in row if x in own] for row in rows]
-        came = sorted(range(len(owners[here])), key=lambda place: owners[here][place])
+        local_experts = range(rank * p.num_local, (rank + 1) * p.num_local)
+        send_experts = [
+            [x - local_experts.start for x in row if x in local_experts] for row in rows
+        ]
+        arrivals = sorted(range(len(owners[rank])), key=lambda place: owners[rank][place])
         return cls(
             group=group,
             pairs=pairs,
-            sent=tuple(x for row in mine for x in row),
-            send_splits=tuple(map(len, mine)),
-            receive_splits=tuple(owners[here].count(q) for q in ranks),
-            order=tuple(came.index(place) for place in range(len(came))),
+            send_ids=tuple(x for row in send_experts for x in row),
+            send_splits=tuple(map(len, send_experts)),
+            receive_splits=tuple(owners[rank].count(q) for q in ranks),
+            order=tuple(arrivals.index(place) for place in range(len(arrivals))),
         )
 
     @property
-    def num_here(self) -> int:
+    def num_local_clones(self) -> int:
         """Clones on this rank, n."""
         return len(self.order)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the clones' part [n, ...] of tensors [e, ...] of own experts. Collective."""
-        found = self._travel([t[list(self.sent)] for t in tensors], self.num_here, is_home=False)
-        return found if self._is_in_order else [t[list(self.order)] for t in found]
+        rows = self._travel(
+            [t[list(self.send_ids)] for t in tensors], self.num_local_clones, is_home=False
+        )
+        return rows if self._is_in_order else [t[list(self.order)] for t in rows]
 
     @torch.no_grad()
     def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Add the clones' gradients to those of their experts, in place; return these, [e, ...]."""
         # Gradients [e + n, ...] end with the clones'. Added in fp32, rounded once. Collective.
-        e = [grad.shape[0] - self.num_here for grad in grads]
+        e = [grad.shape[0] - self.num_local_clones for grad in grads]
         outward = [grad[number:] for grad, number in zip(grads, e, strict=True)]
         if not self._is_in_order:
-            places = sorted(range(self.num_here), key=self.order.__getitem__)
+            places = sorted(range(self.num_local_clones), key=self.order.__getitem__)
             outward = [grad[places] for grad in outward]
-        came = self._travel(outward, len(self.sent), is_home=True)
+        received_grads = self._travel(outward, len(self.send_ids), is_home=True)
         home = [grad[:number] for grad, number in zip(grads, e, strict=True)]
-        for own, others in zip(home, came, strict=True):
-            for expert in sorted(set(self.sent)):
-                total = own[expert].to(torch.promote_types(own.dtype, torch.float32))
-                for part, of in zip(others, self.sent, strict=True):
+        for grad, parts in zip(home, received_grads, strict=True):
+            for expert in sorted(set(self.send_ids)):
+                total = grad[expert].to(torch.promote_types(grad.dtype, torch.float32))
+                for part, of in zip(parts, self.send_ids, strict=True):
                     if of == expert:
                         total = total + part
-                own[expert] = total
+                grad[expert] = total
         return home
 
     @property
     def _is_in_order(self) -> bool:
-        return self.order == tuple(range(self.num_here))
+        return self.order == tuple(range(self.num_local_clones))
 
-    def _travel(self, sent: Sequence[Tensor], number: int, *, is_home: bool) -> list[Tensor]:
+    def _travel(self, tensors: Sequence[Tensor], number: int, *, is_home: bool) -> list[Tensor]:
         """Return what comes: `number` rows for each tensor, as bytes travel."""
         splits = [list(self.receive_splits), list(self.send_splits)]
         receive, send = reversed(splits) if is_home else splits
-        outs = [t.new_empty((number, *t.shape[1:])) for t in sent]
-        how: dict[str, Any] = dict(
-            output_split_sizes=receive, input_split_sizes=send, group=self.group
+        outs = [t.new_empty((number, *t.shape[1:])) for t in tensors]
+        inward, outward = list(map(carried, outs)), [carried(t.contiguous()) for t in tensors]
+        exchange_all(
+            dist.all_to_all_single,
+            inward,
+            outward,
+            self.pairs,
+            output_split_sizes=receive,
+            input_split_sizes=send,
+            group=self.group,
         )
-        inward, outward = list(map(carried, outs)), [carried(t.contiguous()) for t in sent]
-        exchange_all(dist.all_to_all_single, inward, outward, self.pairs, **how)
         return outs
 
 
@@ -249,7 +263,7 @@ class PeerClones:
     places: Places  # the plan, on the device
 
     @property
-    def num_here(self) -> int:
+    def num_local_clones(self) -> int:
         """Clones on this rank, empty ones too, n."""
         return self.places.num_clones
 
@@ -271,7 +285,7 @@ def carried(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
-class KeptPlan:
+class PeriodicPlan:
     """The plan of a layer for some optimizer steps, made from the loads of one of them.
 
     It is the same on all ranks. Each rank divides its own tokens by the plan's shares, so no rank
@@ -282,11 +296,11 @@ class KeptPlan:
     """
 
     def __init__(
-        self, placement: ExpertPlacement, num_steps: int, *, least: float, is_read: bool
+        self, placement: ExpertPlacement, num_steps: int, *, min_excess: float, is_read: bool
     ) -> None:
-        self._placement, self._num_steps, self._least = placement, num_steps, least
+        self._placement, self._num_steps, self._min_excess = placement, num_steps, min_excess
         self._is_read = is_read
-        self._left = 0  # steps
+        self._steps_remaining = 0
         self._plan: ClonePlan | None = None  # stays where it is: CUDA graphs read it
         self._loads_N: Tensor | None = None  # of the experts in the places
         self.experts: list[int] = []  # by place, -1 = empty; written if `is_read`
@@ -294,7 +308,7 @@ class KeptPlan:
 
     def clear(self) -> None:
         """Drop the plan: the next step that ends makes one. No communication, no host sync."""
-        self._left = 0
+        self._steps_remaining = 0
         self.experts = [-1] * (self._placement.ep * self._placement.num_clones)
         if self._plan is not None:
             self._plan.experts_N.fill_(-1)
@@ -305,29 +319,30 @@ class KeptPlan:
         # 0 had: of three choices here the last goes to it.
         plan, loads_N = self._tensors(ids_TK.device)
         E = self._placement.num_experts
-        mine_1E = torch.zeros(1, E, dtype=torch.int64, device=ids_TK.device)
-        add_expert_counts(mine_1E, ids_TK)
-        mine_N = mine_1E[0, plan.experts_N.clamp(min=0).long()]
+        local_counts_1E = torch.zeros(1, E, dtype=torch.int64, device=ids_TK.device)
+        add_expert_counts(local_counts_1E, ids_TK)
+        local_counts_N = local_counts_1E[0, plan.experts_N.clamp(min=0).long()]
         starts_N, stops_N = (
-            torch.div(t * mine_N, loads_N, rounding_mode="floor").int() for t in plan[1:]
+            torch.div(t * local_counts_N, loads_N, rounding_mode="floor").int() for t in plan[1:]
         )
         return ClonePlan(plan.experts_N, starts_N, stops_N)
 
-    def end_step(self, loads_E: Tensor, *, skipped: bool | Tensor) -> None:
+    def end_step(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
         """Make a plan of the step's loads, if it is time. Host sync only if `is_read`."""
         # A skipped step changes nothing; a bool scalar on the device is not waited for.
-        if skipped is True:
+        if is_skipped is True:
             return
-        self._left -= 1
-        if self._left > 0:
+        self._steps_remaining -= 1
+        if self._steps_remaining > 0:
             return
-        self._left = self._num_steps
+        self._steps_remaining = self._num_steps
         p, (plan, loads_N) = self._placement, self._tensors(loads_E.device)
-        sizes = dict(num_ranks=p.ep, num_clones=p.num_clones)
-        made = plan_clones(loads_E.int(), **sizes, min_share=self._least)
-        made_loads_N = loads_E[made.experts_N.clamp(min=0).long()].clamp(min=1)
-        for mine, new in zip((*plan, loads_N), (*made, made_loads_N), strict=True):
-            mine.copy_(new if skipped is False else torch.where(skipped, mine, new))
+        new_plan = plan_clones(
+            loads_E.int(), num_ranks=p.ep, num_clones=p.num_clones, min_share=self._min_excess
+        )
+        made_loads_N = loads_E[new_plan.experts_N.clamp(min=0).long()].clamp(min=1)
+        for buffer, new in zip((*plan, loads_N), (*new_plan, made_loads_N), strict=True):
+            buffer.copy_(new if is_skipped is False else torch.where(is_skipped, buffer, new))
         if self._is_read:
             self.experts = plan.experts_N.tolist()
 

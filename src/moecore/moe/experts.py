@@ -95,7 +95,7 @@ class Experts(nn.Module):
             )
         self.reader = ParamReader()
         # What the last forward computed with, and what that depends on.
-        self._chosen: tuple[Any, ExpertMLPOptions | None] = (None, None)
+        self._options_cache: tuple[Any, ExpertMLPOptions | None] = (None, None)
         self.set_backend(backend)
         self.etp_rank = 0  # which slice of F (and of D in b2) is this rank's; set when sharded
         self.etp_size = 1
@@ -121,9 +121,11 @@ class Experts(nn.Module):
     ) -> None:
         """Raise ValueError for a backend that cannot compute or recompute these experts."""
         check_backend(backend, self.spec(recipe=recipe))
-        if recompute_fc1 and (EXPERT_BACKENDS[backend] is not None or self.has_more):
-            more = "biases" if self._is_biased else "an activation of the model's own"
-            wrong = f"experts with {more}" if self.has_more else f"expert_backend ({backend!r})"
+        if recompute_fc1 and (EXPERT_BACKENDS[backend] is not None or self.has_extras):
+            feature = "biases" if self._is_biased else "an activation of the model's own"
+            wrong = (
+                f"experts with {feature}" if self.has_extras else f"expert_backend ({backend!r})"
+            )
             raise ValueError(
                 f"MemoryOptions.recompute ('expert_fc1') must not go with {wrong}: use activation "
                 "checkpointing instead"
@@ -147,18 +149,18 @@ class Experts(nn.Module):
         # FC2 is a partial sum. b2 is cut along D instead, so that the sum over etp counts it once.
         # A dim of size 1 leaves no trace in the placements, except "ep" where both are of size 1.
         names = mesh.mesh_dim_names or ()
-        kept = tuple(n for n in names if mesh.size(names.index(n)) > 1) or ("ep",)
-        cut = mesh[kept]  # once: it takes a millisecond
+        dims = tuple(n for n in names if mesh.size(names.index(n)) > 1) or ("ep",)
+        submesh = mesh[dims]  # once: it takes a millisecond
         for role, dim in self._hidden_dims().items():
             strided = role in ("w1", "b1") and self.is_strided
             etp = StridedShard(dim, split_factor=2) if strided else Shard(dim)
             placements = {"ep": Shard(0), "etp": etp}
             name = getattr(self.layout, role)
-            shard_parameter(self, name, cut, tuple(placements[n] for n in kept))
-        whole = {"ep": Shard(0), "etp": Replicate()}
+            shard_parameter(self, name, submesh, tuple(placements[n] for n in dims))
+        adapter_placements = {"ep": Shard(0), "etp": Replicate()}
         for owner in [m for m in self.modules() if isinstance(m, nn.ParameterDict)]:
             for adapter in list(owner):
-                shard_parameter(owner, adapter, cut, tuple(whole[n] for n in kept))
+                shard_parameter(owner, adapter, submesh, tuple(adapter_placements[n] for n in dims))
         self.etp_rank, self.etp_size = mesh.get_local_rank("etp"), mesh.size(names.index("etp"))
 
     @property
@@ -202,8 +204,8 @@ class Experts(nn.Module):
             else:
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
-    def spec(self, **known: Any) -> ExpertSpec:
-        """Return what decides which backend can compute these experts; `known` adds fields."""
+    def spec(self, **fields: Any) -> ExpertSpec:
+        """Return what decides which backend can compute these experts; `fields` adds fields."""
         return ExpertSpec(
             gated=self.config.gated,
             interleaved=self._is_interleaved,
@@ -211,7 +213,7 @@ class Experts(nn.Module):
             fc1_bias=self.config.fc1_bias,
             fc2_bias=self.config.fc2_bias,
             own_activation=self.own_activation is not None,
-            **known,
+            **fields,
         )
 
     def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
@@ -219,19 +221,19 @@ class Experts(nn.Module):
         # It has the dtype of `inp.rows`, is added in fp32 and rounded once, and is a partial sum
         # under ep and etp. Expert rows are not summed where `inp.unsummed` is set.
         with self.reader.reading():
-            own = self._weights(inp.rows.dtype)
-            with NOTHING if inp.clones is None else with_clones(own, inp.clones) as joined:
-                return self._multiplied(inp, joined or own)
+            weights = self._weights(inp.rows.dtype)
+            with NOTHING if inp.clones is None else with_clones(weights, inp.clones) as all_weights:
+                return self._multiplied(inp, all_weights or weights)
 
     def _multiplied(self, inp: ExpertInput, weights: ExpertWeights) -> Tensor | UnsummedRows:
         depends_on = self._depends_on(inp.rows, weights)
-        last, options = self._chosen
+        last, options = self._options_cache
         if options is None or depends_on is None or depends_on != last:
             activation = activation_options(
                 self.config, interleaved=self._is_interleaved, function=self.own_activation
             )
             spec = ExpertSpec.of(inp.rows, weights, activation, self.recipe)
-            compute = separate_computation(self.backend, spec, has_more=self.has_more)
+            compute = separate_computation(self.backend, spec, has_extras=self.has_extras)
             if compute is not None:
                 return compute(inp, weights, activation)
             options = ExpertMLPOptions(
@@ -241,7 +243,7 @@ class Experts(nn.Module):
                 recipe=self.recipe,
             )
             if depends_on is not None:
-                self._chosen = depends_on, options
+                self._options_cache = depends_on, options
         with _counting(inp, is_quantised=self.recipe is not None):
             how: Any = dict(unsummed=inp.unsummed, receiver=inp.receiver)
             y = expert_mlp(inp.rows, weights, inp.index, options, **how)
@@ -255,8 +257,8 @@ class Experts(nn.Module):
         of_weights = (w1_eCD.dtype, w2_eDF.dtype, w1_eCD.device, w2_eDF.shape)
         lies_well = w1_eCD.is_contiguous() and w2_eDF.is_contiguous()
         is_plain = weights.quantised is not None or lies_well
-        how = (self.own_activation, self.backend, self.recompute_fc1, self.recipe)
-        return (rows.dtype, is_plain, *of_weights, *how)
+        options = (self.own_activation, self.backend, self.recompute_fc1, self.recipe)
+        return (rows.dtype, is_plain, *of_weights, *options)
 
     def extra_repr(self) -> str:
         """Return how the matrices are multiplied."""
@@ -284,7 +286,7 @@ class Experts(nn.Module):
         return 1 if self.recipe is None else self.recipe.rows
 
     @property
-    def has_more(self) -> bool:
+    def has_extras(self) -> bool:
         """Whether there are biases or an own activation: not `expert_mlp`'s."""
         return self._is_biased or self.own_activation is not None
 
@@ -329,17 +331,17 @@ class Experts(nn.Module):
             check_values(w1_eCD)
             return None
         fc1 = ["w1", "w3"] if self.is_separate else ["w1"]
-        found: list[OperandPair | None] = []
+        operands: list[OperandPair | None] = []
         for roles, matrices in ((fc1, w1_eCD), (["w2"], w2_eDF)):
             params = [getattr(self, getattr(self.layout, role)) for role in roles]
-            gathered = self.reader.gathered(params[0])
-            if gathered is not None and gathered.kind == GATHERED_KINDS.get(recipe.weight_block):
-                found.append(as_matrices(gathered, matrices.shape))
+            blocks = self.reader.blocks_of(params[0])
+            if blocks is not None and blocks.kind == GATHERED_KINDS.get(recipe.weight_block):
+                operands.append(as_matrices(blocks, matrices.shape))
                 continue
             check_values(matrices)
             make = partial(quantise_matrices, matrices, recipe)
-            found.append(self.reader.quantised((recipe, *roles), params, make))
-        w1, w2 = found
+            operands.append(self.reader.quantised((recipe, *roles), params, make))
+        w1, w2 = operands
         return None if w1 is None or w2 is None else (w1, w2)
 
     def _fc1_eCD(self, dtype: torch.dtype) -> tuple[Tensor, GradSink | None]:
@@ -401,18 +403,18 @@ def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager
     # experts save quantised rows instead.
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():
         return NOTHING
-    values, index, used = inp.rows.values, inp.index, list[UsedRows]()
+    values, index, ranges = inp.rows.values, inp.index, list[UsedRows]()
     S, R = values.shape[0], index.row_ids_R.shape[0]
     source, expert = (None, None) if inp.balanced is None else inp.balanced
     refetch = None if inp.unsummed is None else inp.unsummed.refetch
-    whole = [kept.shape[0] for kept in ([values] if refetch is None else refetch.tensors)]
+    lengths = [tensor.shape[0] for tensor in ([values] if refetch is None else refetch.tensors)]
     if refetch is None and source is not None:
         only = storage_key(values) if S == R else None
-        used.append(UsedRows(S, slots=index.slots_SK, balanced=source, storage=only))
-        whole = whole if is_quantised else []
-    if R not in whole:
-        used.append(UsedRows(R, index.num_rows, balanced=expert))
-    return counting_rows(*used)
+        ranges.append(UsedRows(S, slots=index.slots_SK, balanced=source, storage=only))
+        lengths = lengths if is_quantised else []
+    if R not in lengths:
+        ranges.append(UsedRows(R, index.num_rows, balanced=expert))
+    return counting_rows(*ranges)
 
 
 def activation_options(

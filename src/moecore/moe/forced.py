@@ -45,17 +45,17 @@ def force_load(model: nn.Module, shares: Mapping[int, float]) -> None:
     for name, layer in layers.items():
         config = layer.config
         E, K, sum_ = config.num_candidates, config.top_k, sum(shares.values())
-        others = (1 - sum_) / max(1, E - len(shares))
+        rest = (1 - sum_) / max(1, E - len(shares))
         if not all(0 <= e < E for e in shares):
             raise ValueError(
                 f"shares ({dict(shares)}) must be of experts 0 to {E - 1} of {name}: correct ids"
             )
-        if not all(0 <= s <= 1 / K for s in (*shares.values(), others)) or (
+        if not all(0 <= s <= 1 / K for s in (*shares.values(), rest)) or (
             len(shares) == E and not math.isclose(sum_, 1)
         ):
             raise ValueError(
                 f"shares ({dict(shares)}) must lie in [0, 1 / top_k ({K})] and leave each other "
-                f"expert of {name} such a share, not {others:.3g}: choose others"
+                f"expert of {name} such a share, not {rest:.3g}: choose others"
             )
         if config.assignment == "expert_choice":
             raise ValueError(f"shares must be left out for {name}, whose experts choose evenly")
@@ -80,9 +80,9 @@ def ids_of_shares(
     """Return int32 ids [T, K], distinct in a token, of which experts have these shares."""
     # Experts lie on [0, K), each as long as K times its share, at most 1; a token has those at u,
     # u + 1, .. for a u in [0, 1) of its own.
-    others = (1 - sum(shares.values())) / max(1, num_experts - len(shares))
+    rest = (1 - sum(shares.values())) / max(1, num_experts - len(shares))
     wide: Any = dict(dtype=torch.float64, device=device)
-    shares_E = torch.full((num_experts,), others, **wide)
+    shares_E = torch.full((num_experts,), rest, **wide)
     for expert, share in shares.items():
         shares_E[expert] = share
     points_TK = torch.arange(num_tokens, **wide)[:, None] * GOLDEN % 1 + torch.arange(top_k, **wide)

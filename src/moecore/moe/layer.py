@@ -120,12 +120,14 @@ class RoutedLayer(nn.Module):
         """Return the output of `Experts`, which runs in the unit that has their parameters."""
         raise NotImplementedError
 
-    def _routed(self, rows_TL: Tensor, routing: Routing, *, is_kept: bool = False) -> Tensor:
+    def _run_routed_experts(
+        self, rows_TL: Tensor, routing: Routing, *, is_kept: bool = False
+    ) -> Tensor:
         """Return the weighted sum over the chosen experts of each token, [T, L]."""
         # `rows_TL` have the dtype of the exchange; with `is_kept` another operation saves them.
-        own_T1: Tensor | None = None
+        zero_weights_T1: Tensor | None = None
         if self.config.zero_experts:
-            routing, own_T1 = without_zero_experts(routing, self.config.num_experts)
+            routing, zero_weights_T1 = without_zero_experts(routing, self.config.num_experts)
         with mark("moecore::dispatch"):
             expert_input = self._dispatched(rows_TL, routing)
         rows = expert_input.rows
@@ -137,7 +139,9 @@ class RoutedLayer(nn.Module):
             y_SL = self._compute(expert_input)
         with mark("moecore::combine"):
             y_TL = self.dispatcher.combine(y_SL, expert_input.plan)
-        return y_TL if own_T1 is None else (y_TL + rows_TL * own_T1).to(y_TL.dtype)
+        return (
+            y_TL if zero_weights_T1 is None else (y_TL + rows_TL * zero_weights_T1).to(y_TL.dtype)
+        )
 
     def _dispatched(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
         """Return the input of this rank's experts and of its clones of other ranks' experts."""
@@ -150,7 +154,7 @@ class RoutedLayer(nn.Module):
         routing, clones = self.cloner.place(routing, pairs, training=training)
         return self.cloner.cut(self.dispatcher.dispatch(rows_TL, routing), clones)
 
-    def _counted(
+    def _track_load(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
         """Return y; in training, count loads and attach the auxiliary losses to y's gradient."""
@@ -195,21 +199,21 @@ class MoELayer(RoutedLayer):
         super().__init__()
         self.config = config
         self.layout = layout or LayerLayout()
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         names = self.layout
         router = Router(
             config,
             expert_bias_name=names.expert_bias,
             token_experts_name=names.token_experts,
-            **where,
+            **factory_kwargs,
         )
-        experts = Experts(config, layout=names.expert_layout, **where)
+        experts = Experts(config, layout=names.expert_layout, **factory_kwargs)
         add_part(self, names.router, router)
         add_part(self, names.experts, experts)
         if config.latent_dim:
-            self.latent = Latent(config, **where)
+            self.latent = Latent(config, **factory_kwargs)
         if config.shared_hidden_dim:
-            add_part(self, names.shared, SharedExpert(config, **where))
+            add_part(self, names.shared, SharedExpert(config, **factory_kwargs))
         self.shared_stream: torch.cuda.Stream | None = None  # its owner sets it: see SharedRun
         self.dispatcher = LocalDispatcher(config.num_experts)
         self.tracker = LoadTracker(config, runs=runs)
@@ -223,7 +227,7 @@ class MoELayer(RoutedLayer):
         ValueError is raised where an adopted child (a model's own shared expert) cannot be filled.
         """
         check_arguments(MoELayer.init_weights, locals())
-        for name, child in _held(self):
+        for name, child in _named_parts(self):
             if not isinstance(child, Router | Experts | SharedExpert | Latent):
                 raise ValueError(
                     f"{name} ({type(child).__name__}) must be filled by its own model: call its "
@@ -293,20 +297,20 @@ class MoELayer(RoutedLayer):
         )
         router = self.part("router")
         shared = SharedRun(self._shared, x_TD, self.shared_stream)
-        routed_TD = x_TD
+        tokens_TD = x_TD
         if micro_batch.padding_mask_T is not None:  # 0 * NaN would reach the router's gradient
-            routed_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
+            tokens_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
         with mark("moecore::router"):
-            routing = router(routed_TD, micro_batch)
-        rows_TL, routing = self._rows(autocast(routed_TD), routing)
-        is_kept = rows_TL is routed_TD and router.weight.requires_grad
-        y_TL = self._routed(rows_TL, routing, is_kept=is_kept)
+            routing = router(tokens_TD, micro_batch)
+        rows_TL, routing = self._rows(autocast(tokens_TD), routing)
+        is_kept = rows_TL is tokens_TD and router.weight.requires_grad
+        y_TL = self._run_routed_experts(rows_TL, routing, is_kept=is_kept)
         y_TD = self.latent.up(y_TL) if self.config.latent_dim else y_TL
         if shared.y_TD is not None:
             y_TD = y_TD + shared.wait()
         y = y_TD.to(x.dtype)
         y = y if x.ndim == 2 else y.view(x.shape)
-        return self._counted(y, routing, micro_batch, router.selection_bias)
+        return self._track_load(y, routing, micro_batch, router.selection_bias)
 
     def _rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Return the rows to dispatch, [T, L], and the routing for their experts."""
@@ -339,11 +343,11 @@ def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
     layer.add_module(name, part)
 
 
-def _held(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _named_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield names and modules of a layer's parts, including parts below empty modules."""
     for name, child in module.named_children():
         if type(child) is nn.Module:
-            yield from _held(child, f"{prefix}{name}.")
+            yield from _named_parts(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child
 

@@ -46,13 +46,13 @@ class LowRank(nn.Module):
         pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
         if not pairs:
             return None
-        a_erI = inputs(_joined([a for a, _, _ in pairs], dim=1)).contiguous()
-        b_eOr = outputs(_joined([b * s for _, b, s in pairs], dim=2)).contiguous()
+        a_erI = inputs(_concatenate([a for a, _, _ in pairs], dim=1)).contiguous()
+        b_eOr = outputs(_concatenate([b * s for _, b, s in pairs], dim=2)).contiguous()
         missing = -a_erI.shape[1] % (ALIGNMENT // a_erI.element_size())
         if missing:
             a_erI, b_eOr = F.pad(a_erI, (0, 0, 0, missing)), F.pad(b_eOr, (0, missing))
         return LowRankUpdate(a_erI, b_eOr)
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def _concatenate(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # which copies one, too

@@ -59,29 +59,29 @@ class MoEMetrics:
             layer without tokens, such as one below all that is trained, has no numbers where
             others have.
         """
-        found = self._on_host()
-        if not found["tokens_per_expert"]:
+        values = self._on_host()
+        if not values["tokens_per_expert"]:
             return {}
-        indexer_losses = {n: value for n, (value,) in found.pop("indexer_losses").items()}
-        counted = {layer for layer, of_E in found["tokens_per_expert"].items() if any(of_E)}
-        if counted:
-            found = {
-                name: {layer: value for layer, value in of_layers.items() if layer in counted}
-                for name, of_layers in found.items()
+        indexer_losses = {n: value for n, (value,) in values.pop("indexer_losses").items()}
+        active_layers = {layer for layer, of_E in values["tokens_per_expert"].items() if any(of_E)}
+        if active_layers:
+            values = {
+                name: {layer: value for layer, value in of_layers.items() if layer in active_layers}
+                for name, of_layers in values.items()
             }
-        loads = {layer: _over_mean(counts) for layer, counts in found["tokens_per_expert"].items()}
+        loads = {layer: _over_mean(counts) for layer, counts in values["tokens_per_expert"].items()}
         numbers = _named("expert_load", {layer: max(of_E) for layer, of_E in loads.items()})
         numbers = {"expert_load_max_over_mean": max(numbers.values()), **numbers}
-        numbers |= _with_mean("drop_rate", _drop_rates(found))
+        numbers |= _with_mean("drop_rate", _drop_rates(values))
         z = LOSS_NAMES.index("z")
         for name, places in (("balance_loss", range(z)), ("z_loss", [z])):
             of_layers = {
                 layer: sum(losses[i] for i in places)
-                for layer, losses in found["aux_losses"].items()
+                for layer, losses in values["aux_losses"].items()
             }
             numbers |= {name: sum(of_layers.values()), **_named(name, of_layers)}
         for name in ("router_entropy", "clones_per_rank"):
-            numbers |= _with_mean(name, {layer: value for layer, (value,) in found[name].items()})
+            numbers |= _with_mean(name, {layer: value for layer, (value,) in values[name].items()})
         if indexer_losses:
             numbers |= {"indexer_loss": sum(indexer_losses.values())}
             numbers |= _named("indexer_loss", indexer_losses)
@@ -92,8 +92,8 @@ class MoEMetrics:
 
     def load_max_over_mean(self) -> dict[str, float]:
         """Return layer name -> most loaded expert over the mean. One host sync for all layers."""
-        found = self._on_host()["tokens_per_expert"]
-        return {layer: max(_over_mean(counts)) for layer, counts in found.items()}
+        counts = self._on_host()["tokens_per_expert"]
+        return {layer: max(_over_mean(counts)) for layer, counts in counts.items()}
 
     def drop_rate(self) -> dict[str, float]:
         """Return layer name -> share of the choices that were dropped. One host sync."""
@@ -123,10 +123,10 @@ def _over_mean(counts: list[float]) -> list[float]:
     return [count / mean for count in counts]
 
 
-def _drop_rates(found: dict[str, OfLayers]) -> dict[str, float]:
+def _drop_rates(values: dict[str, OfLayers]) -> dict[str, float]:
     return {
-        layer: sum(dropped) / max(sum(found["tokens_per_expert"][layer]), 1)
-        for layer, dropped in found["dropped_per_expert"].items()
+        layer: sum(drops) / max(sum(values["tokens_per_expert"][layer]), 1)
+        for layer, drops in values["dropped_per_expert"].items()
     }
 
 

@@ -64,7 +64,7 @@ class MicroBatch:
         by_rank = out.unflatten(0, (self.num_ranks, B, x_TX.shape[0] // B))
         return by_rank.transpose(0, 1).flatten(0, 2)
 
-    def own(self, x_NX: Tensor) -> Tensor:
+    def slice_local(self, x_NX: Tensor) -> Tensor:
         """Return this rank's rows of what `gather` gave."""
         if self.group is None:
             return x_NX
@@ -80,8 +80,8 @@ class MicroBatch:
         borders = self.cu_seqlens
         if borders is None:
             borders = row_borders(B, num_tokens, device)
-        held = held_tokens(borders, num_tokens, self.cp).view(self.cp, B, tp, -1)
-        return held.transpose(1, 2).reshape(self.num_ranks, -1)
+        token_ids = held_tokens(borders, num_tokens, self.cp).view(self.cp, B, tp, -1)
+        return token_ids.transpose(1, 2).reshape(self.num_ranks, -1)
 
     def gather_padding(self) -> Tensor | None:
         """Return padding_mask_N; collective when there is a group and a mask."""
@@ -95,7 +95,7 @@ class MicroBatch:
         if self.cu_seqlens is None:
             return self.num_sequences, None
         documents_N = documents_of(self.cu_seqlens, num_tokens * self.num_ranks)
-        return len(self.cu_seqlens) - 1, self.own(documents_N)
+        return len(self.cu_seqlens) - 1, self.slice_local(documents_N)
 
 
 def position_order(
@@ -122,10 +122,10 @@ def _document_order(num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor 
     real_N = torch.ones(num_tokens, dtype=torch.bool, device=cu_seqlens.device)
     if padding_mask_N is not None:
         real_N = ~padding_mask_N
-    counted_N = real_N.cumsum(0)
-    before_N = counted_N - real_N.long()
+    count_N = real_N.cumsum(0)
+    before_N = count_N - real_N.long()
     starts_N = cu_seqlens[documents_of(cu_seqlens, num_tokens)]
-    return (counted_N - before_N[starts_N]).sort(stable=True).indices
+    return (count_N - before_N[starts_N]).sort(stable=True).indices
 
 
 def capacity_of(
@@ -135,7 +135,7 @@ def capacity_of(
     # The first is ceil(factor * N * K / E), for buffers. The second has the real tokens as N: a
     # 0-dim int64 tensor with a mask (no host sync), else the same int.
     per_token = factor * top_k / num_experts
-    most = math.ceil(num_tokens * per_token - ROUNDING)
+    max_tokens = math.ceil(num_tokens * per_token - ROUNDING)
     if padding_mask_N is None:
-        return most, most
-    return most, torch.ceil((~padding_mask_N).sum().double() * per_token - ROUNDING).long()
+        return max_tokens, max_tokens
+    return max_tokens, torch.ceil((~padding_mask_N).sum().double() * per_token - ROUNDING).long()

@@ -92,7 +92,7 @@ def reorder_experts(
     router, experts = layer.part("router"), layer.part("experts")
     # All have one entry per expert in dim 0, routers also for those that return their input.
     order_E = torch.cat([order_E, torch.arange(E, layer.config.num_candidates).to(order_E)])
-    tensors = [t for one in (router, experts) for t in (*one.parameters(), *one.buffers())]
+    tensors = [t for module in (router, experts) for t in (*module.parameters(), *module.buffers())]
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise ValueError(
             "layer (MoELayer) must be whole for another order of its experts: call "

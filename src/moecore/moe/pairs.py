@@ -49,7 +49,7 @@ class Pairs:
         self.takes_turns = True
         self._models = models
         self._pair: _Pair | None = None
-        self._ahead: torch.cuda.Stream | None = None
+        self._early_stream: torch.cuda.Stream | None = None
 
     @property
     def open_pair(self) -> _Pair | None:
@@ -93,13 +93,13 @@ class Pairs:
         thread = Thread(target=pair.run_backward, args=(backward, stream), daemon=True)
         try:
             thread.start()
-            found = pair.run_forward(forward)
+            result = pair.run_forward(forward)
             thread.join()
         finally:
             self._pair = None
         if pair.error is not None:
             raise pair.error
-        value, numbers = found
+        value, numbers = result
         set_generators(numbers)
         return value
 
@@ -109,11 +109,11 @@ class Pairs:
         if not torch.cuda.is_initialized():
             yield
             return
-        if self._ahead is None:
-            self._ahead = torch.cuda.Stream()
+        if self._early_stream is None:
+            self._early_stream = torch.cuda.Stream()
         if waits:
-            self._ahead.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._ahead):
+            self._early_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._early_stream):
             yield
 
 
@@ -215,18 +215,18 @@ class _Pair:
 
 
 def exchange(
-    starts: Sequence[Callable[..., Any]], pairs: Pairs | None = None, *, is_ahead: bool = False
+    starts: Sequence[Callable[..., Any]], pairs: Pairs | None = None, *, may_overlap: bool = False
 ) -> None:
     """Run collectives that do not depend on each other; in a pair the other side runs meanwhile."""
-    # Each of `starts` takes `async_op` and returns its work. With `is_ahead` they read nothing that
-    # was queued after the last `numbers_of`, and write memory allocated within `Pairs.ahead`.
+    # Each of `starts` takes `async_op` and returns its work. With `may_overlap` they read nothing
+    # that was queued after the last `numbers_of`, and write memory allocated within `Pairs.ahead`.
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:
         for start in starts:
             start()
         return
     pair.give_back()
-    with pairs.ahead() if is_ahead else nullcontext():
+    with pairs.ahead() if may_overlap else nullcontext():
         works = [start(async_op=True) for start in starts]
     pair.hand_over()
     for work in works:

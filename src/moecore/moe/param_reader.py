@@ -56,23 +56,23 @@ class ParamReader:
         self._copies: dict[Hashable, tuple[tuple[int, ...], Any]] = {}  # what it was made of, copy
         # Storage -> weights and what was made of them, while they are read: held, so that no
         # key becomes another storage's.
-        self._made: dict[int, Tensor] = {}
+        self._operands: dict[int, Tensor] = {}
         self._packs = False  # whether saved tensors are asked about
 
     def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
         """Return the part, differentiably; `cast` is False for a part that may have no values."""
         local = local_param(param, reads=cast)
         if self._packs:
-            self._made[storage_key(local)] = local
+            self._operands[storage_key(local)] = local
         return local
 
-    def gathered(self, param: nn.Parameter) -> Blocks | None:
+    def blocks_of(self, param: nn.Parameter) -> Blocks | None:
         """Return what stands for the values of a parameter that was gathered in FP8; else None."""
-        found = gathered_blocks(param)
-        if found is not None and self._packs:
-            for tensor in found.tensors():
-                self._made[storage_key(tensor)] = tensor
-        return found
+        blocks = gathered_blocks(param)
+        if blocks is not None and self._packs:
+            for tensor in blocks.tensors():
+                self._operands[storage_key(tensor)] = tensor
+        return blocks
 
     def quantised(
         self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]
@@ -89,7 +89,7 @@ class ParamReader:
         if self._shares:
             self._copies[key] = made_of, copy
         for tensor in tree_leaves(copy) if self._packs else ():
-            self._made[storage_key(tensor)] = tensor
+            self._operands[storage_key(tensor)] = tensor
         return cast(T, copy)
 
     def reading(self) -> AbstractContextManager[None]:
@@ -106,10 +106,10 @@ class ParamReader:
                 yield
         finally:
             self._packs = False
-            self._made.clear()
+            self._operands.clear()
 
     def _pack(self, tensor: Tensor) -> Handle | None:
-        return TensorHandle(tensor) if storage_key(tensor) in self._made else None
+        return TensorHandle(tensor) if storage_key(tensor) in self._operands else None
 
     def start_micro_batch(self, *, is_last: bool) -> None:
         """Announce a forward and backward, and whether an optimizer step follows them."""

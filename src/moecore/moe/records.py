@@ -74,8 +74,8 @@ def without_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, T
     # the sums [[.5], [1.]], fp32 [T, 1].
     ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
     is_zero_TK = ids_TK >= num_experts
-    own_T1 = torch.where(is_zero_TK, weights_TK, 0).sum(-1, keepdim=True)
-    return replace(routing, expert_ids_TK=ids_TK.masked_fill(is_zero_TK, -1)), own_T1
+    zero_weights_T1 = torch.where(is_zero_TK, weights_TK, 0).sum(-1, keepdim=True)
+    return replace(routing, expert_ids_TK=ids_TK.masked_fill(is_zero_TK, -1)), zero_weights_T1
 
 
 class ChoiceTape(Protocol):
@@ -138,8 +138,8 @@ class ExpertInput:
 
     def with_rows(self, rows: Rows) -> ExpertInput:
         """Return the same with other rows; `replace` costs a host four times as much."""
-        others = (self.index, self.plan, self.unsummed, self.balanced, self.clones, self.receiver)
-        return ExpertInput(rows, *others)
+        fields = (self.index, self.plan, self.unsummed, self.balanced, self.clones, self.receiver)
+        return ExpertInput(rows, *fields)
 
 
 @dataclass(frozen=True, slots=True)

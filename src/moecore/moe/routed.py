@@ -98,5 +98,7 @@ class RoutedExperts(RoutedLayer, Experts):
         routing = Routing(
             expert_ids_TK=ids_TK, weights_TK=top_k_weights.float(), chosen_ids_TK=ids_TK
         )
-        y_TD = self._routed(autocast(x_TD), routing).to(x_TD.dtype)
-        return self._counted(y_TD, routing, MicroBatch(group=self.tracker.groups.micro_batch), None)
+        y_TD = self._run_routed_experts(autocast(x_TD), routing).to(x_TD.dtype)
+        return self._track_load(
+            y_TD, routing, MicroBatch(group=self.tracker.groups.micro_batch), None
+        )

@@ -84,7 +84,7 @@ class Router(nn.Module):
         return self._buffers.get(self.expert_bias_name)
 
     @property
-    def chooses_alone(self) -> bool:
+    def is_collective_free(self) -> bool:
         """Whether a token's experts depend on no other token, so a forward has no collective."""
         is_own = self._factor() is None and self.config.assignment in ("learned", "hash")
         return is_own and not (self.training and self.config.balance.bias_per_micro_batch)
@@ -174,16 +174,16 @@ class Router(nn.Module):
         if self.tape is not None:
             T, device = logits_TE.shape[0], logits_TE.device
             logits = logits_TE.detach()
-            given = self.tape.given(T, device, lambda: self._own(logits, micro_batch)[0])
+            given = self.tape.given(T, device, lambda: self._choose_experts(logits, micro_batch)[0])
             if given is not None:
                 ids_TK, given_TK = given
                 weights_TK = route_weights(logits_TE, ids_TK, self.options)
                 if given_TK is not None:
                     weights_TK = torch.where(given_TK < 0, weights_TK, given_TK)
                 return ids_TK, weights_TK
-        return self._own(logits_TE, micro_batch)
+        return self._choose_experts(logits_TE, micro_batch)
 
-    def _own(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _choose_experts(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return int32 ids and fp32 weights [T, K] of the router's own choice."""
         options, choice = self.options, self.config.assignment
         if self.forced_ids is not None:
@@ -226,12 +226,12 @@ class Router(nn.Module):
         logits_NE, padding_N = micro_batch.gather(logits_TE), micro_batch.gather_padding()
         rule = ASSIGNMENTS[config.assignment]
         if rule is not None:
-            return micro_batch.own(rule(logits_NE, K, padding_N))
+            return micro_batch.slice_local(rule(logits_NE, K, padding_N))
         if config.assignment == "sinkhorn":
-            return micro_batch.own(sinkhorn_ids(logits_NE, K, padding_N))
+            return micro_batch.slice_local(sinkhorn_ids(logits_NE, K, padding_N))
         scores_NE = scores_ref(logits_NE, config.score_function)
         _, capacity = capacity_of(self._factor() or 1.0, scores_NE.shape[0], K, E, padding_N)
-        return micro_batch.own(expert_choice_ids(scores_NE, capacity, padding_N))
+        return micro_batch.slice_local(expert_choice_ids(scores_NE, capacity, padding_N))
 
     def _drop(
         self, ids_TK: Tensor, weights_TK: Tensor, micro_batch: MicroBatch
@@ -256,7 +256,7 @@ class Router(nn.Module):
             drop="probability" if config.capacity is None else config.capacity.drop,
             tokens_N=tokens_N,
         )
-        return ids_TK.masked_fill(~micro_batch.own(stays_NK), -1), most
+        return ids_TK.masked_fill(~micro_batch.slice_local(stays_NK), -1), most
 
     def _factor(self) -> float | None:
         """Return the capacity factor for training or eval; None = no limit."""

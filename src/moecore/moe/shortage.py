@@ -43,7 +43,7 @@ class Shortage:
     report: Tensor  # the same in memory that the host sees, written once something found no place
     even: float
 
-    def needed(self) -> Tensor:
+    def min_factor(self) -> Tensor:
         """Return the least factor that had held everything; 0 = all fit. No host sync."""
         return self.words[0] * (self.words[-1] > 0) / self.even
 
@@ -107,10 +107,10 @@ class Holder(ABC):
         self.wait()
         self.poll(is_error=is_error)
 
-    def needed(self, device: torch.device) -> Tensor:
+    def min_factor(self, device: torch.device) -> Tensor:
         """Return the least factor that had held everything; 0 = it fits. No host sync."""
-        found = [shortage.needed() for shortage in self.shortages]
-        return torch.stack(found).amax() if found else torch.zeros((), device=device)
+        factors = [shortage.min_factor() for shortage in self.shortages]
+        return torch.stack(factors).amax() if factors else torch.zeros((), device=device)
 
     def clear(self, *, host: bool = True) -> None:
         """Count the rows of the next step anew on the device. No host sync."""
@@ -124,17 +124,17 @@ class SkippedSteps:
     def __init__(self) -> None:
         self._flags: deque[bool | ToHost] = deque()
 
-    def note(self, skipped: bool | Tensor) -> None:
+    def note(self, is_skipped: bool | Tensor) -> None:
         """Note whether the step that ends is skipped, on every rank. No host sync."""
-        self._flags.append(ToHost(skipped) if isinstance(skipped, Tensor) else skipped)
+        self._flags.append(ToHost(is_skipped) if isinstance(is_skipped, Tensor) else is_skipped)
 
     def pop(self) -> bool:
         """Return whether any step but the last was skipped since it was asked; waits for those."""
-        found = False
+        has_skipped = False
         while len(self._flags) > 1:
-            skipped = self._flags.popleft()
-            found |= bool(skipped.read() if isinstance(skipped, ToHost) else skipped)
-        return found
+            flag = self._flags.popleft()
+            has_skipped |= bool(flag.read() if isinstance(flag, ToHost) else flag)
+        return has_skipped
 
 
 class Capacity:
@@ -151,17 +151,17 @@ class Capacity:
         self._device = device
 
     @property
-    def _found(self) -> list[Holder]:
+    def _holders(self) -> list[Holder]:
         return [holder for holder in self.holders if holder is not None]
 
     def poll(self) -> None:
         """Raise what went wrong on this rank with rows, as far as the host can see."""
-        for holder in self._found:
+        for holder in self._holders:
             holder.poll(is_error=not self.skips)
 
     def check(self) -> None:
         """Raise it once the device is idle. Host sync."""
-        for holder in self._found:
+        for holder in self._holders:
             holder.check(is_error=not self.skips)
 
     def end_step(self, *, skips: bool) -> None:
@@ -173,28 +173,28 @@ class Capacity:
 
     def enlarge(self) -> None:
         """Give later forwards what skipped steps needed, as far as the host can see."""
-        for holder in self._found:
-            needed = max((shortage.factor_seen for shortage in holder.shortages), default=0.0)
+        for holder in self._holders:
+            min_factor = max((shortage.factor_seen for shortage in holder.shortages), default=0.0)
             for shortage in holder.shortages:
                 shortage.clear(device=False)
-            now = larger(needed)
-            if now > (holder.factor or math.inf):  # else a step that ran before it was enlarged
+            factor = larger(min_factor)
+            if factor > (holder.factor or math.inf):  # else a step that ran before it was enlarged
                 logger.warning(
                     "%s (%s) was too small on rank %d: that step was skipped, the next have %s",
-                    *(holder.option, holder.factor, this_rank(), now),
+                    *(holder.option, holder.factor, this_rank(), factor),
                 )
-                holder.resize(now)
+                holder.resize(factor)
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
         """Within, forwards are those of a step that looks at shortages; the outermost counts."""
-        before = [holder.watch for holder in self._found]
-        for holder in self._found:
+        before = [holder.watch for holder in self._holders]
+        for holder in self._holders:
             holder.watch = holder.watch or watch
         try:
             yield
         finally:
-            for holder, was in zip(self._found, before, strict=True):
+            for holder, was in zip(self._holders, before, strict=True):
                 holder.watch = was
 
     @contextmanager
@@ -211,14 +211,14 @@ class Capacity:
         """Whether steps of the captured graph were skipped because of a shortage of any rank."""
         # The last step, whose end nobody waits for, does not count. Collective with a host sync
         # after a skipped step, else neither.
-        holders = [holder for holder in self._found if holder.factor is not None]
+        holders = [holder for holder in self._holders if holder.factor is not None]
         if self.graph_steps is None or not self.graph_steps.pop() or not holders:
             return False
         is_short = any(shortage.num_seen for holder in holders for shortage in holder.shortages)
-        found = torch.tensor(float(is_short), device=self._device)
+        flag = torch.tensor(float(is_short), device=self._device)
         if dist.is_initialized():
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found.item())
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
 
 
 def larger(factor: float) -> float:

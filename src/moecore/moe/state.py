@@ -50,7 +50,7 @@ class MoEState:
         self.groups = groups
         self.loss = loss
         self._check_parameters = check_parameters
-        self._others = dict(others or {})
+        self._aux_losses = dict(others or {})
         self._loss_scale: weakref.ref[Tensor] | None = None
         self.set_num_micro_batches(1)
         for layer in layers.values():
@@ -68,7 +68,7 @@ class MoEState:
         for layer in self.layers.values():
             layer.tracker.gradient_scale = scale
             layer.tracker.has_steps = True
-        for other in self._others.values():
+        for other in self._aux_losses.values():
             other.gradient_scale = scale
 
     @torch.no_grad()
@@ -76,14 +76,14 @@ class MoEState:
         """Announce which micro-batches of a step have tokens on this rank, until its end."""
         # With auxiliary losses it is collective: one small all-reduce, no host sync.
         trackers = [la.tracker for la in self.layers.values() if la.config.balance.needs_loss]
-        owners = [*trackers, *self._others.values()]
+        owners = [*trackers, *self._aux_losses.values()]
         if not owners:
             return
         flags = [
-            to_device(found, device).float()
-            if isinstance(found, Tensor)
-            else torch.full((), float(found), device=device)
-            for found in have_tokens
+            to_device(has_tokens, device).float()
+            if isinstance(has_tokens, Tensor)
+            else torch.full((), float(has_tokens), device=device)
+            for has_tokens in have_tokens
         ]
         number = torch.stack(flags).sum()
         group, of_all = self.groups.global_batch, len(have_tokens)
@@ -105,7 +105,7 @@ class MoEState:
         self._loss_scale = None if scale is None else weakref.ref(scale)
         for layer in self.layers.values():
             layer.tracker.loss_scale = self._loss_scale
-        for other in self._others.values():
+        for other in self._aux_losses.values():
             other.loss_scale = self._loss_scale
 
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
@@ -155,12 +155,12 @@ class MoEState:
         counts = {name: self._counts(layer) for name, layer in self.layers.items()}
         metrics = self._sum_over_ranks(counts)
         if skipped is not True:
-            for alike in _alike(self.layers):
-                self._move_biases(alike, counts, metrics.tokens_per_expert, skipped)
+            for names in _group_by_options(self.layers):
+                self._move_biases(names, counts, metrics.tokens_per_expert, skipped)
         for name, layer in self.layers.items():
             if layer.cloner is not None:
                 loads_E = metrics.tokens_per_expert[name][: layer.config.num_experts]
-                layer.cloner.end_step(loads_E, skipped=skipped)
+                layer.cloner.end_step(loads_E, is_skipped=skipped)
         self._reset()
         return metrics
 
@@ -174,37 +174,41 @@ class MoEState:
         """Return the counts of all ranks: one collective, and few launches for all layers."""
         # Every rank packs every layer, counted or not, so the length is the same on all ranks. One
         # fp64 tensor has the losses, and counts exactly up to 2^53.
-        chosen = {name: c.chosen_E for name, c in counts.items()}
+        choices = {name: c.choices_E for name, c in counts.items()}
         losses = {name: c.losses for name, c in counts.items()}
         entropies = {name: c.entropy_2 for name, c in counts.items()}
-        kept = {name: c.kept_E for name, c in counts.items() if c.kept_E is not None}
-        device = next(iter(chosen.values())).device
+        capacity_choices = {
+            name: c.capacity_choices_E
+            for name, c in counts.items()
+            if c.capacity_choices_E is not None
+        }
+        device = next(iter(choices.values())).device
         cloners = {name: la.cloner for name, la in self.layers.items() if la.cloner is not None}
-        clones = {name: c.counted(device) for name, c in cloners.items()}
-        indexers = {name: other.sum_on(device) for name, other in self._others.items()}
+        clones = {name: c.counts(device) for name, c in cloners.items()}
+        indexers = {name: other.sum_on(device) for name, other in self._aux_losses.items()}
         parts = [
-            torch.cat(list(found.values())).double()
-            for found in (chosen, losses, entropies, kept, clones, indexers)
-            if found
+            torch.cat(list(tensors.values())).double()
+            for tensors in (choices, losses, entropies, capacity_choices, clones, indexers)
+            if tensors
         ]
         group, number = self.groups.global_batch, self.num_micro_batches
         # On a GPU the host would have to wait, before and after.
         compares = group is not None and device.type == "cpu" and is_gloo(group, "cpu")
         if compares:
             parts.append(parts[0].new_tensor([number, number**2]))
-        packed = torch.cat(parts)
+        flat = torch.cat(parts)
         if group is not None:
-            dist.all_reduce(packed, group=group)
+            dist.all_reduce(flat, group=group)
             if compares:
-                self._check_number(packed[-2:].tolist(), group)
-        all_chosen, all_losses, all_entropies, *others = packed.split([len(p) for p in parts])
+                self._check_number(flat[-2:].tolist(), group)
+        all_choices, all_losses, all_entropies, *optional = flat.split([len(p) for p in parts])
         units_L, tokens_L = all_entropies.view(-1, 2).unbind(1)
         entropy_L = units_L * UNIT / tokens_L.clamp(min=1)
         # The number that was set, not the tracker's count: replays of a CUDA graph run no Python.
         # Outside of graphs `check_step` has compared the two.
         shares = self.num_micro_batches * self.groups.data_ranks
         metrics = MoEMetrics(
-            tokens_per_expert=_split(all_chosen.long(), chosen),
+            tokens_per_expert=_split(all_choices.long(), choices),
             aux_losses=_split((all_losses / shares).float(), losses),
             router_entropy={
                 name: entropy
@@ -212,15 +216,17 @@ class MoEState:
                 if self.layers[name].part("router") is not None
             },
         )
-        if kept:
-            for name, n_E in _split(others[0].long(), kept).items():
+        if capacity_choices:
+            for name, n_E in _split(optional[0].long(), capacity_choices).items():
                 metrics.dropped_per_expert[name] = metrics.tokens_per_expert[name] - n_E
         if clones:
-            for name, (copies, forwards) in _split(others[bool(kept)], clones).items():
+            for name, (copies, forwards) in _split(
+                optional[bool(capacity_choices)], clones
+            ).items():
                 metrics.clones_per_rank[name] = copies / forwards.clamp(min=1)
         if indexers:
-            of_others = (others[-1 - compares] / shares).float()
-            metrics.indexer_losses.update(_split(of_others, indexers))
+            indexer_sums = (optional[-1 - compares] / shares).float()
+            metrics.indexer_losses.update(_split(indexer_sums, indexers))
         return metrics
 
     def _check_number(self, sums: Sequence[float], group: dist.ProcessGroup) -> None:
@@ -242,8 +248,8 @@ class MoEState:
         self,
         names: list[str],
         counts: Mapping[str, LoadCounts],
-        chosen: Mapping[str, Tensor],
-        skipped: bool | Tensor,
+        choices: Mapping[str, Tensor],
+        is_skipped: bool | Tensor,
     ) -> None:
         """Move the selection biases of layers with equal options, unless the step was skipped."""
         config = self.layers[names[0]].config
@@ -257,15 +263,15 @@ class MoEState:
             move_LE = even_bias(margins_LEX, bias_LE, config.top_k) - bias_LE
             move_LE = rate * (move_LE - move_LE.mean(-1, keepdim=True))
         else:
-            chosen_LE = torch.stack([chosen[name] for name in names]).double()
-            below_LE = torch.sign(chosen_LE.mean(1, keepdim=True) - chosen_LE)
+            choices_LE = torch.stack([choices[name] for name in names]).double()
+            below_LE = torch.sign(choices_LE.mean(1, keepdim=True) - choices_LE)
             move_LE = rate * below_LE.to(bias_LE.dtype)
-        if isinstance(skipped, Tensor):
-            move_LE = move_LE.masked_fill(skipped, 0.0)
+        if isinstance(is_skipped, Tensor):
+            move_LE = move_LE.masked_fill(is_skipped, 0.0)
         foreach_add_(biases, list(move_LE))
 
     def _reset(self) -> None:
-        for other in self._others.values():
+        for other in self._aux_losses.values():
             other.reset()
         for layer in self.layers.values():
             layer.drop_step()
@@ -281,13 +287,13 @@ def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(like, flat.split([len(t) for t in like.values()]), strict=True))
 
 
-def _alike(layers: Mapping[str, Any]) -> list[list[str]]:
+def _group_by_options(layers: Mapping[str, Any]) -> list[list[str]]:
     """Return lists of names of layers of equal options whose biases move: no frozen router's."""
     groups: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         config = layer.config
         rate = config.balance.bias_update_rate
         if rate and any(p.requires_grad for p in layer.part("router").parameters()):
-            how = (config.balance.bias_update, rate)
-            groups.setdefault((config.num_candidates, config.top_k, *how), []).append(name)
+            bias_options = (config.balance.bias_update, rate)
+            groups.setdefault((config.num_candidates, config.top_k, *bias_options), []).append(name)
     return list(groups.values())

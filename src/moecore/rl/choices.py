@@ -185,7 +185,7 @@ def local_choices_of(
             )
         ids_NK = ids_BSLK[:, :, i].flatten(0, 1)
         check_ids(f"indices[..., {i}, :] of layer {name!r}, row", ids_NK, layers[name].config)
-        ids_TK = micro_batch.own(ids_NK)
+        ids_TK = micro_batch.slice_local(ids_NK)
         local_choices[name] = ids_TK.to(
             torch.int32, copy=True, memory_format=torch.contiguous_format
         )

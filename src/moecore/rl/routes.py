@@ -136,7 +136,9 @@ class RoutedLayers:
             assert values_NLK is not None, "all rows are of the same rollouts"
             full_TLK = row.of_places(values_NLK, -1)
             for name, layer, place in self._local_layers():
-                local_choices[name].append(_of_row(row, layer).own(full_TLK[:, place]).contiguous())
+                local_choices[name].append(
+                    _of_row(row, layer).slice_local(full_TLK[:, place]).contiguous()
+                )
         return local_choices
 
     def _local_layers(self) -> Iterator[tuple[str, MoELayer, int]]:

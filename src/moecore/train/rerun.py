@@ -112,7 +112,9 @@ class Reruns:
     def _local_factors(self) -> Tensor:
         """Return the factor that this rank needed of each holder; 0 = its rows fit."""
         zero = torch.zeros((), device=self._device)
-        return torch.stack([zero if h is None else h.needed(self._device) for h in self._holders])
+        return torch.stack(
+            [zero if h is None else h.min_factor(self._device) for h in self._holders]
+        )
 
     def _max_factors(self) -> ToHost:
         """Return the largest factor that any rank needed of each holder."""

@@ -178,7 +178,7 @@ def run_one_by_one(
 
 def found_in(model: nn.Module) -> dict[str, Tensor]:
     layers = moe_state(model).layers
-    found = {f"counts {n}": each.tracker.counts.chosen_E.clone() for n, each in layers.items()}
+    found = {f"counts {n}": each.tracker.counts.choices_E.clone() for n, each in layers.items()}
     return found | {n: p.grad.to_local().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr, operator]
 
 

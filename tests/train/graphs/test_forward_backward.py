@@ -149,7 +149,7 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     function, found = make_forward_backward(), {}
     model, owner = function.model, function.owner
     buffers, record = object(), parallel_state(model)
-    record.exchanges = exchanges = SimpleNamespace(held=(buffers,))
+    record.exchanges = exchanges = SimpleNamespace(resources=(buffers,))
     run = GraphedForwardBackward(function, model)
 
     losses = train(owner, run, x, range(2))
@@ -170,12 +170,12 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
         run(x)
     model[1].part("router").tape = None
 
-    exchanges.owners = (buffers, object())  # one of an evaluation
+    exchanges.resources = (buffers, object())  # one of an evaluation
     run(x)
     owner.drop()
-    exchanges.owners = (object(),)
+    exchanges.resources = (object(),)
     found["buffers"] = error_of(lambda: run(x))
-    exchanges.owners = (buffers,)
+    exchanges.resources = (buffers,)
 
     def overflow() -> None:
         raise ExchangeError("too many rows")

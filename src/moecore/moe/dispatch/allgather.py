@@ -56,15 +56,17 @@ class AllGatherDispatcher(Dispatcher):
             pairs_P = (block_TK.flatten() == torch.arange(p.ep, device=x_TD.device)[:, None]).sum(1)
             sizes = T, p.balanced_rows(*routing.destinations_TK.shape)
             note = self.attendance.number(x_TD)
-            mine = F.pad(F.pad(pairs_P, (1, 0), value=note), (1, 0), value=T)
-            C, num_rows = sizes if x_TD.is_meta else _exchange_counts(mine, p, self.attendance)
+            local_counts = F.pad(F.pad(pairs_P, (1, 0), value=note), (1, 0), value=T)
+            C, num_rows = (
+                sizes if x_TD.is_meta else _exchange_counts(local_counts, p, self.attendance)
+            )
         pad = (0, 0, 0, C - T)
-        sent = (
+        tensors = (
             F.pad(x_TD, pad),
             F.pad(routing.weights_TK, pad),
             F.pad(routing.destinations_TK, pad, value=-1),
         )
-        rows_SD, weights_SK, ids_SK = gather_all(sent, p.group, self.pairs)
+        rows_SD, weights_SK, ids_SK = gather_all(tensors, p.group, self.pairs)
         how = dict(first=p.first_physical, num_local=p.num_physical, length=num_rows)
         index = build_index(ids_SK, weights_SK, **how, multiple=routing.rows_multiple)
         return ExpertInput(Rows(rows_SD), index, AllGatherPlan(T))
@@ -74,9 +76,11 @@ class AllGatherDispatcher(Dispatcher):
         return sum_ranks(y_SD, self.placement.group, self.pairs)[: plan.num_tokens]
 
 
-def _exchange_counts(mine: Tensor, p: ExpertPlacement, attendance: Attendance) -> tuple[int, int]:
+def _exchange_counts(
+    local_counts: Tensor, p: ExpertPlacement, attendance: Attendance
+) -> tuple[int, int]:
     """Return C and R. The one host sync of this dispatcher: both size a buffer."""
-    counts = gather_ranks(mine[None], p.group).tolist()
+    counts = gather_ranks(local_counts[None], p.group).tolist()
     attendance.check([row[1] for row in counts])
     block = p.first_physical // p.num_physical
     return max(row[0] for row in counts), sum(row[2 + block] for row in counts)

@@ -34,10 +34,10 @@ from moecore.moe.dispatch.collectives import (
     EqualSizes,
     exchange_all,
     exchanged,
-    needed,
+    required_grads,
     unneeded,
 )
-from moecore.moe.dispatch.wire import Receiver, Wire, gather_packed, handle_of
+from moecore.moe.dispatch.wire import Receiver, Wire, gather_fp8_rows, handle_of
 from moecore.moe.pairs import Pairs, numbers_of
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
@@ -96,7 +96,7 @@ class TokenExchange:
         # rows behind those that are sent have any value and are not read.
         token_ids_M, slots_TG, counts_G3 = order
         if pairs is not None:
-            sent = self._rows_of(x_TD, routing, token_ids_M, slots_TG)
+            send_rows = self._rows_of(x_TD, routing, token_ids_M, slots_TG)
         if x_TD.is_meta:
             send_splits = receive_splits = [even[0]] * self.group.size()
             num_choices = even[1]
@@ -106,21 +106,21 @@ class TokenExchange:
             send_splits, receive_splits, num_choices = splits
         if pairs is None:
             token_ids_M = token_ids_M[: sum(send_splits)]
-            sent = self._rows_of(x_TD, routing, token_ids_M, slots_TG)
-        where = (token_ids_M, slots_TG, send_splits, receive_splits)
-        plan = AllToAllPlan(*where, self.wire.receiver())
-        return self._send(sent, plan, pairs, is_ahead=True), num_choices
+            send_rows = self._rows_of(x_TD, routing, token_ids_M, slots_TG)
+        order_and_splits = (token_ids_M, slots_TG, send_splits, receive_splits)
+        plan = AllToAllPlan(*order_and_splits, self.wire.receiver())
+        return self._send(send_rows, plan, pairs, may_overlap=True), num_choices
 
     def send_static(
-        self, x_TD: Tensor, routing: Routing, needs_GT: Tensor, num_sent: int, pairs: Pairs | None
+        self, x_TD: Tensor, routing: Routing, needs_GT: Tensor, num_slots: int, pairs: Pairs | None
     ) -> ReceivedRows:
-        """Return `num_sent` rows of every rank: no host sync after the first call."""
+        """Return `num_slots` rows of every rank: no host sync after the first call."""
         self._sizes.check(x_TD.shape[0], x_TD.device)
-        token_ids_M, slots_TG, used_M = static_send_order(needs_GT, num_sent)
-        splits = [num_sent] * self.group.size()
+        token_ids_M, slots_TG, is_row_M = static_send_order(needs_GT, num_slots)
+        splits = [num_slots] * self.group.size()
         plan = AllToAllPlan(token_ids_M, slots_TG, splits, splits, self.wire.receiver())
-        sent = self._rows_of(x_TD, routing, token_ids_M, slots_TG, used_M)
-        return self._send(sent, plan, pairs, is_ahead=False)
+        send_rows = self._rows_of(x_TD, routing, token_ids_M, slots_TG, is_row_M)
+        return self._send(send_rows, plan, pairs, may_overlap=False)
 
     def _rows_of(
         self,
@@ -128,45 +128,47 @@ class TokenExchange:
         routing: Routing,
         token_ids_M: Tensor,
         slots_TG: Tensor,
-        used_M: Tensor | None = None,
-    ) -> _SentRows:
-        """Return the M rows of `token_ids_M`; `used_M` = rows with a token, None = all rows."""
-        sent_MN, rows_MD = self.wire.gather(x_TD, token_ids_M, slots_TG)
+        is_row_M: Tensor | None = None,
+    ) -> _SendRows:
+        """Return the M rows of `token_ids_M`; `is_row_M` = rows with a token, None = all rows."""
+        packed_MN, rows_MD = self.wire.gather(x_TD, token_ids_M, slots_TG)
         weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
         ids_MK = routing.destinations_TK.index_select(0, token_ids_M)
-        if used_M is not None:
-            ids_MK = ids_MK.masked_fill(~used_M[:, None], -1)
-        packed = torch.cat([ids_MK, weights_MK.detach().view(torch.int32)], dim=1)
-        return _SentRows(rows_MD, packed, weights_MK, sent_MN)
+        if is_row_M is not None:
+            ids_MK = ids_MK.masked_fill(~is_row_M[:, None], -1)
+        ids_and_weights = torch.cat([ids_MK, weights_MK.detach().view(torch.int32)], dim=1)
+        return _SendRows(rows_MD, ids_and_weights, weights_MK, packed_MN)
 
     def _send(
-        self, sent: _SentRows, plan: AllToAllPlan, pairs: Pairs | None, *, is_ahead: bool
+        self, send_rows: _SendRows, plan: AllToAllPlan, pairs: Pairs | None, *, may_overlap: bool
     ) -> ReceivedRows:
-        leaf_SD, ids_SK, weights_SK, came_SW = _Send.apply(*sent, plan, self.group, pairs, is_ahead)
-        rows = Rows(leaf_SD) if came_SW is None else self.wire.unpack(came_SW, leaf_SD, leaf_SD)
+        leaf_SD, ids_SK, weights_SK, packed_SW = _Send.apply(
+            *send_rows, plan, self.group, pairs, may_overlap
+        )
+        rows = Rows(leaf_SD) if packed_SW is None else self.wire.unpack(packed_SW, leaf_SD, leaf_SD)
         return ReceivedRows(rows, ids_SK, weights_SK, plan)
 
     def return_sums(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
         """Return the sum of what became of each token's rows, added in fp32: 1 collective."""
-        where, M, S = (plan.token_ids_M, plan.slots_TG), plan.token_ids_M.shape[0], y_SD.shape[0]
+        row_map, M, S = (plan.token_ids_M, plan.slots_TG), plan.token_ids_M.shape[0], y_SD.shape[0]
         home = (plan.send_splits, plan.receive_splits, self.group, pairs)
-        away = (plan.receive_splits, plan.send_splits, self.group, pairs)
+        to_experts = (plan.receive_splits, plan.send_splits, self.group, pairs)
 
-        def there(y_SD: Tensor) -> Tensor:
+        def return_rows(y_SD: Tensor) -> Tensor:
             (y_MD,) = _all_to_all((y_SD,), M, *home)
-            return sum_rows(y_MD, *where)  # type: ignore[no-any-return]
+            return sum_rows(y_MD, *row_map)  # type: ignore[no-any-return]
 
-        def send(packed_TW: Tensor) -> Tensor:
-            (came_SW,) = _all_to_all((gather_packed(packed_TW, *where),), S, *away)
-            return came_SW  # type: ignore[no-any-return]
+        def send(grads_TW: Tensor) -> Tensor:
+            (packed_SW,) = _all_to_all((gather_fp8_rows(grads_TW, *row_map),), S, *to_experts)
+            return packed_SW  # type: ignore[no-any-return]
 
         def back(dy_TD: Tensor) -> Tensor:
             dy_SD = None if plan.receiver is None else plan.receiver.bring(dy_TD, send)
             if dy_SD is None:
-                dy_SD, _ = _AllToAll.apply(gather_rows(dy_TD, *where), None, (S, M), *away)
+                dy_SD, _ = _AllToAll.apply(gather_rows(dy_TD, *row_map), None, (S, M), *to_experts)
             return dy_SD
 
-        return exchanged(y_SD, there, back)
+        return exchanged(y_SD, return_rows, back)
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -189,18 +191,22 @@ class AllToAllDispatcher(Dispatcher):
         p, (T, K) = self.placement, routing.expert_ids_TK.shape
         self._exchange.wire.check(x_TD.shape[1])
         if routing.pad:
-            num_sent = min(T, p.num_physical * routing.most_rows_per_expert)
+            num_slots = min(T, p.num_physical * routing.most_rows_per_expert)
             needs_GT = self._owned(routing.destinations_TK).any(-1).repeat_interleave(p.etp, 0)
-            came = self._exchange.send_static(x_TD, routing, needs_GT, num_sent, self.pairs)
+            received_rows = self._exchange.send_static(
+                x_TD, routing, needs_GT, num_slots, self.pairs
+            )
             num_rows = p.most_rows(routing)
         else:
             # The order is queued before the host waits for splits, with M the most rows.
             order = self.prepare(routing.destinations_TK, self.attendance.number(x_TD))
             even = p.balanced_tokens(T, K), p.balanced_rows(T, K)
-            came, num_rows = self._exchange.send(x_TD, routing, order, self.pairs, even=even)
+            received_rows, num_rows = self._exchange.send(
+                x_TD, routing, order, self.pairs, even=even
+            )
         index = build_index(
-            came.ids_SK,
-            came.weights_SK,
+            received_rows.ids_SK,
+            received_rows.weights_SK,
             first=p.first_physical,
             num_local=p.num_physical,
             multiple=routing.rows_multiple,
@@ -209,8 +215,8 @@ class AllToAllDispatcher(Dispatcher):
         balanced = None
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
             balanced = BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
-        parts = (came.rows, index, came.plan)
-        return ExpertInput(*parts, balanced=balanced, receiver=came.plan.receiver)
+        parts = (received_rows.rows, index, received_rows.plan)
+        return ExpertInput(*parts, balanced=balanced, receiver=received_rows.plan.receiver)
 
     def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
         """Return the rows to send, of physical ids, -1 = dropped. No host sync or communication."""
@@ -233,38 +239,38 @@ def owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
     return block_TK == torch.arange(num_blocks, device=ids_TK.device)[:, None, None]
 
 
-def send_to(owned_PTK: Tensor, num_sent: int, note: int, *, repeats: int = 1) -> SendOrder:
-    """Return the order of at most `num_sent` rows to blocks of `repeats` ranks each."""
+def send_to(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: int = 1) -> SendOrder:
+    """Return the order of at most `num_rows` rows to blocks of `repeats` ranks each."""
     needs_GT = owned_PTK.any(-1).repeat_interleave(repeats, 0)
     choices_G = owned_PTK.sum((1, 2)).repeat_interleave(repeats)
-    order = send_order(needs_GT, num_sent)
+    order = send_order(needs_GT, num_rows)
     notes_G = torch.full_like(choices_G, note)
     return SendOrder(*order, torch.stack([needs_GT.sum(1), choices_G, notes_G], dim=1))
 
 
-def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
+def send_order(needs_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return token_ids_M, 0 behind the last token, and slots_TG of an `AllToAllPlan`."""
     # No host sync.
     slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(needs_GT.shape)
-    return _order(needs_GT, slots_GT, num_sent, unused=0)
+    return _order(needs_GT, slots_GT, num_rows, unused=0)
 
 
-def static_send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the order of `send_order` with `num_sent` rows for every rank, and the used rows."""
+def static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the order of `send_order` with `num_slots` rows for every rank, and the used rows."""
     # M is G * num_sent, token_ids_M is 0 where unused, and used_M is bool. Example, three tokens,
     # two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M [0, 2, 1, 0], slots_TG [[0,
     # -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].
     G = needs_GT.shape[0]
-    starts_G1 = torch.arange(G, device=needs_GT.device)[:, None] * num_sent
+    starts_G1 = torch.arange(G, device=needs_GT.device)[:, None] * num_slots
     slots_GT = needs_GT.cumsum(1) - 1 + starts_G1
-    token_ids_M, slots_TG = _order(needs_GT, slots_GT, G * num_sent, unused=-1)
+    token_ids_M, slots_TG = _order(needs_GT, slots_GT, G * num_slots, unused=-1)
     return token_ids_M.clamp(min=0), slots_TG, token_ids_M >= 0
 
 
 def _order(
     needs_GT: Tensor, slots_GT: Tensor, num_rows: int, *, unused: int
 ) -> tuple[Tensor, Tensor]:
-    """Return int32 the token of each row, or `unused`, and int32 slots_TG, -1 where not needed."""
+    """Return int32 the token of each row, or `unused`, and slots_TG, -1 where none is needed."""
     G, T = needs_GT.shape
     tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
     # What is not sent lands in one spare row past the end.
@@ -275,13 +281,13 @@ def _order(
     return token_ids[:num_rows], slots_TG
 
 
-class _SentRows(NamedTuple):
+class _SendRows(NamedTuple):
     """Rows to send, their ids and weights packed in one int32 tensor, and their weights."""
 
     rows_MD: Tensor  # differentiable, as the weights are; a handle if packed rows are sent
     packed: Tensor
     weights_MK: Tensor
-    sent_MW: Tensor | None  # packed rows
+    packed_MW: Tensor | None  # packed rows
 
 
 def _exchange_counts(
@@ -289,13 +295,13 @@ def _exchange_counts(
 ) -> tuple[list[int], list[int], int]:
     """Return send splits, receive splits and R. The one host sync of this dispatcher."""
     # Collectives with uneven splits take the splits from the host.
-    both_2G3 = counts_G3.repeat(2, 1, 1)
-    sent_G3, received_G3 = both_2G3
-    start = partial(dist.all_to_all_single, received_G3, sent_G3, group=group)
-    sent, received = numbers_of(start, both_2G3, pairs)
-    tokens, choices, notes = zip(*received, strict=True)
+    all_counts_2G3 = counts_G3.repeat(2, 1, 1)
+    send_counts_G3, recv_counts_G3 = all_counts_2G3
+    start = partial(dist.all_to_all_single, recv_counts_G3, send_counts_G3, group=group)
+    send_counts, recv_counts = numbers_of(start, all_counts_2G3, pairs)
+    tokens, choices, notes = zip(*recv_counts, strict=True)
     attendance.check(notes)
-    return [n for n, _, _ in sent], list(tokens), sum(choices)
+    return [n for n, _, _ in send_counts], list(tokens), sum(choices)
 
 
 def _all_to_all(
@@ -306,22 +312,24 @@ def _all_to_all(
     group: dist.ProcessGroup,
     pairs: Pairs | None,
     *,
-    is_ahead: bool = False,
+    may_overlap: bool = False,
 ) -> list[Any]:
     """Exchange the first rows of each tensor at one time; return `length` rows for each."""
-    # Returned rows behind the received ones have any value. `is_ahead` is an argument of
+    # Returned rows behind the received ones have any value. `may_overlap` is an argument of
     # `exchange`.
-    is_ahead = is_ahead and pairs is not None and pairs.open_pair is not None
-    with pairs.ahead() if is_ahead and pairs is not None else nullcontext():
+    may_overlap = may_overlap and pairs is not None and pairs.open_pair is not None
+    with pairs.ahead() if may_overlap and pairs is not None else nullcontext():
         outs = [None if x is None else x.new_empty((length, *x.shape[1:])) for x in xs]
     how: dict[str, Any] = dict(
         output_split_sizes=receive_splits, input_split_sizes=send_splits, group=group
     )
-    received = [None if out is None else out[: sum(receive_splits)] for out in outs]
-    sent = [None if x is None else x[: sum(send_splits)] for x in xs]
-    exchange_all(dist.all_to_all_single, received, sent, pairs, is_ahead=is_ahead, **how)
+    recv_buffers = [None if out is None else out[: sum(receive_splits)] for out in outs]
+    send_buffers = [None if x is None else x[: sum(send_splits)] for x in xs]
+    exchange_all(
+        dist.all_to_all_single, recv_buffers, send_buffers, pairs, may_overlap=may_overlap, **how
+    )
     for out in outs:
-        if is_ahead and out is not None and out.is_cuda:
+        if may_overlap and out is not None and out.is_cuda:
             out.record_stream(torch.cuda.current_stream())
     return outs
 
@@ -355,28 +363,30 @@ class _Send(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows_MD: Tensor,
-        packed: Tensor,
+        ids_and_weights: Tensor,
         weights_MK: Tensor,
-        sent_MW: Tensor | None,
+        packed_MW: Tensor | None,
         plan: AllToAllPlan,
         group: dist.ProcessGroup,
         pairs: Pairs | None,
-        is_ahead: bool,
+        may_overlap: bool,
     ) -> tuple[Tensor | None, ...]:
         splits, length = (plan.receive_splits, plan.send_splits), sum(plan.receive_splits)
         ctx.args = ((rows_MD.shape[0], length), *splits[::-1], group, pairs)
-        sent = (rows_MD if sent_MW is None else sent_MW, packed)
-        came_SN, received = _all_to_all(sent, length, *splits, group, pairs, is_ahead=is_ahead)
-        ids_SK, weights_SK = (x.contiguous() for x in received.chunk(2, dim=1))
-        leaf_SD, came_SW = came_SN, None
-        if sent_MW is not None:
-            leaf_SD, came_SW = handle_of(rows_MD, length), came_SN
-        outs = leaf_SD, ids_SK, weights_SK.view(torch.float32), came_SW
+        tensors = (rows_MD if packed_MW is None else packed_MW, ids_and_weights)
+        rows_SN, ids_and_weights_S = _all_to_all(
+            tensors, length, *splits, group, pairs, may_overlap=may_overlap
+        )
+        ids_SK, weights_SK = (x.contiguous() for x in ids_and_weights_S.chunk(2, dim=1))
+        leaf_SD, packed_SW = rows_SN, None
+        if packed_MW is not None:
+            leaf_SD, packed_SW = handle_of(rows_MD, length), rows_SN
+        outs = leaf_SD, ids_SK, weights_SK.view(torch.float32), packed_SW
         ctx.mark_non_differentiable(*unneeded(outs, ctx.needs_input_grad))
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        drows_SD, _, dweights_SK, _ = needed(grads, ctx.needs_input_grad)
+        drows_SD, _, dweights_SK, _ = required_grads(grads, ctx.needs_input_grad)
         drows_MD, dweights_MK = _AllToAll.apply(drows_SD, dweights_SK, *ctx.args)
         return drows_MD, None, dweights_MK, *(None,) * 5

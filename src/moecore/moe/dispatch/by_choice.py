@@ -59,7 +59,7 @@ class ByChoice:
         """Return the sum over each token's choices, in fp32 and rounded once."""
         y_TKD = self.inner.combine(y_SD, plan).unflatten(0, (-1, self.num_choices))
         wide = torch.promote_types(y_TKD.dtype, torch.float32)
-        first, *others = y_TKD.to(wide).unbind(1)
-        for y_TD in others:
+        first, *rest = y_TKD.to(wide).unbind(1)
+        for y_TD in rest:
             first = first + y_TD
         return first.to(y_TKD.dtype)

@@ -107,7 +107,11 @@ class _GatherRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_SumRanks.apply(*ctx.args, *needed(grads, ctx.needs_input_grad[2:]))
+        return (
+            None,
+            None,
+            *_SumRanks.apply(*ctx.args, *required_grads(grads, ctx.needs_input_grad[2:])),
+        )
 
 
 class _SumRanks(torch.autograd.Function):
@@ -135,7 +139,7 @@ def unneeded(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tenso
     return [out for out, need in zip(outs, needs, strict=False) if out is not None and not need]
 
 
-def needed(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+def required_grads(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
     """Return the gradients, and None for inputs of a function that need none."""
     return [grad if need else None for grad, need in zip(grads, needs, strict=False)]
 
@@ -146,7 +150,7 @@ def exchange_all(
     xs: Sequence[Tensor | None],
     pairs: Pairs | None,
     *,
-    is_ahead: bool = False,
+    may_overlap: bool = False,
     **how: Any,
 ) -> None:
     """Run a collective for each tensor that exists and is sent, all at one time: see `exchange`."""
@@ -155,7 +159,7 @@ def exchange_all(
         for out, x in zip(outs, xs, strict=True)
         if x is not None and not is_silent(x)
     ]
-    exchange(starts, pairs, is_ahead=is_ahead)
+    exchange(starts, pairs, may_overlap=may_overlap)
 
 
 def _gather_from_ranks(

@@ -101,17 +101,17 @@ class Exchange:
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
         """Send tokens with their choices to the ranks that own the experts; return source rows."""
-        sent = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
+        tensors = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._enter(SlotEvent.OPERATION)
-        return kernels.spread_choices(self.buffer, *sent, num_local=num_local, etp=etp)
+        return kernels.spread_choices(self.buffer, *tensors, num_local=num_local, etp=etp)
 
     def spread(
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
     ) -> Tensor:
         """Send rows to the ranks that got their tokens; return a copy for each slot, [R, D]."""
-        where = (peers_T, places_S, slots_SN)
+        row_map = (peers_T, places_S, slots_SN)
         self._enter(SlotEvent.OPERATION)
-        return kernels.spread(self.buffer, x_TD.contiguous(), *where, num_rows)
+        return kernels.spread(self.buffer, x_TD.contiguous(), *row_map, num_rows)
 
     def reduce(
         self,
@@ -126,9 +126,9 @@ class Exchange:
         # sums [T, D], and with `choices` the gradients of the routing weights [T, K].
         if choices is not None:
             choices = (choices[0].contiguous(), choices[1])
-        where = (peers_T, places_S, slots_SN)
+        row_map = (peers_T, places_S, slots_SN)
         self._enter(SlotEvent.OPERATION)
-        return kernels.reduce(self.buffer, y_RD.contiguous(), *where, choices)
+        return kernels.reduce(self.buffer, y_RD.contiguous(), *row_map, choices)
 
     def can_copy(self) -> bool:
         """Whether `start_copies` may be called now; the same on all ranks."""
@@ -150,7 +150,7 @@ class Exchange:
         """Return the result of `reduce` of the copied sums; the current stream waits for copies."""
         self._wait_for_stream(sums_SD)
         self._enter(SlotEvent.READ)
-        return self._reduce_copied(sums_SD, peers_T, places_S, choices)
+        return self._reduce_copies(sums_SD, peers_T, places_S, choices)
 
     def _stream_after(self, x: Tensor) -> Stream:
         """Return the stream of copies, after a wait for the work queued on the current stream."""
@@ -167,11 +167,11 @@ class Exchange:
     def _copy(self, sums_SD: Tensor) -> None:
         copies.copy_sums(self.buffer, sums_SD)
 
-    def _reduce_copied(
+    def _reduce_copies(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        where = (peers_T, places_S, places_S[:, None])
-        return kernels.reduce(self.buffer, sums_SD, *where, choices, has_sums=True)
+        row_map = (peers_T, places_S, places_S[:, None])
+        return kernels.reduce(self.buffer, sums_SD, *row_map, choices, has_sums=True)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets, at most `num_rows`; larger ones are recorded as a shortage."""
@@ -195,14 +195,14 @@ class MetaExchange(Exchange):
     """An exchange on meta: it allocates and sends nothing, and records launches and bytes."""
 
     ep = 1  # of the layer, which may have other domains
-    _num_sent = 0  # tokens sent to each other rank with even loads
+    _tokens_per_peer = 0  # tokens sent to each other rank with even loads
 
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
         """Return S source rows."""
         T, K = ids_TK.shape
-        self._num_sent = balanced_tokens(T, K, num_local * self.ep, num_local)
+        self._tokens_per_peer = balanced_tokens(T, K, num_local * self.ep, num_local)
         self._operate(SPREAD, x_TD)
         return kernels.SpreadChoices.empty(x_TD, ids_TK, weights_TK, self.layout.source_rows)
 
@@ -231,7 +231,7 @@ class MetaExchange(Exchange):
         """Record copies of all source rows, including holes."""
         self._record(COPY, sums_SD, self.layout.max_tokens)
 
-    def _reduce_copied(
+    def _reduce_copies(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sums [T, D] and [T, K]; record a launch that reads the copied sums."""
@@ -244,10 +244,13 @@ class MetaExchange(Exchange):
         self._enter(SlotEvent.OPERATION)
         self._record(name, rows)
 
-    def _record(self, name: str, rows: Tensor, num_sent: int | None = None) -> None:
+    def _record(self, name: str, rows: Tensor, num_tokens: int | None = None) -> None:
         """Record an operation, which sends to each other rank as many bytes as it receives."""
-        ranks, sent = self.layout.num_ranks, self._num_sent if num_sent is None else num_sent
-        record_launch(name, ranks, 2 * (ranks - 1) * sent * rows.shape[1] * rows.itemsize)
+        ranks, tokens = (
+            self.layout.num_ranks,
+            self._tokens_per_peer if num_tokens is None else num_tokens,
+        )
+        record_launch(name, ranks, 2 * (ranks - 1) * tokens * rows.shape[1] * rows.itemsize)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets unchanged."""

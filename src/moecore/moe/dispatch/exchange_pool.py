@@ -67,7 +67,7 @@ class ExchangePool(Holder):
         self.tokens = TokenCapacity(self)
         self._programs = programs
         self._entries: dict[tuple[int, int], Exchange] = {}
-        self._planned: dict[tuple[int, int], Exchange] = {}  # on meta
+        self._meta_entries: dict[tuple[int, int], Exchange] = {}  # on meta
         self._clones: CloneExchange | None = None
 
     @property
@@ -89,12 +89,12 @@ class ExchangePool(Holder):
 
     def error(self, shortage: Shortage) -> ExchangeError:
         """Return the error that names the factor."""
-        least = shortage.factor_seen
+        min_factor = shortage.factor_seen
         return ExchangeError(
-            f"{self.option} ({self.factor}) must be >= {least:.4g} for the {shortage.num_seen} "
-            f"expert rows of rank {dist.get_rank()}: raise it, or leave it None; results since "
-            "then are not valid",
-            row_factor=least,
+            f"{self.option} ({self.factor}) must be >= {min_factor:.4g} for the "
+            f"{shortage.num_seen} expert rows of rank {dist.get_rank()}: raise it, or "
+            "leave it None; results since then are not valid",
+            row_factor=min_factor,
         )
 
     def get(self, x_TD: Tensor, top_k: int) -> Exchange:
@@ -106,9 +106,9 @@ class ExchangePool(Holder):
         T, D = x_TD.shape
         key = (D * x_TD.itemsize, top_k)
         if x_TD.is_meta:
-            if key not in self._planned:
-                self._planned[key] = self._on_meta(x_TD, top_k)
-            return self._planned[key]
+            if key not in self._meta_entries:
+                self._meta_entries[key] = self._on_meta(x_TD, top_k)
+            return self._meta_entries[key]
         exchange = self._entries.get(key)
         if exchange is None:
             exchange = self._entries[key] = self._make(x_TD, top_k)
@@ -136,24 +136,24 @@ class ExchangePool(Holder):
     @property
     def planned_bytes(self) -> int:
         """Bytes of the buffers that forwards on meta would have made."""
-        return sum(exchange.layout.num_bytes for exchange in self._planned.values())
+        return sum(exchange.layout.num_bytes for exchange in self._meta_entries.values())
 
     @property
-    def held(self) -> tuple[Any, ...]:
+    def resources(self) -> tuple[Any, ...]:
         """Everything that has buffers."""
         return (*self.entries, *([] if self._clones is None else [self._clones]))
 
     def poll(self, *, is_error: bool = True) -> None:
         """Raise an `ExchangeError` for a late rank or a shortage that the host sees. No sync."""
-        for one in self.held:
-            one.poll()
+        for resource in self.resources:
+            resource.poll()
         super().poll(is_error=is_error)
 
     def wait(self) -> None:
         """Wait for the GPU, which writes reports."""
-        for one in self.held[:1]:
-            if one.buffer.state.is_cuda:
-                torch.cuda.synchronize(one.buffer.state.device)
+        for resource in self.resources[:1]:
+            if resource.buffer.state.is_cuda:
+                torch.cuda.synchronize(resource.buffer.state.device)
 
     def close(self) -> None:
         """Free all buffers, and raise what went wrong; collective. A later `get` makes new ones."""
@@ -164,7 +164,7 @@ class ExchangePool(Holder):
 
     def free(self) -> None:
         """Free all buffers; collective."""
-        if self.held:
+        if self.resources:
             self.wait()
             dist.barrier(self.group)  # no rank frees what another one still writes or reads
         self._entries.clear()
@@ -191,8 +191,8 @@ class ExchangePool(Holder):
             return CloneExchange(buffer, self.group)
 
     def _on_meta(self, x_TD: Tensor, top_k: int) -> Exchange:
-        most = self.options.max_tokens or x_TD.shape[0]
-        layout = self._layout(x_TD, top_k, most, self._programs or 1)
+        max_tokens = self.options.max_tokens or x_TD.shape[0]
+        layout = self._layout(x_TD, top_k, max_tokens, self._programs or 1)
         none = torch.empty(0, dtype=torch.int32, device="meta")
         words: Any = dict(bases=none, state=none, report=none, timeout_ns=0)
         buffer = SymmetricBuffer(layout=layout, rank=dist.get_rank(self.group), **words)
@@ -201,10 +201,10 @@ class ExchangePool(Holder):
         exchange.ep = self.ep
         return exchange
 
-    def _layout(self, x_TD: Tensor, top_k: int, most: int, programs: int) -> ExchangeLayout:
+    def _layout(self, x_TD: Tensor, top_k: int, max_tokens: int, programs: int) -> ExchangeLayout:
         return ExchangeLayout(
             num_ranks=self.group.size(),
-            max_tokens=max(1, most),
+            max_tokens=max(1, max_tokens),
             row_bytes=x_TD.shape[1] * x_TD.itemsize,
             top_k=top_k,
             **divide(programs),
@@ -220,8 +220,8 @@ class ExchangePool(Holder):
         options, (T, D) = self.options, x_TD.shape
         choices = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
-        mine = (*sizes, *map(int, choices))
-        rows = gather_ranks(torch.tensor([mine], device=x_TD.device), self.group).tolist()
+        local_sizes = (*sizes, *map(int, choices))
+        rows = gather_ranks(torch.tensor([local_sizes], device=x_TD.device), self.group).tolist()
         for g, row in enumerate(rows):
             if row[1:] != rows[0][1:]:
                 other, first = (dist.get_global_rank(self.group, i) for i in (g, 0))
@@ -245,32 +245,32 @@ class TokenCapacity(Holder):
 
     def __init__(self, pool: ExchangePool) -> None:
         self._pool = pool
-        self._wanted: Shortage | None = None
+        self._shortage: Shortage | None = None
 
     @property
     def factor(self) -> float | None:
         """Tokens that fit, 1 before the first forward; None = more are an error."""
         if self._pool.factor is None:
             return None
-        held = (exchange.layout.max_tokens for exchange in self._pool.entries)
-        return max(held, default=self._pool.options.max_tokens or 1)
+        sizes = (exchange.layout.max_tokens for exchange in self._pool.entries)
+        return max(sizes, default=self._pool.options.max_tokens or 1)
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
         """One, once a forward was too long."""
-        return () if self._wanted is None else (self._wanted,)
+        return () if self._shortage is None else (self._shortage,)
 
     def note(self, num_tokens: int) -> bool:
         """Note that a forward is longer than the buffers; return whether the step runs again."""
         if self.watch != "reruns":
             return False
-        if self._wanted is None:
+        if self._shortage is None:
             words = torch.zeros_like(self._pool.entries[0].buffer.state[:1])
             report = torch.zeros(1, dtype=torch.int32, device="cpu")
-            self._wanted = Shortage(words, report, even=1.0)
-        most = max(num_tokens, self._wanted.num_seen)
-        self._wanted.words.fill_(most)
-        self._wanted.report.fill_(most)
+            self._shortage = Shortage(words, report, even=1.0)
+        max_tokens = max(num_tokens, self._shortage.num_seen)
+        self._shortage.words.fill_(max_tokens)
+        self._shortage.report.fill_(max_tokens)
         return True
 
     def resize(self, factor: float) -> None:
@@ -310,6 +310,6 @@ def _refuse_capture() -> None:
 
 def divide(programs: int) -> dict[str, int]:
     """Return the fields of `ExchangeLayout` that `bench_dispatch --sweep` found fastest."""
-    is_few = programs < FEW_PROGRAMS
-    push = max(1, programs * 5 // 12) if is_few else programs // 2
-    return dict(num_push=push, num_receive=programs - push, rounds=16 if is_few else 8)
+    is_small = programs < FEW_PROGRAMS
+    push = max(1, programs * 5 // 12) if is_small else programs // 2
+    return dict(num_push=push, num_receive=programs - push, rounds=16 if is_small else 8)

@@ -82,22 +82,22 @@ class HierarchicalDispatcher(Dispatcher):
         num_experts, H = self.domain.num_in_domain, self._across.group.size()
         self._across.wire.check(x_TD.shape[1])
         if routing.pad:
-            num_sent = min(T, num_experts * routing.most_rows_per_expert)
+            num_slots = min(T, num_experts * routing.most_rows_per_expert)
             needs_HT = owned(ids_TK, num_experts, H).any(-1)
-            came = self._across.send_static(x_TD, routing, needs_HT, num_sent, self.pairs)
+            received_rows = self._across.send_static(x_TD, routing, needs_HT, num_slots, self.pairs)
         else:
             order = self.prepare(ids_TK, self._across.attendance.number(x_TD))
             even = self.domain.balanced_arrivals(T, K), 0
-            came, _ = self._across.send(x_TD, routing, order, self.pairs, even=even)
-        rows_AD = came.rows.widen()  # the same when it is packed again
-        inp = self._go_on(rows_AD, came, routing)
+            received_rows, _ = self._across.send(x_TD, routing, order, self.pairs, even=even)
+        rows_AD = received_rows.rows.widen()  # the same when it is packed again
+        inp = self._go_on(rows_AD, received_rows, routing)
         balanced = inp.balanced
         if balanced is not None:
             p = self.placement
             balanced = BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
-        if came.plan.receiver is not None:
-            came.plan.receiver.next = inp.receiver
-        plan = HierarchicalPlan(came.plan, inp.plan, rows_AD.shape[0])
+        if received_rows.plan.receiver is not None:
+            received_rows.plan.receiver.next = inp.receiver
+        plan = HierarchicalPlan(received_rows.plan, inp.plan, rows_AD.shape[0])
         parts = (inp.rows, inp.index, plan, inp.unsummed, balanced)
         return ExpertInput(*parts, receiver=inp.receiver)
 
@@ -106,11 +106,11 @@ class HierarchicalDispatcher(Dispatcher):
         (T, K), H = ids_TK.shape, self._across.group.size()
         return send_to(owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
 
-    def _go_on(self, rows_AD: Tensor, came: ReceivedRows, routing: Routing) -> ExpertInput:
+    def _go_on(self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing) -> ExpertInput:
         """Bring what arrived to the ranks of this domain."""
         H, inside, outer = self._across.group.size(), self._inside, self._across.attendance
-        weights_AK = came.weights_SK
-        ids_AK = self.domain.ids_inside(came.ids_SK, dist.get_rank(self._across.group))
+        weights_AK = received_rows.weights_SK
+        ids_AK = self.domain.ids_inside(received_rows.ids_SK, dist.get_rank(self._across.group))
         spare = H * routing.expert_ids_TK.shape[0] - rows_AD.shape[0]
         if spare > 0 and inside.has_spare_rows(pads=False):  # its shapes are to follow from T
             rows_AD, weights_AK = (F.pad(x, (0, 0, 0, spare)) for x in (rows_AD, weights_AK))

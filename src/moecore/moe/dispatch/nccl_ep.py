@@ -51,27 +51,27 @@ INSTALL = "pip install 'moecore[nccl-ep]', or use 'alltoall'"
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Return why NCCL EP cannot run on a rank of a group, as "relation: fix"; None = it can."""
     # Collective. The same on all ranks.
-    problems = gather(_own_problem(device_type), group)
+    problems = gather(_local_problem(device_type), group)
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _own_problem(device_type: str) -> str | None:
+def _local_problem(device_type: str) -> str | None:
     if device_type != "cuda":
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
     capability = torch.cuda.get_device_capability()
     if capability < LEAST_CAPABILITY:
-        shown = ".".join(map(str, capability))
-        return f"must have GPUs of capability 9.0 or later (here {shown}): use 'alltoall'"
+        text = ".".join(map(str, capability))
+        return f"must have GPUs of capability 9.0 or later (here {text}): use 'alltoall'"
     try:
         import nccl.core
         import nccl.ep
     except (ImportError, RuntimeError) as error:
         return f"must have nccl.ep ({str(error).splitlines()[0]}): {INSTALL}"
-    found = nccl.core.get_version().libnccl
-    if found is None or found.version.release < LEAST_NCCL:
-        shown = "none" if found is None else str(found.version)
-        least = ".".join(map(str, LEAST_NCCL))
-        return f"must have NCCL {least} or later loaded (here {shown}): {INSTALL}"
+    versions = nccl.core.get_version().libnccl
+    if versions is None or versions.version.release < LEAST_NCCL:
+        text = "none" if versions is None else str(versions.version)
+        min_version = ".".join(map(str, LEAST_NCCL))
+        return f"must have NCCL {min_version} or later loaded (here {text}): {INSTALL}"
     if _nvcc() is None:
         return "must find nvcc, which compiles its kernels at first use: set CUDA_HOME"
     return None
@@ -96,10 +96,10 @@ class EPGroups:
         self._communicator: Any = None
         self._groups: dict[tuple[int, int, int], EPGroup] = {}
 
-    def get(self, num_experts: int, row_bytes: int, most: int) -> EPGroup:
+    def get(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
         """Return the group for such experts, bytes of a row, tokens of a rank. Collective."""
         # Powers of two, so that few groups are made where the number of tokens changes.
-        num_tokens = min(MOST_TOKENS, max(FEWEST_TOKENS, 1 << (most - 1).bit_length()))
+        num_tokens = min(MOST_TOKENS, max(FEWEST_TOKENS, 1 << (max_tokens - 1).bit_length()))
         key = (num_experts, row_bytes, num_tokens)
         if key not in self._groups:
             self._groups[key] = self._make(*key)
@@ -117,8 +117,8 @@ class EPGroups:
             max_dispatch_tokens_per_rank=num_tokens,
             max_token_bytes=row_bytes,
         )
-        made = ep.Group.create(self._communicator, config)
-        return EPGroup(made, num_experts // self.group.size(), num_tokens)
+        group = ep.Group.create(self._communicator, config)
+        return EPGroup(group, num_experts // self.group.size(), num_tokens)
 
     def close(self) -> None:
         """Free buffers and communicator; collective. Graphs whose backward is to come end."""
@@ -133,16 +133,16 @@ class EPGroups:
 class EPGroup:
     """One group of NCCL EP and its handles that no forward uses."""
 
-    def __init__(self, made: Any, num_local: int, num_tokens: int) -> None:
+    def __init__(self, group: Any, num_local: int, num_tokens: int) -> None:
         self.num_tokens, self.num_local = num_tokens, num_local
-        self._made, self._handles = made, list[Any]()
+        self._group, self._handles = group, list[Any]()
         self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
 
-    def start(self, ids_TK: Tensor, most: int) -> Flight:
-        """Exchange the routing of all ranks' tokens, of which a rank has `most`: one host sync."""
+    def start(self, ids_TK: Tensor, max_tokens: int) -> Flight:
+        """Exchange the routing of at most `max_tokens` tokens of each rank: one host sync."""
         from nccl import ep
 
-        chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, most, self.num_tokens)]
+        chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, max_tokens, self.num_tokens)]
         device, stream = ids_TK.device, _stream(ids_TK)
         counts = torch.zeros(len(chunks), 1 + self.num_local, dtype=torch.int32, device=device)
         flight = Flight(self, [chunk.shape[0] for chunk in chunks], ids_TK.shape[1])
@@ -158,7 +158,7 @@ class EPGroup:
                 handle.update(ids, layout_info=info, stream=stream)
             else:
                 how: dict[str, Any] = dict(layout_info=info, stream=stream)
-                handle = self._made.create_handle(ep.Layout.FLAT, ids, **how)
+                handle = self._group.create_handle(ep.Layout.FLAT, ids, **how)
                 self._handles.append(handle)
             flight.handles.append(handle)
         for num_rows, *choices in counts.tolist():
@@ -174,7 +174,7 @@ class EPGroup:
         """Free handles and buffers."""
         for handle in self._handles:
             handle.destroy()
-        self._made.destroy()
+        self._group.destroy()
         self._handles.clear()
         self._idle.clear()
 
@@ -203,8 +203,8 @@ class Flight:
         rows_SD = x_TD.new_empty(S, x_TD.shape[1])
         weights_SK = weights_TK.new_empty(S, K)
         ids_SK = torch.empty_like(weights_SK, dtype=torch.int64)
-        sent, came = (x_TD, weights_TK), (rows_SD, weights_SK, ids_SK)
-        for ep, handle, (x, w), (rows, weights, ids) in self._calls(sent, came):
+        sent, outputs = (x_TD, weights_TK), (rows_SD, weights_SK, ids_SK)
+        for ep, handle, (x, w), (rows, weights, ids) in self._calls(sent, outputs):
             outs = ep.DispatchOutputs(tokens=rows, topk_weights=weights, topk_idx=ids)
             inputs = ep.DispatchInputs(tokens=x, topk_weights=w)
             handle.dispatch(inputs, outs, stream=_stream(x_TD))
@@ -223,8 +223,8 @@ class Flight:
         dy_SD = dy_TD.new_empty(sum(self.rows), dy_TD.shape[1])
         for ep, handle, (x,), (out,) in self._calls((dy_TD.contiguous(),), (dy_SD,)):
             inputs, outs = ep.DispatchInputs(tokens=x), ep.DispatchOutputs(tokens=out)
-            how = ep.DispatchConfig(pass_direction=ep.PassDir.BWD)
-            handle.dispatch(inputs, outs, config=how, stream=_stream(dy_TD))
+            config = ep.DispatchConfig(pass_direction=ep.PassDir.BWD)
+            handle.dispatch(inputs, outs, config=config, stream=_stream(dy_TD))
         return dy_SD
 
     def combine_back(self, dx_SD: Tensor, dweights_SK: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,12 +232,12 @@ class Flight:
         T = sum(self.tokens)
         dx_TD = dx_SD.new_empty(T, dx_SD.shape[1])
         dweights_TK = dweights_SK.new_empty(T, self.top_k)
-        sent = (dx_SD.contiguous(), dweights_SK.contiguous())
-        for ep, handle, outs, (dx, dw) in self._calls((dx_TD, dweights_TK), sent):
+        grads = (dx_SD.contiguous(), dweights_SK.contiguous())
+        for ep, handle, outs, (dx, dw) in self._calls((dx_TD, dweights_TK), grads):
             inputs = ep.CombineInputs(tokens=dx, topk_weights=dw)
-            how = ep.CombineConfig(pass_direction=ep.PassDir.BWD)
-            came = ep.CombineOutputs(tokens=outs[0], topk_weights=outs[1])
-            handle.combine(inputs, came, config=how, stream=_stream(dx_SD))
+            config = ep.CombineConfig(pass_direction=ep.PassDir.BWD)
+            outputs = ep.CombineOutputs(tokens=outs[0], topk_weights=outs[1])
+            handle.combine(inputs, outputs, config=config, stream=_stream(dx_SD))
         return dx_TD, dweights_TK
 
     def _calls(
@@ -276,13 +276,13 @@ class NCCLEPDispatcher(Dispatcher):
             flight.num_choices = p.balanced_rows(T, K)
             wait_on_host()
         else:
-            own = torch.tensor([[T, self.attendance.number(x_TD)]], device=x_TD.device)
-            numbers, notes = zip(*gather_ranks(own, p.group).tolist(), strict=True)
+            local_numbers = torch.tensor([[T, self.attendance.number(x_TD)]], device=x_TD.device)
+            numbers, notes = zip(*gather_ranks(local_numbers, p.group).tolist(), strict=True)
             self.attendance.check(notes)
-            most = max(1, *numbers)
+            max_tokens = max(1, *numbers)
             num_experts, row_bytes = p.num_physical * p.ep, x_TD.shape[1] * x_TD.itemsize
-            group = self._groups.get(num_experts, row_bytes, most)
-            flight = group.start(routing.destinations_TK, most)
+            group = self._groups.get(num_experts, row_bytes, max_tokens)
+            flight = group.start(routing.destinations_TK, max_tokens)
         rows_SD, ids_SK, weights_SK = _EPDispatch.apply(x_TD, routing.weights_TK, flight)
         index = build_index(
             ids_SK.int(),

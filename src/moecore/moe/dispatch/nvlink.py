@@ -96,25 +96,25 @@ class NVLinkDispatcher(Dispatcher):
         wire.check(x_TD.shape[1])
         exchange = self.exchanges.get(x_TD, routing.destinations_TK.shape[1])
         tokens = (x_TD, routing.weights_TK, routing.destinations_TK)
-        num_tokens, most = x_TD.shape[0], exchange.layout.max_tokens
-        if num_tokens > most:  # `TokenCapacity` reruns the step with larger buffers
-            tokens = (tokens[0][:most], tokens[1][:most], tokens[2][:most])
+        num_tokens, max_tokens = x_TD.shape[0], exchange.layout.max_tokens
+        if num_tokens > max_tokens:  # `TokenCapacity` reruns the step with larger buffers
+            tokens = (tokens[0][:max_tokens], tokens[1][:max_tokens], tokens[2][:max_tokens])
         sender = _Sender(exchange) if exchange.layout.sums_slot else None
         is_as: Any = dict(is_limited=is_limited, multiple=routing.rows_multiple)
         index_of = partial(_index_of, exchange=exchange, place=self.placement, **is_as)
-        how = (exchange, wire, self.placement, sender, index_of)
-        came = _Outputs(*_Dispatch.apply(*tokens, *how))
-        places = (came.peers_T, came.places_S, came.slots_SK)
+        arguments = (exchange, wire, self.placement, sender, index_of)
+        outputs = _Outputs(*_Dispatch.apply(*tokens, *arguments))
+        places = (outputs.peers_T, outputs.places_S, outputs.slots_SK)
         plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places, wire.receiver())
         refetch = None
         if not exchange.options.keep_rows:
-            fetch = partial(_send_again, exchange, wire)
-            refetch = Refetch(fetch, (tokens[0].detach(), came.peers_T, came.places_S))
+            fetch = partial(_repeat_spread, exchange, wire)
+            refetch = Refetch(fetch, (tokens[0].detach(), outputs.peers_T, outputs.places_S))
         return ExpertInput(
-            wire.unpack(came.rows_SN, x_TD),
-            ExpertIndex(*came[4:]),
+            wire.unpack(outputs.rows_SN, x_TD),
+            ExpertIndex(*outputs[4:]),
             plan,
-            UnsummedInput(came.handle_RD, sender, refetch),
+            UnsummedInput(outputs.handle_RD, sender, refetch),
             self._balanced(exchange),
             receiver=plan.receiver,
         )
@@ -166,7 +166,7 @@ class NVLinkDispatcher(Dispatcher):
 
 
 def _index_of(
-    came: SpreadChoices,
+    choices: SpreadChoices,
     *,
     exchange: Exchange,
     place: ExpertPlacement,
@@ -178,11 +178,11 @@ def _index_of(
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_physical)
     factor = exchange.options.row_factor
     if factor == "exact":
-        num_rows = _count_rows(exchange, came.ids_SK, **owned)
+        num_rows = _count_rows(exchange, choices.ids_SK, **owned)
     elif factor is not None and is_limited:
         num_rows = min(num_rows, math.ceil(factor * exchange.balanced_rows))
     how = dict(multiple=multiple, length=num_rows)
-    index = build_index(came.ids_SK, came.weights_SK, **owned, **how)
+    index = build_index(choices.ids_SK, choices.weights_SK, **owned, **how)
     if factor not in (None, "exact") and is_limited:
         limited = exchange.limit_rows(index.offsets_e, index.row_ids_R.shape[0])
         index = index._replace(offsets_e=limited)
@@ -200,13 +200,13 @@ def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: in
     return int(((ids_SK >= first) & (ids_SK < first + num_local)).sum())
 
 
-def _send_again(
+def _repeat_spread(
     exchange: Exchange, wire: Wire, x_TD: Tensor, peers_T: Tensor, places_S: Tensor
 ) -> Rows:
     """Repeat the spread of a dispatch; return the same source rows."""
-    where = (peers_T, places_S, places_S[:, None])
-    came_SN = exchange.spread(wire.pack(x_TD), *where, exchange.layout.source_rows)
-    return wire.unpack(came_SN, x_TD)
+    row_map = (peers_T, places_S, places_S[:, None])
+    rows_SN = exchange.spread(wire.pack(x_TD), *row_map, exchange.layout.source_rows)
+    return wire.unpack(rows_SN, x_TD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class _Sender:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._sent: _StoredRows | None = None
+        self._stored_rows: _StoredRows | None = None
 
     def start(
         self,
@@ -236,33 +236,39 @@ class _Sender:
     ) -> None:
         """Add the gradients of each source row's expert rows; start copies to the tokens' ranks."""
         # If `Exchange.can_copy` is False, it does nothing, and the dispatch's backward sends all.
-        self._sent = None
+        self._stored_rows = None
         if self._exchange.can_copy():
             sums_SD = sum_rows_plain(drows_RD, row_ids_R, slots_SK, num_rows)
-            self._sent = _StoredRows(drows_RD, dweights_R, _versions(drows_RD, dweights_R), sums_SD)
+            self._stored_rows = _StoredRows(
+                drows_RD, dweights_R, _versions(drows_RD, dweights_R), sums_SD
+            )
             self._exchange.start_copies(sums_SD)
 
     def finish(
-        self, came: tuple[Tensor | None, Tensor | None], where: tuple[Tensor, Tensor, Tensor]
+        self, grads: tuple[Tensor | None, Tensor | None], row_map: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
         """Return the gradients of tokens and weights, [T, D] and [T, K]; None without copies."""
-        # `came` are the gradients of the expert rows and of their weights that were given to
+        # `grads` are the gradients of the expert rows and of their weights that were given to
         # `start`.
-        sent, self._sent = self._sent, None
-        if sent is None:
+        stored_rows, self._stored_rows = self._stored_rows, None
+        if stored_rows is None:
             return None
-        is_same = came[0] is sent.drows_RD and came[1] is sent.dweights_R
-        if not is_same or _versions(*came) != sent.versions:
+        is_untouched = grads[0] is stored_rows.drows_RD and grads[1] is stored_rows.dweights_R
+        if not is_untouched or _versions(*grads) != stored_rows.versions:
             raise RuntimeError(
                 "gradients of the experts' input must not change after the experts' backward with "
                 "NVLinkOptions.overlap_weight_grads (True), which has sent them already: remove "
                 "the hook or use overlap_weight_grads=False"
             )
-        peers_T, places_S, slots_SK = where
-        dweights_R = sent.dweights_R
+        peers_T, places_S, slots_SK = row_map
+        dweights_R = stored_rows.dweights_R
         if dweights_R is None:
-            dweights_R = sent.drows_RD.new_zeros(sent.drows_RD.shape[0], dtype=torch.float32)
-        return self._exchange.finish_copies(sent.sums_SD, peers_T, places_S, (dweights_R, slots_SK))
+            dweights_R = stored_rows.drows_RD.new_zeros(
+                stored_rows.drows_RD.shape[0], dtype=torch.float32
+            )
+        return self._exchange.finish_copies(
+            stored_rows.sums_SD, peers_T, places_S, (dweights_R, slots_SK)
+        )
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -297,27 +303,27 @@ class _Dispatch(torch.autograd.Function):
         sender: _Sender | None,
         index_of: Callable[[SpreadChoices], ExpertIndex],
     ) -> tuple[Tensor, ...]:
-        sent = (wire.pack(x_TD), ids_TK, weights_TK)
+        tensors = (wire.pack(x_TD), ids_TK, weights_TK)
         sizes: dict[str, Any] = dict(num_local=place.num_physical, etp=place.etp)
-        came = exchange.spread_choices(*sent, **sizes)
-        index = index_of(came)
+        choices = exchange.spread_choices(*tensors, **sizes)
+        index = index_of(choices)
         handle_RD = handle_of(x_TD, index.row_ids_R.shape[0])
-        where = (came.peers_T, came.places_S)
+        row_map = (choices.peers_T, choices.places_S)
         ctx.exchange, ctx.sender = exchange, sender
         ctx.rows_like = (index.row_ids_R.shape[0], x_TD.shape[1]), x_TD.dtype
-        ctx.save_for_backward(*where, index.slots_SK)
-        integers = (*where, index.row_ids_R, index.slots_SK, index.offsets_e)
-        ctx.mark_non_differentiable(came.rows_SD, *integers)
+        ctx.save_for_backward(*row_map, index.slots_SK)
+        integers = (*row_map, index.row_ids_R, index.slots_SK, index.offsets_e)
+        ctx.mark_non_differentiable(choices.rows_SD, *integers)
         ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
-        return _Outputs(came.rows_SD, handle_RD, *where, *index)
+        return _Outputs(choices.rows_SD, handle_RD, *row_map, *index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        where = ctx.saved_tensors
-        _, places_S, slots_SK = where
+        row_map = ctx.saved_tensors
+        _, places_S, slots_SK = row_map
         of = _Outputs(*grads)
         drows_RD, dweights_R = of.handle_RD, of.weights_R
-        home = ctx.sender.finish((drows_RD, dweights_R), where) if ctx.sender else None
+        home = ctx.sender.finish((drows_RD, dweights_R), row_map) if ctx.sender else None
         if home is not None:
             return *home, *(None,) * 6
         # Every rank takes part in the reduce, so missing gradients become zeros.
@@ -327,7 +333,7 @@ class _Dispatch(torch.autograd.Function):
             drows_RD = zeros(shape, dtype=dtype)
         if dweights_R is None:
             dweights_R = zeros(shape[0])
-        dx_TD, dweights_TK = ctx.exchange.reduce(drows_RD, *where, (dweights_R, slots_SK))
+        dx_TD, dweights_TK = ctx.exchange.reduce(drows_RD, *row_map, (dweights_R, slots_SK))
         return dx_TD, dweights_TK, *(None,) * 6
 
 
@@ -335,16 +341,16 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, plan: NVLinkPlan, slots_SN: Tensor) -> Tensor:
         ctx.exchange, ctx.num_rows, ctx.receiver = plan.exchange, y_RD.shape[0], plan.receiver
-        where = (plan.peers_T, plan.places_S, slots_SN)
-        ctx.save_for_backward(*where)
-        return plan.exchange.reduce(y_RD, *where)[0]
+        row_map = (plan.peers_T, plan.places_S, slots_SN)
+        ctx.save_for_backward(*row_map)
+        return plan.exchange.reduce(y_RD, *row_map)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        where = (*ctx.saved_tensors, ctx.num_rows)
+        row_map = (*ctx.saved_tensors, ctx.num_rows)
 
         def send(rows_TN: Tensor) -> Tensor:
-            return ctx.exchange.spread(rows_TN, *where)  # type: ignore[no-any-return]
+            return ctx.exchange.spread(rows_TN, *row_map)  # type: ignore[no-any-return]
 
         dy_RD = None if ctx.receiver is None else ctx.receiver.bring(grads[0], send)
         return send(grads[0]) if dy_RD is None else dy_RD, None, None

@@ -24,9 +24,11 @@ def make_buffer(
     layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> SymmetricBuffer:
     """Return this rank's buffer of an exchange of rows. Collective."""
-    peers, how = _connect(layout, group, device, timeout_s)
-    slots = tuple(layout.sums_at(peer, how["rank"]) for peer in (peers if layout.sums_slot else []))
-    return SymmetricBuffer(layout=layout, sums_slots=slots, **how)
+    peers, handles = _connect(layout, group, device, timeout_s)
+    slots = tuple(
+        layout.sums_at(peer, handles["rank"]) for peer in (peers if layout.sums_slot else [])
+    )
+    return SymmetricBuffer(layout=layout, sums_slots=slots, **handles)
 
 
 def make_clone_buffer(
@@ -34,8 +36,8 @@ def make_clone_buffer(
 ) -> CloneBuffer:
     """Return this rank's slots for clones. Collective."""
     layout = CloneLayout(num_ranks=group.size())
-    _, how = _connect(layout, group, device, timeout_s)
-    return CloneBuffer(layout=layout, **how)
+    _, handles = _connect(layout, group, device, timeout_s)
+    return CloneBuffer(layout=layout, **handles)
 
 
 def _connect(
@@ -50,7 +52,7 @@ def _connect(
     memory.zero_()  # the flags
     peers = [handle.get_remote_tensor(g, size, torch.uint8) for g in range(layout.num_ranks)]
     addresses = torch.tensor([layout.regions(peer.data_ptr()) for peer in peers])
-    how = dict(
+    handles = dict(
         rank=dist.get_rank(group),
         bases=addresses.T.contiguous().to(device),
         state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
@@ -60,7 +62,7 @@ def _connect(
     )
     torch.cuda.synchronize(device)
     dist.barrier(group)  # no rank raises a flag that another one has yet to clear
-    return peers, how
+    return peers, handles
 
 
 def find_known_problem(num_ranks: int, device_type: str) -> str | None:
@@ -78,9 +80,9 @@ def find_known_problem(num_ranks: int, device_type: str) -> str | None:
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Return why tokens of this group cannot travel by stores to peers' memory; None = they can."""
     # "relation: fix" of an error in one line, the same on all ranks. Collective, with host syncs.
-    known = find_known_problem(group.size(), device_type)
-    if known is not None or meta_is_gpu():
-        return known
+    problem = find_known_problem(group.size(), device_type)
+    if problem is not None or meta_is_gpu():
+        return problem
     return find_peer_problem(group)
 
 
@@ -99,19 +101,21 @@ def are_peers_on_meta(group: dist.ProcessGroup) -> bool:
 def _peer_problem(group: dist.ProcessGroup) -> str | None:
     """Look at hosts and peer access; the answer is the same on all ranks that see all GPUs."""
     device = torch.cuda.current_device()
-    here = {str(_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    local_devices = {str(_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     places = gather((host_id(), str(_properties(device).uuid)), group)
     hosts = len({host for host, _ in places})
     if hosts > 1:
         return f"must stay on one host (its ranks are on {hosts}): use 'alltoall'"
     for g, (_, uuid) in enumerate(places):
         rank = dist.get_global_rank(group, g)
-        if uuid not in here:
+        if uuid not in local_devices:
             return (
                 f"must see the GPU of rank {rank} on every rank: make all GPUs of the host visible "
                 "to each process, or use 'alltoall'"
             )
-        if here[uuid] != device and not torch.cuda.can_device_access_peer(device, here[uuid]):
+        if local_devices[uuid] != device and not torch.cuda.can_device_access_peer(
+            device, local_devices[uuid]
+        ):
             me = dist.get_global_rank(group, dist.get_rank(group))
             return f"must have peer access from rank {me} to rank {rank}: use 'alltoall'"
     return None

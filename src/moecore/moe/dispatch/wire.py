@@ -41,15 +41,15 @@ class Wire:
         self, x_TD: Tensor, token_ids_M: Tensor, slots_TG: Tensor
     ) -> tuple[Tensor | None, Tensor]:
         """Return the packed rows of M tokens, or None, and their differentiable rows or handle."""
-        where = (token_ids_M, slots_TG)
+        row_map = (token_ids_M, slots_TG)
         if not self.fp8:
-            return None, gather_rows(x_TD, *where)
+            return None, gather_rows(x_TD, *row_map)
         handle_MD = exchanged(
             x_TD,
             partial(handle_of, num_rows=token_ids_M.shape[0]),
-            lambda d_MD: sum_rows(d_MD, *where),
+            lambda d_MD: sum_rows(d_MD, *row_map),
         )
-        return gather_packed(self.pack(x_TD), *where), handle_MD
+        return gather_fp8_rows(self.pack(x_TD), *row_map), handle_MD
 
     def unpack(self, came_SN: Tensor, like: Tensor, handle_SD: Tensor | None = None) -> Rows:
         """Return the rows that came, of the width and dtype of `like`; FP8 rows stay packed."""
@@ -67,9 +67,9 @@ def handle_of(like: Tensor, num_rows: int) -> Tensor:
     return like.new_empty(1).expand(num_rows, like.shape[1])
 
 
-def gather_packed(packed_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> Tensor:
+def gather_fp8_rows(words_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> Tensor:
     """Return the packed rows of M tokens."""
-    words_TN = packed_TW.view(torch.float32)  # which the kernel moves bit by bit
+    words_TN = words_TW.view(torch.float32)  # which the kernel moves bit by bit
     return gather_rows(words_TN, token_ids_M, slots_TG).view(PACKED_DTYPE)
 
 
@@ -79,26 +79,26 @@ class Receiver:
     def __init__(self) -> None:
         self.accepts_packed_grads = False
         self.next: GradientReceiver | None = None  # of the leg behind this one, which experts know
-        self._came: tuple[Tensor, Rows] | None = None
+        self._entry: tuple[Tensor, Rows] | None = None
 
     def bring(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Return what stands for the packed rows that `send` brings; None = send them wide."""
         if not (self.next or self).accepts_packed_grads:
             return None
-        came_RW = send(pack_rows(dy_TD.contiguous()))
-        rows = Rows.from_bytes(came_RW, dy_TD.shape[1], dy_TD.dtype)
+        packed_RW = send(pack_rows(dy_TD.contiguous()))
+        rows = Rows.from_bytes(packed_RW, dy_TD.shape[1], dy_TD.dtype)
         if self.next is not None:  # which packs them again
             return rows.widen()
-        handle_RD = handle_of(dy_TD, came_RW.shape[0])
-        self._came = handle_RD, rows
+        handle_RD = handle_of(dy_TD, packed_RW.shape[0])
+        self._entry = handle_RD, rows
         return handle_RD
 
     def take(self, dy: Tensor) -> Rows | None:
         """Return the rows; None where they came as they are."""
-        came, self._came = self._came, None
-        if came is not None and dy is not came[0]:
+        entry, self._entry = self._entry, None
+        if entry is not None and dy is not entry[0]:
             raise RuntimeError(
                 "gradients of the experts' output must not change between combine and the experts "
                 "with DispatchOptions.fp8 (True), which brings them as FP8: remove the hook"
             )
-        return None if came is None else came[1]
+        return None if entry is None else entry[1]

@@ -446,7 +446,7 @@ def facts_of(model: nn.Module, state: MoEState) -> GraphFacts:
     owners.append(state.loss_scale)
     values.append(id(state.loss_scale))
     record = parallel_state(model)
-    exchanges = () if record is None or record.exchanges is None else record.exchanges.held
+    exchanges = () if record is None or record.exchanges is None else record.exchanges.resources
     return GraphFacts(values=values, owners=owners, exchanges=exchanges)
 
 

@@ -127,7 +127,7 @@ def _graph(
 
 def _is_free(router: Router) -> bool:
     """Return whether each token chooses by its own scores only, without a tape or forced ids."""
-    return router.chooses_alone and router.tape is None and router.forced_ids is None
+    return router.is_collective_free and router.tape is None and router.forced_ids is None
 
 
 def _can_replay(modules: Iterable[nn.Module]) -> bool:

@@ -88,7 +88,8 @@ def _has_spare_rows(module: nn.Module) -> bool:
     experts, capacity = module.part("experts"), module.config.capacity
     pads = capacity is not None and capacity.pad
     is_separate = (
-        separate_computation(experts.backend, experts.spec(), has_more=experts.has_more) is not None
+        separate_computation(experts.backend, experts.spec(), has_extras=experts.has_extras)
+        is not None
     )
     return module.dispatcher.has_spare_rows(pads=pads) and not is_separate
 
