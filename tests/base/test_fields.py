@@ -83,7 +83,7 @@ from moecore.planning import (
 from moecore.planning.costs import Exposed, Point
 from moecore.planning.gpus import GPUS
 from moecore.rl import DPO, GRPO, GSPO, PPO, OwnObjective, Rollouts
-from moecore.train import AdamW, Cut
+from moecore.train import AdamW, MatrixCut
 from moecore.train.optim.matrices import MatrixLayout
 from moecore.train.optim.muon import MuonOptions
 
@@ -241,8 +241,8 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (ContextOptions, {}),
     (IndexerConfig, {}),
     (PipelineConfig, {}),
-    (Cut, {"sizes": (2, 4)}),
-    (MatrixLayout, dict(batch=1, rows=6, columns=4, sections=Cut(sizes=(2, 4)))),
+    (MatrixCut, {"sizes": (2, 4)}),
+    (MatrixLayout, dict(batch=1, rows=6, columns=4, sections=MatrixCut(sizes=(2, 4)))),
     (YarnConfig, dict(factor=2.0, original_max_seq_len=64)),
     (SparseKeysConfig, dict(num_heads=2, head_dim=4, top_k=3)),
     (LinearAttentionConfig, LINEAR),

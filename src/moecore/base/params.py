@@ -26,7 +26,9 @@ from moecore.base.torch_private import (
 T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
 READS_PLAIN = "_moecore_reads_plain"  # attribute of a cut parameter: see `shard_parameter`
-GATHERED = "_moecore_gathered"  # attribute of a parameter that was gathered or is stored in FP8
+GATHERED_BLOCKS = (
+    "_moecore_gathered"  # attribute of a parameter that was gathered or is stored in FP8
+)
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -98,12 +100,17 @@ def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
     # drawn from a generator seeded by (seed, key, b). A rank draws only the blocks that its shard
     # touches, so a model larger than one rank's memory can be initialised. Different keys give
     # independent values; CPU and CUDA draw different values from one seed.
-    _draw(param, key, seed, lambda values, how: values.normal_(0.0, std, generator=how))
+    _draw(param, key, seed, lambda values, generator: values.normal_(0.0, std, generator=generator))
 
 
 def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> None:
     """Fill a parameter with U(-bound, bound), in the same way as `init_normal_`."""
-    _draw(param, key, seed, lambda values, how: values.uniform_(-bound, bound, generator=how))
+    _draw(
+        param,
+        key,
+        seed,
+        lambda values, generator: values.uniform_(-bound, bound, generator=generator),
+    )
 
 
 @torch.no_grad()
@@ -147,7 +154,7 @@ def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> li
     for dim, index in enumerate(indices):
         # A strided shard marks an order: dims to its right split the same tensor dim first.
         # One without such dims marks interleaved parts (gate and up of one expert).
-        later: list[tuple[int, int]] = []
+        strided: list[tuple[int, int]] = []
         inner = 1
         for mesh_dim in reversed(range(mesh.ndim)):
             placement = param.placements[mesh_dim]
@@ -158,11 +165,11 @@ def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> li
             if parts > 1 and parts != inner:
                 index = _interleaved(index, parts, size, rank)
             elif parts > 1:
-                later.append((size, rank))
+                strided.append((size, rank))
             else:
                 index = _chunk(index, size, rank)
             inner *= size
-        for size, rank in later:
+        for size, rank in strided:
             index = _chunk(index, size, rank)
         indices[dim] = index
     return indices
@@ -218,7 +225,7 @@ def shard_parameter(
     if not local.is_meta:
         local = local.to(mesh.device_type)
     part = as_part(local.clone(memory_format=torch.contiguous_format), mesh, placements, of=param)
-    made = parameter_like(part, param)
+    sharded = parameter_like(part, param)
     if reads_plain:
-        setattr(made, READS_PLAIN, True)
-    module.register_parameter(name, made)
+        setattr(sharded, READS_PLAIN, True)
+    module.register_parameter(name, sharded)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from moecore.base.params import GATHERED, local_param
+from moecore.base.params import GATHERED_BLOCKS, local_param
 from moecore.base.saved_tensors import Handle, TensorHandle, is_packing, packing
 from moecore.base.torch_private import (
     NOTHING,
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 def gathered_blocks(param: Tensor) -> Blocks | None:
     """Return what stands for the values of a parameter that was gathered in FP8; else None."""
-    return getattr(param, GATHERED, None)
+    return getattr(param, GATHERED_BLOCKS, None)
 
 
 @torch.no_grad()

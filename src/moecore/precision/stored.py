@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.copies import as_part
 from moecore.base.fields import check_arguments
-from moecore.base.params import GATHERED, clean_name
+from moecore.base.params import GATHERED_BLOCKS, clean_name
 from moecore.base.torch_private import local_of, parameter_like
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.scaling import Blocks
@@ -116,5 +116,5 @@ def _store_blocks(param: nn.Parameter, *, power_of_two: bool) -> nn.Parameter:
     if isinstance(param, DTensor):
         nothing = as_part(nothing, param.device_mesh, param.placements, of=param)
     fp8_param = parameter_like(nothing, param)
-    setattr(fp8_param, GATHERED, Blocks(values.view(FP8), scales, "block"))
+    setattr(fp8_param, GATHERED_BLOCKS, Blocks(values.view(FP8), scales, "block"))
     return fp8_param

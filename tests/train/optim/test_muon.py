@@ -14,7 +14,7 @@ from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
 from moecore.parallel.model.clip import step_clipped
-from moecore.train import AdamW, Cut, MatrixAssignment, Muon, assign_matrices
+from moecore.train import AdamW, MatrixAssignment, MatrixCut, Muon, assign_matrices
 from moecore.train.optim.muon import orthogonalize, orthogonalize_all
 
 STEPS = 3
@@ -174,7 +174,7 @@ def test_normuon_takes_what_torch_has() -> None:
     ours.load_state_dict(torchs.state_dict())
     train(model, ours, range(1, 2))
     assert all(s["second_momentum_buffer"].all() for s in ours.state.values())
-    by_inputs = assign_matrices(model, (("0.weight", Cut(dim=1, sizes=(8, 8))),))
+    by_inputs = assign_matrices(model, (("0.weight", MatrixCut(dim=1, sizes=(8, 8))),))
     with pytest.raises(ValueError, match=r"Cut\.dim \(1\) must be 0, that of outputs"):
         Muon(by_inputs, beta2=0.9)
 
@@ -267,7 +267,7 @@ def test_shared_experts_and_tied_heads() -> None:
 
 def test_overrides() -> None:
     model = linears()
-    cut = Cut(sizes=(4, 2, 2), repeats=2)
+    cut = MatrixCut(sizes=(4, 2, 2), repeats=2)
     assignment = assign_matrices(model, (("1.*", cut), ("2.weight", "adamw"), ("*", "muon")))
     layouts = [d.layout for d in assignment.decisions.values()]
     assert [layout and layout.shapes for layout in layouts] == [
@@ -277,7 +277,7 @@ def test_overrides() -> None:
     ]
     train(model, Muon(assignment), range(1))
     columns = Experts(CONFIG, layout=ExpertLayout(gate_up="concatenated", transposed=True))
-    halved = Cut(dim=1, sizes=(columns.w1.shape[-1] // 2,), repeats=2)
+    halved = MatrixCut(dim=1, sizes=(columns.w1.shape[-1] // 2,), repeats=2)
     layout = assign_matrices(columns, (("w1", halved),)).decisions["w1"].layout
     assert layout is not None and layout.sections == halved and layout.transposed
     with pytest.raises(ValueError, match=r"param_group \(\(16, 16\)\) must hold matrices"):
@@ -285,7 +285,7 @@ def test_overrides() -> None:
     with pytest.raises(ValueError, match=r"overrides \('3\.\*'\) must match"):
         assign_matrices(model, (("3.*", "adamw"),))
     with pytest.raises(ValueError, match=r"sum\(sizes\) \* repeats = rows \(32\)"):
-        assign_matrices(model, (("0.weight", Cut(sizes=(5, 5))),))
+        assign_matrices(model, (("0.weight", MatrixCut(sizes=(5, 5))),))
     with pytest.raises(ValueError, match="must be 'adamw' for 0"):
         assign_matrices(nn.Sequential(nn.Linear(2, 3)), (("0.bias", "muon"),))
     with pytest.raises(ValueError, match=r"momentum \(1\.0\) must be"):

@@ -27,7 +27,7 @@ from moecore.base.params import global_indices
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.io import latest, load, save
 from moecore.models import Decoder, DecoderConfig
-from moecore.train import AdamW, Cut, Muon, QKClip, assign_matrices
+from moecore.train import AdamW, MatrixCut, Muon, QKClip, assign_matrices
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 
@@ -60,7 +60,7 @@ CONFIG = DecoderConfig(
     mlp_hidden_dim=30,
     moe=MOE,
 )
-BY_GROUPS = Cut(sizes=(4, 8), repeats=2)  # rows of a matrix that are no slice
+BY_GROUPS = MatrixCut(sizes=(4, 8), repeats=2)  # rows of a matrix that are no slice
 STEPS = 2  # before a save, and after its load
 TAU = 6.0
 

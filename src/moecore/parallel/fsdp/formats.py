@@ -30,7 +30,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe, Scaling
-from moecore.base.params import GATHERED
+from moecore.base.params import GATHERED_BLOCKS
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_
@@ -96,7 +96,7 @@ class QuantisedFormat(ABC):
             nothing = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
             counting += param.make_unsharded(nothing.expand(param.shape))
             blocks = self._gathered_blocks(memory.data, part)
-            setattr(param.unsharded, GATHERED, blocks)
+            setattr(param.unsharded, GATHERED_BLOCKS, blocks)
             counting += blocks.tensors()
         return counting
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moecore.base.copies import as_part
 from moecore.base.params import (
-    GATHERED,
+    GATHERED_BLOCKS,
     READS_PLAIN,
     grad_placements,
 )
@@ -120,7 +120,7 @@ class UnitParam:
         self.unsharded = parameter_like(local, self.sharded)
         blocks = gathered_blocks(self.sharded)
         if blocks is not None:  # `precision/stored.py`: the shard has no values
-            setattr(self.unsharded, GATHERED, blocks)
+            setattr(self.unsharded, GATHERED_BLOCKS, blocks)
         return [self.unsharded] if self._is_plain else [self.unsharded, local_of(self.unsharded)]
 
     def take_grad(self, unsharded: nn.Parameter) -> Tensor:

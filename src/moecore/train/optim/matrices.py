@@ -32,7 +32,7 @@ FUSED = ("qkv", "query_key_value", "c_attn")  # parts of names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut(CheckedRecord):
+class MatrixCut(CheckedRecord):
     """Several matrices that are stored in one, along its rows or columns.
 
     The dim consists of `repeats` equal runs, each of `sizes`; matrix i is the i-th piece of every
@@ -62,7 +62,7 @@ class MatrixLayout(CheckedRecord):
     batch: Count
     rows: Count
     columns: Count
-    sections: Cut | None = None
+    sections: MatrixCut | None = None
     transposed: bool = False
 
     def _rules(self) -> Rules:
@@ -127,7 +127,7 @@ class MatrixPart(NamedTuple):
     of_columns: Tensor  # as `of_rows`
 
 
-def _pieces(sections: Cut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(sections: MatrixCut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, per piece, the places in `index` of what belongs to it, and where it lies there."""
     run, place = index // sum(sections.sizes), index % sum(sections.sizes)
     start = 0
@@ -139,7 +139,7 @@ def _pieces(sections: Cut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 Choice = Literal["muon", "adamw"]
 Overrides = Annotated[
-    tuple[tuple[str, Choice | Cut], ...],
+    tuple[tuple[str, Choice | MatrixCut], ...],
     'pass a tuple of pairs, like (("*.router.weight", "adamw"),)',
 ]
 
@@ -232,7 +232,7 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
     return owners
 
 
-def _apply_override(name: str, decision: Decision, override: Choice | Cut | None) -> Decision:
+def _apply_override(name: str, decision: Decision, override: Choice | MatrixCut | None) -> Decision:
     param, layout, _ = decision
     if override is None or (override == "muon" and layout is not None):
         return decision
@@ -244,7 +244,7 @@ def _apply_override(name: str, decision: Decision, override: Choice | Cut | None
             f"overrides ({override!r}) must be 'adamw' for {name} {tuple(param.shape)}, which is "
             "no matrix: correct the pattern"
         )
-    sections = override if isinstance(override, Cut) else full_layout.sections
+    sections = override if isinstance(override, MatrixCut) else full_layout.sections
     return Decision(param, replace(full_layout, sections=sections), "overridden")
 
 
@@ -294,9 +294,9 @@ def _expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | None, st
     if leaf == layout.w1 and config.gated and not experts.is_separate:
         outputs, dim = 2 * F, int(layout.transposed)
         if layout.gate_up == "interleaved":
-            sections = Cut(dim=dim, sizes=(1, 1), repeats=F)
+            sections = MatrixCut(dim=dim, sizes=(1, 1), repeats=F)
         else:
-            sections = Cut(dim=dim, sizes=(F, F))
+            sections = MatrixCut(dim=dim, sizes=(F, F))
     rows, columns = (inputs, outputs) if layout.transposed else (outputs, inputs)
     assert param.numel() == E * rows * columns
     matrix_layout = MatrixLayout(
@@ -311,7 +311,7 @@ def _shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout | None
         return None, "gates of shared experts"
     rows, columns = getattr(shared, leaf).shape
     halves = leaf == "w1" and shared.config.gated
-    sections = Cut(sizes=(rows // 2, rows // 2)) if halves else None
+    sections = MatrixCut(sizes=(rows // 2, rows // 2)) if halves else None
     return MatrixLayout(batch=1, rows=rows, columns=columns, sections=sections), "shared experts"
 
 
@@ -319,7 +319,7 @@ def _linear_layout(
     linear: nn.Linear, parent: nn.Module, last: str
 ) -> tuple[MatrixLayout | None, str]:
     rows, columns = linear.weight.shape
-    sections = Cut(sizes=(rows // 2, rows // 2)) if last == "gate_up_proj" else None
+    sections = MatrixCut(sizes=(rows // 2, rows // 2)) if last == "gate_up_proj" else None
     if any(word in last for word in FUSED):
         sections = _fused_cut(parent, last, rows)
         if sections is None:
@@ -327,17 +327,17 @@ def _linear_layout(
     return MatrixLayout(batch=1, rows=rows, columns=columns, sections=sections), "linear"
 
 
-def _fused_cut(parent: Any, last: str, rows: int) -> Cut | None:
+def _fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
     """Return where transformers' modules store queries, keys and values; None = unknown."""
     if last == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
         queries = parent.o_proj.weight.shape[1]
-        return Cut(sizes=(queries, (rows - queries) // 2, (rows - queries) // 2))
+        return MatrixCut(sizes=(queries, (rows - queries) // 2, (rows - queries) // 2))
     if last == "in_proj_qkv" and hasattr(parent, "key_dim"):  # Qwen3.5's linear attention
-        return Cut(sizes=(parent.key_dim, parent.key_dim, parent.value_dim))
+        return MatrixCut(sizes=(parent.key_dim, parent.key_dim, parent.value_dim))
     if last == "in_proj_qkvz" and hasattr(parent, "num_k_heads"):  # Qwen3-Next, with an output gate
         heads, key = parent.num_k_heads, parent.head_k_dim
         value = parent.num_v_heads * parent.head_v_dim // heads
-        return Cut(sizes=(key, key, value, value), repeats=heads)
+        return MatrixCut(sizes=(key, key, value, value), repeats=heads)
     return None
 
 
