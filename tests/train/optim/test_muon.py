@@ -175,7 +175,7 @@ def test_normuon_takes_what_torch_has() -> None:
     train(model, ours, range(1, 2))
     assert all(s["second_momentum_buffer"].all() for s in ours.state.values())
     by_inputs = assign_matrices(model, (("0.weight", MatrixCut(dim=1, sizes=(8, 8))),))
-    with pytest.raises(ValueError, match=r"Cut\.dim \(1\) must be 0, that of outputs"):
+    with pytest.raises(ValueError, match=r"MatrixCut\.dim \(1\) must be 0, that of outputs"):
         Muon(by_inputs, beta2=0.9)
 
 
