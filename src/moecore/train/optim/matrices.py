@@ -2,8 +2,8 @@
 
     assignment = assign_matrices(model)      # after parallelize_moe; print(assignment)
 
-A parameter is viewed as [batch, rows, columns]: one matrix, or one per expert. A `Cut` names a
-stored matrix that is several: gate and up, or queries, keys and values. The module of a parameter
+A parameter is viewed as [batch, rows, columns]: one matrix, or one per expert. A `MatrixCut` names
+a stored matrix that is several: gate and up, or queries, keys and values. The module of a parameter
 decides: experts and their layout, shared experts, latent projections, routers, linears.
 """
 
@@ -90,8 +90,8 @@ class MatrixLayout(CheckedRecord):
         """Return the layout of one number per output: [batch, rows, 1], or [batch, 1, columns]."""
         if self.sections is not None and self.sections.dim != int(self.transposed):
             raise ValueError(
-                f"Cut.dim ({self.sections.dim}) must be {int(self.transposed)}, that of outputs, "
-                "with beta2, so that an output is of one matrix: drop beta2 or the Cut"
+                f"MatrixCut.dim ({self.sections.dim}) must be {int(self.transposed)}, that of "
+                "outputs, with beta2, so that an output is of one matrix: drop beta2 or the MatrixCut"
             )
         return replace(self, rows=1) if self.transposed else replace(self, columns=1)
 
@@ -188,7 +188,7 @@ def assign_matrices(model: nn.Module, overrides: Overrides = ()) -> MatrixAssign
     Args:
         model: parallelized or plain, in its final form: parameters are kept by identity.
         overrides: pairs of a pattern, as `fnmatch` reads it, over a parameter's name, and "muon",
-            "adamw", or a `Cut` of its rows or columns. The first pattern that matches counts.
+            "adamw", or a `MatrixCut` of its rows or columns. The first pattern that matches counts.
 
     Raises:
         ValueError: for a pattern that matches no trained parameter, or one that cannot be followed.
@@ -323,7 +323,7 @@ def _linear_layout(
     if any(word in last for word in FUSED):
         sections = _fused_cut(parent, last, rows)
         if sections is None:
-            return None, "queries, keys and values in an unknown order: give a Cut"
+            return None, "queries, keys and values in an unknown order: give a MatrixCut"
     return MatrixLayout(batch=1, rows=rows, columns=columns, sections=sections), "linear"
 
 

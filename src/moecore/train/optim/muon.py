@@ -99,7 +99,7 @@ class Muon(torch.optim.Optimizer):
 
     Raises:
         ValueError: when a value has another type or range, the assignment has no matrices, or, with
-            `beta2`, a `Cut` of inputs.
+            `beta2`, a `MatrixCut` of inputs.
     """
 
     def __init__(
