@@ -91,7 +91,8 @@ class MatrixLayout(CheckedRecord):
         if self.sections is not None and self.sections.dim != int(self.transposed):
             raise ValueError(
                 f"MatrixCut.dim ({self.sections.dim}) must be {int(self.transposed)}, that of "
-                "outputs, with beta2, so that an output is of one matrix: drop beta2 or the MatrixCut"
+                "outputs, with beta2, so that an output is of one matrix: drop beta2 or the "
+                "MatrixCut"
             )
         return replace(self, rows=1) if self.transposed else replace(self, columns=1)
 
