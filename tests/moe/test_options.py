@@ -74,8 +74,8 @@ class Tape:
         self.ids_TK = ids_TK
         self.seen: list[Tensor] = []
 
-    def given(
-        self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
+    def recorded_choice(
+        self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         assert num_tokens == self.ids_TK.shape[0]
         return self.ids_TK, None

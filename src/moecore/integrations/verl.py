@@ -263,9 +263,9 @@ class MoECoreEngine(BaseEngine):
     ) -> None:
         """Move parts of a training to the host ("cpu"), or back to the device (else)."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
-        has_moved: dict[Part, bool] = {"weights": model, "buffers": model}
-        has_moved |= {"optimizer": optimizer, "grads": grad}
-        for part, moves in has_moved.items():
+        moves_of: dict[Part, bool] = {"weights": model, "buffers": model}
+        moves_of |= {"optimizer": optimizer, "grads": grad}
+        for part, moves in moves_of.items():
             if moves:
                 (self._offload.offload if device == "cpu" else self._offload.onload)(part)
 

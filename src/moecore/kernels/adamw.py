@@ -93,8 +93,8 @@ class AdamWTensors:
     @classmethod
     def of(cls, rows: Sequence[tuple[ParamRow, int]]) -> "AdamWTensors":
         """Return the record of rows of one kind and their numbers; undoes `rows`."""
-        found, numbers = zip(*rows, strict=True)
-        weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*found, strict=True)
+        params, numbers = zip(*rows, strict=True)
+        weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)
         return cls(weights, grads, exp_avgs, exp_avg_sqs, steps, numbers, exponents, remainders)
 
@@ -386,9 +386,9 @@ def _fits_kernel(tensors: AdamWTensors) -> bool:
 
 
 def _fits_torch(tensors: AdamWTensors) -> bool:
-    used = (*tensors.weights, *tensors.grads, *tensors.exp_avgs, *tensors.exp_avg_sqs)
-    has_dtype = {t.dtype for t in used} in ({torch.float32}, {torch.float64})
-    return has_dtype and all(map(Tensor.is_contiguous, used))
+    tensors_in_use = (*tensors.weights, *tensors.grads, *tensors.exp_avgs, *tensors.exp_avg_sqs)
+    has_dtype = {t.dtype for t in tensors_in_use} in ({torch.float32}, {torch.float64})
+    return has_dtype and all(map(Tensor.is_contiguous, tensors_in_use))
 
 
 def _torch_adamw_(

@@ -245,8 +245,14 @@ class Experts(nn.Module):
             if depends_on is not None:
                 self._options_cache = depends_on, options
         with _counting(inp, is_quantised=self.recipe is not None):
-            how: Any = dict(unsummed=inp.unsummed, receiver=inp.receiver)
-            y = expert_mlp(inp.rows, weights, inp.index, options, **how)
+            y = expert_mlp(
+                inp.rows,
+                weights,
+                inp.index,
+                options,
+                unsummed=inp.unsummed,
+                receiver=inp.receiver,
+            )
         return y if inp.unsummed is None else UnsummedRows(y)
 
     def _depends_on(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:

@@ -104,7 +104,7 @@ class Pairs:
         return value
 
     @contextmanager
-    def ahead(self, *, waits: bool = False) -> Iterator[None]:
+    def early_launch(self, *, waits: bool = False) -> Iterator[None]:
         """Return a context in which collectives wait only for work queued at the last `waits`."""
         if not torch.cuda.is_initialized():
             yield
@@ -226,7 +226,7 @@ def exchange(
             start()
         return
     pair.give_back()
-    with pairs.ahead() if may_overlap else nullcontext():
+    with pairs.early_launch() if may_overlap else nullcontext():
         works = [start(async_op=True) for start in starts]
     pair.hand_over()
     for work in works:
@@ -241,7 +241,7 @@ def numbers_of(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None =
         start()
         return numbers.tolist()
     work = start(async_op=True)
-    with pairs.ahead(waits=True):
+    with pairs.early_launch(waits=True):
         work.wait()
         on_host = ToHost(numbers)
     pair.hand_over(is_early=True)

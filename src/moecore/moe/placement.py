@@ -83,8 +83,8 @@ class ExpertPlacement:
     def most_rows(self, routing: Routing) -> int:
         """Most expert rows of one rank, when every rank brings as many tokens as this one."""
         (T, K), num_physical = routing.destinations_TK.shape, self.num_physical
-        max_sent = min(T * min(K, num_physical), num_physical * routing.most_rows_per_expert)
-        return self.group.size() * max_sent
+        max_source_rows = min(T * min(K, num_physical), num_physical * routing.most_rows_per_expert)
+        return self.group.size() * max_source_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,12 +81,12 @@ def without_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, T
 class ChoiceTape(Protocol):
     """Sees every choice of a router, and may make it; see `moecore.rl.replay`."""
 
-    def given(
-        self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
+    def recorded_choice(
+        self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
         """Return int32 ids and fp32 weights [T, K] of this forward; None = the router chooses."""
-        # `own()` is the router's choice, for ids not given; collective where it compares tokens. A
-        # weight of -1 is the router's for this choice, and so is each where weights are None.
+        # `choose()` is the router's choice, for ids without a record. It is collective if the rule
+        # compares tokens. A weight of -1 is the router's for this choice; None = all weights are.
 
     def took(self, ids_TK: Tensor) -> None:
         """See the choice of this forward, before capacity."""

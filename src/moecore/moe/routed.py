@@ -47,8 +47,9 @@ class RoutedExperts(RoutedLayer, Experts):
         dtype: FloatDtype | None = None,
     ) -> None:
         check_arguments(RoutedExperts.__init__, locals())
-        how: Any = dict(own_activation=own_activation, device=device, dtype=dtype)
-        Experts.__init__(self, config, layout=layout, **how)
+        Experts.__init__(
+            self, config, layout=layout, own_activation=own_activation, device=device, dtype=dtype
+        )
         self.dispatcher = LocalDispatcher(config.num_experts)
         self.tracker = LoadTracker(config)
 

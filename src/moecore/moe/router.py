@@ -86,8 +86,8 @@ class Router(nn.Module):
     @property
     def is_collective_free(self) -> bool:
         """Whether a token's experts depend on no other token, so a forward has no collective."""
-        is_own = self._factor() is None and self.config.assignment in ("learned", "hash")
-        return is_own and not (self.training and self.config.balance.bias_per_micro_batch)
+        is_local = self._factor() is None and self.config.assignment in ("learned", "hash")
+        return is_local and not (self.training and self.config.balance.bias_per_micro_batch)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
         """Move like any module; the selection bias stays fp32, because its steps are small."""
@@ -130,8 +130,8 @@ class Router(nn.Module):
         with no_autocast(x_TD):
             if self._is_plain:
                 weight_ED, bias_E = self._parts()
-                own = (self.selection_bias, self.options)
-                logits_TE, ids_TK, weights_TK = route_tokens(x_TD, weight_ED, bias_E, *own)
+                inputs = (self.selection_bias, self.options)
+                logits_TE, ids_TK, weights_TK = route_tokens(x_TD, weight_ED, bias_E, *inputs)
             else:
                 logits_TE = self._logits(x_TD)
                 ids_TK, weights_TK = self._choose(logits_TE, micro_batch)
@@ -139,9 +139,9 @@ class Router(nn.Module):
                 ids_TK = ids_TK.masked_fill(micro_batch.padding_mask_T[:, None], -1)
             if self.tape is not None:
                 self.tape.took(ids_TK)
-            kept_TK, capacity = self._drop(ids_TK, weights_TK, micro_batch)
+            remaining_TK, capacity = self._drop(ids_TK, weights_TK, micro_batch)
         return Routing(
-            expert_ids_TK=kept_TK,
+            expert_ids_TK=remaining_TK,
             weights_TK=weights_TK,
             logits_TE=logits_TE,
             chosen_ids_TK=ids_TK,
@@ -174,12 +174,14 @@ class Router(nn.Module):
         if self.tape is not None:
             T, device = logits_TE.shape[0], logits_TE.device
             logits = logits_TE.detach()
-            given = self.tape.given(T, device, lambda: self._choose_experts(logits, micro_batch)[0])
-            if given is not None:
-                ids_TK, given_TK = given
+            choices = self.tape.recorded_choice(
+                T, device, lambda: self._choose_experts(logits, micro_batch)[0]
+            )
+            if choices is not None:
+                ids_TK, recorded_TK = choices
                 weights_TK = route_weights(logits_TE, ids_TK, self.options)
-                if given_TK is not None:
-                    weights_TK = torch.where(given_TK < 0, weights_TK, given_TK)
+                if recorded_TK is not None:
+                    weights_TK = torch.where(recorded_TK < 0, weights_TK, recorded_TK)
                 return ids_TK, weights_TK
         return self._choose_experts(logits_TE, micro_batch)
 
@@ -206,9 +208,9 @@ class Router(nn.Module):
         if token_ids_T is None and T == 0:
             return table_VK[:0].int()
         if token_ids_T is None or len(token_ids_T) != T:
-            given = "None" if token_ids_T is None else f"{len(token_ids_T)} of them"
+            text = "None" if token_ids_T is None else f"{len(token_ids_T)} of them"
             raise ValueError(
-                f"token_ids ({given}) must be those of the {T} tokens with assignment ('hash'): "
+                f"token_ids ({text}) must be those of the {T} tokens with assignment ('hash'): "
                 "pass the ids that were embedded"
             )
         return F.embedding(token_ids_T, table_VK).int()  # indexing takes -1 for the last row
@@ -242,9 +244,12 @@ class Router(nn.Module):
             return ids_TK, None
         padding_N = micro_batch.gather_padding()
         N = ids_TK.shape[0] * micro_batch.num_ranks
-        most, capacity = capacity_of(factor, N, K, config.num_experts, padding_N)
+        max_tokens, capacity = capacity_of(factor, N, K, config.num_experts, padding_N)
         if config.assignment == "expert_choice" and self.tape is None:
-            return ids_TK, most  # experts chose at most that many; a tape's choice may have more
+            return (
+                ids_TK,
+                max_tokens,
+            )  # experts chose at most that many; a tape's choice may have more
         tokens_N = position_order(
             N, micro_batch.num_sequences, padding_N, ids_TK.device, micro_batch.cu_seqlens
         )
@@ -256,7 +261,7 @@ class Router(nn.Module):
             drop="probability" if config.capacity is None else config.capacity.drop,
             tokens_N=tokens_N,
         )
-        return ids_TK.masked_fill(~micro_batch.slice_local(stays_NK), -1), most
+        return ids_TK.masked_fill(~micro_batch.slice_local(stays_NK), -1), max_tokens
 
     def _factor(self) -> float | None:
         """Return the capacity factor for training or eval; None = no limit."""
@@ -283,8 +288,14 @@ def bias_of_micro_batch(
     # The margins are counted from the layer's own bias (`kernels/routing/margins.py`). One
     # all-reduce of their histogram where ranks share the micro-batch; no host sync.
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)
-    how = (config.top_k, config.score_function)
-    add_margins_(histogram_EX, logits_TE, bias_E, *how, micro_batch.padding_mask_T)
+    add_margins_(
+        histogram_EX,
+        logits_TE,
+        bias_E,
+        config.top_k,
+        config.score_function,
+        micro_batch.padding_mask_T,
+    )
     if micro_batch.group is not None:
         dist.all_reduce(histogram_EX, group=micro_batch.group)
     return even_bias(histogram_EX, bias_E, config.top_k)

@@ -130,11 +130,11 @@ class SkippedSteps:
 
     def pop(self) -> bool:
         """Return whether any step but the last was skipped since it was asked; waits for those."""
-        has_skipped = False
+        result = False
         while len(self._flags) > 1:
             flag = self._flags.popleft()
-            has_skipped |= bool(flag.read() if isinstance(flag, ToHost) else flag)
-        return has_skipped
+            result |= bool(flag.read() if isinstance(flag, ToHost) else flag)
+        return result
 
 
 class Capacity:

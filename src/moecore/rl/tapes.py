@@ -44,8 +44,8 @@ class ChoiceRecorder:
         self.records = records
 
     @torch.compiler.disable
-    def given(
-        self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
+    def recorded_choice(
+        self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
         """Return None: the router chooses."""
         return None
@@ -224,10 +224,10 @@ class _Player:
         self.name = name
 
     @torch.compiler.disable
-    def given(
-        self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
+    def recorded_choice(
+        self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the entry of this call, None after the replay; see `ChoiceTape.given`."""
+        """Return the entry of this call, None after the replay: `ChoiceTape.recorded_choice`."""
         _refuse_capture(device)
         index = self.replay.index(self.name)
         if index is None:
@@ -251,7 +251,7 @@ class _Player:
         ids_TK = records[index]
         if self.replay.fill:
             with torch.no_grad():
-                ids_TK = torch.where((ids_TK < 0).all(1, keepdim=True), own(), ids_TK)
+                ids_TK = torch.where((ids_TK < 0).all(1, keepdim=True), choose(), ids_TK)
         return ids_TK, None if weights is None else weights[index]
 
     @torch.compiler.disable

@@ -67,8 +67,14 @@ class AllGatherDispatcher(Dispatcher):
             F.pad(routing.destinations_TK, pad, value=-1),
         )
         rows_SD, weights_SK, ids_SK = gather_all(tensors, p.group, self.pairs)
-        how = dict(first=p.first_physical, num_local=p.num_physical, length=num_rows)
-        index = build_index(ids_SK, weights_SK, **how, multiple=routing.rows_multiple)
+        index = build_index(
+            ids_SK,
+            weights_SK,
+            first=p.first_physical,
+            num_local=p.num_physical,
+            length=num_rows,
+            multiple=routing.rows_multiple,
+        )
         return ExpertInput(Rows(rows_SD), index, AllGatherPlan(T))
 
     def combine(self, y_SD: Tensor, plan: AllGatherPlan) -> Tensor:

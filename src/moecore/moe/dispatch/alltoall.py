@@ -131,21 +131,21 @@ class TokenExchange:
         is_row_M: Tensor | None = None,
     ) -> _SendRows:
         """Return the M rows of `token_ids_M`; `is_row_M` = rows with a token, None = all rows."""
-        packed_MN, rows_MD = self.wire.gather(x_TD, token_ids_M, slots_TG)
+        words_MN, rows_MD = self.wire.gather(x_TD, token_ids_M, slots_TG)
         weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
         ids_MK = routing.destinations_TK.index_select(0, token_ids_M)
         if is_row_M is not None:
             ids_MK = ids_MK.masked_fill(~is_row_M[:, None], -1)
         ids_and_weights = torch.cat([ids_MK, weights_MK.detach().view(torch.int32)], dim=1)
-        return _SendRows(rows_MD, ids_and_weights, weights_MK, packed_MN)
+        return _SendRows(rows_MD, ids_and_weights, weights_MK, words_MN)
 
     def _send(
         self, send_rows: _SendRows, plan: AllToAllPlan, pairs: Pairs | None, *, may_overlap: bool
     ) -> ReceivedRows:
-        leaf_SD, ids_SK, weights_SK, packed_SW = _Send.apply(
+        leaf_SD, ids_SK, weights_SK, words_SW = _Send.apply(
             *send_rows, plan, self.group, pairs, may_overlap
         )
-        rows = Rows(leaf_SD) if packed_SW is None else self.wire.unpack(packed_SW, leaf_SD, leaf_SD)
+        rows = Rows(leaf_SD) if words_SW is None else self.wire.unpack(words_SW, leaf_SD, leaf_SD)
         return ReceivedRows(rows, ids_SK, weights_SK, plan)
 
     def return_sums(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
@@ -159,8 +159,8 @@ class TokenExchange:
             return sum_rows(y_MD, *row_map)  # type: ignore[no-any-return]
 
         def send(grads_TW: Tensor) -> Tensor:
-            (packed_SW,) = _all_to_all((gather_fp8_rows(grads_TW, *row_map),), S, *to_experts)
-            return packed_SW  # type: ignore[no-any-return]
+            (words_SW,) = _all_to_all((gather_fp8_rows(grads_TW, *row_map),), S, *to_experts)
+            return words_SW  # type: ignore[no-any-return]
 
         def back(dy_TD: Tensor) -> Tensor:
             dy_SD = None if plan.receiver is None else plan.receiver.bring(dy_TD, send)
@@ -318,15 +318,19 @@ def _all_to_all(
     # Returned rows behind the received ones have any value. `may_overlap` is an argument of
     # `exchange`.
     may_overlap = may_overlap and pairs is not None and pairs.open_pair is not None
-    with pairs.ahead() if may_overlap and pairs is not None else nullcontext():
+    with pairs.early_launch() if may_overlap and pairs is not None else nullcontext():
         outs = [None if x is None else x.new_empty((length, *x.shape[1:])) for x in xs]
-    how: dict[str, Any] = dict(
-        output_split_sizes=receive_splits, input_split_sizes=send_splits, group=group
-    )
     recv_buffers = [None if out is None else out[: sum(receive_splits)] for out in outs]
     send_buffers = [None if x is None else x[: sum(send_splits)] for x in xs]
     exchange_all(
-        dist.all_to_all_single, recv_buffers, send_buffers, pairs, may_overlap=may_overlap, **how
+        dist.all_to_all_single,
+        recv_buffers,
+        send_buffers,
+        pairs,
+        may_overlap=may_overlap,
+        output_split_sizes=receive_splits,
+        input_split_sizes=send_splits,
+        group=group,
     )
     for out in outs:
         if may_overlap and out is not None and out.is_cuda:
@@ -365,7 +369,7 @@ class _Send(torch.autograd.Function):
         rows_MD: Tensor,
         ids_and_weights: Tensor,
         weights_MK: Tensor,
-        packed_MW: Tensor | None,
+        words_MW: Tensor | None,
         plan: AllToAllPlan,
         group: dist.ProcessGroup,
         pairs: Pairs | None,
@@ -373,15 +377,15 @@ class _Send(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         splits, length = (plan.receive_splits, plan.send_splits), sum(plan.receive_splits)
         ctx.args = ((rows_MD.shape[0], length), *splits[::-1], group, pairs)
-        tensors = (rows_MD if packed_MW is None else packed_MW, ids_and_weights)
+        tensors = (rows_MD if words_MW is None else words_MW, ids_and_weights)
         rows_SN, ids_and_weights_S = _all_to_all(
             tensors, length, *splits, group, pairs, may_overlap=may_overlap
         )
         ids_SK, weights_SK = (x.contiguous() for x in ids_and_weights_S.chunk(2, dim=1))
-        leaf_SD, packed_SW = rows_SN, None
-        if packed_MW is not None:
-            leaf_SD, packed_SW = handle_of(rows_MD, length), rows_SN
-        outs = leaf_SD, ids_SK, weights_SK.view(torch.float32), packed_SW
+        leaf_SD, words_SW = rows_SN, None
+        if words_MW is not None:
+            leaf_SD, words_SW = handle_of(rows_MD, length), rows_SN
+        outs = leaf_SD, ids_SK, weights_SK.view(torch.float32), words_SW
         ctx.mark_non_differentiable(*unneeded(outs, ctx.needs_input_grad))
         return outs
 

@@ -34,8 +34,8 @@ class EqualSizes:
         # collectives of unequal sizes hang, abort or mix rows up.
         if device.type == "meta":
             return
-        mine = torch.full((1,), num_tokens, device=device)
-        (numbers_G,) = _gather_from_ranks((mine,), self.group)
+        local_size = torch.full((1,), num_tokens, device=device)
+        (numbers_G,) = _gather_from_ranks((local_size,), self.group)
         fix = "with CapacityConfig.pad (True): pad the batches, or set pad=False"
         if self._is_first:
             numbers = numbers_G.tolist()
@@ -72,23 +72,23 @@ class Attendance:
         self.is_skipped = all(n & 1 for n in numbers)
         if len({n >> 1 for n in numbers}) > 1:
             notes = [(n >> 6, n >> 2 & 15, n >> 1 & 1) for n in numbers]
-            shown: dict[str, Callable[[int], str]] = {
+            formatters: dict[str, Callable[[int], str]] = {
                 "the number of the MoE layer": str,
                 "the dtype of tokens": lambda n: str([*DTYPES, "another"][n]),
                 "torch.is_grad_enabled()": lambda n: str(bool(n)),
             }
-            check_notes(f"the exchange of {self._name}", notes, shown, self._group)
+            check_notes(f"the exchange of {self._name}", notes, formatters, self._group)
 
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+        ctx: Any, x: Tensor, dispatch: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
     ) -> Tensor:
         ctx.back = back
         # A model's code may write to the result in place, which autograd refuses for a view or an
         # input that a function returns. `detach` shares the memory and is no view.
-        return there(x).detach()
+        return dispatch(x).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -128,10 +128,10 @@ class _SumRanks(torch.autograd.Function):
 
 
 def exchanged(
-    x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    x: Tensor, dispatch: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return there(x); its gradient is `back` of the result's."""
-    return _Exchanged.apply(x, there, back)
+    return _Exchanged.apply(x, dispatch, back)
 
 
 def unneeded(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
@@ -151,11 +151,11 @@ def exchange_all(
     pairs: Pairs | None,
     *,
     may_overlap: bool = False,
-    **how: Any,
+    **arguments: Any,
 ) -> None:
     """Run a collective for each tensor that exists and is sent, all at one time: see `exchange`."""
     starts = [
-        partial(collective, out, x.contiguous(), **how)
+        partial(collective, out, x.contiguous(), **arguments)
         for out, x in zip(outs, xs, strict=True)
         if x is not None and not is_silent(x)
     ]
@@ -176,12 +176,12 @@ def _gather_from_ranks(
 def _sum_over_ranks(
     ys_S: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None
 ) -> list[Any]:
-    received = [
+    pieces = [
         None if y_S is None else torch.empty_like(y_S, memory_format=torch.contiguous_format)
         for y_S in ys_S
     ]
-    exchange_all(dist.all_to_all_single, received, ys_S, pairs, group=group)
-    return [None if x_S is None else _sum_of_parts(x_S, group.size()) for x_S in received]
+    exchange_all(dist.all_to_all_single, pieces, ys_S, pairs, group=group)
+    return [None if x_S is None else _sum_of_parts(x_S, group.size()) for x_S in pieces]
 
 
 def _sum_of_parts(x_S: Tensor, num_parts: int) -> Tensor:

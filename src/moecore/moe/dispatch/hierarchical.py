@@ -115,9 +115,9 @@ class HierarchicalDispatcher(Dispatcher):
         if spare > 0 and inside.has_spare_rows(pads=False):  # its shapes are to follow from T
             rows_AD, weights_AK = (F.pad(x, (0, 0, 0, spare)) for x in (rows_AD, weights_AK))
             ids_AK = F.pad(ids_AK, (0, 0, 0, spare), value=-1)
-        own: Attendance | None = getattr(inside, "attendance", None)
-        if own is not None:
-            own.joins = outer.is_skipped
+        attendance: Attendance | None = getattr(inside, "attendance", None)
+        if attendance is not None:
+            attendance.joins = outer.is_skipped
         inside.pairs = self.pairs
         capacity = None if routing.capacity is None else H * routing.most_rows_per_expert
         inp = inside.dispatch(
@@ -131,8 +131,8 @@ class HierarchicalDispatcher(Dispatcher):
                 rows_multiple=routing.rows_multiple,
             ),
         )
-        if own is not None:
-            outer.is_skipped = own.is_skipped
+        if attendance is not None:
+            outer.is_skipped = attendance.is_skipped
         return inp
 
     def combine(self, y_SD: Any, plan: HierarchicalPlan) -> Tensor:

@@ -21,8 +21,14 @@ class LocalDispatcher(Dispatcher):
         """Return x_TD itself as source rows (S = T, R at most T * K), without a copy."""
         ids_TK, E = routing.expert_ids_TK, self.num_experts
         length = min(ids_TK.numel(), E * routing.most_rows_per_expert)
-        how = dict(first=0, num_local=E, multiple=routing.rows_multiple)
-        index = build_index(ids_TK, routing.weights_TK, **how, length=length)
+        index = build_index(
+            ids_TK,
+            routing.weights_TK,
+            first=0,
+            num_local=E,
+            multiple=routing.rows_multiple,
+            length=length,
+        )
         return ExpertInput(Rows(x_TD), index, None)
 
     def combine(self, y_SD: Tensor, plan: None) -> Tensor:

@@ -157,8 +157,9 @@ class EPGroup:
                 handle = self._idle[flight.top_k].pop()
                 handle.update(ids, layout_info=info, stream=stream)
             else:
-                how: dict[str, Any] = dict(layout_info=info, stream=stream)
-                handle = self._group.create_handle(ep.Layout.FLAT, ids, **how)
+                handle = self._group.create_handle(
+                    ep.Layout.FLAT, ids, layout_info=info, stream=stream
+                )
                 self._handles.append(handle)
             flight.handles.append(handle)
         for num_rows, *choices in counts.tolist():

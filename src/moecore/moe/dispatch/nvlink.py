@@ -181,8 +181,9 @@ def _index_of(
         num_rows = _count_rows(exchange, choices.ids_SK, **owned)
     elif factor is not None and is_limited:
         num_rows = min(num_rows, math.ceil(factor * exchange.balanced_rows))
-    how = dict(multiple=multiple, length=num_rows)
-    index = build_index(choices.ids_SK, choices.weights_SK, **owned, **how)
+    index = build_index(
+        choices.ids_SK, choices.weights_SK, **owned, multiple=multiple, length=num_rows
+    )
     if factor not in (None, "exact") and is_limited:
         limited = exchange.limit_rows(index.offsets_e, index.row_ids_R.shape[0])
         index = index._replace(offsets_e=limited)

@@ -51,11 +51,11 @@ class Wire:
         )
         return gather_fp8_rows(self.pack(x_TD), *row_map), handle_MD
 
-    def unpack(self, came_SN: Tensor, like: Tensor, handle_SD: Tensor | None = None) -> Rows:
+    def unpack(self, rows_SN: Tensor, like: Tensor, handle_SD: Tensor | None = None) -> Rows:
         """Return the rows that came, of the width and dtype of `like`; FP8 rows stay packed."""
         if not self.fp8:
-            return Rows(came_SN)
-        return Rows.from_bytes(came_SN, like.shape[1], like.dtype, handle_SD)
+            return Rows(rows_SN)
+        return Rows.from_bytes(rows_SN, like.shape[1], like.dtype, handle_SD)
 
     def receiver(self) -> Receiver | None:
         """Return what receives the gradients of the experts' output; None = autograd does."""
@@ -85,11 +85,11 @@ class Receiver:
         """Return what stands for the packed rows that `send` brings; None = send them wide."""
         if not (self.next or self).accepts_packed_grads:
             return None
-        packed_RW = send(pack_rows(dy_TD.contiguous()))
-        rows = Rows.from_bytes(packed_RW, dy_TD.shape[1], dy_TD.dtype)
+        words_RW = send(pack_rows(dy_TD.contiguous()))
+        rows = Rows.from_bytes(words_RW, dy_TD.shape[1], dy_TD.dtype)
         if self.next is not None:  # which packs them again
             return rows.widen()
-        handle_RD = handle_of(dy_TD, packed_RW.shape[0])
+        handle_RD = handle_of(dy_TD, words_RW.shape[0])
         self._entry = handle_RD, rows
         return handle_RD
 

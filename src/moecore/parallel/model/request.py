@@ -113,8 +113,10 @@ class Request:
 
     def entries(self) -> dict[str, Any]:
         """Return what must be the same on every rank; `build_meshes` has compared the degrees."""
-        apart = ("family", "meshes", "moe", "dispatch", "dense", "fsdp", "memory")
-        entries = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
+        record_fields = ("family", "meshes", "moe", "dispatch", "dense", "fsdp", "memory")
+        entries = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in record_fields
+        }
         entries |= {f"MoEConfig.{name}": value for name, value in self.moe.items()}
         nvlink = self.dispatch.nvlink or NVLinkOptions()
         for record in (replace(self.dispatch, nvlink=None), nvlink, self.dense):

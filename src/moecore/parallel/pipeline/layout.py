@@ -240,8 +240,8 @@ def _refuse(text: str, relation: str, fix: str) -> None:
 def _even(
     num_layers: int, num_mtp_layers: int, num_stages: int, bound: frozenset[int] = frozenset()
 ) -> str:
-    num_each, num_larger = divmod(num_layers, num_stages)
-    first = [num_each * stage + min(stage, num_larger) for stage in range(num_stages + 1)]
+    base_size, num_larger = divmod(num_layers, num_stages)
+    first = [base_size * stage + min(stage, num_larger) for stage in range(num_stages + 1)]
     free = [0, *(layer for layer in range(1, num_layers) if layer not in bound), num_layers]
     if bound:
         first = [min((abs(layer - want), layer) for layer in free)[1] for want in first]
