@@ -27,9 +27,9 @@ ALONE = {
     "two parts": ("sharding", 0),
     "a corpus": ("pretraining", 0),
     "an adapter": ("adapters", 0),
-    "an expert backend": ("extending", 0),
-    "a rule of the router": ("extending", 1),
-    "a precision by name": ("extending", 2),
+    "an expert backend": ("extending", 1),
+    "a rule of the router": ("extending", 2),
+    "a precision by name": ("extending", 3),
     "an adapter of experts": ("adapters", 0, 1),
     "TRL": ("trainer", 1),
 }
@@ -72,3 +72,8 @@ def test_the_block_of_context_parallelism_runs_on_two_ranks(tiny: Path) -> None:
     code = code_of("sequences", 3)
     assert code.count("ep=8") == 1
     assert run_ranks(2, worker, str(tiny), code.replace("ep=8", "ep=2")) == ["loss"]
+
+
+def test_the_block_of_a_dispatcher_runs_on_two_ranks(tiny: Path) -> None:
+    code = code_of("extending", 0) + "assert received and min(received) > 0\n"
+    assert run_ranks(2, worker, str(tiny), code) == ["loss"]

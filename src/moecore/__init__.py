@@ -24,6 +24,7 @@ _NAMES = {
     "moe.layer": "LayerLayout MoELayer",
     "moe.metrics": "MoEMetrics",
     "moe.order": "place_experts reorder_experts",
+    "moe.placement": "register_dispatcher",
     "moe.records": "Dispatcher ExpertInput Routing",
     "parallel.model.family": "ContextParallelModel DynamicContextModel TensorParallelModel",
     "parallel.mesh": "Meshes ParallelConfig build_meshes",
@@ -40,14 +41,17 @@ _NAMES = {
 }
 if TYPE_CHECKING:
     from moecore.base.options.context import ContextOptions as ContextOptions
+    from moecore.base.options.dense import DenseOptions as DenseOptions
     from moecore.base.options.dispatch import CloneOptions as CloneOptions
     from moecore.base.options.dispatch import DispatcherName as DispatcherName
+    from moecore.base.options.dispatch import DispatchOptions as DispatchOptions
     from moecore.base.options.dispatch import NVLinkOptions as NVLinkOptions
     from moecore.base.options.fsdp import FSDPOptions as FSDPOptions
     from moecore.base.options.indexer import IndexerConfig as IndexerConfig
     from moecore.base.options.layer import BalanceConfig as BalanceConfig
     from moecore.base.options.layer import CapacityConfig as CapacityConfig
     from moecore.base.options.layer import MoEConfig as MoEConfig
+    from moecore.base.options.layer import MoEOverrides as MoEOverrides
     from moecore.base.options.memory import MemoryOptions as MemoryOptions
     from moecore.base.options.memory import StashOptions as StashOptions
     from moecore.base.options.precision import register_precision as register_precision
@@ -61,6 +65,7 @@ if TYPE_CHECKING:
     from moecore.moe.metrics import MoEMetrics as MoEMetrics
     from moecore.moe.order import place_experts as place_experts
     from moecore.moe.order import reorder_experts as reorder_experts
+    from moecore.moe.placement import register_dispatcher as register_dispatcher
     from moecore.moe.records import Dispatcher as Dispatcher
     from moecore.moe.records import ExpertInput as ExpertInput
     from moecore.moe.records import Routing as Routing

@@ -10,15 +10,18 @@ import pytest
 from moecore import (
     MoEConfig,
     register_assignment,
+    register_dispatcher,
     register_expert_backend,
     register_precision,
 )
+from moecore.base.options.dispatch import DISPATCHERS
 from moecore.base.options.layer import ASSIGNMENTS
 from moecore.base.options.precision import PRECISIONS, Precision, Recipe
 from moecore.moe.backends import EXPERT_BACKENDS
 
 KINDS: list[tuple[Callable[[str, Any], None], Any, Any]] = [
     (register_assignment, ASSIGNMENTS, lambda *_: None),
+    (register_dispatcher, DISPATCHERS, lambda *_: None),
     (register_expert_backend, EXPERT_BACKENDS, lambda *_: None),
     (register_precision, PRECISIONS, Precision(recipe=Recipe())),
 ]
@@ -36,7 +39,9 @@ def test_a_name_is_registered_once(
     register("mine", value)
     assert "mine" in registry
     for name in ("mine", first):
-        with pytest.raises(ValueError, match=f"^[a-z_]+ \\('{name}'\\) must be a new name.*'mine'"):
+        with pytest.raises(
+            ValueError, match=f"^[A-Za-z_.]+ \\('{name}'\\) must be a new name.*'mine'"
+        ):
             register(name, value)
     with pytest.raises(ValueError, match="must be"):
         register("other", 3)

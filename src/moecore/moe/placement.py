@@ -11,13 +11,16 @@ experts per token.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.moe.records import Routing
+from moecore.base.fields import check_arguments
+from moecore.base.options.dispatch import DISPATCHERS
+from moecore.moe.records import Dispatcher, Routing
 
 
 def balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
@@ -138,3 +141,18 @@ def domain_of(
         layer=placement.layer,
         num_domains=num_domains,
     )
+
+
+def register_dispatcher(name: str, make: Callable[[ExpertPlacement], Dispatcher]) -> None:
+    """Let `DispatchOptions.name` name a dispatcher of yours, on every rank.
+
+    Args:
+        name: a new name.
+        make: called once per MoE layer with the ranks that own the layer's experts; returns its
+            `Dispatcher`. It is not called where ep * etp is 1, because no token leaves its rank.
+
+    Raises:
+        ValueError: when the name is taken, or `make` is no function.
+    """
+    check_arguments(register_dispatcher, locals())
+    DISPATCHERS.register(name, make)

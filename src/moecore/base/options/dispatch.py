@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from moecore.base.fields import Bound, CheckedRecord, Count, Positive, Rules
+from moecore.base.fields import Bound, CheckedRecord, Count, OneOf, Positive, Rules
+from moecore.base.registry import Registry
 
-DispatcherName = Literal[
+BuiltinDispatcher = Literal[
     "auto", "local", "alltoall", "allgather", "nvlink", "hierarchical", "nccl_ep"
 ]
+# The function that makes a registered dispatcher of an `ExpertPlacement`; None = moecore's own.
+DISPATCHERS: Registry[Callable[[Any], Any] | None] = Registry(
+    "DispatchOptions.name", dict.fromkeys(get_args(BuiltinDispatcher))
+)
+DispatcherName = Annotated[BuiltinDispatcher | str, OneOf(DISPATCHERS)]
 
 RowFactor = Annotated[Positive | Literal["exact"], "use 2.0, or 'exact' to count rows first"]
 Refresh = Annotated[Count | Literal["forward"], "use 'forward' to plan in every forward"]
@@ -89,7 +96,8 @@ class DispatchOptions(CheckedRecord):
                 "nvlink",
                 f"go with name ({self.name!r}) = 'nvlink', 'hierarchical' or 'auto': drop it",
             )
-        if self.fp8 and self.name in ("allgather", "nccl_ep"):
+        is_registered = DISPATCHERS[self.name] is not None
+        if self.fp8 and (is_registered or self.name in ("allgather", "nccl_ep")):
             yield (
                 "fp8",
                 f"go with name ({self.name!r}) = 'alltoall', 'nvlink', 'hierarchical' or 'auto': "

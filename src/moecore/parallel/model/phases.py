@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import nn
 
 from moecore.attention.context_parallel.held import ContextParallel
 from moecore.base.options.context import ContextOptions
-from moecore.base.options.dispatch import NVLinkOptions
+from moecore.base.options.dispatch import DISPATCHERS, NVLinkOptions
 from moecore.base.options.precision import Recipe
 from moecore.moe.aux_loss import aux_losses
 from moecore.moe.balance import BalanceGroups
@@ -207,6 +208,9 @@ def _dispatcher(
 
 def _among(placement: ExpertPlacement, state: ParallelState) -> Dispatcher:
     """Return what brings tokens to the ranks of a placement in one level."""
+    make = DISPATCHERS[state.plan.dispatcher]
+    if make is not None:
+        return cast(Dispatcher, make(placement))
     if state.exchanges is not None:
         return NVLinkDispatcher(placement, state.exchanges)
     if state.ep_groups is not None:
