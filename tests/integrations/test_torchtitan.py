@@ -420,6 +420,8 @@ def test_a_job_with_options_trains_like_moecores_own_loop(
     assert close(run.norms, own.norms), (run.norms, own.norms)
     assert_close(run.state, own.state, 2e-5)
     asked = {key: value for key, value in JOBS[name][1].items() if key not in NOT_ASKED}
+    if "moe" in asked:  # a job changes the balance of the layers, not of the request
+        asked["moe"] = {key: value for key, value in asked["moe"].items() if key != "balance"}
     assert {key: getattr(run.request, key) for key in asked} == asked
 
 

@@ -49,7 +49,7 @@ MEMORY = {
     "moecore__memory__offload": "attention,experts",
     "moecore__fsdp__embedding_strategy": "optim_grads",
 }
-CLONES = {"moecore__clones__enable": True, "moecore__fsdp__dense_strategy": "optim"}
+CLONES = {"moecore__dispatch__clones__enable": True, "moecore__fsdp__dense_strategy": "optim"}
 Job = tuple[str, str, dict[str, Any]]  # arguments of `train`
 
 # Every run sees four samples a step.

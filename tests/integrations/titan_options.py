@@ -79,7 +79,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 experts_strategy="optim",
                 **EXACT,
             ),
-            dispatch=DispatchOptions(clones=CloneOptions(per_rank=1)),
+            dispatch=DispatchOptions(name="alltoall", clones=CloneOptions(per_rank=1)),
         ),
     ),
     "fp8": (
@@ -108,7 +108,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                     ("*.o_proj", None),
                 ),
             ),
-            dispatch=DispatchOptions(fp8=True),
+            dispatch=DispatchOptions(name="alltoall", fp8=True),
             fsdp=FSDPOptions(fp8_param_gather=True, experts_strategy="optim_grads_params", **EXACT),
             adamw=dict(moment_dtype=torch.float8_e4m3fn),
             max_norm=100.0,
