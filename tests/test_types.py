@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -35,6 +36,22 @@ def test_type_checkers_see_the_names_that_are_imported_on_first_use(package: str
     table = [(home, name) for home, names in homes.items() for name in names]
     shown = re.findall(r"    from ([\w.]+) import (\w+) as \2\n", Path(module.__file__).read_text())
     assert sorted(shown) == sorted(table)
+
+
+def is_compiled(function: ast.FunctionDef) -> bool:
+    """Whether Triton compiles a function: it reads the annotations of parameters."""
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def test_host_functions_of_kernels_are_annotated() -> None:
+    """mypy asks all other packages."""
+    missing = [
+        f"{path.name}:{node.lineno} {node.name}"
+        for path in (SRC / "moecore" / "kernels").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and not is_compiled(node) and node.returns is None
+    ]
+    assert missing == []
 
 
 @pytest.mark.slow

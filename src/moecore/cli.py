@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         room, _, command = args.run.partition(":")  # what a command needs takes long to import
         with _interrupts_end_the_process():
             run = getattr(import_module(f"moecore.{room}"), command)
-        return run(args)
+        result: int = run(args)
+        return result
     except SystemExit as stop:  # --help, or an error that argparse has printed
         return int(stop.code or 0)
     except KeyboardInterrupt:

@@ -68,7 +68,8 @@ def attend(
         q_BTHd, k_BThd, v_BThv = (x.to(dtype) for x in (q_BTHd, k_BThd, v_BThv))
     if sequence.local_tokens is not None:
         over = sequence.local_tokens, sequence, scale, window, sinks_H
-        return _attend_over_ranks(q_BTHd, k_BThd, v_BThv, *over)
+        result: Tensor = _attend_over_ranks(q_BTHd, k_BThd, v_BThv, *over)
+        return result
     arguments = sequence.cu_seqlens, sequence.max_seqlen, window, scale
     o_BTHv, _ = as_product(_attention, q_BTHd, k_BThd, v_BThv, sinks_H, *arguments)
     return o_BTHv  # type: ignore[no-any-return]

@@ -65,7 +65,8 @@ def scan_states(
     values_BTHv = (x_BTHv * steps_BTH[..., None]).to(x_BTHv.dtype)
     rule = C_BThk, B_BThk, values_BTHv, steps_BTH * rates_H, None, sequence
     y_BTHv = attend_linear(*rule, scale=1.0, norm_qk=False)
-    return y_BTHv if D_H is None else y_BTHv + D_H[:, None] * x_BTHv
+    result: Tensor = y_BTHv if D_H is None else y_BTHv + D_H[:, None] * x_BTHv
+    return result
 
 
 @torch.compiler.disable

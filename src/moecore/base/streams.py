@@ -208,7 +208,7 @@ class ToHost:
     def has_arrived(self) -> bool:
         """Return whether `read` would not wait. No dry run asks."""
         assert _dry.queues is None, "a dry run has no device that is done"
-        return self._event is None or bool(self._event.query())  # type: ignore[union-attr]
+        return self._event is None or bool(self._event.query())
 
     def read(self) -> Tensor:
         """Wait for them, and for nothing that was queued behind them; return them."""

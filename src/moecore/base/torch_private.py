@@ -303,13 +303,13 @@ def through_hooks(param: Tensor, grad: Tensor) -> Tensor:
 
 def call_accumulate_hooks(param: Tensor) -> None:
     """Call the former hooks, for a gradient that autograd has not accumulated."""
-    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks = param._post_accumulate_grad_hooks
     for hook in (hooks or {}).values():
         hook(param)
 
 
 def _accumulate_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]]:
-    return param._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    return param._post_accumulate_grad_hooks or {}
 
 
 def storage_key(x: Tensor) -> int:
@@ -367,7 +367,7 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Return device type -> backend."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
-    return dict(pair.split(":") for pair in config.split(","))  # type: ignore[misc]
+    return dict(pair.split(":") for pair in config.split(","))
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -391,7 +391,7 @@ def own_local(tensor: Tensor) -> Tensor:
 
 def wrapped_like(local: Tensor, like: Tensor) -> Tensor:
     """Return a DTensor of a local part that lies as another does; 4 us, `from_local` takes 70."""
-    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined, call-arg]
+    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def zeros_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:

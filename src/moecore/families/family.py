@@ -178,7 +178,8 @@ class Transformers(Plain):
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
         mask_BT = inputs.get("padding_mask")
         if mask_BT is not None:
-            return ~mask_BT.all()
+            result: bool | Tensor = ~mask_BT.all()
+            return result
         mask = inputs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
             return mask.any()

@@ -88,7 +88,7 @@ def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype
 
     if is_class_forward:  # transformers reads the names of arguments
         forward_with_cast.__signature__ = signature(function)  # type: ignore[attr-defined]
-    module.forward = MethodType(forward_with_cast, module)  # type: ignore[method-assign]
+    module.forward = MethodType(forward_with_cast, module)
 
 
 def _fp32_names(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:

@@ -95,12 +95,14 @@ class MoECoreEngine(BaseEngine):
     @property
     def is_param_offload_enabled(self) -> bool:
         """Whether weights leave the device outside of `train_mode` and `eval_mode`."""
-        return self.engine_config.param_offload
+        result: bool = self.engine_config.param_offload
+        return result
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
         """Whether optimizer state leaves the device outside of `train_mode`."""
-        return self.engine_config.optimizer_offload
+        result: bool = self.engine_config.optimizer_offload
+        return result
 
     def initialize(self) -> None:
         """Put the model of the path on the ranks, with its optimizer."""
@@ -136,8 +138,9 @@ class MoECoreEngine(BaseEngine):
         if steps <= 0:
             steps = int(config.lr_warmup_steps_ratio * config.total_training_steps)
         if config.lr_scheduler_type == "constant":
-            return get_constant_schedule_with_warmup(optimizer, steps)
-        return get_cosine_schedule_with_warmup(
+            constant: LRScheduler = get_constant_schedule_with_warmup(optimizer, steps)
+            return constant
+        result: LRScheduler = get_cosine_schedule_with_warmup(
             optimizer,
             steps,
             config.total_training_steps,
@@ -145,6 +148,7 @@ class MoECoreEngine(BaseEngine):
             num_cycles=config.num_cycles,
             zero_indexed_step=config.zero_indexed_step,
         )
+        return result
 
     def train_mode(self, **options: Any) -> _Mode:
         """Return the context of training."""

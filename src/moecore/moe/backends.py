@@ -163,7 +163,7 @@ def _stops(index: ExpertIndex) -> list[int]:
     """Return where each expert's rows end, on the host. One host sync; on meta loads are even."""
     e, R = index.offsets_e.shape[0], index.row_ids_R.shape[0]
     if not index.offsets_e.is_meta:
-        return index.offsets_e.tolist()  # type: ignore[no-any-return]
+        return index.offsets_e.tolist()
     wait_on_host()
     return [R * i // e for i in range(1, e + 1)]
 
@@ -204,10 +204,12 @@ def _add_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
 
 def gather_plain(x_SD: Tensor, ids_R: Tensor) -> Tensor:
     """Return x_SD[ids_R]; its backward adds in fp32."""
-    return _GatherRows.apply(x_SD, ids_R)
+    result: Tensor = _GatherRows.apply(x_SD, ids_R)
+    return result
 
 
 def sum_plain(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
     """Return out[s] = sum of y_RD[r] over ids_R[r] == s, added in fp32 and rounded once."""
     # Not bit-reproducible on CUDA: the adds are atomic.
-    return _SumRows.apply(y_RD, ids_R, num_rows)
+    result: Tensor = _SumRows.apply(y_RD, ids_R, num_rows)
+    return result

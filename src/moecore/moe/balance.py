@@ -179,7 +179,8 @@ class LoadTracker(LossFactors):
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
         if torch.compiler.is_compiling():
-            return self._attach_uncompiled(y, routing, micro_batch, bias_E)
+            result: Tensor = self._attach_uncompiled(y, routing, micro_batch, bias_E)
+            return result
         return self._attach(y, routing, micro_batch, bias_E)
 
     # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
@@ -233,7 +234,8 @@ class LoadTracker(LossFactors):
             bias_E if quantile else None,
             routing.padding_mask_T,
         )
-        return _Attach.apply(y, losses, self, seen_E, *observed)
+        result: Tensor = _Attach.apply(y, losses, self, seen_E, *observed)
+        return result
 
     def _see(self, ids_TK: Tensor) -> Tensor:
         """Return the counts of the forwards before this one, and count it."""

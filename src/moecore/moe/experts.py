@@ -390,11 +390,13 @@ class Experts(nn.Module):
         """This etp rank's rows of FC1's B, in the order of its part of w1."""
         halves = 1 + (self.config.gated and not self._is_interleaved)
         by_half = b_eCr.unflatten(1, (halves, self.etp_size, -1))
-        return by_half[:, :, self.etp_rank].flatten(1, 2)
+        result: Tensor = by_half[:, :, self.etp_rank].flatten(1, 2)
+        return result
 
     def _own_hidden(self, a_erF: Tensor) -> Tensor:
         """This etp rank's columns of FC2's A."""
-        return a_erF.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank]
+        result: Tensor = a_erF.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank]
+        return result
 
     def _fc2_bias(self, dtype: torch.dtype) -> Tensor:
         """b2 with zeros outside this etp rank's slice of D, so that adding over etp counts once."""

@@ -237,7 +237,8 @@ class MoELayer(RoutedLayer):
 
     def name_of(self, role: str) -> str:
         """Return the name of the child with role "router", "experts" or "shared"."""
-        return getattr(self.layout, role)
+        result: str = getattr(self.layout, role)
+        return result
 
     def part(self, role: str) -> Any:
         """Return the child with role "router", "experts" or "shared"; None if there is none."""

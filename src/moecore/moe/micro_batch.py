@@ -62,7 +62,8 @@ class MicroBatch:
             return in_order
         B = max(self.num_sequences, 1)
         by_rank = out.unflatten(0, (self.num_ranks, B, x_TX.shape[0] // B))
-        return by_rank.transpose(0, 1).flatten(0, 2)
+        result: Tensor = by_rank.transpose(0, 1).flatten(0, 2)
+        return result
 
     def slice_local(self, x_NX: Tensor) -> Tensor:
         """Return this rank's rows of what `gather` gave."""
@@ -72,7 +73,8 @@ class MicroBatch:
             return x_NX[self._tokens(len(x_NX), x_NX.device)[dist.get_rank(self.group)]]
         B, G = max(self.num_sequences, 1), self.num_ranks
         by_rank = x_NX.unflatten(0, (B, G, x_NX.shape[0] // (B * G)))
-        return by_rank[:, dist.get_rank(self.group)].flatten(0, 1)
+        result: Tensor = by_rank[:, dist.get_rank(self.group)].flatten(0, 1)
+        return result
 
     def _tokens(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return int64 [ranks, T], which of the N tokens each rank has, with cp."""

@@ -101,7 +101,8 @@ class Pairs:
             raise pair.error
         value, numbers = result
         set_generators(numbers)
-        return value
+        output: T = value
+        return output
 
     @contextmanager
     def early_launch(self, *, waits: bool = False) -> Iterator[None]:

@@ -220,7 +220,8 @@ class Router(nn.Module):
         bias_E = self.selection_bias
         if bias_E is None or not (self.training and self.config.balance.bias_per_micro_batch):
             return bias_E
-        return bias_of_micro_batch(logits_TE, bias_E, self.config, micro_batch)
+        result: Tensor | None = bias_of_micro_batch(logits_TE, bias_E, self.config, micro_batch)
+        return result
 
     def _assign(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Return ids [T, K] of Sinkhorn, expert choice or a user's rule, which compare tokens."""

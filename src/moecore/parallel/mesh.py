@@ -335,12 +335,13 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if has_cpu_backend(group):
         return group
-    return dist.new_group(
+    result: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
         backend="gloo",
         timeout=default_timeout(),
         use_local_synchronization=True,
     )
+    return result
 
 
 def concatenate(*meshes: DeviceMesh) -> DeviceMesh:

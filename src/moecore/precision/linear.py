@@ -497,7 +497,7 @@ def _product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     # cuBLASLt sums "tile" and "block" operands in fp32 every 128 of K. It takes the scales of tiles
     # with neighbouring rows side by side, and the scales of blocks in rows of a multiple of four.
     # `cast.py` lays them out like this, so nothing is copied here.
-    return scaled_mm(
+    result: Tensor = scaled_mm(
         a.values,
         b.values.T,
         [_torch_scales(a, is_first=True)],
@@ -509,6 +509,7 @@ def _product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
         None,
         dtype,
     )
+    return result
 
 
 def _torch_scales(side: Blocks, *, is_first: bool) -> Tensor:

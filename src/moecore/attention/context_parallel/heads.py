@@ -74,7 +74,8 @@ def _travel(
 ) -> tuple[Tensor, ...]:
     def by_heads(x_BtHd: Tensor) -> Tensor:
         G = group.size()
-        return x_BtHd.unflatten(2, (G, x_BtHd.shape[2] // G)).movedim(2, 0)
+        result: Tensor = x_BtHd.unflatten(2, (G, x_BtHd.shape[2] // G)).movedim(2, 0)
+        return result
 
     def beside(x_GBthd: Tensor) -> Tensor:
         return x_GBthd.movedim(0, 2).flatten(2, 3)

@@ -93,7 +93,8 @@ class LocalPieces:
         first, second = torch.stack(entering).chunk(2)
         parts = self._to_parts(torch.stack((first, second.flip(0)), dim=1))
         parts = parts.transpose(0, 1).flatten(1, 2)[:, :num_chains]
-        return parts.unflatten(1, (num // 2, H)).transpose(0, 1).flatten(0, 1)
+        result: Tensor = parts.unflatten(1, (num // 2, H)).transpose(0, 1).flatten(0, 1)
+        return result
 
     def _to_parts(self, x_G: Tensor) -> Tensor:
         """Return part r of every rank on rank r."""
@@ -117,7 +118,8 @@ def rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
     wide_tHv, states = gated_delta_rule(wide, pieces.borders, initial)
     own_tHv, factors_tHk = wide_tHv.split((v, k), dim=-1)
     entering = pieces.entering(states, v).to(v_tHv.dtype)
-    return own_tHv + _read(factors_tHk, entering, pieces.borders)
+    result: Tensor = own_tHv + _read(factors_tHk, entering, pieces.borders)
+    return result
 
 
 def _read(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
@@ -135,7 +137,8 @@ def _read(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
         offsets = (ends[part] - part.start * t).flatten()
         rows = r_Htk[part].flatten(0, 1)
         outs.append(F.grouped_mm(rows, states_HPkv[part].flatten(0, 1), offs=offsets))
-    return torch.cat(outs)[:, :v].unflatten(0, (H, t)).transpose(0, 1)
+    result: Tensor = torch.cat(outs)[:, :v].unflatten(0, (H, t)).transpose(0, 1)
+    return result
 
 
 def convolution_over_ranks(

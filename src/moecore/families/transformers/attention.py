@@ -93,7 +93,10 @@ def _causal_attention(
     if kwargs.get("softcap") is not None:
         raise _unknown("softcap", kwargs["softcap"])
     if local_tokens is None and sequence.cu_seqlens is None and window is None and sinks_H is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return result
     if attention_mask is not None:
         raise _unknown("attention_mask", tuple(attention_mask.shape))
     for name in UNKNOWN:

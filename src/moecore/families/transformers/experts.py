@@ -125,7 +125,8 @@ def _activation_of(experts: Any, *, gated: bool) -> Callable[[Tensor], Tensor]:
             "parameters: an activation that is trained is not built yet"
         )
     if hasattr(shell, "_apply_gate") and gated:
-        return shell._apply_gate
+        result: Callable[[Tensor], Tensor] = shell._apply_gate
+        return result
     return partial(_gate, shell.act_fn) if gated else shell.act_fn
 
 
@@ -185,7 +186,8 @@ def has_vision_experts(block: nn.Module) -> bool:
 def kinds_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return which tokens such a block's forward takes for those of images; None = no token."""
     _, kinds_BT, *_ = [*args, *kwargs.values(), None]
-    return kinds_BT
+    result: Tensor | None = kinds_BT
+    return result
 
 
 def run_vision_experts(model: nn.Module) -> None:

@@ -181,7 +181,8 @@ def _cross_entropy(
     )
     if loss.requires_grad:
         loss.register_hook(source.end)
-    return loss
+    result: Tensor | None = loss
+    return result
 
 
 WITHOUT_VALUES: Mapping[Any, Callable[..., Tensor | None]] = {

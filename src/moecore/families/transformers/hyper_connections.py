@@ -84,4 +84,5 @@ def _collapse(
 
 def _expand(y_BTD: Tensor, collapsed: CollapsedStreams) -> Tensor:
     """Return the streams after a sublayer, [B, T, N, D]."""
-    return expand_streams(y_BTD.flatten(0, 1), collapsed).unflatten(0, y_BTD.shape[:2])
+    result: Tensor = expand_streams(y_BTD.flatten(0, 1), collapsed).unflatten(0, y_BTD.shape[:2])
+    return result

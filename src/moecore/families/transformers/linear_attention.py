@@ -89,7 +89,8 @@ def _convolution(
         from transformers.activations import ACT2FN
 
         y_BTD = ACT2FN[activation](y_BTD)
-    return y_BTD.transpose(1, 2)
+    result: Tensor = y_BTD.transpose(1, 2)
+    return result
 
 
 def _delta_rule(

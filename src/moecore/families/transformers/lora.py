@@ -299,4 +299,5 @@ def _expert_lora_class() -> type[LowRank]:
 
 def from_peft(b: Tensor, num_experts: int) -> Tensor:
     """Return peft's B, [O, r * E], as [E, O, r]."""
-    return b.unflatten(1, (-1, num_experts)).permute(2, 0, 1).contiguous()
+    result: Tensor = b.unflatten(1, (-1, num_experts)).permute(2, 0, 1).contiguous()
+    return result

@@ -30,7 +30,7 @@ def fuse_norms(model: nn.Module) -> None:
     """Let the RMS norms of a model run as one kernel on GPUs. No communication."""
     for module in model.modules():
         if "RMSNorm" in type(module).__name__ and is_rms_norm(module):
-            module.forward = MethodType(_fused, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_fused, module)
 
 
 def is_rms_norm(module: nn.Module) -> bool:

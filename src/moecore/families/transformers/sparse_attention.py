@@ -40,7 +40,7 @@ def sparse_layers(model: nn.Module) -> list[nn.Module]:
 def attend_sparsely(model: nn.Module) -> None:
     """Let the sparse attention layers of a model read the `Sequence` that they are given."""
     for module in sparse_layers(model):
-        module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+        module.forward = MethodType(_forward, module)
 
 
 def train_indexers(model: nn.Module, config: IndexerConfig) -> None:

@@ -147,7 +147,7 @@ def _hook(tp: TensorParallel, module: Any, module_cut: ModuleCut) -> None:
         refuse_shortcut(module)
     for name, size in module_cut.groups.items():
         norm = module.get_submodule(name)
-        norm.forward = partial(_group_norm, tp, size, norm)  # type: ignore[method-assign]
+        norm.forward = partial(_group_norm, tp, size, norm)
     for name, number in module_cut.counts.items():
         setattr(*owner_of(module, name), number)
     if module_cut.buffers:
@@ -227,7 +227,8 @@ class HeadExchange:
         y_TN = y.flatten(0, -2)
         pieces = [[y_TN[:, a:b] for a, b in to] for to in self._send_ranges]
         local_parts = self._swapped(pieces, self._receive_ranges)
-        return torch.cat(local_parts, 1).unflatten(0, y.shape[:-1])
+        result: Tensor = torch.cat(local_parts, 1).unflatten(0, y.shape[:-1])
+        return result
 
     def _back(self, grad: Tensor) -> Tensor:
         grad_TN = grad.flatten(0, -2)
@@ -240,7 +241,8 @@ class HeadExchange:
         sums_TN = grad_TN.new_zeros(len(grad_TN), self._num_local, dtype=dtype)
         for (a, b), piece in zip(itertools.chain(*self._send_ranges), back, strict=True):
             sums_TN[:, a:b] += piece
-        return sums_TN.to(grad.dtype).unflatten(0, grad.shape[:-1])
+        result: Tensor = sums_TN.to(grad.dtype).unflatten(0, grad.shape[:-1])
+        return result
 
     def _swapped(
         self, pieces: list[list[Tensor]], ranges: list[list[tuple[int, int]]]
@@ -266,7 +268,10 @@ def _group_norm(
     def mean(squares: Tensor) -> Tensor:
         ranks = size // squares.shape[-1]
         sums = tp.gather_last(squares.sum(-1, keepdim=True))
-        return sums.unflatten(-1, (-1, ranks))[..., tp.rank // ranks, :].sum(-1, True) / size
+        result: Tensor = (
+            sums.unflatten(-1, (-1, ranks))[..., tp.rank // ranks, :].sum(-1, True) / size
+        )
+        return result
 
     return gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, mean)
 

@@ -47,7 +47,8 @@ class TitanLayer(MoELayer):
 
     @property
     def _router(self) -> Router:
-        return self.part("router")
+        result: Router = self.part("router")
+        return result
 
     @property
     def _bias(self) -> str:

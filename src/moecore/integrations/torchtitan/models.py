@@ -162,7 +162,8 @@ class HFModel(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         """The blocks, first to last."""
-        return self.hf.base_model.layers
+        result: nn.ModuleList = self.hf.base_model.layers
+        return result
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """See `ContextParallelModel`."""

@@ -151,7 +151,10 @@ def _dispatch_of(options: Any, parallel: ParallelConfig) -> DispatchOptions:
         keywords["nvlink"] = None
     if keywords["name"] == "auto" and options.nvlink.row_factor is None:
         keywords["name"] = "alltoall" if parallel.ep * parallel.etp > 1 else "auto"  # fits any rows
-    return named(lambda: DispatchOptions(**keywords), DispatchOptions, "moecore.dispatch")
+    result: DispatchOptions = named(
+        lambda: DispatchOptions(**keywords), DispatchOptions, "moecore.dispatch"
+    )
+    return result
 
 
 NEEDS = {

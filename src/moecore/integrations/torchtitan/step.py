@@ -56,7 +56,8 @@ def save_histories(optimizers: Any, parts: list[nn.Module]) -> None:
         for name, history in histories.items():
             history.grow(device)
             entries |= {f"{AMAX}{name}.{o}": steps for o, steps in history.steps.items()}
-        return save() | entries
+        result: dict[str, Any] = save() | entries
+        return result
 
     def load_state_dict(state: dict[str, Any]) -> None:
         load({name: value for name, value in state.items() if not name.startswith(AMAX)})

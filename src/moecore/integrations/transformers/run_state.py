@@ -61,7 +61,8 @@ def read_state_text(path: Path) -> str:
             f"resume_from_checkpoint ({path}) must be a checkpoint of MoETrainer: load any other "
             "with moecore.io.load before training"
         )
-    return extra[STATE]
+    result: str = extra[STATE]
+    return result
 
 
 def host_generators() -> Tensor:

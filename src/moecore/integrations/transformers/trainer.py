@@ -154,18 +154,21 @@ class MoETrainer(Trainer):
             self.accelerator.owner.num_micro_batches = len(samples[0])
             if isinstance(samples[0][0], Mapping):  # else prompts, of which inputs are made later
                 self.accelerator.owner.announce(samples[0])
-        return samples
+        result: tuple[list[Any], Tensor | int | None] = samples
+        return result
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
         """Return the samples of a step, which cp and tp ranks share."""
-        return super().get_total_train_batch_size(*args, **kwargs) // self.accelerator.copies
+        result: int = super().get_total_train_batch_size(*args, **kwargs) // self.accelerator.copies
+        return result
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of one micro-batch, or of a plan's, and return its loss."""
         if self._steps is not None:
             return self._steps.train(inputs, self.accelerator.owner)
         with self.accelerator.owner.micro_batch():
-            return super().training_step(model, inputs, *args, **kwargs)
+            result: Tensor = super().training_step(model, inputs, *args, **kwargs)
+            return result
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -306,12 +309,14 @@ class ShardedAccelerator(Accelerator):
     @property
     def num_processes(self) -> int:
         """Ranks with different data."""
-        return super().num_processes // self.copies
+        result: int = super().num_processes // self.copies
+        return result
 
     @property
     def process_index(self) -> int:
         """Index of this rank's data."""
-        return super().process_index // self.copies
+        result: int = super().process_index // self.copies
+        return result
 
     def gather(self, tensor: Any) -> Any:
         """Return tensors of all data ranks, one after the other along the first dim. Collective."""
@@ -319,7 +324,10 @@ class ShardedAccelerator(Accelerator):
         return recursively_apply(self._of_data_ranks, rows) if self.copies > 1 else rows
 
     def _of_data_ranks(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (self.num_processes, self.copies, -1))[:, 0].flatten(0, 1)
+        result: Tensor = rows.unflatten(0, (self.num_processes, self.copies, -1))[:, 0].flatten(
+            0, 1
+        )
+        return result
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return False: the model is not placed by accelerate (see `ShardedDeviceMap`)."""
@@ -332,7 +340,8 @@ class ShardedAccelerator(Accelerator):
         evaluation_mode: bool = False,
     ) -> nn.Module:
         """Return the model itself, on the device; that is what evaluation mode does."""
-        return super().prepare_model(model, device_placement, evaluation_mode=True)
+        result: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        return result
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None

@@ -228,4 +228,4 @@ def traced_expert_mlp(
     leaves = (rows.values, *matrices, index.weights_R, handle, handle_RD is not None)
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
     y, *_ = _fwd(*_Inputs(*leaves, rows.scales, *places, *_flat(options, rows.dtype)))
-    return y  # type: ignore[no-any-return]
+    return y

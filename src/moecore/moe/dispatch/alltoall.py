@@ -156,7 +156,7 @@ class TokenExchange:
 
         def return_rows(y_SD: Tensor) -> Tensor:
             (y_MD,) = _all_to_all((y_SD,), M, *home)
-            return sum_rows(y_MD, *row_map)  # type: ignore[no-any-return]
+            return sum_rows(y_MD, *row_map)
 
         def send(grads_TW: Tensor) -> Tensor:
             (words_SW,) = _all_to_all((gather_fp8_rows(grads_TW, *row_map),), S, *to_experts)

@@ -62,4 +62,5 @@ class ByChoice:
         first, *rest = y_TKD.to(wide).unbind(1)
         for y_TD in rest:
             first = first + y_TD
-        return first.to(y_TKD.dtype)
+        result: Tensor = first.to(y_TKD.dtype)
+        return result

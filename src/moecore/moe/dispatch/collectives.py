@@ -131,7 +131,8 @@ def exchanged(
     x: Tensor, dispatch: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return there(x); its gradient is `back` of the result's."""
-    return _Exchanged.apply(x, dispatch, back)
+    result: Tensor = _Exchanged.apply(x, dispatch, back)
+    return result
 
 
 def unneeded(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
@@ -187,14 +188,18 @@ def _sum_over_ranks(
 def _sum_of_parts(x_S: Tensor, num_parts: int) -> Tensor:
     """Return the sum of the parts of dim 0, added in fp32 and in their order."""
     parts_GC = x_S.unflatten(0, (num_parts, x_S.shape[0] // num_parts))
-    return parts_GC.sum(0, dtype=torch.promote_types(x_S.dtype, torch.float32)).to(x_S.dtype)
+    result: Tensor = parts_GC.sum(0, dtype=torch.promote_types(x_S.dtype, torch.float32)).to(
+        x_S.dtype
+    )
+    return result
 
 
 def gather_all(
     xs_C: Sequence[Tensor], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> tuple[Tensor, ...]:
     """Return `gather_ranks` of each tensor; they travel at one time, and pairs take turns."""
-    return _GatherRanks.apply(group, pairs, *xs_C)
+    result: tuple[Tensor, ...] = _GatherRanks.apply(group, pairs, *xs_C)
+    return result
 
 
 def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -206,4 +211,5 @@ def sum_ranks(y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None)
     """Return the sum over ranks of the g-th C rows to rank g: [S / G, ...]; gathered backward."""
     # Added in fp32 and in rank order. An all-to-all carries as many bytes as a reduce-scatter,
     # which would round after every addition of a 16-bit dtype. Collective; pairs take turns.
-    return _SumRanks.apply(group, pairs, y_S)[0]
+    result: Tensor = _SumRanks.apply(group, pairs, y_S)[0]
+    return result

@@ -230,7 +230,8 @@ class ExchangePool(Holder):
                     f"{first} ({rows[0][1:]}): give all ranks of a dispatch group the same layers "
                     "and options"
                 )
-        return max(row[0] for row in rows)
+        result: int = max(row[0] for row in rows)
+        return result
 
 
 class TokenCapacity(Holder):

@@ -108,7 +108,7 @@ class UnitParam:
                 f"{self.slot.param} ({type(param).__name__}) must stay the DTensor that "
                 "parallelize_moe has made: copy values into it"
             )
-        self.sharded, self.shard = param, local_of(param)  # type: ignore[assignment]
+        self.sharded, self.shard = param, local_of(param)
         register_params([self], unsharded=False)  # at its other owners too
         return True
 

@@ -99,13 +99,14 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
         pipelining_fn=pipelining,
         post_optimizer_build_fn=finish_at_step,
     )
-    return derive(
+    result: MoETrainer.Config = derive(
         job,
         MoETrainer.Config,
         model_spec=spec,
         metrics=derive(job.metrics, TitanMetrics.Config),
         training=replace(job.training, disable_cuda_graphs=True),
     )
+    return result
 
 
 def decoder_job(decoder: DecoderConfig, name: str = "decoder") -> OwnLossTrainer.Config:

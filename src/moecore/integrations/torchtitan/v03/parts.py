@@ -111,7 +111,8 @@ class SavingAC(SelectiveAC):
 
     def get_save_ops(self) -> set[Any]:
         """Return the operations whose results are kept."""
-        return super().get_save_ops() | {grouped_mm_overload}
+        result: set[Any] = super().get_save_ops() | {grouped_mm_overload}
+        return result
 
 
 class TitanDecoder(models.OwnDecoder, BaseModel):
