@@ -41,7 +41,8 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
-from moecore.parallel import ShardPlan, dispatch
+from moecore.parallel import ShardPlan
+from moecore.parallel.model import phases
 from moecore.parallel.model.parallel_state import capacity_of, parallel_state
 from moecore.parallel.model.phases import choose_dispatcher
 from moecore.parallel.pipeline.orders import PAIRING
@@ -124,8 +125,8 @@ def test_pairs_over_it_are_none(no_group_left: None, monkeypatch: pytest.MonkeyP
 
 
 def allow_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "find_problem", lambda group, device_type: None)
-    monkeypatch.setattr(dispatch, "find_known_problem", lambda num_ranks, device_type: None)
+    monkeypatch.setattr(phases, "find_problem", lambda group, device_type: None)
+    monkeypatch.setattr(phases, "find_known_problem", lambda num_ranks, device_type: None)
 
 
 def test_auto_says_what_it_chose_and_why(
@@ -192,7 +193,7 @@ def test_auto_takes_nvlink_with_any_schedule(
             **nothing,
         )
         found: Any = SimpleNamespace(plan=plan, request=request)
-        dispatch.resolve_dispatcher(nn.Module(), found)
+        phases.resolve_dispatcher(nn.Module(), found)
         assert found.plan.dispatcher == chosen
     lines = [r.getMessage() for r in caplog.records]
     if asked != "auto":
@@ -275,7 +276,7 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     """Late ranks and overflows, from the owner that all layers share; nothing has moved then."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     allow_nvlink(monkeypatch)
-    monkeypatch.setattr(dispatch, "ExchangePool", EmulatedExchangePool)
+    monkeypatch.setattr(phases, "ExchangePool", EmulatedExchangePool)
     meshes = build_meshes(ParallelConfig(ep=4), "cpu")
     config = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
     model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(2)))
