@@ -168,7 +168,16 @@ class RoutedLayer(nn.Module):
 class MoELayer(RoutedLayer):
     """A Mixture-of-Experts layer; a plain module in one process, CPU or GPU.
 
-    `parallelize_moe` replaces the dispatcher and shards the experts; the forward is the same.
+    The steps of a forward:
+
+        1. router      logits, and the K experts and weights of each token
+        2. dispatch    each token is sent to the ranks that own its experts
+        3. experts     FC1, activation, weight and FC2 of each expert; sums per source row
+        4. combine     the sums return to their token's rank, and are added in fp32
+        5. shared      the output of the shared expert is added
+        6. losses      auxiliary losses are attached to the output, and loads are counted
+
+    `parallelize_moe` replaces the dispatcher and shards the experts. The forward is the same.
 
     Args:
         config: sizes and options of the layer.
@@ -285,17 +294,10 @@ class MoELayer(RoutedLayer):
             ValueError: when the mask or `cu_seqlens` has a wrong shape or dtype, when no group of
                 `cp` ranks exists, or when a layer with assignment "hash" has no ids of its tokens.
         """
-        _check_sequences(cu_seqlens)
         groups = self.tracker.groups.of(cp)
+        group, cp_size = groups.micro_batch, groups.cp
+        micro_batch = MicroBatch.of(x, padding_mask, cu_seqlens, group, cp_size, token_ids)
         x_TD = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-        micro_batch = MicroBatch(
-            num_sequences=x.shape[0] if x.ndim == 3 else 1,
-            group=groups.micro_batch,
-            cp=groups.cp,
-            padding_mask_T=_flat_mask(padding_mask, x),
-            cu_seqlens=cu_seqlens,
-            token_ids_T=None if token_ids is None else token_ids.flatten(),
-        )
         router = self.part("router")
         shared = SharedRun(self._shared, x_TD, self.shared_stream)
         tokens_TD = x_TD
@@ -360,25 +362,6 @@ def _warn_of_eval(_: Tensor) -> None:
         "model.train() before training (from_pretrained gives models in eval mode)",
         stacklevel=2,
     )
-
-
-def _flat_mask(padding_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    if padding_mask is None:
-        return None
-    if padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool:
-        raise ValueError(
-            f"padding_mask ({tuple(padding_mask.shape)}, {padding_mask.dtype}) must be bool of the "
-            f"shape of x without its last dim {tuple(x.shape[:-1])}: True marks padding"
-        )
-    return padding_mask.reshape(-1)
-
-
-def _check_sequences(cu_seqlens: Tensor | None) -> None:
-    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or cu_seqlens.dtype != torch.int32):
-        raise ValueError(
-            f"cu_seqlens ({tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}) must be int32 [n + 1]: "
-            "pass the first token of each sequence, and the number of tokens"
-        )
 
 
 def autocast(x: Tensor) -> Tensor:

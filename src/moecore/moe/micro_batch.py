@@ -41,6 +41,39 @@ class MicroBatch:
     # integers [T], rows of the table of assignment "hash"; read there alone
     token_ids_T: Tensor | None = None
 
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        group: dist.ProcessGroup | None,
+        cp: int,
+        token_ids: Tensor | None,
+    ) -> MicroBatch:
+        """Return the micro-batch of the inputs x [T, D] or [B, T, D] of a layer; checks shapes."""
+        if padding_mask is not None:
+            if padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool:
+                raise ValueError(
+                    f"padding_mask ({tuple(padding_mask.shape)}, {padding_mask.dtype}) must be "
+                    f"bool of the shape of x without its last dim {tuple(x.shape[:-1])}: True "
+                    "marks padding"
+                )
+            padding_mask = padding_mask.reshape(-1)
+        if cu_seqlens is not None and (cu_seqlens.ndim != 1 or cu_seqlens.dtype != torch.int32):
+            raise ValueError(
+                f"cu_seqlens ({tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}) must be int32 "
+                "[n + 1]: pass the first token of each sequence, and the number of tokens"
+            )
+        return cls(
+            num_sequences=x.shape[0] if x.ndim == 3 else 1,
+            group=group,
+            cp=cp,
+            padding_mask_T=padding_mask,
+            cu_seqlens=cu_seqlens,
+            token_ids_T=None if token_ids is None else token_ids.flatten(),
+        )
+
     @property
     def num_ranks(self) -> int:
         """Ranks that share the micro-batch."""
