@@ -107,7 +107,6 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = {
     "padding": {"no": {}, "yes": {}},
     "recompute": {"no": {}, "plain": {}, "reentrant": {}},
     "backend": {"torch": {}, "sequential": {}},
-    "dispatcher": {"alltoall": {}, "allgather": {}},
     "folding": {"ep2-etp2": {}, "ep4": {}},
 }
 # What a message may call an option, where it is not the option's own name.

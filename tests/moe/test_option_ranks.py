@@ -133,7 +133,7 @@ def run_choice(choice: Choice, training: bool) -> float:
     layer = make_layer(config).train(training)
     layer.part("experts").set_backend(choice["backend"])
     params = leaves(layer)
-    shard(layer, choice["folding"], choice["dispatcher"])
+    shard(layer, choice["folding"], "alltoall")
     rank = dist.get_rank()
     B, T = EQUAL_SHAPE if choice["capacity"] == "pad" else SHAPES[rank]
     mask = padding(B, T) if choice["padding"] == "yes" else None
@@ -236,9 +236,9 @@ def pair_group() -> dist.ProcessGroup:
 def shared_errors() -> dict[str, float]:
     modes = {"whole": (False, True), "padded": (True, True), "eval": (True, False)}
     return {
-        f"{name}/{mode}": run_shared(config, list(DISPATCHERS)[(i + j) % 2], masked, training)
-        for i, (name, config) in enumerate(SHARED.items())
-        for j, (mode, (masked, training)) in enumerate(modes.items())
+        f"{name}/{mode}": run_shared(config, "alltoall", masked, training)
+        for name, config in SHARED.items()
+        for mode, (masked, training) in modes.items()
     }
 
 

@@ -29,7 +29,6 @@ WORLD = 3
 CASES: dict[str, tuple[dict[str, int], dict[str, Any], torch.dtype]] = {
     "dp": (dict(dp_shard=3), {}, torch.bfloat16),
     "ep": (dict(dp_shard=3, ep=3), dict(dispatch="alltoall"), torch.float32),
-    "ep-allgather": (dict(dp_shard=3, ep=3), dict(dispatch="allgather"), torch.bfloat16),
     "pp": (dict(pp=3), dict(pipeline=PipelineConfig()), torch.float32),
 }
 EP = [name for name in CASES if name.startswith("ep")]
