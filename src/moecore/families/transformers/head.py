@@ -133,7 +133,7 @@ class Logits(Tensor):
             return shape_only
         if func is Tensor.detach:  # as good as no_grad for who reads them
             with torch.no_grad():
-                return args[0].computed()
+                return args[0].compute()
         values = tree_map_only(Logits, Logits.compute, (args, dict(kwargs)))
         return func(*values[0], **values[1])
 
