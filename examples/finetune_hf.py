@@ -309,8 +309,9 @@ def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: Bat
             )
     most = args.dynamic_cp or shape.batch_size * shape.seq_len // shape.cp
     records["nvlink"] = nvlink_of(records, most // meshes.parallel.tp)
-    balance = BalanceConfig(micro_batch_coef=args.aux_loss)
-    moe = MoEOverrides(balance=balance) if args.aux_loss else None
+    moe = MoEOverrides()
+    if args.aux_loss:
+        moe["balance"] = BalanceConfig(micro_batch_coef=args.aux_loss)
     parallelize(model, meshes, args, records, moe=moe)
     model.to_empty(device=device)
     with naming("--model"):

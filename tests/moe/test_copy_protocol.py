@@ -145,8 +145,8 @@ def spread(buffer: Any, x_TD: Tensor, _: Any, __: Any, ___: Any, num_rows: int) 
     return x_TD.new_ones(num_rows, DIM)
 
 
-def reduce(buffer: Any, y_RD: Any, peers_T: Tensor, *_: Any, copied: bool = False) -> Any:
-    buffer.note("operation", getattr(y_RD, buffer.name) if copied else None)
+def reduce(buffer: Any, y_RD: Any, peers_T: Tensor, *_: Any, has_sums: bool = False) -> Any:
+    buffer.note("operation", getattr(y_RD, buffer.name) if has_sums else None)
     return y_RD.new_ones(peers_T.shape[0], DIM), y_RD.new_ones(
         peers_T.shape[0], buffer.layout.top_k
     )
@@ -532,7 +532,7 @@ def logs(table: Table, length: int, *, behind_operation: bool = True) -> Iterato
             more = steps_of(event, read if event is SlotEvent.READ else copied)
             logs = (log, graph + more) if is_open else (log + more, graph)
             yield from extend([*names, event.name], *logs, then)
-        if copied > read:  # a graph holds copies together with their read
+        if has_sums > read:  # a graph holds copies together with their read
             return
         if not borders:
             yield from extend([*names, "begin"], log, graph, state)
