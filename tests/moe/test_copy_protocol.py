@@ -532,7 +532,7 @@ def logs(table: Table, length: int, *, behind_operation: bool = True) -> Iterato
             more = steps_of(event, read if event is SlotEvent.READ else copied)
             logs = (log, graph + more) if is_open else (log + more, graph)
             yield from extend([*names, event.name], *logs, then)
-        if has_sums > read:  # a graph holds copies together with their read
+        if copied > read:  # a graph holds copies together with their read
             return
         if not borders:
             yield from extend([*names, "begin"], log, graph, state)

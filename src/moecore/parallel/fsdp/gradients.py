@@ -364,6 +364,8 @@ class Gradients:
         """Add autograd's gradients to those of the shards; kernels have written `kernel_grads`."""
         for i in kernel_grads.difference(grads):
             call_accumulate_hooks(self._params[i].sharded)
+        if not grads:
+            return
         dtype, shards = self._params[0].dtype, list(grads.values())
         if {grad.dtype for grad in shards} - {dtype}:
             sizes = [grad.numel() for grad in shards]
@@ -371,7 +373,7 @@ class Gradients:
             cast = [x.view(g.shape) for x, g in zip(flat_grads.split(sizes), shards, strict=True)]
             copy_all(cast, shards)
             shards = cast
-        if shards and self.divisor != 1.0:
+        if self.divisor != 1.0:
             foreach_div_(shards, self.divisor)
         for i, shard in zip(grads, shards, strict=True):
             self._params[i].put_grad(shard)
