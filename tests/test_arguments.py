@@ -14,6 +14,7 @@ import torch
 
 from moecore import BalanceConfig, LayerLayout, MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.base.fields import quote
+from moecore.base.options.precision import Precision, Recipe
 from moecore.io import (
     UpcycleOptions,
     WeightBucket,
@@ -123,7 +124,7 @@ WRONG: list[tuple[Any, str]] = [
     ([1], r"Any|object|Iterable|Lengths|Sequence\[(float|StageBytes)"),
     ({1: 2}, "Any|object|Iterable"),
     (object(), "Any|object"),
-    (MoEConfig, "type|Callable|OwnActivation|Progress|Any|object"),
+    (MoEConfig, "type|Callable|AssignmentRule|Computation|OwnActivation|Progress|Any|object"),
     (Path("no/such"), "PathLike|HFConfig|Any|object"),
     (torch.ones(2), "Tensor|Any|object"),
 ]
@@ -158,6 +159,7 @@ class Group:
 
 # Valid values of parameters without a default, by name, and where one name has several types.
 VALID: dict[str, Any] = {
+    **dict(precision=Precision(recipe=Recipe()), rule=max, make=max, computation=max),
     **dict(model=META, meshes=None, parallel=ParallelConfig(), path="no", root="no", out="no"),
     **dict(optimizer=None, step=1, keep=1, name="tiny", config=TINY, options=OPTIONS, key="a"),
     **dict(layout=LayerLayout(), router={}, experts={}, dense={}, state={}, mlps=[], blocks=[]),
