@@ -460,7 +460,7 @@ def of_wrong_calls(model: nn.Module) -> dict[str, list[Any]]:
         "parallelize_moe": (
             parallelize_moe,
             dict(model=make_model(), meshes=meshes),
-            dict(dispatch="local"),
+            dict(dispatcher="local"),
         ),
         "build_meshes": (build_meshes, dict(parallel=ParallelConfig()), dict(device="cpu")),
         "TrainStep.__init__": (TrainStep, dict(model=model), dict(max_nrom=1.0)),
@@ -477,7 +477,7 @@ def of_wrong_calls(model: nn.Module) -> dict[str, list[Any]]:
             call(**arguments | (wrong if is_last else {}))
         found[name] = of_ranks((type(info.value), str(info.value)))
     with pytest.raises(TypeError) as info:
-        parallelize_moe(*(make_model(), meshes)[: 1 if is_last else 2])
+        parallelize_moe(*(make_model(), meshes)[: 0 if is_last else 2])
     found["missing"] = of_ranks((type(info.value), str(info.value)))
     return found
 
@@ -677,7 +677,7 @@ def test_another_model_of_the_same_shapes_is_refused_before_its_weights_change(
 REFUSALS = {name: case[2:] for name, case in REFUSED.items()}
 REFUSALS["degrees"] = (ValueError, "ParallelConfig expert view (ep=3 = 3) must divide")
 for name, wrong in (
-    ("parallelize_moe", "dispatch"),
+    ("parallelize_moe", "dispatcher"),
     ("build_meshes", "device"),
     ("TrainStep.__init__", "max_nrom"),
     ("save", "optimiser"),

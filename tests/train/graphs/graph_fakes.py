@@ -157,7 +157,7 @@ def fake_steps() -> Iterator[None]:
     """Within, a step is a graph on CPUs too."""
     cpu = torch.device("cpu")
     fakes = dict(_gpu_of=lambda model: cpu, _graph_of=fake_graph_of)
-    fakes |= dict(_watched=lambda function, inputs: function(*inputs))
+    fakes |= dict(_call_without_syncs=lambda function, inputs: function(*inputs))
     with (
         patch.multiple(forward_backward, **fakes),
         patch("torch.cuda.synchronize", lambda device: None),
