@@ -76,7 +76,7 @@ class MuonOptions(CheckedRecord):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the matrices of an assignment; AdamW steps `assignment.others`. No host sync.
+    """Muon for the matrices of an assignment; AdamW steps `assignment.adamw_params`. No host sync.
 
     Momentum, Nesterov, options and the state's name are those of `torch.optim.Muon`. The state is
     `momentum_buffer`, laid out like its parameter, in fp32 or fp64. It clips and skips a step on
