@@ -82,7 +82,7 @@ from moecore import (
     build_meshes,
 )
 from moecore.base.rank_checks import difference
-from moecore.families.transformers.rows import packing_problem
+from moecore.families.transformers.packing import packing_problem
 from moecore.io import load_hf
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledBatch, ScheduledCollator

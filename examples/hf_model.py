@@ -15,7 +15,7 @@ from files import check_directory
 from torch import Tensor, nn
 
 from moecore.families import use_causal_attention
-from moecore.families.transformers.rows import packing_problem
+from moecore.families.transformers.packing import packing_problem
 from moecore.io import decoder_config_from_hf, export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import DecoderConfig

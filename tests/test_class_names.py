@@ -63,4 +63,4 @@ def test_a_class_name_has_one_meaning() -> None:
 def test_a_file_is_read_in_one_sitting() -> None:
     lengths = {file: len(file.read_text().splitlines()) for file in SRC.rglob("*.py")}
     long = {str(file.relative_to(SRC)) for file, n in lengths.items() if n > 400}
-    assert long <= LONG and max(lengths.values()) <= 540
+    assert long <= LONG and max(lengths.values()) <= 500

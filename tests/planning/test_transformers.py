@@ -20,7 +20,7 @@ from moecore.cli import main
 from moecore.families import use_causal_attention
 from moecore.families.family import family_of, swap_blocks
 from moecore.families.transformers.experts import find_experts_adapter, used_tensors
-from moecore.families.transformers.rows import packing_problem
+from moecore.families.transformers.packing import packing_problem
 from moecore.io import decoder_config_from_hf
 from moecore.models import flops_per_token
 from moecore.parallel.fsdp.units import find_blocks

@@ -47,7 +47,7 @@ from moecore.families.transformers.stock import (
     runs_class_forward,
 )
 from moecore.families.transformers.tensor_parallel import CutTransformer
-from moecore.models.decoder import Head
+from moecore.models.head import Head
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
 from moecore.parallel.model.family import Adapter, Family

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,94 +36,27 @@ from moecore.base.fields import (
     check_arguments,
 )
 from moecore.base.options.context import ContextOptions
-from moecore.base.options.precision import Recipe
 from moecore.base.params import (
     clean_name,
     init_normal_,
-    local_param,
 )
 from moecore.base.torch_private import local_of
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
 from moecore.models.config import DecoderConfig
+from moecore.models.head import Head
 from moecore.models.indexer import KeyNorm
 from moecore.models.layers import Attention, RMSNorm
 from moecore.models.linear_attention import LinearAttention
 from moecore.models.log_probs import LogProbLoss
-from moecore.models.loss import IGNORE_INDEX, count_labels, linear_cross_entropy
-from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel, sum_value
+from moecore.models.loss import IGNORE_INDEX, count_labels
+from moecore.models.tensor_parallel import apply_tensor_parallel
 from moecore.moe.layer import MoELayer
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import StageParts, check_hidden, check_stage, need, runs_norm
 from moecore.precision.plain import Linear
 
 INIT_STD = 0.02
-
-
-class Head(nn.Module):
-    """The output matrix, and the loss on top of it. Without a weight of its own when tied."""
-
-    is_fsdp_head = True
-    tp_shard_dim = 0
-    loss_recipe: Recipe | None = None  # of the loss's products; None = as they are
-
-    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.config = config
-        self.tp: TensorParallel | None = None
-        self.weight: nn.Parameter | None = None
-        if not config.tie_embeddings:
-            self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
-
-    def forward(
-        self,
-        x_BTD: Tensor,  # normed; under cp and tp this rank's tokens
-        labels_BT: Tensor | None,
-        num_tokens: Tensor | int | None,
-        tied_weight: Tensor | None,  # the embedding table
-        sequence: Sequence,
-        log_prob_loss: LogProbLoss | None = None,
-        *,
-        is_detached: bool = False,
-    ) -> Tensor:
-        """Return the loss, or the logits when there are no labels; see `Decoder.forward`."""
-        weight = tied_weight if self.weight is None else self.weight
-        assert weight is not None, "a tied head is called with the embedding table"
-        weight_VD = local_param(weight).detach() if is_detached else local_param(weight)
-        if self.tp is not None:
-            x_BTD = self.tp.gather(x_BTD)
-        group = None if self.tp is None else self.tp.group
-        chunk_tokens = self.config.ce_chunk_tokens
-        if log_prob_loss is not None:
-            local_labels_BT = sequence.slice_local(log_prob_loss.labels_BT)
-            to_full_rows = partial(_over_cp, sequence=sequence)
-            return log_prob_loss.of_head(
-                x_BTD,
-                weight_VD,
-                local_labels_BT,
-                to_full_rows,
-                chunk_tokens=chunk_tokens,
-                group=group,
-            )
-        if labels_BT is None:
-            logits_BTV = F.linear(x_BTD, weight_VD)
-            logits_BTV = logits_BTV if self.tp is None else self.tp.gather_columns(logits_BTV)
-            return _over_cp(logits_BTV, sequence)
-        local_labels_N = sequence.slice_local(labels_BT).flatten()
-        loss = linear_cross_entropy(
-            x_BTD.flatten(0, 1),
-            weight_VD,
-            local_labels_N,
-            chunk_tokens=chunk_tokens,
-            group=group,
-            num_tokens=num_tokens,
-            recipe=self.loss_recipe,
-        )
-        return (
-            loss
-            if sequence.local_tokens is None
-            else sum_value(loss, sequence.local_tokens.cp.group)
-        )
 
 
 class Decoder(nn.Module):
@@ -510,10 +442,3 @@ def _residual_weights(layer: MoELayer) -> list[nn.Parameter]:
     if layer.config.shared_hidden_dim:
         weights.append(layer.part("shared").w2)
     return weights
-
-
-def _over_cp(x_BTX: Tensor, sequence: Sequence) -> Tensor:
-    """Return whole rows, for a result equal on all cp ranks."""
-    return (
-        x_BTX if sequence.local_tokens is None else sequence.local_tokens.gather_replicated(x_BTX)
-    )

@@ -28,7 +28,7 @@ from moecore.base.fields import CheckedRecord, check_arguments, quote
 from moecore.base.options.context import ContextOptions
 from moecore.families import use_causal_attention
 from moecore.families.family import family_of, swap_blocks
-from moecore.families.transformers.rows import packing_problem
+from moecore.families.transformers.packing import packing_problem
 from moecore.families.transformers.tensor_parallel import find_cuts
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.files import shown_with_source

@@ -92,9 +92,8 @@ class TrainStep:
         num_micro_batches: NumMicroBatches = 1,
         loss_scale: DynamicLossScale | None = None,
     ) -> None:
-        arguments = locals()
         with share_errors():
-            check_arguments(TrainStep.__init__, arguments)
+            check_arguments(TrainStep.__init__, locals())
             models, self.optimizers = check_parts(model, optimizer, loss_scale)
         self._max_norm = math.inf if max_norm is None else max_norm
         self._states = [moe_state(module) for module in models]
@@ -148,9 +147,8 @@ class TrainStep:
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Return the context in which forward and backward of one micro-batch run."""
-        with publish_errors(
-            f"micro-batch {self._progress.num_done + 1} of {self.num_micro_batches}"
-        ):
+        number = self._progress.num_done + 1
+        with publish_errors(f"micro-batch {number} of {self.num_micro_batches}"):
             self._progress.check_between("micro_batch()")
             if self._pipeline is not None:
                 raise ValueError(
@@ -161,8 +159,7 @@ class TrainStep:
                     f"micro_batch() must come at most num_micro_batches ({self.num_micro_batches}) "
                     "times in a step: call finish()"
                 )
-            is_last = self._progress.num_done + 1 == self.num_micro_batches
-            with self._micro_batch_context(1, to_come=0 if is_last else math.inf):
+            with self._run_context(1, to_come=0 if number == self.num_micro_batches else math.inf):
                 yield
 
     @contextmanager
@@ -198,10 +195,7 @@ class TrainStep:
         self._progress.is_several, number = True, self.num_micro_batches
         try:
             context = f"a step of {number} micro-batches"
-            with (
-                publish_errors(context),
-                self._micro_batch_context(number, to_come=forwards or number),
-            ):
+            with publish_errors(context), self._run_context(number, to_come=forwards or number):
                 yield
         finally:
             self._progress.is_several = False
@@ -227,13 +221,12 @@ class TrainStep:
         return self._pairs.run(forward, backward)
 
     @contextmanager
-    def _micro_batch_context(self, number: int, *, to_come: float) -> Iterator[None]:
+    def _run_context(self, number: int, *, to_come: float) -> Iterator[None]:
         progress = self._progress
         progress.is_last = progress.num_done + 1 == self.num_micro_batches
+        in_parts = number < to_come < math.inf
         for engine in self._engines:
-            engine.start_micro_batches(
-                pending_forwards=to_come, in_parts=number < to_come < math.inf
-            )
+            engine.start_micro_batches(pending_forwards=to_come, in_parts=in_parts)
         for state in self._states:
             state.start_micro_batch(is_last=progress.is_last, in_flight=number > 1)
         progress.is_open = progress.has_failed = True
@@ -397,7 +390,7 @@ class TrainStep:
                 f"optimizer ({type(self.optimizers[0]).__name__}) must be None for clip(): leave "
                 "clip() out, finish() does it"
             )
-        self._check_complete("clip()")
+        self._progress.check_complete("clip()", self.num_micro_batches)
         with mark("moecore::clip"):
             self._norm = unscale_and_clip_(
                 self.model, self._max_norm, self._scale_value, is_wrong=self._is_wrong()
@@ -420,7 +413,7 @@ class TrainStep:
                 (`check` waits). It is raised before any update or collective. Other ranks may not
                 see the failure, so let the process end.
         """
-        self._check_complete("finish()")
+        self._progress.check_complete("finish()", self.num_micro_batches)
         if self._scale is not None and not self.optimizers and self._norm is None:
             raise ValueError(
                 "finish() must follow clip() where a loss_scale is given and no optimizer: call "
@@ -503,15 +496,5 @@ class TrainStep:
 
     def _is_wrong(self) -> Tensor | None:
         """Return a bool on the device: whether the step must be skipped. None = it cannot be."""
-        problems = (self._reruns.is_short(), rows_differ(self.model))
-        flags = [flag for flag in problems if flag is not None]
+        flags = [f for f in (self._reruns.is_short(), rows_differ(self.model)) if f is not None]
         return torch.stack(flags).any() if flags else None
-
-    def _check_complete(self, caller: str) -> None:
-        self._progress.check_between(caller)
-        if self._progress.num_done != self.num_micro_batches:
-            raise ValueError(
-                f"{caller} must follow num_micro_batches ({self.num_micro_batches}) micro-batches, "
-                f"but {self._progress.num_done} are done: run forward and backward of each in "
-                "`with step.micro_batch():`, set num_micro_batches before the step, or drop()"
-            )

@@ -38,7 +38,7 @@ from moecore.families.family import swap_blocks
 from moecore.families.fp32_modules import SELECTION_BIASES, set_dtypes
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.cuts import OUTPUTS, find_cuts
-from moecore.families.transformers.rows import packing_problem
+from moecore.families.transformers.packing import packing_problem
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.model.parallel_state import moe_state
 from tests.families.transformers.family_cases import (

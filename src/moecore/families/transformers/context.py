@@ -21,13 +21,8 @@ from moecore.base.options.context import ContextOptions
 from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.head import IS_SCORED
 from moecore.families.transformers.linear_attention import SEQUENCE
-from moecore.families.transformers.rows import (
-    READER,
-    RowReader,
-    packing_problem,
-    shifted_labels,
-    tokens_of,
-)
+from moecore.families.transformers.packing import packing_problem
+from moecore.families.transformers.rows import READER, RowReader, shifted_labels, tokens_of
 from moecore.families.transformers.sparse_attention import sparse_layers
 from moecore.families.transformers.stock import (
     CAUSAL_LOSS,

@@ -37,6 +37,16 @@ class Progress:
                 "micro-batches again"
             )
 
+    def check_complete(self, call: str, num_micro_batches: int) -> None:
+        """Raise for `call` before the last micro-batch of a step."""
+        self.check_between(call)
+        if self.num_done != num_micro_batches:
+            raise ValueError(
+                f"{call} must follow num_micro_batches ({num_micro_batches}) micro-batches, "
+                f"but {self.num_done} are done: run forward and backward of each in "
+                "`with step.micro_batch():`, set num_micro_batches before the step, or drop()"
+            )
+
 
 def check_grad_mode(call: str) -> None:
     """Raise a ValueError where torch records nothing for a backward."""

@@ -1,0 +1,90 @@
+"""Head: the output matrix of a decoder, and the loss on top of it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moecore.attention.sequence import Sequence
+from moecore.base.options.precision import Recipe
+from moecore.base.params import local_param
+from moecore.models.config import DecoderConfig
+from moecore.models.log_probs import LogProbLoss
+from moecore.models.loss import linear_cross_entropy
+from moecore.models.tensor_parallel import TensorParallel, sum_value
+
+
+class Head(nn.Module):
+    """The output matrix, and the loss on top of it. Without a weight of its own when tied."""
+
+    is_fsdp_head = True
+    tp_shard_dim = 0
+    loss_recipe: Recipe | None = None  # of the loss's products; None = as they are
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.tp: TensorParallel | None = None
+        self.weight: nn.Parameter | None = None
+        if not config.tie_embeddings:
+            self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
+
+    def forward(
+        self,
+        x_BTD: Tensor,  # normed; under cp and tp this rank's tokens
+        labels_BT: Tensor | None,
+        num_tokens: Tensor | int | None,
+        tied_weight: Tensor | None,  # the embedding table
+        sequence: Sequence,
+        log_prob_loss: LogProbLoss | None = None,
+        *,
+        is_detached: bool = False,
+    ) -> Tensor:
+        """Return the loss, or the logits when there are no labels; see `Decoder.forward`."""
+        weight = tied_weight if self.weight is None else self.weight
+        assert weight is not None, "a tied head is called with the embedding table"
+        weight_VD = local_param(weight).detach() if is_detached else local_param(weight)
+        if self.tp is not None:
+            x_BTD = self.tp.gather(x_BTD)
+        group = None if self.tp is None else self.tp.group
+        chunk_tokens = self.config.ce_chunk_tokens
+        if log_prob_loss is not None:
+            local_labels_BT = sequence.slice_local(log_prob_loss.labels_BT)
+            to_full_rows = partial(_over_cp, sequence=sequence)
+            return log_prob_loss.of_head(
+                x_BTD,
+                weight_VD,
+                local_labels_BT,
+                to_full_rows,
+                chunk_tokens=chunk_tokens,
+                group=group,
+            )
+        if labels_BT is None:
+            logits_BTV = F.linear(x_BTD, weight_VD)
+            logits_BTV = logits_BTV if self.tp is None else self.tp.gather_columns(logits_BTV)
+            return _over_cp(logits_BTV, sequence)
+        local_labels_N = sequence.slice_local(labels_BT).flatten()
+        loss = linear_cross_entropy(
+            x_BTD.flatten(0, 1),
+            weight_VD,
+            local_labels_N,
+            chunk_tokens=chunk_tokens,
+            group=group,
+            num_tokens=num_tokens,
+            recipe=self.loss_recipe,
+        )
+        return (
+            loss
+            if sequence.local_tokens is None
+            else sum_value(loss, sequence.local_tokens.cp.group)
+        )
+
+
+def _over_cp(x_BTX: Tensor, sequence: Sequence) -> Tensor:
+    """Return whole rows, for a result equal on all cp ranks."""
+    return (
+        x_BTX if sequence.local_tokens is None else sequence.local_tokens.gather_replicated(x_BTX)
+    )
