@@ -179,6 +179,15 @@ def test_few_layers_stand_for_all(family: str) -> None:
     assert params == run.planned_model.sizes().params
 
 
+def test_a_scan_that_loops_over_tokens_is_refused() -> None:
+    """A plan of stock jamba at 4,096 tokens had no answer after minutes."""
+    run = TrainingRun(
+        model=model_of("jamba"), num_gpus=2, seq_len=65, parallel=ParallelConfig(ep=2)
+    )
+    with pytest.raises(ValueError, match=r"^seq_len \(65\) must be at most 64 for .*JambaMamba"):
+        plan_peak(run)
+
+
 SMALL = ("gemma4", "glm5_next", "nemotron_h", "qwen4_exp", "zaya")
 
 

@@ -91,6 +91,10 @@ def refusing(model: object) -> Iterator[None]:
         ) from error
 
 
+MAX_SCAN = 64  # tokens of a Mamba-1 layer: 32 layers of more take minutes on the host
+WIDTHS = torch.empty(0)  # Mamba-1's A_log is a matrix, that of later versions a vector
+
+
 class Structure(NamedTuple):
     """A model on meta with moecore's layers, and its blocks."""
 
@@ -153,8 +157,15 @@ class StockModel(PlannedModel):
 
     @override
     def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
+        hf = _structure(self.model).model
+        scan = next((m for m in hf.modules() if getattr(m, "A_log", WIDTHS).ndim == 2), None)
+        if scan is not None and tokens_BT.shape[1] > MAX_SCAN:
+            raise ValueError(
+                f"seq_len ({tokens_BT.shape[1]}) must be at most {MAX_SCAN} for a plan of "
+                f"{type(scan).__name__}, whose scan is a Python loop over tokens: lower it"
+            )
         arguments = {"input_ids": tokens_BT, "labels": tokens_BT, "use_cache": False}
-        if packing_problem(_structure(self.model).model) is not None:
+        if packing_problem(hf) is not None:
             # Real ones, in which transformers finds on the host that no row has two sequences.
             arguments["position_ids"] = torch.arange(tokens_BT.shape[1])[None]
         return arguments
