@@ -16,6 +16,7 @@ from files import host_bytes
 from records import help_of
 
 from moecore import DynamicLossScale, MoEConfig, NVLinkOptions, ParallelConfig, PipelineConfig
+from moecore.base.options.dispatch import BuiltinDispatcher
 from moecore.base.options.memory import (
     GEMM_LAST,
     OFFLOADED,
@@ -29,7 +30,6 @@ from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
 from moecore.packing.corpus.scheduled_batch import TILE
 from moecore.packing.split import multiple_of
-from moecore.parallelize import DispatcherName
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
 OPEN_DEGREES = tuple(field.name for field in fields(ParallelConfig) if field.default == -1)
@@ -58,7 +58,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--bias-per-micro-batch", action="store_true", help="of --quantile: solved before choosing")
     add("--layers", type=whole, help="cut the preset to so many layers (None = all)")
     add("--tokens", default="text", choices=("text", "random"), help="random: over the vocabulary")
-    add("--dispatcher", default="auto", choices=get_args(DispatcherName), help="how tokens travel")
+    add(
+        "--dispatcher",
+        default="auto",
+        choices=get_args(BuiltinDispatcher),
+        help="how tokens travel",
+    )
     add("--row-factor", type=positive, help="of nvlink: capacity over even loads (None = 2)")
     add("--exact-rows", action="store_true", help="nvlink: room for what comes, at a host sync")
     add(
