@@ -18,7 +18,7 @@ from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.families.fp32_modules import is_selection_bias, set_dtypes
 from moecore.io import export_hf, load_hf
 from moecore.io.hf.files import HFFiles
-from moecore.io.hf.names import FileView
+from moecore.io.hf.pieces import FileView
 from moecore.io.hf.quant import TensorSource, ViewedSource
 from moecore.io.hf.stock import Shapes, published_shapes, shapes_of, stock_plan
 from tests.families.transformers.family_models import model_class, tiny_model

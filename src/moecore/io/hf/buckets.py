@@ -21,7 +21,7 @@ from torch import Tensor
 from moecore.base.torch_private import foreach_copy_
 from moecore.io.checkpoint.ranks import Group, on_every_rank, rank_and_world
 from moecore.io.hf.collect import ErrorKeeper, Holders, Item, by_size, put
-from moecore.io.hf.target import PieceOverlap
+from moecore.io.hf.pieces import PieceOverlap
 
 ALIGNMENT = 16  # bytes
 Read = Callable[[str, tuple[slice, ...]], Tensor]  # a tensor's name, a box of this rank's part

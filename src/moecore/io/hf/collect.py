@@ -22,8 +22,14 @@ from torch import Tensor
 
 from moecore.base.params import global_indices
 from moecore.io.checkpoint.ranks import gather, on_every_rank, rank_and_world
-from moecore.io.hf.names import TensorPiece
-from moecore.io.hf.target import Holding, PieceOverlap, holding_of, local_part, overlaps
+from moecore.io.hf.pieces import (
+    Holding,
+    PieceOverlap,
+    TensorPiece,
+    holding_of,
+    local_part,
+    overlaps,
+)
 from moecore.moe.param_reader import gathered_blocks
 from moecore.precision.stored import stored_values
 

@@ -31,16 +31,9 @@ from moecore.io.hf.export import check_target, fill_shards, write_directory
 from moecore.io.hf.export_config import finish_config
 from moecore.io.hf.export_plan import ExportLayout, make_items, names_of
 from moecore.io.hf.files import Box, HFFiles, common_part, listed
-from moecore.io.hf.names import (
-    EMBEDDING,
-    HEAD,
-    FileRecipe,
-    HFLayout,
-    find_layout,
-    hf_copies,
-    hf_plan,
-)
+from moecore.io.hf.names import EMBEDDING, HEAD, HFLayout, find_layout, hf_copies, hf_plan
 from moecore.io.hf.native_writer import PREFIX, Origin, check_single_rank, write_native
+from moecore.io.hf.pieces import FileRecipe
 from moecore.io.hf.quant import TensorSource, find_sources
 from moecore.io.hf.stock import reader_of, written_plan
 from moecore.io.hf.verify import content_problems, copy_problems, shape_problems

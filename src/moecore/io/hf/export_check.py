@@ -16,8 +16,8 @@ from moecore.base.params import clean_name
 from moecore.families.transformers.blocks import find_hf_adapter
 from moecore.io.checkpoint.config_differences import moe_differences
 from moecore.io.hf.names import EMBEDDING, HEAD
+from moecore.io.hf.pieces import local_part
 from moecore.io.hf.stock import Shapes, held_shapes, reader_of, shapes_of
-from moecore.io.hf.target import local_part
 from moecore.moe.layer import MoELayer
 
 ADAPTERS = ("lora_", "base_layer.", "modules_to_save.", "original_module.")

@@ -21,9 +21,9 @@ from moecore.io.hf.collect import Holders, Item
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_check import check_tied, checked_reader
 from moecore.io.hf.export_config import export_config
-from moecore.io.hf.names import HEAD, FileRecipe, HFLayout, hf_plan
+from moecore.io.hf.names import HEAD, HFLayout, hf_plan, model_copies, model_tensors
+from moecore.io.hf.pieces import FileRecipe
 from moecore.io.hf.stock import Shapes, written_plan
-from moecore.io.hf.target import model_copies, model_tensors
 from moecore.io.hf.upcycled import shared_of_no_size
 from moecore.models.decoder import Decoder
 from moecore.parallel.model.parallel_state import parallel_states

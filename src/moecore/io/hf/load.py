@@ -36,17 +36,17 @@ from moecore.io.checkpoint.state import fresh_buffers
 from moecore.io.hf.config import config_problems
 from moecore.io.hf.config_fields import read_config
 from moecore.io.hf.files import CONFIG, HFFiles, listed, one_line, read_headers
-from moecore.io.hf.names import HEAD, FileRecipe, find_layout, hf_plan
-from moecore.io.hf.quant import FP8, TensorSource, find_sources, viewed
-from moecore.io.hf.stock import published_shapes, reader_of, stock_plan
-from moecore.io.hf.target import (
+from moecore.io.hf.names import (
+    HEAD,
+    find_layout,
     first_ignored_layer,
-    holding_of,
-    local_part,
+    hf_plan,
     model_copies,
     model_tensors,
-    overlaps,
 )
+from moecore.io.hf.pieces import FileRecipe, holding_of, local_part, overlaps
+from moecore.io.hf.quant import FP8, TensorSource, find_sources, viewed
+from moecore.io.hf.stock import published_shapes, reader_of, stock_plan
 from moecore.io.hf.upcycled import upcycled_config
 from moecore.io.hf.verify import LAYER, copy_problems
 from moecore.models.decoder import Decoder

@@ -36,8 +36,7 @@ from moecore.families.transformers.lora import adapted, refuse_unmerging
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.stages import is_first_of_stage
 from moecore.io.hf.files import listed, read_json
-from moecore.io.hf.names import FileView, TensorPiece
-from moecore.io.hf.target import local_part
+from moecore.io.hf.pieces import FileView, TensorPiece, local_part
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
 from moecore.parallel.model.parallel_state import find_stages

@@ -42,19 +42,20 @@ Nemotron-H has one mixer and one norm a layer, experts without a gate, and "back
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.base.fields import shown_name
+from moecore.base.params import clean_name
+from moecore.io.hf.config import MTP_TYPES
+from moecore.io.hf.pieces import FileRecipe, FileView, Region, TensorPiece, ViewDim
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 
 HFLayout = Literal["fused", "per_expert", "mixtral"]
-Region = tuple[int | slice, ...]
-ViewDim = tuple[int, int, int]  # dim of a file tensor, length, step
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 EXPERT_NAMES = {"per_expert": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
@@ -74,54 +75,6 @@ NEMOTRON_H = (
     (r"(\.\d+)\.(self_attn|linear_attn|mlp)\.", r"\1.mixer."),
 )
 EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek-V3
-
-
-@dataclass(frozen=True, slots=True)
-class FileView:
-    """Elements of a file tensor in another order: where they begin, and dims by those stored."""
-
-    file_shape: tuple[int, ...]
-    starts: tuple[int, ...]
-    dims: tuple[ViewDim, ...]
-
-    def of(self, file_tensor: Tensor) -> Tensor:
-        """Return a view of the file tensor, which is contiguous."""
-        offset = sum(a * s for a, s in zip(self.starts, file_tensor.stride(), strict=True))
-        offset += int(file_tensor.storage_offset())
-        strides = [step * file_tensor.stride(d) for d, _, step in self.dims]
-        return file_tensor.as_strided([n for _, n, _ in self.dims], strides, offset)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPiece:
-    """One Hugging Face tensor, or elements of it, and the part of a native tensor that it is.
-
-    `region` indexes the native tensor, () = all of it; `shape` has the region's elements in the
-    same order; `view` has which elements these are and their order, in `shape`, None = all.
-    """
-
-    name: str
-    region: Region
-    shape: tuple[int, ...]
-    view: FileView | None = None
-
-    @property
-    def file_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor in the file."""
-        return self.shape if self.view is None else self.view.file_shape
-
-    def box_in(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the region as one slice per dim of a native tensor of this shape."""
-        region = (slice(r, r + 1) if isinstance(r, int) else r for r in self.region)
-        return (*region, *(slice(0, n) for n in shape[len(self.region) :]))
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecipe:
-    """The pieces that one native tensor is made of; their regions do not overlap and cover it."""
-
-    shape: tuple[int, ...]
-    pieces: tuple[TensorPiece, ...]
 
 
 def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, FileRecipe]:
@@ -147,6 +100,44 @@ def hf_copies(config: DecoderConfig) -> dict[str, str]:
         copies[f"{prefix}embed_tokens.weight"] = EMBEDDING
         copies[f"{prefix}shared_head.head.weight"] = head
     return copies
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, tied ones under each of their names."""
+    if not isinstance(model, Decoder) and not hasattr(_config(model), "model_type"):
+        raise NotImplementedError(
+            f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
+            "whose Hugging Face names are known: translate other names yourself"
+        )
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        name = clean_name(name)
+        if not isinstance(tensor, Tensor):
+            raise NotImplementedError(
+                f"model state {shown_name(name)} ({type(tensor).__name__}) must be a tensor: "
+                "remove it"
+            )
+        tensors[name] = tensor
+    return tensors
+
+
+def model_copies(model: nn.Module) -> dict[str, str]:
+    """Return names of tensors that files may hold twice -> the name of the same numbers."""
+    if isinstance(model, Decoder):
+        return hf_copies(model.config)
+    if not getattr(_config(model), "tie_word_embeddings", False):
+        return {}
+    table = getattr(model, "get_input_embeddings", lambda: None)()
+    name = next((n for n, m in model.named_modules() if m is table), "")  # in a language model
+    return {HEAD: f"{clean_name(name)}.weight" if name else EMBEDDING}
+
+
+def first_ignored_layer(model: nn.Module) -> int | None:
+    """Return the layer from which files may hold more than a model has; None = none."""
+    if isinstance(model, Decoder) or _config(model).model_type not in MTP_TYPES:
+        return None
+    num_layers: int = _config(model).num_hidden_layers
+    return num_layers  # then multi-token prediction, not in transformers
 
 
 def find_layout(names: Collection[str]) -> HFLayout:
@@ -302,3 +293,7 @@ def _shared_pieces(
         TensorPiece(f"{name}.gate_proj.weight", (slice(0, F_),), (F_, D)),
         TensorPiece(f"{name}.up_proj.weight", (slice(F_, 2 * F_),), (F_, D)),
     )
+
+
+def _config(model: nn.Module) -> Any:
+    return getattr(model, "config", None)

@@ -32,7 +32,8 @@ from moecore.io.checkpoint.snapshot import versions
 from moecore.io.hf.collect import Item
 from moecore.io.hf.export import fill_shards, in_file_order
 from moecore.io.hf.files import BoxReader, listed
-from moecore.io.hf.names import FileRecipe, hf_copies
+from moecore.io.hf.names import hf_copies
+from moecore.io.hf.pieces import FileRecipe
 from moecore.io.hf.quant import TensorSource, viewed
 from moecore.io.hf.verify import copy_problems, plan_problems
 from moecore.models.config import DecoderConfig

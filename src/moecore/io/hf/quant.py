@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moecore.io.hf.files import Box, BoxReader, HFFiles
-from moecore.io.hf.names import FileView, TensorPiece, ViewDim
+from moecore.io.hf.pieces import FileView, TensorPiece, ViewDim
 
 SCALE = "_scale_inv"
 MX_GROUP = 32

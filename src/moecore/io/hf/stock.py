@@ -27,7 +27,8 @@ from moecore.base.torch_private import DispatchMode
 from moecore.families.transformers.experts import find_experts_adapter, used_tensors
 from moecore.io.hf.config_fields import check_layers
 from moecore.io.hf.files import shown_with_source
-from moecore.io.hf.names import FileRecipe, FileView, TensorPiece, ViewDim, routed_pieces
+from moecore.io.hf.names import routed_pieces
+from moecore.io.hf.pieces import FileRecipe, FileView, TensorPiece, ViewDim
 
 Shapes = Mapping[str, tuple[int, ...]]
 Box = tuple[tuple[int, int], ...]  # (start, length) per dim

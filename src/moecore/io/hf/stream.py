@@ -43,7 +43,7 @@ from moecore.io.hf.export_plan import (
     plan_export,
 )
 from moecore.io.hf.lora import Merge, adapter_tensors, merges, unmerged
-from moecore.io.hf.names import FileRecipe, TensorPiece
+from moecore.io.hf.pieces import FileRecipe, TensorPiece
 from moecore.train.memory.streams import CopyStream
 
 LoRA = Literal["merged", "apart"]

@@ -21,10 +21,10 @@ from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
 from moecore.io.hf.config_fields import KIND_OF, HFConfig, check_kind, read_config
 from moecore.io.hf.files import CONFIG, INDEX, MAX_CHARS, BoxReader, HFFiles, read_json
-from moecore.io.hf.names import FileRecipe, find_layout, hf_copies, hf_plan
+from moecore.io.hf.names import find_layout, hf_copies, hf_plan, model_copies
+from moecore.io.hf.pieces import FileRecipe
 from moecore.io.hf.quant import TensorSource, find_sources
 from moecore.io.hf.stock import published_shapes, reader_of, shapes_of, stock_plan
-from moecore.io.hf.target import model_copies
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")

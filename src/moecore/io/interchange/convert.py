@@ -30,8 +30,9 @@ from moecore.io.hf.convert import StoredModel, open_native
 from moecore.io.hf.export import check_target, draft_of
 from moecore.io.hf.export_plan import make_items
 from moecore.io.hf.files import Box, BoxReader, listed
-from moecore.io.hf.names import EMBEDDING, FileRecipe, TensorPiece, find_layout, hf_plan
+from moecore.io.hf.names import EMBEDDING, find_layout, hf_plan
 from moecore.io.hf.native_writer import Origin, check_single_rank, write_native
+from moecore.io.hf.pieces import FileRecipe, TensorPiece
 from moecore.io.hf.quant import TensorSource
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, prefixes, write_dcp
 from moecore.io.interchange.dcp_metadata import read_options

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from moecore.io.hf.names import TensorPiece, hf_plan
-from moecore.io.hf.target import PieceOverlap, holding_of, overlaps
+from moecore.io.hf.names import hf_plan
+from moecore.io.hf.pieces import PieceOverlap, TensorPiece, holding_of, overlaps
 from moecore.models import preset
 
 
