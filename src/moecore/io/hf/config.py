@@ -10,23 +10,28 @@ refused too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moecore.base.fields import check_arguments, quote
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.io.checkpoint.config_differences import TRAINING, differences, hf_differences
-from moecore.io.hf.config_attention import (
+from moecore.io.hf.config_fields import (
+    Fields,
+    HFConfig,
+    NativeFamily,
     grouped_attention,
     latent_attention,
+    read_config,
     sizes_and_heads,
     windows_of,
 )
-from moecore.io.hf.config_fields import Fields, HFConfig, read_config
 from moecore.io.hf.files import INDEX, SINGLE, one_line, read_headers, read_index
 from moecore.models.config import (
+    AttentionBias,
     DecoderConfig,
     GatedDeltaConfig,
     Mamba2Config,
@@ -34,7 +39,6 @@ from moecore.models.config import (
 )
 
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # published; transformers'
-MTP_TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "qwen3_next")
 MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5 (arXiv:2508.06471), 2.4
 
 
@@ -51,20 +55,22 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
             model can be parallelized as it is.
     """
     check_arguments(decoder_config_from_hf, locals())
-    fields = Fields(read_config(config))
-    build = FAMILIES.get(fields.model_type)
-    if build is None:
+    values = read_config(config)
+    model_type = str(values.get("model_type"))
+    family = FAMILIES.get(model_type)
+    if family is None:
         raise NotImplementedError(
-            f"config.json model_type ({quote(fields.model_type)}) must be one of "
+            f"config.json model_type ({quote(model_type)}) must be one of "
             f"{', '.join(FAMILIES)}: parallelize the transformers model itself"
         )
+    fields = Fields(values, family)
     if not isinstance(config, Mapping):
         fields.values = {**fields.values, **_stored_mtp(Path(config), fields)}
     for name in ("attention_dropout", "clip_qkv", "mlp_bias"):
         fields.refuse(name, bool(fields.get(name, None)))
     fields.refuse("hidden_act", fields.get("hidden_act", "silu") != "silu")
     try:
-        return build(fields)
+        return fields.complete()
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         # Of a value that has no kind in KINDS, or lies in a list.
         reason = f"{type(error).__name__}: {one_line(error)}"
@@ -102,9 +108,6 @@ def _qwen2(fields: Fields) -> DecoderConfig:
 
 
 def _qwen3_next(fields: Fields) -> DecoderConfig:
-    """Fields that are missing have the values of their class."""
-    defaults = dict(head_dim=256, partial_rotary_factor=0.25, norm_topk_prob=True)
-    fields.values |= {name: fields.get(name, value) for name, value in defaults.items()}
     layers = range(fields.need("num_hidden_layers"))
     step = fields.get("full_attention_interval", 4)
     kinds = [("linear_attention", "full_attention")[(i + 1) % step == 0] for i in layers]
@@ -164,11 +167,6 @@ def _dense(fields: Fields, *, qk_norm: Any = None) -> DecoderConfig:
     return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
 
 
-def _dense_qwen3(fields: Fields) -> DecoderConfig:
-    fields.values["head_dim"] = fields.get("head_dim", 128)
-    return _dense(fields, qk_norm="head")
-
-
 def _mistral(fields: Fields) -> DecoderConfig:
     fields.values.setdefault("sliding_window", 4096)
     common = grouped_attention(fields) | dict(windows=windows_of(fields, [True]))
@@ -214,7 +212,6 @@ def _gpt_oss(fields: Fields) -> DecoderConfig:
 
 
 def _deepseek_v3(fields: Fields) -> DecoderConfig:
-    _refuse_unless(fields, scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
     return _first_dense(fields, latent_attention(fields), _sigmoid_choice(fields))
 
 
@@ -222,7 +219,6 @@ def _deepseek_v32(fields: Fields) -> DecoderConfig:
     """Fields of the indexer that are missing have the values of its class."""
     kinds = fields.get("layer_types", [])
     fields.refuse("layer_types", any(kind != "indexed_attention" for kind in kinds))
-    fields.values["q_lora_rank"] = fields.get("q_lora_rank", 1536)
     config, first = _deepseek_v3(fields), fields.need("first_k_dense_replace")
     kinds = ["sparse" if i >= first else "dense" for i in range(config.num_layers)]
     fields.refuse("mlp_layer_types", list(fields.get("mlp_layer_types", kinds)) != kinds)
@@ -236,7 +232,6 @@ def _deepseek_v32(fields: Fields) -> DecoderConfig:
 
 
 def _deepseek_v2(fields: Fields) -> DecoderConfig:
-    _refuse_unless(fields, scoring_func="softmax", norm_topk_prob=False)
     method = fields.get("topk_method", "greedy")
     fields.refuse("topk_method", method not in ("greedy", "group_limited_greedy"))
     groups: dict[str, Any] = {}
@@ -252,7 +247,6 @@ def _deepseek_v2(fields: Fields) -> DecoderConfig:
 
 
 def _glm4_moe(fields: Fields) -> DecoderConfig:
-    fields.values["partial_rotary_factor"] = fields.get("partial_rotary_factor", 0.5)
     attention = grouped_attention(fields) | dict(
         qk_norm="head" if fields.get("use_qk_norm", False) else None
     )
@@ -268,15 +262,12 @@ LAYER_LETTERS = {  # transformers' names, and those of older files
 
 
 def _nemotron_h(fields: Fields) -> DecoderConfig:
-    """Fields that are missing have the values of their class, which turns no heads."""
+    """The config of a class that turns no heads."""
     kinds = fields.get("layers_block_type", fields.get("layer_types", []))
     fields.refuse("layers_block_type", any(kind not in LAYER_LETTERS for kind in kinds))
     pattern = "".join(LAYER_LETTERS[kind] for kind in kinds)
     pattern = pattern or fields.need("hybrid_override_pattern")
-    fields.values |= dict(num_hidden_layers=len(pattern), head_dim=fields.get("head_dim", 128))
-    _refuse_unless(fields, mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True)
-    _refuse_unless(fields, use_bias=False, residual_in_fp32=False, n_shared_experts=1)
-    _refuse_unless(fields, tie_word_embeddings=False, num_nextn_predict_layers=0)
+    fields.values["num_hidden_layers"] = len(pattern)
     fields.refuse("sliding_window", fields.get("sliding_window", None) is not None)
     fields.refuse("hybrid_override_pattern", bool(set(pattern) - set(LAYER_LETTERS.values())))
     fields.refuse("hybrid_override_pattern", "*" not in pattern)
@@ -309,12 +300,6 @@ def _nemotron_h(fields: Fields) -> DecoderConfig:
         mlp_hidden_dim=fields.get("intermediate_size", 21504) if "-" in pattern else 0,
         mlp_activation="relu2",
     )
-
-
-def _refuse_unless(fields: Fields, **known_values: Any) -> None:
-    """Refuse other values of fields, where they are given, than the one that is known."""
-    for name, only in {"moe_layer_freq": 1, **known_values}.items():
-        fields.refuse(name, fields.get(name, only) != only)
 
 
 def _sigmoid_choice(fields: Fields) -> dict[str, Any]:
@@ -364,9 +349,7 @@ def _mtp(fields: Fields) -> dict[str, Any]:
 def _stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
     """How many modules the files have, behind the last layer or below `mtp`; {} without weights."""
     path = path if path.is_dir() else path.parent
-    if fields.model_type not in MTP_TYPES or not (
-        (path / INDEX).is_file() or (path / SINGLE).is_file()
-    ):
+    if not fields.family.has_mtp or not ((path / INDEX).is_file() or (path / SINGLE).is_file()):
         return {}
     names = read_index(path) or read_headers(path)
     layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
@@ -375,23 +358,66 @@ def _stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
     return {MTP_KEYS[0]: num_modules}
 
 
-FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
-    "qwen3_moe": _qwen3,
-    "qwen3_next": _qwen3_next,
-    "qwen2_moe": _qwen2,
-    "mixtral": _mixtral,
-    "olmoe": _olmoe,
-    "deepseek_v3": _deepseek_v3,
-    "kimi_k2": _deepseek_v3,
-    "deepseek_v32": _deepseek_v32,
-    "deepseek_v2": _deepseek_v2,
-    "glm4_moe": _glm4_moe,
-    "gpt_oss": _gpt_oss,
-    "nemotron_h": _nemotron_h,
-    "qwen3": _dense_qwen3,
-    "qwen2": _dense,
-    "llama": _dense,
-    "mistral": _mistral,
+ATTENTION_BIAS: tuple[str, bool, AttentionBias] = ("attention_bias", False, "all")
+_V3_VALUES = dict(
+    moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True
+)
+_V3 = NativeFamily("DeepseekV3ForCausalLM", _deepseek_v3, known_values=_V3_VALUES, has_mtp=True)
+FAMILIES = {
+    "qwen3_moe": NativeFamily("Qwen3MoeForCausalLM", _qwen3, ATTENTION_BIAS),
+    "qwen3_next": NativeFamily(
+        "Qwen3NextForCausalLM",
+        _qwen3_next,
+        ATTENTION_BIAS,
+        dict(head_dim=256, partial_rotary_factor=0.25, norm_topk_prob=True),
+        has_mtp=True,
+    ),
+    "qwen2_moe": NativeFamily("Qwen2MoeForCausalLM", _qwen2, ("qkv_bias", True, "qkv")),
+    "mixtral": NativeFamily("MixtralForCausalLM", _mixtral),
+    "olmoe": NativeFamily("OlmoeForCausalLM", _olmoe, ATTENTION_BIAS),
+    "deepseek_v3": _V3,
+    "kimi_k2": _V3,
+    "deepseek_v32": replace(
+        _V3,
+        architecture="DeepseekV32ForCausalLM",
+        read=_deepseek_v32,
+        defaults=dict(q_lora_rank=1536),
+    ),
+    "deepseek_v2": NativeFamily(
+        "DeepseekV2ForCausalLM",
+        _deepseek_v2,
+        known_values=dict(moe_layer_freq=1, scoring_func="softmax", norm_topk_prob=False),
+    ),
+    "glm4_moe": NativeFamily(
+        "Glm4MoeForCausalLM",
+        _glm4_moe,
+        ("attention_bias", False, "qkv"),
+        dict(partial_rotary_factor=0.5),
+        has_mtp=True,
+    ),
+    "gpt_oss": NativeFamily("GptOssForCausalLM", _gpt_oss, ("attention_bias", True, "all")),
+    "nemotron_h": NativeFamily(
+        "NemotronHForCausalLM",
+        _nemotron_h,
+        defaults=dict(head_dim=128),
+        known_values=dict(
+            moe_layer_freq=1,
+            mlp_hidden_act="relu2",
+            mamba_hidden_act="silu",
+            use_conv_bias=True,
+            use_bias=False,
+            residual_in_fp32=False,
+            n_shared_experts=1,
+            tie_word_embeddings=False,
+            num_nextn_predict_layers=0,
+        ),
+    ),
+    "qwen3": NativeFamily(
+        "Qwen3ForCausalLM", partial(_dense, qk_norm="head"), ATTENTION_BIAS, dict(head_dim=128)
+    ),
+    "qwen2": NativeFamily("Qwen2ForCausalLM", _dense, ("", True, "qkv")),
+    "llama": NativeFamily("LlamaForCausalLM", _dense, ATTENTION_BIAS),
+    "mistral": NativeFamily("MistralForCausalLM", _mistral),
 }
 
 

@@ -1,18 +1,25 @@
-"""Fields of a config.json: read with their kinds, and the errors that reading them may give."""
+"""Fields of a config.json: their kinds, the errors of reading them, and attention made of them.
+
+What differs between the families that the native decoder knows is one record for each,
+`NativeFamily`; `config.py` lists them.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moecore.base.fields import quote
 from moecore.io.hf.files import CONFIG, read_json
+from moecore.models.config import AttentionBias, DecoderConfig, MLAConfig, YarnConfig
 
 HFConfig = str | os.PathLike[str] | Mapping[str, Any]
+PLAIN = ("default", None)
 LAYER_COUNT = re.compile("(?<!per_)(layer|depth|block|group|stage)")
 MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # above, a config is wrong, and lists would not end
 
@@ -48,12 +55,11 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         _count(1),
         "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings intermediate_size moe_intermediate_size num_experts_per_tok "
-        "shared_expert_intermediate_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-        "v_head_dim n_group topk_group original_max_position_embeddings linear_num_key_heads "
+        "shared_expert_intermediate_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+        "n_group topk_group original_max_position_embeddings linear_num_key_heads "
         "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
         "index_n_heads index_head_dim index_topk n_groups mamba_num_heads mamba_head_dim "
-        "ssm_state_size conv_kernel moe_shared_expert_intermediate_size "
-        "moe_latent_size",
+        "ssm_state_size conv_kernel moe_shared_expert_intermediate_size moe_latent_size",
     ),
     (
         "a number",
@@ -122,14 +128,43 @@ def check_layers(values: Mapping[str, Any]) -> None:
             )
 
 
-class Fields:
-    """A config.json, and the errors that reading it may give."""
+@dataclass(frozen=True, slots=True)
+class NativeFamily:
+    """A family of transformers that the native decoder computes.
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = dict(values)
+    Attributes:
+        architecture: name of its class in transformers.
+        read: makes the decoder's config of a config.json.
+        bias: of attention: the field that turns it on ("" = none does), whether it is on without
+            that field, and which projections have it.
+        defaults: fields that are missing or null have these values, those of its class.
+        known_values: any other value of these fields is refused.
+        has_mtp: whether files may hold modules of multi-token prediction.
+    """
+
+    architecture: str
+    read: Callable[[Fields], DecoderConfig]
+    bias: tuple[str, bool, AttentionBias] = ("", False, "all")
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    known_values: Mapping[str, Any] = field(default_factory=dict)
+    has_mtp: bool = False
+
+
+class Fields:
+    """A config.json of a family, and the errors that reading it may give."""
+
+    def __init__(self, values: Mapping[str, Any], family: NativeFamily) -> None:
+        self.values, self.family = dict(values), family
         self.model_type = str(values.get("model_type"))
         if self.values.get("num_experts") is None:  # transformers >= 5 writes one name for all
             self.values["num_experts"] = values.get("num_local_experts")
+
+    def complete(self) -> DecoderConfig:
+        """Return the decoder's config, with the family's defaults, or raise for other values."""
+        for name, only in self.family.known_values.items():
+            self.refuse(name, self.get(name, only) != only)
+        self.values |= {name: self.get(name, v) for name, v in self.family.defaults.items()}
+        return self.family.read(self)
 
     def need(self, name: str) -> Any:
         """Return a field that has no default."""
@@ -172,3 +207,103 @@ class Fields:
                 self._checked(name, value)
         options.setdefault("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
         return options
+
+
+def grouped_attention(fields: Fields) -> dict[str, Any]:
+    """Arguments of DecoderConfig that families share, with grouped-query attention and rotary."""
+    heads, rope = sizes_and_heads(fields), fields.rope()
+    return heads | dict(
+        rope_theta=float(rope["rope_theta"]),
+        rotary_dim=_rotary_dim(fields, heads["head_dim"], rope["partial_rotary_factor"]),
+        yarn=_yarn(fields),
+        norm_eps=fields.need("rms_norm_eps"),
+    )
+
+
+def sizes_and_heads(fields: Fields) -> dict[str, Any]:
+    """Arguments of DecoderConfig that all families share."""
+    heads = fields.need("num_attention_heads")
+    return dict(
+        vocab_size=fields.need("vocab_size"),
+        dim=fields.need("hidden_size"),
+        num_layers=fields.need("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=fields.get("num_key_value_heads", heads),
+        head_dim=fields.get("head_dim", fields.need("hidden_size") // heads),
+        attention_bias=_attention_bias(fields),
+        tie_embeddings=fields.get("tie_word_embeddings", False),
+        max_seq_len=fields.need("max_position_embeddings"),
+    )
+
+
+def latent_attention(fields: Fields) -> dict[str, Any]:
+    """What `grouped_attention` returns, of latent attention."""
+    mla = MLAConfig(
+        q_lora_rank=fields.get("q_lora_rank", 0),
+        kv_lora_rank=fields.need("kv_lora_rank"),
+        qk_nope_head_dim=fields.need("qk_nope_head_dim"),
+        qk_rope_head_dim=fields.need("qk_rope_head_dim"),
+        v_head_dim=fields.need("v_head_dim"),
+        yarn=_yarn(fields),
+    )
+    common = grouped_attention(fields)
+    heads = dict(head_dim=mla.qk_head_dim, num_kv_heads=common["num_heads"])
+    return common | heads | dict(mla=mla, yarn=None)
+
+
+def windows_of(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
+    """The windows of layers, as short as they repeat; () where none hides a token of a row."""
+    window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
+    if window is None or window >= length or not any(pattern):
+        return ()
+    if not window:
+        raise ValueError("config.json sliding_window (0) must be >= 1 or null: correct it")
+    n, layers = len(pattern), range(len(pattern))
+    period = next(p for p in range(1, n + 1) if all(pattern[i] == pattern[i % p] for i in layers))
+    return tuple(window if is_windowed else 0 for is_windowed in pattern[:period])
+
+
+def _attention_bias(fields: Fields) -> AttentionBias | None:
+    name, is_on, kind = fields.family.bias
+    if name != "attention_bias":
+        fields.refuse("attention_bias", fields.get("attention_bias", False))
+    return kind if (fields.get(name, is_on) if name else is_on) else None
+
+
+def _rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
+    """Dims of a head that are turned, 0 = all; other classes turn all whatever the field."""
+    turns_all = "partial_rotary_factor" not in fields.family.defaults
+    fields.refuse("partial_rotary_factor", part != 1 and turns_all, part)
+    turned = int(head_dim * part)
+    if not 0 < turned <= head_dim:
+        raise ValueError(
+            f"config.json partial_rotary_factor ({part}) must leave 1 to head_dim ({head_dim}) "
+            "dims to turn: correct it"
+        )
+    return 0 if turned == head_dim else turned
+
+
+def _yarn(fields: Fields) -> YarnConfig | None:
+    """YaRN; without both scales transformers takes 1 and 0."""
+    rope = fields.rope()
+    kind = rope["rope_type"]
+    fields.refuse("rope_type", kind not in (*PLAIN, "yarn"), kind)
+    if kind in PLAIN:
+        return None
+    factor = rope.get("attention_factor")
+    fields.refuse("attention_factor", factor is not None, factor)
+    if rope.get("original_max_position_embeddings") is None:
+        fields.need("rope_scaling.original_max_position_embeddings")
+    original = rope["original_max_position_embeddings"]
+    mscale, all_dim = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
+    # transformers then scales the attention scores, but not cos and sin by the same
+    fields.refuse("mscale_all_dim", bool(all_dim and not mscale), all_dim)
+    return YarnConfig(
+        factor=float(rope.get("factor") or fields.need("max_position_embeddings") / original),
+        original_max_seq_len=original,
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        mscale=float(mscale) if all_dim else 1.0,
+        mscale_all_dim=float(all_dim),
+        truncate=rope.get("truncate") is not False,
+    )

@@ -9,31 +9,12 @@ from typing import Any, NoReturn
 from torch import nn
 
 from moecore.io.checkpoint.config_differences import TRAINING, training_only
-from moecore.io.hf.config import MTP_KEYS, config_problems, decoder_config_from_hf
+from moecore.io.hf.config import FAMILIES, MTP_KEYS, config_problems, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.stock import transformers_class
 from moecore.io.hf.upcycled import upcycled_config
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
-
-ARCHITECTURES = {
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "deepseek_v32": "DeepseekV32ForCausalLM",
-    "kimi_k2": "DeepseekV3ForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-}
 
 
 def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
@@ -91,13 +72,13 @@ def finish_config(
             values[key] = num_mtp
     if num_mtp and not any(key in values for key in MTP_KEYS):
         values[MTP_KEYS[0]] = num_mtp
-    default_class = ARCHITECTURES.get(str(values.get("model_type")))
-    name = model_class.__name__ if model_class else None
+    family = FAMILIES.get(str(values.get("model_type")))
+    name = family.architecture if family else model_class.__name__ if model_class else None
     kind = transformers_class(model_class) if model_class else None
     if kind is not None:
         values["architectures"] = [kind.__name__]  # such as one with another head than config's
-    elif not values.get("architectures") and (default_class or name):
-        values["architectures"] = [default_class or name]
+    elif not values.get("architectures") and name:
+        values["architectures"] = [name]
     try:
         result: dict[str, Any] = json.loads(json.dumps(values))
     except (TypeError, ValueError) as error:

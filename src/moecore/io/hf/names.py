@@ -42,7 +42,7 @@ Nemotron-H has one mixer and one norm a layer, experts without a gate, and "back
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -50,7 +50,7 @@ from torch import Tensor, nn
 
 from moecore.base.fields import shown_name
 from moecore.base.params import clean_name
-from moecore.io.hf.config import MTP_TYPES
+from moecore.io.hf.config import FAMILIES
 from moecore.io.hf.pieces import FileRecipe, FileView, Region, TensorPiece, ViewDim
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
@@ -77,12 +77,19 @@ NEMOTRON_H = (
 EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek-V3
 
 
-def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, FileRecipe]:
-    """Return name -> recipe of every tensor of `Decoder(config).state_dict()`, in model order."""
+def hf_plan(
+    config: DecoderConfig, layout: HFLayout, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, FileRecipe]:
+    """Return name -> recipe of every tensor of `Decoder(config).state_dict()`, in model order.
+
+    `shapes` are those of the decoder's tensors if one is built, or of a stage's.
+    """
     if layout not in get_args(HFLayout):
         choices = ", ".join(repr(c) for c in get_args(HFLayout))
         raise ValueError(f"layout ({layout!r}) must be one of {choices}: choose one")
-    shapes = {n: tuple(t.shape) for n, t in Decoder(config, device="meta").state_dict().items()}
+    if shapes is None:
+        skeleton = Decoder(config, device="meta").state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.items()}
     plan = dict[str, FileRecipe]()
     for name, shape in shapes.items():
         native_pieces = _pieces(name, shape, config, layout)
@@ -134,7 +141,8 @@ def model_copies(model: nn.Module) -> dict[str, str]:
 
 def first_ignored_layer(model: nn.Module) -> int | None:
     """Return the layer from which files may hold more than a model has; None = none."""
-    if isinstance(model, Decoder) or _config(model).model_type not in MTP_TYPES:
+    family = None if isinstance(model, Decoder) else FAMILIES.get(_config(model).model_type)
+    if family is None or not family.has_mtp:
         return None
     num_layers: int = _config(model).num_hidden_layers
     return num_layers  # then multi-token prediction, not in transformers
@@ -173,10 +181,9 @@ def _pieces(
         if pieces:
             return pieces
     raise NotImplementedError(
-        f"{shown_name(name)} {shape} must have a Hugging Face name in layout ({layout!r}), but "
-        "no family "
-        "of decoder_config_from_hf has such a tensor: keep the native names, or choose another "
-        "layout"
+        f"{shown_name(name)} {shape} must have a Hugging Face name in layout ({layout!r}), but no "
+        "family of decoder_config_from_hf has such a tensor: keep the native names, or choose "
+        "another layout"
     )
 
 
