@@ -17,11 +17,7 @@ from moecore.families.family import swap_blocks
 from moecore.families.transformers.blocks import STACKED
 from moecore.io import UpcycleOptions, upcycle_modules
 from moecore.io.hf.export import export_hf
-from tests.families.transformers.hf_models import (
-    qwen3_moe,
-    random_model,
-    transformers,
-)
+from tests.families.transformers.hf_models import qwen3_moe, random_model, transformers
 
 IDS = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(1))
 SIZES: dict[str, Any] = dict(

@@ -20,13 +20,7 @@ from moecore.io.hf.quant import dequantize_fp8, dequantize_mxfp4, find_sources
 from moecore.io.hf.verify import verify_hf
 from moecore.models import Decoder, preset
 from tests.io.checkpoint.fuzz import VALUES
-from tests.io.hf.dirs import (
-    plain_fp8,
-    plain_mxfp4,
-    quantize_fp8,
-    random_mxfp4,
-    write_directory,
-)
+from tests.io.hf.dirs import plain_fp8, plain_mxfp4, quantize_fp8, random_mxfp4, write_directory
 from tests.io.hf.test_config import TINY_JSON
 
 STATE = {

@@ -17,12 +17,7 @@ from torch import Tensor, nn
 
 from moecore.base.torch_private import local_of
 from moecore.io.checkpoint.hyperparameters import restore_groups
-from moecore.io.checkpoint.snapshot import (
-    Schedulers,
-    one_scheduler,
-    scheduler_state,
-    take_snapshot,
-)
+from moecore.io.checkpoint.snapshot import Schedulers, one_scheduler, scheduler_state, take_snapshot
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,

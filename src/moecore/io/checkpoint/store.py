@@ -31,13 +31,7 @@ from moecore.io.checkpoint.comparison import (
     rng_target,
     summary,
 )
-from moecore.io.checkpoint.directory import (
-    Step,
-    directory_of,
-    discard,
-    is_published,
-    new_draft,
-)
+from moecore.io.checkpoint.directory import Step, directory_of, discard, is_published, new_draft
 from moecore.io.checkpoint.hyperparameters import all_groups, restore_groups
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.manifest import Manifest, read_manifest

@@ -54,9 +54,8 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
     for name, shape in class_shapes.items():
         if name not in shapes:
             raise ValueError(
-                f"model ({type(model).__name__}) must hold {shown_name(name)} of "
-                f"{kind.__name__}, which reads "
-                f"the directory: {_fix(model, kind, name, class_shapes, shapes)}"
+                f"model ({type(model).__name__}) must hold {shown_name(name)} of {kind.__name__}, "
+                f"which reads the directory: {_fix(model, kind, name, class_shapes, shapes)}"
             )
         if shapes[name] != shape:
             raise ValueError(

@@ -98,6 +98,10 @@ class HFFiles:
         self.bytes_read += value.numel() * value.element_size()
         return value
 
+    def num_bytes(self, names: Iterable[str]) -> int:
+        """Return the bytes of data of stored tensors."""
+        return sum(self.tensors[name].nbytes for name in names)
+
     def __enter__(self) -> HFFiles:
         return self
 

@@ -16,29 +16,19 @@ from typing import Any
 from typing import cast as as_type
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Seed, check_arguments
-from moecore.base.params import (
-    clean_name,
-    global_indices,
-    init_normal_,
-)
+from moecore.base.params import clean_name, init_normal_
 from moecore.families.transformers.lora import adapted, trained_copies
 from moecore.io.checkpoint.ranks import gather, on_every_rank, on_first_rank
 from moecore.io.checkpoint.state import fresh_buffers
 from moecore.io.hf.config_fields import read_config
 from moecore.io.hf.files import HFFiles, read_headers
 from moecore.io.hf.load_plan import LoadPlan, check_load_plan, make_load_plan, model_config_problems
-from moecore.io.hf.names import (
-    HEAD,
-    model_copies,
-    model_tensors,
-)
-from moecore.io.hf.pieces import FileRecipe, holding_of, local_part, overlaps
-from moecore.io.hf.quant import TensorSource, find_sources, viewed
+from moecore.io.hf.pieces import local_part, shard_boxes
+from moecore.io.hf.quant import TensorSource, find_sources, read_box, stored_names
 from moecore.parallel.model.parallel_state import find_stages
 from moecore.train.rerun import drop_step
 
@@ -120,13 +110,14 @@ def load_hf(
         on_every_rank(lambda: check_load_plan(path, model, plan, strict=strict))
         compared_bytes = files.bytes_read
         drop_step(outer_model)
-        on_every_rank(lambda: _fill_all(model, plan, sources, files))
+        on_every_rank(lambda: _fill(model, plan, sources, files))
         read = files.bytes_read - compared_bytes
-    file_names = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
+        piece_names = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
+        total_bytes = files.num_bytes(stored_names(sources[name] for name in piece_names))
     return LoadReport(
         bytes_read=read,
         compared_bytes=compared_bytes,
-        total_bytes=sum(table[part].nbytes for n in file_names for part in sources[n].parts),
+        total_bytes=total_bytes,
         tensors=len(plan.recipes),
         missing=tuple(plan.missing),
         left_over=tuple(plan.left_over),
@@ -134,42 +125,19 @@ def load_hf(
     )
 
 
-def _tie_head(model: nn.Module, targets: Mapping[str, Tensor]) -> None:
-    """Undo what `to_empty` does to a plain transformers model with a tied head: two parameters."""
-    # In a sharded model the first forward, which sets all owners of one, makes the two one again.
-    copies = model_copies(model)
-    if HEAD not in copies or HEAD not in targets or isinstance(targets[HEAD], DTensor):
-        return
-    if targets[HEAD] is not targets[copies[HEAD]]:
-        as_type(Any, model).tie_weights()
-
-
-def _fill_all(
+def _fill(
     model: nn.Module, plan: LoadPlan, sources: Mapping[str, TensorSource], files: HFFiles
 ) -> None:
-    for name, recipe in plan.recipes.items():
-        _fill(plan.targets[name], recipe, sources, files)
+    """Copy this rank's part of every piece into its shard, and set what no file holds."""
+    dtypes = {name: source.dtype for name, source in sources.items()}
+    for piece, box, part in shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
+        part.copy_(read_box(files, sources, piece, box).view(part.shape))
     for buffer, value in plan.buffers:
         buffer.copy_(value)
-    for name, copy in trained_copies(model, model_tensors(model)).items():
+    for name, copy in trained_copies(model, plan.tensors).items():
         local_part(copy).copy_(local_part(plan.targets[name]))
-    _tie_head(model, plan.targets)
-
-
-def _fill(
-    target: Tensor, recipe: FileRecipe, sources: Mapping[str, TensorSource], files: HFFiles
-) -> None:
-    """Copy this rank's part of every piece into its shard."""
-    local = local_part(target)
-    if local.numel() == 0:
-        return
-    holding = holding_of(global_indices(target))
-    for piece in recipe.pieces:
-        source = viewed(sources[piece.name], piece)
-        max_numel = CHUNK_BYTES // source.dtype.itemsize
-        for overlap in overlaps(holding, piece, recipe.shape, max_numel=max_numel):
-            part = local[overlap.target]
-            part.copy_(source.read(files, overlap.source).view(part.shape))
+    if plan.ties_head:
+        as_type(Any, model).tie_weights()
 
 
 @torch.no_grad()

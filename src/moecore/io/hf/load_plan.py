@@ -49,12 +49,14 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
 class LoadPlan:
     """What goes where, what speaks against it, and (buffer, value) that no file holds."""
 
-    targets: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # of the model, with those of adapters
+    targets: dict[str, Tensor]  # of the model that the files describe
     recipes: dict[str, FileRecipe]
     missing: list[str]
     left_over: list[str]
     problems: list[str]
     buffers: list[tuple[Tensor, Tensor]]
+    ties_head: bool  # whether `to_empty` has cut a tied head loose from its embedding
 
 
 def model_config_problems(
@@ -115,15 +117,16 @@ def make_load_plan(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
         )
     sources = _drop_zero_experts(model, sources)
-    targets = without_adapters(model, model_tensors(model))
+    tensors = model_tensors(model)
+    targets = without_adapters(model, tensors)
     copies = model_copies(model)
     recipes = _recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
     if find_stages(model)[1] is not None:
         recipes = {name: recipe for name, recipe in recipes.items() if name in targets}
-    _drop_copies(targets, recipes, copies)
+    ties_head = _drop_copies(targets, recipes, copies)
     piece_names = {piece.name for recipe in recipes.values() for piece in recipe.pieces}
     left_over = [name for name in sources if name not in piece_names and name not in copies]
-    plan = LoadPlan(targets, {}, [], left_over, list(problems), [])
+    plan = LoadPlan(tensors, targets, {}, [], left_over, list(problems), [], ties_head)
     for name, recipe in recipes.items():
         absent = [p.name for p in recipe.pieces if p.name not in sources]
         if len(absent) == len(recipe.pieces) and not strict:
@@ -153,22 +156,27 @@ def _recipes(
 ) -> dict[str, FileRecipe]:
     """Return what each tensor of a model is made of, and names of what files lack for it."""
     if isinstance(model, Decoder):
-        return hf_plan(model.config, find_layout(sources))
+        return hf_plan(model.config, find_layout(sources), shapes)
     reader = reader_of(upcycled_config(model) or as_type(Any, model).config.to_dict(), model)
     files = {name: source.shape for name, source in sources.items()}
     return stock_plan(reader, shapes, files, {} if reader is None else published_shapes(reader))
 
 
 def _drop_copies(
-    targets: dict[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
-) -> None:
-    """Read a tied head once; where `to_empty` cut it loose once sharded, from its original."""
-    if HEAD in copies and HEAD in recipes:
-        original = copies[HEAD]
-        if targets[HEAD] is targets.get(original) or not isinstance(targets[HEAD], DTensor):
-            del recipes[HEAD]  # is tied again below
-        else:
-            recipes[HEAD] = recipes[original]
+    targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
+) -> bool:
+    """Read a tied head once; return whether the two parameters are to be tied again."""
+    # `to_empty` makes two of them. In a sharded model the first forward, which sets all owners of
+    # a parameter, makes the two one again, so the head is read from the embedding's tensor.
+    if HEAD not in copies or HEAD not in targets:
+        return False
+    original = copies[HEAD]
+    is_tied, is_sharded = targets[HEAD] is targets.get(original), isinstance(targets[HEAD], DTensor)
+    if is_sharded and not is_tied:
+        recipes[HEAD] = recipes[original]
+    else:
+        recipes.pop(HEAD, None)
+    return not is_tied and not is_sharded
 
 
 def _objected(left_over: list[str], first_ignored: int | None) -> list[str]:

@@ -25,12 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import check_arguments, quote
-from moecore.base.params import (
-    clean_name,
-    global_indices,
-    init_normal_,
-    init_uniform_,
-)
+from moecore.base.params import clean_name, global_indices, init_normal_, init_uniform_
 from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.transformers.lora import adapted, refuse_unmerging
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank

@@ -34,7 +34,7 @@ from moecore.io.hf.export import fill_shards, in_file_order
 from moecore.io.hf.files import BoxReader, listed
 from moecore.io.hf.names import hf_copies
 from moecore.io.hf.pieces import FileRecipe
-from moecore.io.hf.quant import TensorSource, viewed
+from moecore.io.hf.quant import TensorSource, read_box
 from moecore.io.hf.verify import copy_problems, plan_problems
 from moecore.models.config import DecoderConfig
 
@@ -183,10 +183,9 @@ def _add(
 ) -> None:
     """Append a tensor part by part; a recipe's pieces follow each other in it."""
     for piece in recipe.pieces:
-        source = viewed(sources[piece.name], piece)
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))
         for first in range(0, rows, step):
             row_box = (slice(first, min(first + step, rows)),) if piece.shape else ()
             box = (*row_box, *(slice(0, n) for n in piece.shape[1:]))
-            writer.add(source.read(files, box).to(dtype).contiguous())
+            writer.add(read_box(files, sources, piece, box).to(dtype).contiguous())

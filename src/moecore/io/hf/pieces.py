@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from moecore.base.params import runs_of
+from moecore.base.params import global_indices, runs_of
 from moecore.base.torch_private import local_of
 
 Region = tuple[int | slice, ...]
@@ -82,6 +84,31 @@ class PieceOverlap:
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a parameter, sharing its memory."""
     return local_of(tensor).detach()
+
+
+class ShardBox(NamedTuple):
+    """A box of a piece, and the part of a shard that has the same elements."""
+
+    piece: TensorPiece
+    box: tuple[slice, ...]
+    part: Tensor
+
+
+def shard_boxes(
+    tensors: Mapping[str, Tensor],
+    recipes: Mapping[str, FileRecipe],
+    dtypes: Mapping[str, torch.dtype],
+    max_bytes: int,
+) -> list[ShardBox]:
+    """Return the boxes of pieces that this rank's shards hold; `dtypes` are those of the files."""
+    boxes = []
+    for name, recipe in recipes.items():
+        local, holding = local_part(tensors[name]), holding_of(global_indices(tensors[name]))
+        for piece in recipe.pieces if local.numel() else ():
+            max_numel = max_bytes // dtypes[piece.name].itemsize
+            overlap_boxes = overlaps(holding, piece, recipe.shape, max_numel=max_numel)
+            boxes += [ShardBox(piece, o.source, local[o.target]) for o in overlap_boxes]
+    return boxes
 
 
 def holding_of(indices: Sequence[Tensor]) -> Holding:

@@ -15,7 +15,7 @@ microscaling specification (MXFP4: E2M1 values, E8M0 scales).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,12 +130,20 @@ class ViewedSource(TensorSource):
         return view.of(values).reshape(sizes)[tuple(inner_box)]
 
 
-def viewed(source: TensorSource, piece: TensorPiece) -> TensorSource:
-    """Return what of a file tensor a piece is, in the piece's shape."""
-    if piece.view is None:
-        return source
-    parts = (source.name, piece.shape, source.dtype, source.quantized)
-    return ViewedSource(*parts, origin=source, view=piece.view)
+def read_box(
+    files: BoxReader, sources: Mapping[str, TensorSource], piece: TensorPiece, box: Box
+) -> Tensor:
+    """Return a box of a piece as a new CPU tensor."""
+    source = sources[piece.name]
+    if piece.view is not None:
+        parts = (source.name, piece.shape, source.dtype, source.quantized)
+        source = ViewedSource(*parts, origin=source, view=piece.view)
+    return source.read(files, box)
+
+
+def stored_names(sources: Iterable[TensorSource]) -> list[str]:
+    """Return the names of the stored tensors behind logical ones."""
+    return [name for source in sources for name in source.parts]
 
 
 def dequantize_fp8(

@@ -177,11 +177,7 @@ def trace(
     """Return name -> pieces of file tensors, or why they do not make it."""
     # What transformers would find no tensors for is left out.
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
     arena, model, state = _Arena(), cast(Any, reader), reader.state_dict()
     rules = get_model_conversion_mapping(model)

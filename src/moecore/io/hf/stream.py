@@ -23,13 +23,7 @@ from torch import Tensor, nn
 from moecore.base.failures import RankError, explain_transport_errors
 from moecore.base.fields import NumBytes, check_arguments, shown_name
 from moecore.families.transformers.lora import adapted
-from moecore.io.checkpoint.ranks import (
-    ControlGroup,
-    Group,
-    gather,
-    on_every_rank,
-    rank_and_world,
-)
+from moecore.io.checkpoint.ranks import ControlGroup, Group, gather, on_every_rank, rank_and_world
 from moecore.io.hf.buckets import BucketCollector, WeightBucket, WeightMeta, meta_of
 from moecore.io.hf.changes import Digests, Watch, WeightsVersion, memory_of, weights_changed
 from moecore.io.hf.collect import HeldPart, Holders, Item, held_of, part_of

@@ -132,7 +132,7 @@ def _stray_shards(path: Path, files: HFFiles) -> list[str]:
         if not isinstance(metadata, dict):
             return [*problems, f"{INDEX} metadata ({metadata!r:.40}) must be an object"]
         total = metadata.get("total_size")
-        size = sum(entry.nbytes for entry in files.tensors.values())
+        size = files.num_bytes(files.tensors)
         if total is not None and total != size:
             problems.append(f"{INDEX} total_size ({total}) must be {size}, that of the tensors")
     return problems
