@@ -18,7 +18,7 @@ from moecore.base.tables import UNITS, bounded_line, printable
 from moecore.io.checkpoint.directory import latest, prunable, prune, whole_directories
 from moecore.io.checkpoint.lock import leftovers_of_dead_job
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
-from moecore.io.checkpoint.meter import Progress
+from moecore.io.checkpoint.shard_file import Progress
 
 MAX_CHARS = 400  # characters of a name or a value
 TARGETS = ("native", "hf", "megatron", "dcp", "dcp-transformers")

@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 from moecore.io import load, save
 from moecore.io.checkpoint.manifest import MANIFEST, _digest, _dump
-from moecore.io.checkpoint.meter import Meter
-from moecore.io.checkpoint.shard_file import ShardWriter, layout_of
+from moecore.io.checkpoint.shard_file import Meter, ShardWriter, layout_of
 
 Model = tuple[nn.Module, torch.optim.Optimizer]
 SECONDS = 10

@@ -20,8 +20,7 @@ from torch import nn
 from moecore.io import latest, load, read_manifest, save, set_latest, verify
 from moecore.io.checkpoint.directory import POINTER
 from moecore.io.checkpoint.manifest import MANIFEST, ManifestChunk, check_grid
-from moecore.io.checkpoint.meter import Meter
-from moecore.io.checkpoint.shard_file import file_problem, layout_of
+from moecore.io.checkpoint.shard_file import Meter, file_problem, layout_of
 from tests.io.checkpoint.fuzz import build, fuzz, in_two_files, same, tensors_of, write_signed
 
 FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from moecore.io.checkpoint import shard_file
 from moecore.io.checkpoint.manifest import DTYPE_NAMES
-from moecore.io.checkpoint.meter import Meter
-from moecore.io.checkpoint.shard_file import ShardReader, ShardWriter, layout_of, pieces
+from moecore.io.checkpoint.shard_file import Meter, ShardReader, ShardWriter, layout_of, pieces
 
 
 @pytest.fixture(params=[256, 2**24], ids=["small-chunks", "real-chunks"])

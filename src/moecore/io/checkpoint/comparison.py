@@ -21,8 +21,13 @@ from moecore.io.checkpoint.hyperparameters import (
     option_problems,
 )
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
-from moecore.io.checkpoint.snapshot import Scheduler, Schedulers, one_scheduler, scheduler_state
-from moecore.io.checkpoint.stages import StagePart
+from moecore.io.checkpoint.snapshot import (
+    Scheduler,
+    Schedulers,
+    StagePart,
+    one_scheduler,
+    scheduler_state,
+)
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,

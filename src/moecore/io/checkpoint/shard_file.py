@@ -14,12 +14,15 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -27,12 +30,44 @@ from torch import Tensor
 
 from moecore.io.checkpoint.files import open_regular
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, StoredFile
-from moecore.io.checkpoint.meter import Meter
+from moecore.io.checkpoint.ranks import is_first_rank
 
 CHUNK_BYTES = 16 * 2**20  # the memory that a save or load needs on top, per open file
 DIRECT_BYTES = 2**20  # host memory of at least this is written from where it lies
 HASH_BYTES = 2**20  # what is hashed while it is still in a core's cache
 RUN_BYTES = 256 * 2**10  # a contiguous run of at least this is read alone, without what is between
+Progress = Callable[[int, int], None]
+
+logger = logging.getLogger("moecore.io")
+
+
+class Meter:
+    """Counts bytes from any thread, which calls `progress` with (done, expected so far)."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self._progress, self._lock = progress, Lock()
+        self._start = time.perf_counter()
+        self.moved_bytes = self.total = 0
+
+    def expect(self, num_bytes: int) -> None:
+        """Announce bytes to come."""
+        with self._lock:
+            self.total += num_bytes
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have moved."""
+        with self._lock:
+            self.moved_bytes += num_bytes
+            if self._progress:
+                self._progress(self.moved_bytes, self.total)
+
+    def log(self, message: str) -> None:
+        """Log one line on rank 0: bytes of this rank, seconds, GB/s."""
+        if not is_first_rank():
+            return
+        seconds, size = time.perf_counter() - self._start, self.moved_bytes / 1e9
+        text = "%s: %.3f GB of rank 0 in %.2f s, %.2f GB/s"
+        logger.info(text, message, size, seconds, size / seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,7 @@ from moecore.io.checkpoint.manifest import (
     StoredTensor,
     make_manifest,
 )
-from moecore.io.checkpoint.meter import Meter
-from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, ShardWriter, layout_of
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader, ShardWriter, layout_of
 
 Plan = TypeVar("Plan")
 

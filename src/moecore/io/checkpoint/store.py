@@ -35,7 +35,6 @@ from moecore.io.checkpoint.directory import Step, directory_of, discard, is_publ
 from moecore.io.checkpoint.hyperparameters import all_groups, restore_groups
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.manifest import Manifest, read_manifest
-from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
 from moecore.io.checkpoint.ranks import (
     Group,
@@ -47,9 +46,16 @@ from moecore.io.checkpoint.ranks import (
     on_first_rank,
     rank_and_world,
 )
-from moecore.io.checkpoint.shard_file import file_problem, layout_of
-from moecore.io.checkpoint.snapshot import Schedulers, Snapshot, scheduler_state, take_snapshot
-from moecore.io.checkpoint.stages import StagePart, join_stages, whole_of
+from moecore.io.checkpoint.shard_file import Meter, Progress, file_problem, layout_of
+from moecore.io.checkpoint.snapshot import (
+    Schedulers,
+    Snapshot,
+    StagePart,
+    join_stages,
+    scheduler_state,
+    take_snapshot,
+    whole_of,
+)
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,

@@ -21,15 +21,13 @@ from moecore.families.fp32_modules import keeps_fp32
 from moecore.io.checkpoint.comparison import below
 from moecore.io.checkpoint.directory import Step, check_unused
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
-from moecore.io.checkpoint.meter import Meter, Progress
-from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, layout_of
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, Progress, ShardReader, layout_of
 from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Collector, Item, put
 from moecore.io.hf.config import config_problems, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.export import check_target, fill_shards, write_directory
-from moecore.io.hf.export_config import finish_config
-from moecore.io.hf.export_plan import ExportLayout, make_items, names_of
+from moecore.io.hf.export_plan import ExportLayout, finish_config, make_items, names_of
 from moecore.io.hf.files import Box, HFFiles, common_part, listed
 from moecore.io.hf.names import EMBEDDING, HEAD, HFLayout, find_layout, hf_copies, hf_plan
 from moecore.io.hf.native_writer import PREFIX, Origin, check_single_rank, write_native

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import NumBytes, check_arguments
 from moecore.io.checkpoint.files import sync, write_new
-from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.checkpoint.ranks import (
     check_visible,
     is_first_rank,
@@ -37,7 +36,7 @@ from moecore.io.checkpoint.ranks import (
     on_first_rank,
     rank_and_world,
 )
-from moecore.io.checkpoint.shard_file import FileLayout, ShardWriter, layout_of
+from moecore.io.checkpoint.shard_file import FileLayout, Meter, Progress, ShardWriter, layout_of
 from moecore.io.hf.collect import Collector, ErrorKeeper, Item, RankCollector, by_size
 from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_plan import ExportLayout, plan_export

@@ -1,35 +1,50 @@
 """The Hugging Face tensors that an export or a stream makes of a model, and who holds their parts.
 
 Each pipeline stage has its own tensors; names, shapes and order are those of the whole model.
+The config.json that is written must describe the model, and the class that it names, which is built
+on meta, must read every tensor by name and shape.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import shown_name
+from moecore.base.params import clean_name
 from moecore.families.fp32_modules import keeps_fp32
+from moecore.families.transformers.blocks import find_hf_adapter
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
+from moecore.io.checkpoint.config_differences import TRAINING, moe_differences, training_only
 from moecore.io.checkpoint.ranks import on_every_rank
 from moecore.io.hf.collect import Holders, Item
-from moecore.io.hf.config_fields import HFConfig
-from moecore.io.hf.export_check import check_tied, checked_reader
-from moecore.io.hf.export_config import export_config
-from moecore.io.hf.names import HEAD, HFLayout, hf_plan, model_copies, model_tensors
-from moecore.io.hf.pieces import FileRecipe
-from moecore.io.hf.stock import Shapes, written_plan
-from moecore.io.hf.upcycled import shared_of_no_size
+from moecore.io.hf.config import FAMILIES, MTP_KEYS, config_problems, decoder_config_from_hf
+from moecore.io.hf.config_fields import HFConfig, read_config
+from moecore.io.hf.names import EMBEDDING, HEAD, HFLayout, hf_plan, model_copies, model_tensors
+from moecore.io.hf.pieces import FileRecipe, local_part
+from moecore.io.hf.stock import (
+    Shapes,
+    held_shapes,
+    reader_of,
+    shapes_of,
+    transformers_class,
+    written_plan,
+)
+from moecore.io.hf.upcycled import shared_of_no_size, upcycled_config
+from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
+from moecore.moe.layer import MoELayer
 from moecore.parallel.model.parallel_state import parallel_states
 
 ExportLayout = Literal["per_expert", "fused"]
 IN_LIST = re.compile(r".*?\.\d+\.")  # a name up to the entry of a list, such as a layer
+ADAPTERS = ("lora_", "base_layer.", "modules_to_save.", "original_module.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +161,164 @@ def make_items(
     for copy, original in copies.items():
         if copy != HEAD:
             yield replace(items[original], name=copy)
+
+
+def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
+    """Return the content of config.json without dtypes, or refuse a config of another model."""
+    if isinstance(model, Decoder):
+        return _decoder_config(model, config)
+    model_config = getattr(model, "config", None)
+    if not hasattr(model_config, "to_dict"):
+        _refuse_wrapper(model)
+    upcycled = upcycled_config(model)
+    expected_values: dict[str, Any] = model_config.to_dict() if upcycled is None else upcycled  # type: ignore[union-attr]
+    if config is None:
+        values = expected_values
+    else:
+        values = read_config(config)
+        _check_values(values, expected_values)
+    return finish_config(values, 0, type(model) if upcycled is None else None)
+
+
+def _decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
+    """The config given for a native decoder, checked against it."""
+    if config is None:
+        raise ValueError(
+            f"config (None) must be given for {type(model).__name__}: pass the config.json of "
+            "the Hugging Face model that it is, as a path or a mapping"
+        )
+    values = read_config(config)
+    values = finish_config(values, model.config.num_mtp_layers)
+    decoder_config_from_hf(values)  # raises where it cannot be a native decoder
+    _check_values(values, model.config, skipped_fields=training_only(model.config.moe))
+    return values
+
+
+def _refuse_wrapper(model: nn.Module) -> NoReturn:
+    """Raise for a module that is no model, naming the one that it holds."""
+    for path, module in model.named_modules():
+        if isinstance(module, Decoder) or transformers_class(type(module)) is not None:
+            raise ValueError(
+                f"model ({type(model).__name__}) must be the {type(module).__name__} in it, whose "
+                f"Hugging Face names are known: pass model.{path}"
+            )
+    raise NotImplementedError(
+        f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
+        "whose Hugging Face names are known: translate other names yourself"
+    )
+
+
+def finish_config(
+    values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
+) -> dict[str, Any]:
+    """Return a copy without quantisation, with `num_mtp` modules and a class that loads it."""
+    values = {k: v for k, v in values.items() if k != "quantization_config"}
+    for key in MTP_KEYS:
+        if key in values:
+            values[key] = num_mtp
+    if num_mtp and not any(key in values for key in MTP_KEYS):
+        values[MTP_KEYS[0]] = num_mtp
+    family = FAMILIES.get(str(values.get("model_type")))
+    name = family.architecture if family else model_class.__name__ if model_class else None
+    kind = transformers_class(model_class) if model_class else None
+    if kind is not None:
+        values["architectures"] = [kind.__name__]  # such as one with another head than config's
+    elif not values.get("architectures") and name:
+        values["architectures"] = [name]
+    try:
+        result: dict[str, Any] = json.loads(json.dumps(values))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config must be JSON-able: {error}") from None
+    return result
+
+
+def _check_values(
+    values: Mapping[str, Any],
+    model: DecoderConfig | Mapping[str, Any],
+    *,
+    skipped_fields: Collection[str] = TRAINING,
+) -> None:
+    """Raise for a field that differs, unless only training reads it."""
+    for problem in config_problems(values, model, skipped_fields=skipped_fields):
+        raise ValueError(f"{problem}: pass the config of this model")
+
+
+def checked_reader(model: nn.Module, values: Mapping[str, Any], shapes: Shapes) -> nn.Module | None:
+    """Return the model that reads an export, on meta; None for an unknown class."""
+    is_part = getattr(model, "base_model", None) is model  # the whole reads it, if there is one
+    full_reader = reader_of({**values, "architectures": None}) if is_part else None
+    reader = full_reader or reader_of(values, model)
+    if reader is not None:
+        kind = type(reader)
+        _check_names(model, kind, shapes_of(reader.state_dict()), held_shapes(shapes))
+        _check_layers(model, kind, reader)
+    return reader
+
+
+def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
+    """Raise for a head that the config ties to the embedding, but that has numbers of its own."""
+    if HEAD not in copies or not {HEAD, EMBEDDING} <= tensors.keys():
+        return
+    if tensors[HEAD] is tensors[EMBEDDING]:
+        return
+    head, table = local_part(tensors[HEAD]), local_part(tensors[EMBEDDING])
+    is_equal = head.shape == table.shape and head.dtype == table.dtype
+    if not is_equal or not (head.is_meta or torch.equal(head, table)):
+        raise ValueError(
+            f"{HEAD} must equal {EMBEDDING} with config.tie_word_embeddings (True), because the "
+            "files hold one of them: call model.tie_weights(), or set it to False"
+        )
+
+
+def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shapes) -> None:
+    for name, shape in class_shapes.items():
+        if name not in shapes:
+            raise ValueError(
+                f"model ({type(model).__name__}) must hold {shown_name(name)} of {kind.__name__}, "
+                f"which reads the directory: {_fix(model, kind, name, class_shapes, shapes)}"
+            )
+        if shapes[name] != shape:
+            raise ValueError(
+                f"{shown_name(name)} {shapes[name]} must be {shape} in {kind.__name__}, which "
+                "reads the directory: correct the model's config"
+            )
+    for name in shapes:
+        if name not in class_shapes:
+            raise ValueError(
+                f"{shown_name(name)} {shapes[name]} must be a tensor of {kind.__name__}, which "
+                "reads the "
+                "directory and would drop it: take it off the model, or correct the model's config"
+            )
+
+
+def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
+    """Raise for a MoE layer whose rule is not that of the same block in its class."""
+    layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+    for path, layer in layers.items():
+        block = reader.get_submodule(path)  # is there, as names and shapes agree
+        adapter = find_hf_adapter(block)  # None: only the caller knew the rule
+        fields = moe_differences(layer.config, adapter(block, reader).config) if adapter else []
+        for field in fields:
+            raise ValueError(
+                f"{path}'s {field.name} ({field.value}) must be {field.reference} as in "
+                f"{kind.__name__} with this config, which reads the directory: correct one of them"
+            )
+
+
+def _fix(model: nn.Module, kind: Any, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
+    """What to pass instead of a model that lacks a tensor of its class."""
+    if any(part in name for name in shapes for part in ADAPTERS):
+        return "merge adapters first, with peft's merge_and_unload(), and pass what it returns"
+    for name in shapes:
+        prefix = name.removesuffix(missing)
+        if prefix != name and all(f"{prefix}{other}" in shapes for other in class_shapes):
+            return f"pass model.{prefix[:-1]}"
+    if shapes and all(f"{kind.base_model_prefix}.{name}" in class_shapes for name in shapes):
+        return f"pass the {kind.__name__} that holds it"
+    for path, module in model.named_modules():
+        if isinstance(module, MoELayer) and missing.startswith(f"{path}."):
+            return (
+                f"its MoELayer {path} renames its parts: give its adapter a LayerLayout with the "
+                "names of the class"
+            )
+    return "pass the whole model"

@@ -29,7 +29,7 @@ from moecore.base.params import clean_name, global_indices, init_normal_, init_u
 from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.transformers.lora import adapted, refuse_unmerging
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
-from moecore.io.checkpoint.stages import is_first_of_stage
+from moecore.io.checkpoint.snapshot import is_first_of_stage
 from moecore.io.hf.files import listed, read_json
 from moecore.io.hf.pieces import FileView, TensorPiece, local_part
 from moecore.moe.experts import Experts

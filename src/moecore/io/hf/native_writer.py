@@ -25,9 +25,8 @@ from moecore.io.checkpoint.manifest import (
     StoredTensor,
     make_manifest,
 )
-from moecore.io.checkpoint.meter import Meter
 from moecore.io.checkpoint.ranks import rank_and_world
-from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardWriter
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardWriter
 from moecore.io.checkpoint.snapshot import versions
 from moecore.io.hf.collect import Item
 from moecore.io.hf.export import fill_shards, in_file_order

@@ -22,7 +22,7 @@ from torch import Tensor
 from moecore.base.fields import NumBytes, check_arguments, quote, shown_name
 from moecore.io.checkpoint.directory import Step, check_unused
 from moecore.io.checkpoint.files import write_new
-from moecore.io.checkpoint.meter import Meter, Progress
+from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.hf.collect import Collector, Item
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import (
 
 from moecore.base.fields import shown_name
 from moecore.io.checkpoint.files import open_regular
-from moecore.io.checkpoint.meter import Meter
+from moecore.io.checkpoint.shard_file import Meter
 from moecore.io.hf.files import Box, common_part, one_line
 from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
