@@ -73,7 +73,8 @@ def _compare_stages(hashes: list[tuple[int, Hashes]]) -> None:
     for rank, rank_hashes in hashes:
         for key, value in rank_hashes.items():
             first, first_value = seen.setdefault(key, (rank, value))
-            if value != first_value and not _is_of_stage(key):
+            is_of_stage = key[0] == "param_groups" and key[1].endswith("['params']")
+            if value != first_value and not is_of_stage:
                 _refuse(key, first, rank, is_present=True)
     first = hashes[0][0]
     for rank, rank_hashes in hashes:
@@ -81,10 +82,6 @@ def _compare_stages(hashes: list[tuple[int, Hashes]]) -> None:
             if key not in rank_hashes and key[0] not in OF_STAGES:
                 at = seen[key][0]
                 _refuse(key, at if at != rank else first, rank, is_present=False)
-
-
-def _is_of_stage(key: Key) -> bool:
-    return key[0] == "param_groups" and key[1].endswith("['params']")
 
 
 def _refuse(key: Key, first: int, rank: int, *, is_present: bool) -> None:

@@ -35,7 +35,6 @@ from moecore.parallel.model.parallel_state import parallel_states
 from moecore.precision.apply import amax_histories
 from moecore.precision.stored import refuse_fp8_storage
 
-StoredView = Callable[[Tensor], Tensor]
 OF_STAGES = ("model", "optimizer", "amax")  # kinds of which a pipeline stage has its own
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -65,12 +64,13 @@ class ModelView:
                 self._names[id(tensor)] = name
                 self.tensors[name] = tensor
         halves = _halved_dims(model)
-        self._views = {n: _half_view(halves.get(id(t))) for n, t in self.tensors.items()}
+        self._halved_dims = {n: halves.get(id(t)) for n, t in self.tensors.items()}
         self.stored_views = {name: self.view(name, t.detach()) for name, t in self.tensors.items()}
 
     def view(self, name: str, tensor: Tensor) -> Tensor:
         """Return the stored view of a tensor laid out like the parameter `name`."""
-        return self._views[name](tensor)
+        dim = self._halved_dims[name]
+        return tensor if dim is None else split_halves(tensor, dim)
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of a parameter, or raise ValueError for one that is not the model's."""
@@ -304,12 +304,6 @@ def _halved_dims(model: nn.Module) -> dict[int, int]:
             if module.config.fc1_bias:
                 dims[id(getattr(module, module.layout.b1))] = 1
     return dims
-
-
-def _half_view(dim: int | None) -> StoredView:
-    if dim is None:
-        return lambda tensor: tensor
-    return lambda tensor: split_halves(tensor, dim)
 
 
 def split_halves(tensor: Tensor, dim: int) -> Tensor:

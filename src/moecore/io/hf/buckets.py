@@ -171,7 +171,8 @@ class BucketCollector(ErrorKeeper):
     def _fill(self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read) -> None:
         with self._keep_error():
             if parts:
-                _copy([_target(c, parts) for c in copies], [_source(c, read) for c in copies])
+                sources = [read(copy.source, copy.box.overlap.target) for copy in copies]
+                foreach_copy_([_target(copy, parts) for copy in copies], sources)
 
     def _broadcast(
         self,
@@ -189,12 +190,13 @@ class BucketCollector(ErrorKeeper):
             at += aligned(copy.box.num_bytes)
         with self._keep_error():
             if self._rank == sender:
-                _copy(pieces, [_source(copy, read) for copy in copies])
+                sources = [read(copy.source, copy.box.overlap.target) for copy in copies]
+                foreach_copy_(pieces, sources)
         group = self._group if self.device.type == "cpu" else None
         dist.broadcast(self._message[:at], sender, group=group)
         with self._keep_error():
             if parts:
-                _copy([_target(copy, parts) for copy in copies], pieces)
+                foreach_copy_([_target(copy, parts) for copy in copies], pieces)
 
     def _boxes_of(self, item: Item) -> list[_SentBox]:
         if item.name not in self._boxes:
@@ -231,14 +233,5 @@ def _length(box: Sequence[slice]) -> int:
     return box[0].stop - box[0].start if box else 1
 
 
-def _source(copy: _SentCopy, read: Read) -> Tensor:
-    return read(copy.source, copy.box.overlap.target)
-
-
 def _target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:
     return parts[copy.item][copy.box.part][copy.box.overlap.source].view(copy.box.shape)
-
-
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy and cast."""
-    foreach_copy_(list(targets), list(sources))

@@ -107,11 +107,12 @@ def read_config(config: HFConfig) -> dict[str, Any]:
     return values
 
 
-def check_kind(name: str, value: Any) -> None:
-    """Raise ValueError when the type of a value does not fit the field of this name."""
+def check_kind(name: str, value: Any) -> Any:
+    """Return a value, or raise ValueError when its type does not fit the field of this name."""
     words, matches = KIND_OF.get(name, ("", None))
     if matches is not None and not matches(value):
         raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
+    return value
 
 
 def check_layers(values: Mapping[str, Any]) -> None:
@@ -173,17 +174,12 @@ class Fields:
                 f"config.json {name} (None) must be given for model_type "
                 f"({quote(self.model_type)}): add it"
             )
-        return self._checked(name, self.values[name])
+        return check_kind(name, self.values[name])
 
     def get(self, name: str, default: Any) -> Any:
         """Return a field, or the default where it is missing or null."""
         value = self.values.get(name)
-        return default if value is None else self._checked(name, value)
-
-    def _checked(self, name: str, value: Any) -> Any:
-        """Return a value, or raise ValueError when it is not what this field holds."""
-        check_kind(name, value)
-        return value
+        return default if value is None else check_kind(name, value)
 
     def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
         """Raise when the field asks for something that the decoder lacks."""
@@ -204,7 +200,7 @@ class Fields:
             options["rope_theta"] = self.need("rope_theta")
         for name, value in options.items():
             if value is not None:
-                self._checked(name, value)
+                check_kind(name, value)
         options.setdefault("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
         return options
 

@@ -32,9 +32,9 @@ from moecore.io.hf.collect import Item
 from moecore.io.hf.export import fill_shards, in_file_order
 from moecore.io.hf.files import BoxReader, listed
 from moecore.io.hf.names import hf_copies
-from moecore.io.hf.pieces import FileRecipe
+from moecore.io.hf.pieces import FileRecipe, file_shapes
 from moecore.io.hf.quant import TensorSource, read_box
-from moecore.io.hf.verify import copy_problems, plan_problems
+from moecore.io.hf.verify import copy_problems, shape_problems
 from moecore.models.config import DecoderConfig
 
 PREFIX = "model."  # of the model's tensors in a native checkpoint
@@ -99,7 +99,7 @@ def write_native(
 def _check(origin: Origin, dtype: torch.dtype | None) -> None:
     """Raise when what the files hold is not what the decoder is made of."""
     sources, plan, copies = origin.sources, origin.plan, hf_copies(origin.config)
-    problems = origin.problems + plan_problems(sources, plan, copies)
+    problems = origin.problems + shape_problems(sources, file_shapes(plan), copies)
     if not problems:
         problems = _dtype_problems(sources, plan, dtype)
         problems += copy_problems(origin.files, sources, copies)

@@ -72,6 +72,16 @@ class FileRecipe:
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
 
+    @classmethod
+    def of_tensor(cls, name: str, shape: tuple[int, ...]) -> FileRecipe:
+        """Return the recipe of a tensor that files hold as it is, under this name."""
+        return cls(shape, (TensorPiece(name, (), shape),))
+
+
+def file_shapes(plan: Mapping[str, FileRecipe]) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the file tensors that a plan names."""
+    return {p.name: p.file_shape for recipe in plan.values() for p in recipe.pieces}
+
 
 @dataclass(frozen=True, slots=True)
 class PieceOverlap:

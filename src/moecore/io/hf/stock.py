@@ -147,7 +147,7 @@ def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict
                 refused[name] = outcome
             elif math.prod(shape) != math.prod(targets[names[name]]):  # what reads it compares them
                 held_as = outcome[0].name if len(outcome) == 1 else names[name]
-                recipes[name] = FileRecipe(shape, (TensorPiece(held_as, (), shape),))
+                recipes[name] = FileRecipe.of_tensor(held_as, shape)
             elif name not in recipes:
                 pieces = [_regrouped(piece, targets[names[name]], shape) for piece in outcome]
                 recipes[name] = FileRecipe(shape, tuple(pieces))
@@ -159,7 +159,7 @@ def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict
                 f"but {refused[name]:.200}: load it by {kind}.from_pretrained, and save it by "
                 "save_pretrained"
             )
-        recipes.setdefault(name, FileRecipe(shape, (TensorPiece(name, (), shape),)))
+        recipes.setdefault(name, FileRecipe.of_tensor(name, shape))
     return {name: recipes[name] for name in shapes}
 
 

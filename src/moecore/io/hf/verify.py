@@ -22,7 +22,7 @@ from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
 from moecore.io.hf.config_fields import KIND_OF, HFConfig, check_kind, read_config
 from moecore.io.hf.files import CONFIG, INDEX, MAX_CHARS, BoxReader, HFFiles, read_json
 from moecore.io.hf.names import find_layout, hf_copies, hf_plan, model_copies
-from moecore.io.hf.pieces import FileRecipe
+from moecore.io.hf.pieces import file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources
 from moecore.io.hf.stock import published_shapes, reader_of, shapes_of, stock_plan
 
@@ -66,15 +66,7 @@ def content_problems(
         return _stock_problems(sources, config)
     except ValueError as error:
         return [str(error)]
-    return plan_problems(sources, plan, hf_copies(native))
-
-
-def plan_problems(
-    sources: Mapping[str, Shaped], plan: Mapping[str, FileRecipe], copies: Collection[str]
-) -> list[str]:
-    """Return how files differ from what a model is made of; `copies` may be there besides."""
-    shapes = {p.name: p.file_shape for recipe in plan.values() for p in recipe.pieces}
-    return shape_problems(sources, shapes, copies)
+    return shape_problems(sources, file_shapes(plan), hf_copies(native))
 
 
 def shape_problems(
@@ -152,7 +144,7 @@ def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) ->
     plan = stock_plan(reader, shapes_of(reader.state_dict()), shapes, published_shapes(reader))
     plan = {name: recipe for name, recipe in plan.items() if name not in copies}
     mtp_names = {n for n in sources if (m := LAYER.match(n)) and _is_mtp_layer(int(m[1]), config)}
-    return plan_problems(sources, plan, mtp_names | copies.keys())
+    return shape_problems(sources, file_shapes(plan), mtp_names | copies.keys())
 
 
 def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:

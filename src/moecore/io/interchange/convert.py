@@ -32,7 +32,7 @@ from moecore.io.hf.export_plan import make_items
 from moecore.io.hf.files import Box, BoxReader, listed
 from moecore.io.hf.names import EMBEDDING, find_layout, hf_plan
 from moecore.io.hf.native_writer import Origin, check_single_rank, write_native
-from moecore.io.hf.pieces import FileRecipe, TensorPiece
+from moecore.io.hf.pieces import FileRecipe, file_shapes
 from moecore.io.hf.quant import TensorSource
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, prefixes, write_dcp
 from moecore.io.interchange.dcp_metadata import read_options
@@ -201,7 +201,7 @@ def _find_sources(
     }
     if kind == "dcp":
         plan = hf_plan(config, "fused")
-        recipes = {n: FileRecipe(r.shape, (TensorPiece(n, (), r.shape),)) for n, r in plan.items()}
+        recipes = {name: FileRecipe.of_tensor(name, recipe.shape) for name, recipe in plan.items()}
         return sources, recipes, []
     return sources, hf_plan(config, find_layout(sources)), []
 
@@ -275,8 +275,7 @@ def _megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
     config = decoder_config_from_hf(model.values)
     items_by_name = {item.name: item for item in model.items}
     plans = (hf_plan(config, layout) for layout in ("per_expert", find_layout(items_by_name)))
-    names = ([p.name for recipe in plan.values() for p in recipe.pieces] for plan in plans)
-    items = {name: items_by_name[other] for name, other in zip(*names, strict=True)}
+    items = {a: items_by_name[b] for a, b in zip(*map(file_shapes, plans), strict=True)}
     chunks: dict[str, list[NewChunk]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -311,8 +310,9 @@ def _own_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, New
             "names ('dcp') must be those of the checkpoint, which is a transformers model's: use "
             "'dcp-transformers'"
         )
-    shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
-    plan = {n: FileRecipe(shape, (TensorPiece(n, (), shape),)) for n, shape in shapes.items()}
+    plan = {
+        name: FileRecipe.of_tensor(name, tensor.shape) for name, tensor in model.tensors.items()
+    }
     dtypes = {name: tensor.dtype for name, tensor in model.tensors.items()}
     items = make_items(dtypes, plan, {}, dtype, model.keeps)
     return {item.name: _one_chunk(item, model.collector) for item in items}

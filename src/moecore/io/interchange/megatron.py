@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 
 from moecore.base.fields import shown_name
 from moecore.io.hf.names import EMBEDDING, HEAD, hf_copies, hf_plan
+from moecore.io.hf.pieces import file_shapes
 from moecore.models.config import DecoderConfig
 
 WORDS = "embedding.word_embeddings.weight"
@@ -98,8 +99,7 @@ class LayerPlace:
 
 def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     """Return the blocks of a decoder, in model order, or refuse what Megatron-Core cannot name."""
-    plan = hf_plan(config, "per_expert")
-    shapes = {piece.name: piece.file_shape for recipe in plan.values() for piece in recipe.pieces}
+    shapes = file_shapes(hf_plan(config, "per_expert"))
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
     unnamed += ["norm.weight"] if config.zero_centered_norms or config.pattern else []
