@@ -54,6 +54,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def saved_steps(root: Path, *steps: int) -> tuple[nn.Module, torch.optim.AdamW]:
+    model, optimizer = build()
+    for step in steps:
+        save(root, step, model, optimizer)
+    return model, optimizer
+
+
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in read_manifest(path).tensors.items()}
 
@@ -145,9 +152,7 @@ def test_tied_and_compiled_names(tmp_path: Path) -> None:
 
 def test_latest_without_a_usable_pointer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert latest(tmp_path / "none") is None
-    model, optimizer = build()
-    for step in (1, 2, 3):
-        save(tmp_path, step, model, optimizer)
+    saved_steps(tmp_path, 1, 2, 3)
     (tmp_path / "step-000003" / MANIFEST).unlink()  # not whole
     (tmp_path / "step-9").mkdir()  # not one of ours
     assert latest(tmp_path) == tmp_path / "step-000002"
@@ -183,9 +188,7 @@ def test_rolled_back_run_replaces_later_steps(tmp_path: Path) -> None:
 
 
 def test_only_a_rolled_back_run_replaces_a_step(tmp_path: Path) -> None:
-    model, optimizer = build()
-    for step in (1, 2, 3):
-        save(tmp_path, step, model, optimizer)
+    model, optimizer = saved_steps(tmp_path, 1, 2, 3)
     for step, wrong in ((1, "must be > 3"), (2, "must be > 3"), (3, "must not be saved already")):
         with pytest.raises(ValueError, match=rf"step \({step}\) {wrong}"):
             save(tmp_path, step, model, optimizer)
@@ -201,9 +204,7 @@ def test_only_a_rolled_back_run_replaces_a_step(tmp_path: Path) -> None:
 
 
 def test_prune_never_removes_the_newest(tmp_path: Path) -> None:
-    model, optimizer = build()
-    for step in (1, 2, 3, 4):
-        save(tmp_path, step, model, optimizer)
+    saved_steps(tmp_path, 1, 2, 3, 4)
     (tmp_path / POINTER).unlink()
     assert [path.name for path in prune(tmp_path, 3)] == ["step-000001"]
     set_latest(tmp_path / "step-000002")
@@ -224,9 +225,7 @@ def test_prune_never_removes_the_newest(tmp_path: Path) -> None:
 def test_a_second_name_of_a_step_is_no_checkpoint_of_the_run(
     tmp_path: Path, alias: str, by_save: bool
 ) -> None:
-    model, optimizer = build()
-    for step in (1, 2, 3):
-        save(tmp_path, step, model, optimizer)
+    model, optimizer = saved_steps(tmp_path, 1, 2, 3)
     names = [tmp_path / "step-000003", tmp_path / alias]
     shutil.copytree(*names)
     names[0].rename(tmp_path / "moved")  # so that the order in the directory is another one
@@ -249,9 +248,7 @@ def test_a_second_name_of_a_step_is_no_checkpoint_of_the_run(
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_prune_leaves_what_a_link_that_stays_leads_to(tmp_path: Path, keep: int) -> None:
-    model, optimizer = build()
-    for step in (1, 2, 3, 4):
-        save(tmp_path, step, model, optimizer)
+    saved_steps(tmp_path, 1, 2, 3, 4)
     for link, target in ((3, 1), (4, 3)):  # 4 -> 3 -> 1
         shutil.rmtree(tmp_path / f"step-00000{link}")
         (tmp_path / f"step-00000{link}").symlink_to(f"step-00000{target}")
@@ -266,9 +263,7 @@ def test_a_checkpoint_that_cannot_be_removed_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, why: str, by_save: bool
 ) -> None:
     """As of one whose files another user owns; rights do not bind root, so they are replaced."""
-    model, optimizer = build()
-    for step in (1, 2, 3):
-        save(tmp_path, step, model, optimizer)
+    model, optimizer = saved_steps(tmp_path, 1, 2, 3)
     first = tmp_path / "step-000001"
     inode = first.stat().st_ino
     access, unlink = os.access, os.unlink
@@ -304,9 +299,7 @@ def test_a_checkpoint_that_cannot_be_removed_stays(
 
 
 def test_steps_of_a_rolled_back_run_are_removed_first(tmp_path: Path) -> None:
-    model, optimizer = build_linear(2)
-    for step in (100, 200, 300, 400):
-        save(tmp_path, step, model, optimizer)
+    model, optimizer = saved_steps(tmp_path, 100, 200, 300, 400)
     set_latest(tmp_path / "step-000200")
     save(tmp_path, 210, model, optimizer, keep=4)
     assert steps_of(tmp_path) == [100, 200, 210, 400]
@@ -335,9 +328,7 @@ def test_damaged_newest_does_not_stop_the_next_save(
 
 
 def test_no_save_moves_latest_back(tmp_path: Path) -> None:
-    model, optimizer = build()
-    save(tmp_path, 5, model, optimizer)
-    save(tmp_path, 9, model, optimizer)
+    model, optimizer = saved_steps(tmp_path, 5, 9)
     before = sorted(os.listdir(tmp_path))
     for step in (0, 4, 7):
         message = rf"step \({step}\) must be > 9, the latest saved under .*: call set_latest first"
@@ -466,25 +457,34 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 }
 
 
+@pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_scheduler_goes_on(tmp_path: Path, kind: str) -> None:
-    def steps(optimizer: torch.optim.Optimizer, scheduler: LRScheduler, n: int) -> list[float]:
+def test_scheduler_goes_on(tmp_path: Path, kind: str, tensor_lr: bool) -> None:
+    """A captured graph reads a tensor of the rate; the scheduler's own are numbers in the file."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
+        model, _ = build_linear(2)
+        rate = torch.tensor(1e-3, dtype=torch.float64) if tensor_lr else 1e-3
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+        return model, optimizer, SCHEDULERS[kind](optimizer)
+
+    def steps(scheduler: LRScheduler, n: int) -> list[float]:
         rates = []
         for _ in range(n):
-            optimizer.step()
+            scheduler.optimizer.step()
             scheduler.step(*([1.0] if kind == "plateau" else []))
-            rates.append(optimizer.param_groups[0]["lr"])
+            rates.append(float(scheduler.optimizer.param_groups[0]["lr"]))
         return rates
 
-    model, optimizer = build_linear(2)
-    scheduler = SCHEDULERS[kind](optimizer)
-    steps(optimizer, scheduler, 2)
+    model, optimizer, scheduler = made()
+    steps(scheduler, 2)
     path = save(tmp_path, 2, model, optimizer, scheduler=scheduler)
-    straight = steps(optimizer, scheduler, 4)
-    model, optimizer = build_linear(2)
-    scheduler = SCHEDULERS[kind](optimizer)
+    straight = steps(scheduler, 4)
+    model, optimizer, scheduler = made()
+    rate = optimizer.param_groups[0]["lr"]
     load(path, model, optimizer, scheduler=scheduler)
-    assert steps(optimizer, scheduler, 4) == straight
+    assert not tensor_lr or optimizer.param_groups[0]["lr"] is rate
+    assert steps(scheduler, 4) == straight
     other = lr_scheduler.ExponentialLR(optimizer, 0.9)
     with pytest.raises(ValueError, match=r"scheduler \(ExponentialLR\) must have the state"):
         load(path, model, optimizer, scheduler=other)
@@ -548,35 +548,6 @@ def test_load_drops_a_plan_of_clones_which_is_not_saved(
     assert plan.experts == [-1, -1]
 
 
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_scheduler_of_a_tensor_lr_goes_on(tmp_path: Path, kind: str) -> None:
-    """A captured graph reads that very tensor; the scheduler's own are numbers in the file."""
-
-    def made() -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
-        model, _ = build_linear(2)
-        rate = torch.tensor(1e-3, dtype=torch.float64)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
-        return model, optimizer, SCHEDULERS[kind](optimizer)
-
-    def steps(scheduler: LRScheduler, n: int) -> list[float]:
-        rates = []
-        for _ in range(n):
-            scheduler.optimizer.step()
-            scheduler.step(*([1.0] if kind == "plateau" else []))
-            rates.append(scheduler.optimizer.param_groups[0]["lr"].item())
-        return rates
-
-    model, optimizer, scheduler = made()
-    steps(scheduler, 2)
-    path = save(tmp_path, 2, model, optimizer, scheduler=scheduler)
-    straight = steps(scheduler, 4)
-    model, optimizer, scheduler = made()
-    rate = optimizer.param_groups[0]["lr"]
-    load(path, model, optimizer, scheduler=scheduler)
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert steps(scheduler, 4) == straight
-
-
 def test_unfinished_step_is_refused(tmp_path: Path) -> None:
     balance = BalanceConfig(bias_update_rate=1e-3)
     layer = MoELayer(replace(CONFIG, balance=balance))
@@ -606,84 +577,6 @@ def test_one_line_is_logged_and_progress_told(
     assert seen[-1][0] == seen[-1][1] > hashed  # what was hashed, and what was read
 
 
-def _wrong_shape(path: Path) -> None:
-    load(path, *build_linear(8))
-
-
-def _wrong_dtype(path: Path) -> None:
-    load(path, *build_linear(4, dtype=torch.bfloat16))
-
-
-def _wrong_names(path: Path) -> None:
-    load(path, *build())
-
-
-def _other_groups(path: Path) -> None:
-    model, _ = build_linear(4)
-    groups = [{"params": [p]} for p in model.parameters()]
-    load(path, model, torch.optim.AdamW(groups))
-
-
-def _foreign_parameter(path: Path) -> None:
-    load(path, build_linear(4)[0], build_linear(4)[1])
-
-
-def _parameters_of_two(path: Path) -> None:
-    model, optimizer = build_linear(4)
-    save(path.parent, 2, model, [optimizer, torch.optim.SGD([model.bias])])  # type: ignore[list-item]
-
-
-def _parameters_of_two_to_load(path: Path) -> None:
-    model, optimizer = build_linear(4)
-    load(path, model, [optimizer, optimizer], strict=False)
-
-
-def _state_in_two(path: Path) -> None:
-    model, _ = build_linear(4)
-    one, other = torch.optim.AdamW([model.weight]), torch.optim.AdamW([model.bias])
-    one.state[model.bias] = other.state[model.bias] = {"step": torch.tensor(1.0)}
-    save(path.parent, 2, model, [one, other])
-
-
-def _optimizers_by_name(path: Path) -> None:
-    model, optimizer = build_linear(4)
-    load(path, model, {"dense": optimizer}, strict=False)  # type: ignore[arg-type]
-
-
-def _no_optimizers(path: Path) -> None:
-    load(path, build_linear(4)[0], [])
-
-
-def _optimizer_and_none(path: Path) -> None:
-    model, optimizer = build_linear(4)
-    save(path.parent, 2, model, [optimizer, None])  # type: ignore[list-item]
-
-
-def _no_schedulers(path: Path) -> None:
-    save(path.parent, 2, *build_linear(4), scheduler=[])
-
-
-def _not_whole(path: Path) -> None:
-    load(path.parent, *build_linear(4))
-
-
-def _same_step(path: Path) -> None:
-    save(path.parent, 1, *build_linear(4))
-
-
-def _negative_step(path: Path) -> None:
-    save(path.parent, -1, *build_linear(4))
-
-
-def _extra_object(path: Path) -> None:
-    save(path.parent, 2, *build_linear(4), {"thing": object()})
-
-
-def _other_format(path: Path) -> None:
-    (path / MANIFEST).write_text('{"format": 99}')
-    load(path, *build_linear(4))
-
-
 def build_linear(
     size: int, dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -691,80 +584,102 @@ def build_linear(
     return model, torch.optim.AdamW(model.parameters())
 
 
-def _unknown_verify(path: Path) -> None:
-    load(path, *build_linear(4), verify="no")  # type: ignore[arg-type]
+Action = Callable[[Path], object]
 
 
-def _config_object(path: Path) -> None:
-    save(path.parent, 2, *build_linear(4), config=3)
+def saves(extra: Any = None, step: int = 2, **options: Any) -> Action:
+    return lambda path: save(path.parent, step, *build_linear(4), extra, **options)
 
 
-def _int_keys(path: Path) -> None:
-    save(path.parent, 2, *build_linear(4), {"counts": {"a": {1: 2}}})
+def loads(size: int = 4, dtype: torch.dtype = torch.float32, **options: Any) -> Action:
+    return lambda path: load(path, *build_linear(size, dtype), **options)
 
 
-def _tuple(path: Path) -> None:
-    save(path.parent, 2, *build_linear(4), {"place": [(1, 2)]})
+def with_optimizer(optimizer_of: Callable[[Any, Any], Any], *, is_load: bool = True) -> Action:
+    """Load or save with what is made of a model and its optimizer."""
+
+    def run(path: Path) -> None:
+        model, optimizer = build_linear(4)
+        other = optimizer_of(model, optimizer)
+        if is_load:
+            load(path, model, other, strict=False)
+        else:
+            save(path.parent, 2, model, other)
+
+    return run
 
 
-def _huge_step(path: Path) -> None:
-    save(path.parent, 10**18, *build_linear(4))
+def _two_groups(model: Any, _: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
 
 
-def _mixed_keys(path: Path) -> None:
-    save(path.parent, 2, *build_linear(4), {"counts": {1: 2, "a": 3}})
+def _state_in_two(model: Any, _: object) -> list[torch.optim.Optimizer]:
+    one, other = torch.optim.AdamW([model.weight]), torch.optim.AdamW([model.bias])
+    one.state[model.bias] = other.state[model.bias] = {"step": torch.tensor(1.0)}
+    return [one, other]
 
 
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        (_wrong_shape, r"2 differ: bias \(4,\) must be \(8,\) as in the model; weight \(4, 4\)"),
-        (_wrong_dtype, r"2 differ: bias torch.float32 must be torch.bfloat16 as in the model, or"),
-        (
-            _wrong_names,
-            r"experts.w1 of the model is not in the checkpoint; .*bias of the checkpoin",
-        ),
-        (_other_groups, r"optimizer.param_groups \(2\) hold other parameters"),
-        (_foreign_parameter, r"optimizer parameter \(4, 4\) must be one of the model's"),
-        (
-            _parameters_of_two,
-            r"bias must belong to one optimizer, but optimizer\[0\] and opt",
-        ),
-        (
-            _parameters_of_two_to_load,
-            r"weight must belong to one optimizer, but optimizer\[0\]",
-        ),
-        (
-            _state_in_two,
-            r"bias must have state in one optimizer, but two have some: remove it",
-        ),
-        (
-            _optimizers_by_name,
-            r"optimizer \(\{.*\) must be an Optimizer or a list, each an Optimizer",
-        ),
-        (_no_optimizers, r"optimizer \(\[\]\) must be one of torch's, or a list of several: pass"),
-        (_optimizer_and_none, r"optimizer \(\[.* must be an Optimizer or a list, each an Opt"),
-        (
-            _no_schedulers,
-            r"scheduler \(\[\]\) must hold a scheduler: pass None where there is none",
-        ),
-        (_not_whole, r"must be a whole checkpoint, with a moecore.json"),
-        (_same_step, r"step \(1\) must not be saved already"),
-        (_negative_step, r"step \(-1\) must be a whole number >= 0"),
-        (_extra_object, r"extra thing \(object\) must be JSON-able or a tensor"),
-        (_mixed_keys, r"extra counts \(dict\) must be JSON-able or a tensor"),
-        (_int_keys, r"extra counts \(dict\) must be JSON-able or a tensor: JSON has lists for"),
-        (_tuple, r"extra place \(list\) must be JSON-able or a tensor: JSON has lists for tuples"),
-        (_huge_step, r"step \(1000000000000000000\) must be a whole number >= 0 and < 10{18}: "),
-        (_other_format, r"format \(99\) must be 3, or that of another moecore"),
-        (_unknown_verify, r"verify \('no'\) must be one of .full., .sizes."),
-        (_config_object, r"config \(int\) must be a mapping or a dataclass instance"),
-    ],
-)
-def test_one_line_errors(tmp_path: Path, action: Callable[[Path], None], message: str) -> None:
+def _other_format(path: Path) -> None:
+    (path / MANIFEST).write_text('{"format": 99}')
+    loads()(path)
+
+
+ERRORS: dict[str, Action] = {
+    r"2 differ: bias \(4,\) must be \(8,\) as in the model; weight \(4, 4\)": loads(8),
+    r"2 differ: bias torch.float32 must be torch.bfloat16 as in the model, or": loads(
+        dtype=torch.bfloat16
+    ),
+    r"experts.w1 of the model is not in the checkpoint; .*bias of the checkpoin": lambda path: load(
+        path, *build()
+    ),
+    r"optimizer.param_groups \(2\) hold other parameters": lambda path: load(
+        path, model := build_linear(4)[0], _two_groups(model, None)
+    ),
+    r"optimizer parameter \(4, 4\) must be one of the model's": with_optimizer(
+        lambda *_: build_linear(4)[1]
+    ),
+    r"bias must belong to one optimizer, but optimizer\[0\] and opt": with_optimizer(
+        lambda model, optimizer: [optimizer, torch.optim.SGD([model.bias])], is_load=False
+    ),
+    r"weight must belong to one optimizer, but optimizer\[0\]": with_optimizer(
+        lambda _, optimizer: [optimizer, optimizer]
+    ),
+    "bias must have state in one optimizer, but two have some: remove it": with_optimizer(
+        _state_in_two, is_load=False
+    ),
+    r"optimizer \(\{.*\) must be an Optimizer or a list, each an Optimizer": with_optimizer(
+        lambda _, optimizer: {"dense": optimizer}
+    ),
+    r"optimizer \(\[\]\) must be one of torch's, or a list of several: pass": with_optimizer(
+        lambda *_: []
+    ),
+    r"optimizer \(\[.* must be an Optimizer or a list, each an Opt": with_optimizer(
+        lambda _, optimizer: [optimizer, None], is_load=False
+    ),
+    r"scheduler \(\[\]\) must hold a scheduler: pass None where there is none": saves(scheduler=[]),
+    "must be a whole checkpoint, with a moecore.json": lambda path: loads()(path.parent),
+    r"step \(1\) must not be saved already": saves(step=1),
+    r"step \(-1\) must be a whole number >= 0": saves(step=-1),
+    r"step \(1000000000000000000\) must be a whole number >= 0 and < 10{18}: ": saves(step=10**18),
+    r"extra thing \(object\) must be JSON-able or a tensor": saves({"thing": object()}),
+    r"extra counts \(dict\) must be JSON-able or a tensor": saves({"counts": {1: 2, "a": 3}}),
+    r"extra counts \(dict\) must be JSON-able or a tensor: JSON has lists for": saves(
+        {"counts": {"a": {1: 2}}}
+    ),
+    r"extra place \(list\) must be JSON-able or a tensor: JSON has lists for tuples": saves(
+        {"place": [(1, 2)]}
+    ),
+    r"format \(99\) must be 3, or that of another moecore": _other_format,
+    r"verify \('no'\) must be one of .full., .sizes.": loads(verify="no"),
+    r"config \(int\) must be a mapping or a dataclass instance": saves(config=3),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_one_line_errors(tmp_path: Path, message: str) -> None:
     path = save(tmp_path, 1, *build_linear(4))
     with pytest.raises(ValueError, match=message) as info:
-        action(path)
+        ERRORS[message](path)
     assert "\n" not in str(info.value)
     assert not list(tmp_path.glob(".step-*"))
 

@@ -36,6 +36,13 @@ def write_directory(
     return path
 
 
+def assert_same_directory(one: Path, other: Path) -> None:
+    names = sorted(p.name for p in one.iterdir())
+    assert names == sorted(p.name for p in other.iterdir())
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
 def quantize_fp8(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return fp8 values and one fp32 scale per block, block by block."""
     rows, cols = weight.shape

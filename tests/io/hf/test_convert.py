@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore.families.family import swap_blocks
@@ -24,7 +25,7 @@ from moecore.io.interchange.convert import native_to_dcp
 from moecore.models import Decoder, preset
 from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import random_model
-from tests.io.hf.dirs import write_directory
+from tests.io.hf.dirs import assert_same_directory, write_directory
 from tests.io.hf.states import native_state
 from tests.io.hf.test_config import TINY_JSON
 from tests.io.hf.test_load import assert_state, deepseek_files
@@ -33,11 +34,13 @@ from tests.models.hf_pairs import make_pair
 CONFIG = replace(preset("tiny-deepseek-v3"), ce_chunk_tokens=2048)
 
 
-def assert_same_directory(one: Path, other: Path) -> None:
-    names = sorted(p.name for p in one.iterdir())
-    assert names == sorted(p.name for p in other.iterdir())
-    for name in names:
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+def changed_files(path: Path, change: Callable[[dict[str, Tensor]], object]) -> dict[str, Tensor]:
+    """Export a decoder, change its tensors, and write them again; return them."""
+    export_hf(Decoder(CONFIG), path, config=TINY_JSON)
+    state = load_file(path / "model.safetensors")
+    change(state)
+    write_directory(path, state, TINY_JSON)
+    return state
 
 
 @pytest.mark.parametrize("layout", ["per_expert", "fused"])
@@ -295,10 +298,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
     ],
 )
 def test_nothing_is_cast_unasked(change, message, tmp_path):
-    export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
-    state = load_file(tmp_path / "hf" / "model.safetensors")
-    state |= {name: state[name].to(dtype) for name, dtype in change.items()}
-    write_directory(tmp_path / "hf", state, TINY_JSON)
+    changed_files(tmp_path / "hf", lambda s: s.update({n: s[n].to(d) for n, d in change.items()}))
     with pytest.raises(ValueError, match=message):
         hf_to_native(tmp_path / "hf", tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -312,10 +312,9 @@ def test_nothing_is_cast_unasked(change, message, tmp_path):
 @pytest.mark.parametrize("asked", [None, torch.bfloat16, torch.float64])
 def test_a_selection_bias_in_fp64_is_not_rounded(asked, tmp_path):
     """It is kept in fp32 whatever dtype is asked for, so asking is no leave."""
-    export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
-    state = load_file(tmp_path / "hf" / "model.safetensors")
-    state[BIAS] = torch.full_like(state[BIAS], 0.1, dtype=torch.float64)
-    write_directory(tmp_path / "hf", state, TINY_JSON)
+    changed_files(
+        tmp_path / "hf", lambda s: s.update({BIAS: torch.full_like(s[BIAS], 0.1).double()})
+    )
     message = rf"{BIAS} \(torch.float64\) must fit into fp32, .*: store it as fp32"
     with pytest.raises(ValueError, match=message):
         hf_to_native(tmp_path / "hf", tmp_path / "run", dtype=asked)
@@ -324,10 +323,8 @@ def test_a_selection_bias_in_fp64_is_not_rounded(asked, tmp_path):
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 def test_a_narrow_selection_bias_is_widened_exactly(narrow, tmp_path):
-    export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
-    state = load_file(tmp_path / "hf" / "model.safetensors")
-    state[BIAS] = torch.full_like(state[BIAS], 0.1, dtype=narrow)
-    write_directory(tmp_path / "hf", state, TINY_JSON)
+    bias = torch.full((CONFIG.moe.num_experts,), 0.1, dtype=narrow)
+    state = changed_files(tmp_path / "hf", lambda s: s.update({BIAS: bias}))
     path = hf_to_native(tmp_path / "hf", tmp_path / "run")
     decoder = Decoder(CONFIG)
     load(path, decoder)
@@ -336,18 +333,12 @@ def test_a_narrow_selection_bias_is_widened_exactly(narrow, tmp_path):
 
 
 def test_incomplete_directories_change_nothing(tmp_path):
-    export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
-    state = load_file(tmp_path / "hf" / "model.safetensors")
-    del state["model.layers.1.mlp.experts.5.up_proj.weight"]
-    write_directory(tmp_path / "hf", state, TINY_JSON)
+    changed_files(tmp_path / "hf", lambda s: s.pop(EXPERT))
     with pytest.raises(ValueError, match=r"config.json says: model.layers.1.mlp.experts.5.up_pr"):
         hf_to_native(tmp_path / "hf", tmp_path / "run")
-    export_hf(Decoder(CONFIG), tmp_path / "whole", config=TINY_JSON)
-    state = load_file(tmp_path / "whole" / "model.safetensors")
-    state["model.layers.3.embed_tokens.weight"] += 1
-    write_directory(tmp_path / "hf", state, TINY_JSON)
+    changed_files(tmp_path / "odd", lambda s: s["model.layers.3.embed_tokens.weight"].add_(1))
     with pytest.raises(ValueError, match=r"3.embed_tokens.weight must equal model.embed_tokens"):
-        hf_to_native(tmp_path / "hf", tmp_path / "run")
+        hf_to_native(tmp_path / "odd", tmp_path / "run")
     write_directory(tmp_path / "qwen", {"a": torch.ones(1)}, {"model_type": "gpt2"})
     with pytest.raises(NotImplementedError, match=r"model_type \('gpt2'\) must be one of"):
         hf_to_native(tmp_path / "qwen", tmp_path / "run")

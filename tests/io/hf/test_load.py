@@ -207,17 +207,6 @@ def test_multi_token_prediction_of_qwen3_next(tmp_path):
     assert_state(again, own)
 
 
-def test_transformers_deepseek_leaves_multi_token_prediction_out(tmp_path):
-    model = random_model("deepseek-v3")
-    state = dict(model.state_dict())
-    state["model.layers.3.enorm.weight"] = torch.ones(32)
-    write_directory(tmp_path, state, {})
-    loaded = empty_like(model)
-    report = load_hf(tmp_path, loaded)
-    assert_state(loaded, model.state_dict())
-    assert report.left_over == ("model.layers.3.enorm.weight",)
-
-
 def test_mxfp4_is_dequantised(tmp_path):
     model = random_model("gpt-oss", hidden_size=64, intermediate_size=32, num_local_experts=4)
     stored, truth = mxfp4_state(model.state_dict())

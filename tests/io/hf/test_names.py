@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore.io.hf.names import find_layout, hf_copies, hf_plan
+from moecore.io.hf.pieces import file_shapes
 from moecore.models import Decoder, preset
 from tests.io.hf.states import hf_state, native_state
 from tests.models.hf_pairs import PAIRS, make_pair
@@ -124,8 +125,7 @@ def test_multi_token_prediction_comes_after_the_last_layer(layout, depth):
 
 
 def test_names_of_published_nemotron_3_nano():
-    plan = hf_plan(preset("nemotron-3-nano-30b-a3b"), "per_expert")
-    shapes = {p.name: p.file_shape for recipe in plan.values() for p in recipe.pieces}
+    shapes = file_shapes(hf_plan(preset("nemotron-3-nano-30b-a3b"), "per_expert"))
     mixer = "backbone.layers.{}.mixer."
     want = {
         "backbone.embeddings.weight": (131072, 2688),
@@ -156,8 +156,7 @@ def test_names_of_published_nemotron_3_nano():
 
 def test_names_of_published_qwen3_next():
     config = replace(preset("qwen3-next-80b-a3b"), num_mtp_layers=1, mtp_loss_coef=0.3)
-    plan = hf_plan(config, "per_expert")
-    shapes = {p.name: p.shape for recipe in plan.values() for p in recipe.pieces}
+    shapes = file_shapes(hf_plan(config, "per_expert"))
     want = {
         "model.layers.0.linear_attn.in_proj_qkvz.weight": (12288, 2048),
         "model.layers.0.linear_attn.in_proj_ba.weight": (64, 2048),
@@ -186,8 +185,7 @@ def test_names_of_published_qwen3_next():
 
 
 def test_names_and_shapes_of_published_deepseek_v3():
-    plan = hf_plan(preset("deepseek-v3"), "per_expert")
-    shapes = {p.name: p.shape for recipe in plan.values() for p in recipe.pieces}
+    shapes = file_shapes(hf_plan(preset("deepseek-v3"), "per_expert"))
     want = {
         "model.embed_tokens.weight": (129280, 7168),
         "model.layers.0.mlp.down_proj.weight": (7168, 18432),
