@@ -16,7 +16,7 @@ as a view (`split_halves`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,7 +111,11 @@ def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict
     tensors: dict[str, Tensor] = {}
     seen: set[str] = set()
     for owner, param in ((o, param) for o in optimizers for param in o.state):
-        name, state = model.name_of(param), _stored_state(owner, param)
+        # In forms that have a place in a checkpoint.
+        name, state = (
+            model.name_of(param),
+            _declared(owner, "stored_state", owner.state[param], param),
+        )
         if name in seen:
             raise ValueError(
                 f"{shown_name(name)} must have state in one optimizer, but two have some: remove "
@@ -149,7 +153,7 @@ def optimizer_state_to_fill(
                 key = f"{slot}.{name}"
                 if key in matrices:
                     dtype = _moment_dtype(optimizer, param, matrices[key])
-                    place = _state_device(optimizer, param)
+                    place = _declared(optimizer, "state_device_of", param.device, param)
                     like = state_like(optimizer, param, slot)
                     value = _moment(current.get(slot), like, dtype, place)
                 else:
@@ -174,33 +178,26 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
 
 def state_like(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
     """Return a tensor that lies as a state of an optimizer does, unless that is a scalar."""
-    method: Callable[[Tensor, str], Tensor] | None = getattr(optimizer, "state_like", None)
-    return param if method is None else method(param, slot)  # as moecore.train.Muon declares
+    like: Tensor = _declared(optimizer, "state_like", param, param, slot)
+    return like
 
 
-def _stored_state(optimizer: Optimizer, param: Tensor) -> Mapping[str, Any]:
-    """Return the state of a parameter, in forms that have a place in a checkpoint."""
-    method: Callable[[Tensor], dict[str, Tensor]] | None = getattr(optimizer, "stored_state", None)
-    # As moecore.train.AdamW declares.
-    return optimizer.state[param] if method is None else method(param)
+def _declared(optimizer: Optimizer, name: str, default: Any, *args: Any) -> Any:
+    """Return the result of a method that moecore's optimizers declare; of others the default."""
+    # AdamW has stored_state and moment_dtype_of, Muon state_like, HostAdamW state_device_of.
+    method = getattr(optimizer, name, None)
+    return default if method is None else method(*args)
 
 
 def _moment_dtype(optimizer: Optimizer, param: Tensor, stored_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which an optimizer keeps a moment, whatever that of the saved one."""
     if not stored_dtype.is_floating_point:
         return stored_dtype
-    method: Callable[[Tensor], torch.dtype] | None = getattr(optimizer, "moment_dtype_of", None)
-    if method is not None:  # as moecore.train.AdamW declares
-        return method(param)
+    default = stored_dtype
     if type(optimizer).__module__.startswith("torch.optim."):  # they step with no less
-        return torch.promote_types(stored_dtype, param.dtype)
-    return stored_dtype
-
-
-def _state_device(optimizer: Optimizer, param: Tensor) -> torch.device:
-    """Return where an optimizer keeps a moment."""
-    method: Callable[[Tensor], torch.device] | None = getattr(optimizer, "state_device_of", None)
-    return param.device if method is None else method(param)  # moecore.train.HostAdamW declares it
+        default = torch.promote_types(stored_dtype, param.dtype)
+    dtype: torch.dtype = _declared(optimizer, "moment_dtype_of", default, param)
+    return dtype
 
 
 def _moment(current: object, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -215,22 +215,17 @@ class BucketCollector(ErrorKeeper):
 
     def _row_bytes(self, item: Item) -> int:
         """Return the bytes of the largest box that cannot be cut."""
-        return max(
-            math.prod(piece.shape)
-            // max(1, _length(piece.box_in(self._holders.shapes[source])))
-            * item.dtype.itemsize
-            for source, piece in item.parts
-        )
+        sizes = []
+        for source, piece in item.parts:
+            rows = next(iter(piece.box_in(self._holders.shapes[source])), slice(0, 1))
+            sizes.append(math.prod(piece.shape) // max(1, rows.stop - rows.start))
+        return max(sizes) * item.dtype.itemsize
 
 
 def _bucket_bytes(item: Item) -> int:
     """Return the bytes of an item, and of parts that are put together in their own order first."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
     return aligned(item.nbytes) + sum(numels) * item.dtype.itemsize
-
-
-def _length(box: Sequence[slice]) -> int:
-    return box[0].stop - box[0].start if box else 1
 
 
 def _target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:

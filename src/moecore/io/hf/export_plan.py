@@ -26,7 +26,15 @@ from moecore.io.checkpoint.ranks import on_every_rank
 from moecore.io.hf.collect import Holders, Item
 from moecore.io.hf.config import FAMILIES, MTP_KEYS, config_problems, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
-from moecore.io.hf.names import EMBEDDING, HEAD, HFLayout, hf_plan, model_copies, model_tensors
+from moecore.io.hf.names import (
+    EMBEDDING,
+    HEAD,
+    HFLayout,
+    hf_plan,
+    model_copies,
+    model_tensors,
+    refuse_model,
+)
 from moecore.io.hf.pieces import FileRecipe, local_part
 from moecore.io.hf.stock import (
     Shapes,
@@ -202,10 +210,7 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
                 f"model ({type(model).__name__}) must be the {type(module).__name__} in it, whose "
                 f"Hugging Face names are known: pass model.{path}"
             )
-    raise NotImplementedError(
-        f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
-        "whose Hugging Face names are known: translate other names yourself"
-    )
+    refuse_model(model)
 
 
 def finish_config(

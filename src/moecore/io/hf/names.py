@@ -44,7 +44,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from torch import Tensor, nn
 
@@ -112,10 +112,7 @@ def hf_copies(config: DecoderConfig) -> dict[str, str]:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, tied ones under each of their names."""
     if not isinstance(model, Decoder) and not hasattr(_config(model), "model_type"):
-        raise NotImplementedError(
-            f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
-            "whose Hugging Face names are known: translate other names yourself"
-        )
+        refuse_model(model)
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         name = clean_name(name)
@@ -126,6 +123,14 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             )
         tensors[name] = tensor
     return tensors
+
+
+def refuse_model(model: nn.Module) -> NoReturn:
+    """Raise for a model whose Hugging Face names are not known."""
+    raise NotImplementedError(
+        f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
+        "whose Hugging Face names are known: translate other names yourself"
+    )
 
 
 def model_copies(model: nn.Module) -> dict[str, str]:
