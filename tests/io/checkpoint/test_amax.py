@@ -25,7 +25,7 @@ from moecore import (
 )
 from moecore.base.options.precision import Precision, Recipe
 from moecore.io import load, read_manifest, save
-from moecore.io.checkpoint.in_memory import load_rank_state, rank_state
+from moecore.io.checkpoint.snapshot import load_rank_state, rank_state
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.amax_history import GRADIENTS
 from moecore.precision.apply import amax_histories

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.io.checkpoint.in_memory import load_rank_state, rank_state
+from moecore.io.checkpoint.snapshot import load_rank_state, rank_state
 from moecore.models import Decoder, preset
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks

@@ -35,9 +35,15 @@ from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.shard_file import Meter, Progress
-from moecore.io.checkpoint.snapshot import Schedulers, Snapshot, join_stages, take_snapshot
+from moecore.io.checkpoint.snapshot import (
+    Schedulers,
+    Snapshot,
+    join_stages,
+    locals_of,
+    take_snapshot,
+)
 from moecore.io.checkpoint.state import Optimizers
-from moecore.io.checkpoint.store import begin, locals_of, write
+from moecore.io.checkpoint.store import begin, write
 from moecore.parallel.model.parameter_guards import refuse_earlier
 from moecore.train.memory.host import HostCopies
 

@@ -5,6 +5,9 @@
 
 Names are those of the whole model, so neither knows how it was cut. One rank of each stage sends
 names; without stages nothing is sent.
+
+`rank_state` is the snapshot of one rank in memory, which a rank with the same parts takes over by
+`load_rank_state`: both have made the same model on the same meshes, so nothing is compared.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moecore.base.fields import shown_name
+from moecore.base.torch_private import local_of
 from moecore.io.checkpoint.config_differences import config_values
 from moecore.io.checkpoint.hyperparameters import (
     check_json,
     is_finite,
     optimizer_class,
     optimizer_groups,
+    restore_groups,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
 from moecore.io.checkpoint.ranks import Group, gather, rank_and_world
@@ -39,12 +44,17 @@ from moecore.io.checkpoint.state import (
     Optimizers,
     amax_tensors,
     listed_optimizers,
+    optimizer_state_to_fill,
     optimizer_tensors,
+    restore_amax,
+    restore_optimizer_state,
+    restore_rng,
     rng_tensors,
 )
 from moecore.moe.state import MoEState
 from moecore.parallel.model.parallel_state import find_stages
 from moecore.parallel.pipeline.stage_replicas import AllStages
+from moecore.train.rerun import drop_step
 
 T = TypeVar("T")
 
@@ -355,3 +365,61 @@ def _merge_parts(parts: list[StagePart]) -> StagePart:
         groups,
         [meshes[key] for key in sorted(meshes)],
     )
+
+
+def locals_of(snapshot: Snapshot) -> dict[str, Tensor]:
+    """Return name -> this rank's part of each tensor, sharing its memory."""
+    return {name: local_of(tensor) for name, tensor in snapshot.tensors.items()}
+
+
+def rank_state(
+    model: nn.Module,
+    optimizer: Optimizers,
+    extra: Mapping[str, Tensor],
+    *,
+    scheduler: Schedulers | None = None,
+) -> dict[str, Any]:
+    """Return what `load_rank_state` takes; tensors share memory with the model and optimizer."""
+    snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
+    facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
+    return {"tensors": locals_of(snapshot), **facts}
+
+
+@torch.no_grad()
+def load_rank_state(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    scheduler: Schedulers | None = None,
+) -> dict[str, Tensor]:
+    """Set model, optimizer, scheduler and generators in place; return `extra`. Drops a step."""
+    drop_step(model)
+    kinds: dict[str, dict[str, Tensor]] = {
+        kind: {} for kind in ("model", "optimizer", "amax", "extra", "rng")
+    }
+    for name, tensor in state["tensors"].items():
+        kind, _, rest = name.partition(".")
+        kinds[kind][rest] = tensor
+    view = ModelView(model)
+    for name, tensor in kinds["model"].items():
+        local_of(view.stored_views[name]).copy_(tensor)
+    optimizers = listed_optimizers(optimizer, view)
+    scalars = {name: x.dtype for name, x in kinds["optimizer"].items() if not x.ndim}
+    matrices = {name: x.dtype for name, x in kinds["optimizer"].items() if x.ndim}
+    for owner in optimizers:
+        owner.state.clear()
+        slots = optimizer_state_to_fill(owner, view, matrices, scalars)
+        for param, values in slots.items():
+            name = view.name_of(param)
+            for slot, value in values.items():
+                target = value if f"{slot}.{name}" in scalars else view.view(name, value)
+                local_of(target).copy_(kinds["optimizer"][f"{slot}.{name}"])
+        restore_optimizer_state(owner, slots)
+    restore_groups(optimizers, state["optimizer"])
+    schedule = one_scheduler(scheduler, optimizers)
+    if schedule is not None:
+        schedule.load_state_dict(scheduler_state(schedule, state["scheduler"]))
+    restore_amax(model, kinds["amax"])
+    restore_rng({f"rng.{name}": tensor for name, tensor in kinds["rng"].items()})
+    return kinds["extra"]

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
-from moecore.base.torch_private import local_of
 from moecore.io.checkpoint.comparison import (
     Comparison,
     amax_target,
@@ -52,6 +51,7 @@ from moecore.io.checkpoint.snapshot import (
     Snapshot,
     StagePart,
     join_stages,
+    locals_of,
     scheduler_state,
     take_snapshot,
     whole_of,
@@ -241,11 +241,6 @@ def begin(lock: RunLock, step: int, group: Group = None) -> Path:
     draft = on_first_rank(action, group)
     check_visible(draft, group)
     return draft
-
-
-def locals_of(snapshot: Snapshot) -> dict[str, Tensor]:
-    """Return name -> this rank's part of each tensor, sharing its memory."""
-    return {name: local_of(tensor) for name, tensor in snapshot.tensors.items()}
 
 
 def write(

@@ -26,12 +26,11 @@ from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.hf.collect import Collector, Item
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig
-from moecore.io.hf.convert import StoredModel, open_native
+from moecore.io.hf.convert import Origin, StoredModel, check_single_rank, open_native, write_native
 from moecore.io.hf.export import check_target, draft_of
 from moecore.io.hf.export_plan import make_items
 from moecore.io.hf.files import Box, BoxReader, listed
 from moecore.io.hf.names import EMBEDDING, find_layout, hf_plan
-from moecore.io.hf.native_writer import Origin, check_single_rank, write_native
 from moecore.io.hf.pieces import FileRecipe, file_shapes
 from moecore.io.hf.quant import TensorSource
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, prefixes, write_dcp
