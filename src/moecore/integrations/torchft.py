@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import Count, CountOrZero, Positive, check_arguments
 from moecore.base.torch_private import local_of
-from moecore.io.checkpoint.snapshot import Schedulers, load_rank_state, rank_state
+from moecore.io.checkpoint.hyperparameters import Schedulers
+from moecore.io.checkpoint.snapshot import load_rank_state, rank_state
 from moecore.io.checkpoint.state import Optimizers
 from moecore.parallel.model.parallel_state import parallel_states
 from moecore.train.step import TrainStep

@@ -14,20 +14,18 @@ from torch.optim import Optimizer
 from moecore.base.tables import bounded_line
 from moecore.io.checkpoint.config_differences import missing_fields, saved_differences
 from moecore.io.checkpoint.hyperparameters import (
+    Scheduler,
+    Schedulers,
     all_groups,
     group_classes,
     group_problems,
+    one_scheduler,
     optimizer_class,
     option_problems,
-)
-from moecore.io.checkpoint.manifest import Manifest, StoredTensor
-from moecore.io.checkpoint.snapshot import (
-    Scheduler,
-    Schedulers,
-    StagePart,
-    one_scheduler,
     scheduler_state,
 )
+from moecore.io.checkpoint.manifest import Manifest, StoredTensor
+from moecore.io.checkpoint.snapshot import StagePart
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,

@@ -1,4 +1,4 @@
-"""Hyperparameters of optimizers: which ones a checkpoint has, and whether they fit others.
+"""Hyperparameters of optimizers and state of schedulers: what is stored, and whether it fits.
 
 A parameter belongs to one optimizer at most, so the state of several needs no names of theirs: they
 are stored as one whose groups follow each other, with the class of each group. How groups of one
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from moecore.base.fields import quote, shown_name
 from moecore.io.checkpoint.manifest import MAX_DEPTH, nests_deeper
 from moecore.io.checkpoint.state import ModelView
 
+T = TypeVar("T")
 # How to compute, not what: another machine may want others.
 OF_THE_RUN = {"fused", "foreach", "capturable", "differentiable"}
 # What schedulers add to a group, and set anew when they are built.
@@ -108,6 +110,140 @@ def restore_groups(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]
                 current.fill_(value)  # a captured graph reads this very tensor
             else:
                 group[key] = tuple(value) if isinstance(current, tuple) else value
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """What is asked of a learning rate scheduler; torch's own have it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state."""
+
+
+Schedulers = Scheduler | Sequence[Scheduler]
+
+
+class _Several:
+    """Several schedulers as one: its state has "0.last_epoch" for last_epoch of the first."""
+
+    def __init__(self, parts: Sequence[Scheduler]) -> None:
+        self._parts = parts
+        self.kind = ", ".join(type(part).__name__ for part in parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all, side by side."""
+        states = [part.state_dict() for part in self._parts]
+        return {f"{i}.{key}": v for i, state in enumerate(states) for key, v in state.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state of each."""
+        states: list[dict[str, Any]] = [{} for _ in self._parts]
+        for name, value in state_dict.items():
+            i, _, key = name.partition(".")
+            states[int(i)][key] = value
+        for part, state in zip(self._parts, states, strict=True):
+            part.load_state_dict(state)
+
+
+def one_scheduler(
+    scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
+) -> Scheduler | None:
+    """Return a caller's scheduler, or its list as one; the list must follow the optimizers."""
+    if not isinstance(scheduler, Sequence):
+        return scheduler
+    if not scheduler:
+        raise ValueError("scheduler ([]) must hold a scheduler: pass None where there is none")
+    order = {id(optimizer): i for i, optimizer in enumerate(optimizers)}
+    owners = [order.get(id(getattr(part, "optimizer", None))) for part in scheduler]
+    places = [i for i in owners if i is not None]  # another one's learning rates would fit as well
+    if places != sorted(places):
+        raise ValueError(
+            f"scheduler (of optimizers {', '.join(map(str, places))}) must be in the order of "
+            "the optimizers: sort the list"
+        )
+    return scheduler[0] if len(scheduler) == 1 else _Several(scheduler)
+
+
+def _kind(scheduler: Scheduler) -> str:
+    return scheduler.kind if isinstance(scheduler, _Several) else type(scheduler).__name__
+
+
+def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
+    """Return saved values with the types of this scheduler's own; refuse another kind's."""
+    state = scheduler.state_dict()
+    if state.keys() != values.keys():
+        raise ValueError(
+            f"scheduler ({_kind(scheduler)}) must have the state of the saved one, but "
+            f"{', '.join(sorted(state.keys() ^ values.keys()))} differ"
+        )
+    for name, rates in _rates(values):
+        if not isinstance(rates, list) or not all(map(is_finite, rates)):
+            raise ValueError(
+                f"scheduler {shown_name(name)} must be a list of finite numbers, but is "
+                f"{rates!r:.40} in the checkpoint"
+            )
+    result: dict[str, Any] = _like(state, values)
+    return result
+
+
+def _rates(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what schedulers keep of learning rates, also of those in others."""
+    for name, entry in value.items() if isinstance(value, dict) else ():
+        if name.endswith(("base_lrs", "_last_lr")):
+            yield name, entry
+        else:
+            yield from _rates(entry)
+    for entry in value if isinstance(value, list) else ():
+        yield from _rates(entry)
+
+
+def scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
+    """Return a scheduler's state as JSON holds it, or raise ValueError."""
+    state = scheduler.state_dict()
+    name = _kind(scheduler)
+    numbers = _numbers(state)
+    check_json(f"scheduler {name}", numbers)
+    values: dict[str, Any] = copy_json(numbers)
+    if _like(state, values) != state:
+        raise ValueError(
+            f"scheduler ({name}) must have a state that JSON can hold: keep it in extra instead"
+        )
+    return values
+
+
+def _numbers(value: Any) -> Any:
+    """Return a value with numbers for scalar tensors (of a tensor lr): one host sync for each."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(entry) for entry in value]
+    return value
+
+
+def _like(template: Any, value: Any) -> Any:
+    """Give what JSON made of a value its types back: tuples, new tensors, numbers as keys."""
+    if isinstance(template, Tensor) and isinstance(value, int | float):
+        return torch.full_like(template, value)
+    if isinstance(template, tuple) and isinstance(value, list):
+        return tuple(value)
+    if isinstance(template, list) and isinstance(value, list) and len(template) == len(value):
+        return [_like(a, b) for a, b in zip(template, value, strict=True)]
+    if isinstance(template, dict) and isinstance(value, dict):
+        if template and all(isinstance(key, int) for key in template):
+            return type(template)({int(key): entry for key, entry in value.items()})
+        return {key: _like(template.get(key), entry) for key, entry in value.items()}
+    return value
+
+
+def copy_json(values: T) -> T:
+    """Return what JSON makes of it, so that no change reaches it while it is written."""
+    result: T = json.loads(json.dumps(values))
+    return result
 
 
 def check_json(label: str, values: Mapping[str, Any]) -> None:

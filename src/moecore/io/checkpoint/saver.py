@@ -31,17 +31,12 @@ from moecore.base.failures import share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.torch_private import default_timeout
 from moecore.io.checkpoint.directory import Step, directory_of, discard
+from moecore.io.checkpoint.hyperparameters import Schedulers
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.shard_file import Meter, Progress
-from moecore.io.checkpoint.snapshot import (
-    Schedulers,
-    Snapshot,
-    join_stages,
-    locals_of,
-    take_snapshot,
-)
+from moecore.io.checkpoint.snapshot import Snapshot, join_stages, locals_of, take_snapshot
 from moecore.io.checkpoint.state import Optimizers
 from moecore.io.checkpoint.store import begin, write
 from moecore.parallel.model.parameter_guards import refuse_earlier

@@ -14,27 +14,30 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from moecore.base.fields import shown_name
 from moecore.base.torch_private import local_of
 from moecore.io.checkpoint.config_differences import config_values
 from moecore.io.checkpoint.hyperparameters import (
+    Schedulers,
     check_json,
-    is_finite,
+    copy_json,
+    one_scheduler,
     optimizer_class,
     optimizer_groups,
     restore_groups,
+    scheduler_state,
+    scheduler_values,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
 from moecore.io.checkpoint.ranks import Group, gather, rank_and_world
@@ -55,67 +58,6 @@ from moecore.moe.state import MoEState
 from moecore.parallel.model.parallel_state import find_stages
 from moecore.parallel.pipeline.stage_replicas import AllStages
 from moecore.train.rerun import drop_step
-
-T = TypeVar("T")
-
-
-@runtime_checkable
-class Scheduler(Protocol):
-    """What is asked of a learning rate scheduler; torch's own have it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state."""
-
-
-Schedulers = Scheduler | Sequence[Scheduler]
-
-
-class _Several:
-    """Several schedulers as one: its state has "0.last_epoch" for last_epoch of the first."""
-
-    def __init__(self, parts: Sequence[Scheduler]) -> None:
-        self._parts = parts
-        self.kind = ", ".join(type(part).__name__ for part in parts)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of all, side by side."""
-        states = [part.state_dict() for part in self._parts]
-        return {f"{i}.{key}": v for i, state in enumerate(states) for key, v in state.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state of each."""
-        states: list[dict[str, Any]] = [{} for _ in self._parts]
-        for name, value in state_dict.items():
-            i, _, key = name.partition(".")
-            states[int(i)][key] = value
-        for part, state in zip(self._parts, states, strict=True):
-            part.load_state_dict(state)
-
-
-def one_scheduler(
-    scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
-) -> Scheduler | None:
-    """Return a caller's scheduler, or its list as one; the list must follow the optimizers."""
-    if not isinstance(scheduler, Sequence):
-        return scheduler
-    if not scheduler:
-        raise ValueError("scheduler ([]) must hold a scheduler: pass None where there is none")
-    order = {id(optimizer): i for i, optimizer in enumerate(optimizers)}
-    owners = [order.get(id(getattr(part, "optimizer", None))) for part in scheduler]
-    places = [i for i in owners if i is not None]  # another one's learning rates would fit as well
-    if places != sorted(places):
-        raise ValueError(
-            f"scheduler (of optimizers {', '.join(map(str, places))}) must be in the order of "
-            "the optimizers: sort the list"
-        )
-    return scheduler[0] if len(scheduler) == 1 else _Several(scheduler)
-
-
-def _kind(scheduler: Scheduler) -> str:
-    return scheduler.kind if isinstance(scheduler, _Several) else type(scheduler).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +103,9 @@ def take_snapshot(
         versions=versions(),
         config=_config_values(view.config if config is None else config),
         optimizer_class=optimizer_class(optimizers) if optimizers else None,
-        optimizer=_copy(optimizer_groups(optimizers, view)) if optimizers else None,
-        scheduler=None if schedule is None else _scheduler_values(schedule),
-        extra=_copy(values),
+        optimizer=copy_json(optimizer_groups(optimizers, view)) if optimizers else None,
+        scheduler=None if schedule is None else scheduler_values(schedule),
+        extra=copy_json(values),
     )
     return Snapshot(tensors, facts, find_stages(model)[1])
 
@@ -185,74 +127,6 @@ def _survives_json(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_survives_json, value))
     return not isinstance(value, tuple)
-
-
-def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
-    """Return saved values with the types of this scheduler's own; refuse another kind's."""
-    state = scheduler.state_dict()
-    if state.keys() != values.keys():
-        raise ValueError(
-            f"scheduler ({_kind(scheduler)}) must have the state of the saved one, but "
-            f"{', '.join(sorted(state.keys() ^ values.keys()))} differ"
-        )
-    for name, rates in _rates(values):
-        if not isinstance(rates, list) or not all(map(is_finite, rates)):
-            raise ValueError(
-                f"scheduler {shown_name(name)} must be a list of finite numbers, but is "
-                f"{rates!r:.40} in the checkpoint"
-            )
-    result: dict[str, Any] = _like(state, values)
-    return result
-
-
-def _rates(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what schedulers keep of learning rates, also of those in others."""
-    for name, entry in value.items() if isinstance(value, dict) else ():
-        if name.endswith(("base_lrs", "_last_lr")):
-            yield name, entry
-        else:
-            yield from _rates(entry)
-    for entry in value if isinstance(value, list) else ():
-        yield from _rates(entry)
-
-
-def _scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
-    state = scheduler.state_dict()
-    name = _kind(scheduler)
-    numbers = _numbers(state)
-    check_json(f"scheduler {name}", numbers)
-    values: dict[str, Any] = _copy(numbers)
-    if _like(state, values) != state:
-        raise ValueError(
-            f"scheduler ({name}) must have a state that JSON can hold: keep it in extra instead"
-        )
-    return values
-
-
-def _numbers(value: Any) -> Any:
-    """Return a value with numbers for scalar tensors (of a tensor lr): one host sync for each."""
-    if isinstance(value, Tensor) and value.ndim == 0:
-        return value.item()
-    if isinstance(value, dict):
-        return {key: _numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_numbers(entry) for entry in value]
-    return value
-
-
-def _like(template: Any, value: Any) -> Any:
-    """Give what JSON made of a value its types back: tuples, new tensors, numbers as keys."""
-    if isinstance(template, Tensor) and isinstance(value, int | float):
-        return torch.full_like(template, value)
-    if isinstance(template, tuple) and isinstance(value, list):
-        return tuple(value)
-    if isinstance(template, list) and isinstance(value, list) and len(template) == len(value):
-        return [_like(a, b) for a, b in zip(template, value, strict=True)]
-    if isinstance(template, dict) and isinstance(value, dict):
-        if template and all(isinstance(key, int) for key in template):
-            return type(template)({int(key): entry for key, entry in value.items()})
-        return {key: _like(template.get(key), entry) for key, entry in value.items()}
-    return value
 
 
 def _check_finished(model: nn.Module) -> None:
@@ -294,13 +168,7 @@ def _config_values(config: object) -> dict[str, Any] | None:
         return None
     values = config_values(config)
     check_json("config", values)
-    return _copy(values)
-
-
-def _copy(values: T) -> T:
-    """Return what JSON makes of it, so that no change reaches it while it is written."""
-    result: T = json.loads(json.dumps(values))
-    return result
+    return copy_json(values)
 
 
 @dataclass(frozen=True, slots=True)

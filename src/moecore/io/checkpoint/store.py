@@ -31,7 +31,12 @@ from moecore.io.checkpoint.comparison import (
     summary,
 )
 from moecore.io.checkpoint.directory import Step, directory_of, discard, is_published, new_draft
-from moecore.io.checkpoint.hyperparameters import all_groups, restore_groups
+from moecore.io.checkpoint.hyperparameters import (
+    Schedulers,
+    all_groups,
+    restore_groups,
+    scheduler_state,
+)
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.manifest import Manifest, read_manifest
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
@@ -47,12 +52,10 @@ from moecore.io.checkpoint.ranks import (
 )
 from moecore.io.checkpoint.shard_file import Meter, Progress, file_problem, layout_of
 from moecore.io.checkpoint.snapshot import (
-    Schedulers,
     Snapshot,
     StagePart,
     join_stages,
     locals_of,
-    scheduler_state,
     take_snapshot,
     whole_of,
 )

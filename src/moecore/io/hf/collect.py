@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -21,7 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.params import global_indices
+from moecore.io.checkpoint.manifest import Manifest, StoredTensor
 from moecore.io.checkpoint.ranks import gather, on_every_rank, rank_and_world
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader, layout_of
+from moecore.io.hf.files import Box, common_part
 from moecore.io.hf.pieces import (
     Holding,
     PieceOverlap,
@@ -261,6 +265,52 @@ class RankCollector(ErrorKeeper):
             size = min(math.prod(item.piece.shape), shard) * item.dtype.itemsize
             largest = max(largest, size)
         return largest
+
+
+class StoredCollector:
+    """Reads the tensors of a native checkpoint's model by box or by Hugging Face tensor."""
+
+    def __init__(
+        self, path: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor], stack: ExitStack
+    ) -> None:
+        self._path, self._manifest, self._tensors, self._stack = path, manifest, tensors, stack
+        self._readers: dict[str, ShardReader] = {}
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a new CPU tensor, the box of a stored tensor."""
+        entry = self._tensors[name]
+        out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
+        for chunk in entry.chunks:
+            common = common_part(box, chunk.offsets, chunk.sizes)
+            if common is not None:
+                source, target = common
+                offsets, reader = [s.start for s in source], self._reader(chunk.file)
+                reader.read(chunk.key, entry.dtype, chunk.sizes, offsets, out[target])
+        return out
+
+    def collect(self, item: Item, writer: int) -> Tensor:
+        """Return the whole tensor."""
+        tensor = torch.empty(item.shape, dtype=item.dtype)
+        for source, piece in item.parts:
+            part = self.read(source, piece.box_in(self._tensors[source].shape))
+            if piece.view is None:
+                return part.view(item.shape).to(item.dtype)
+            put(part, piece, tensor)
+        return tensor
+
+    def release(self, tensor: Tensor | None) -> None:
+        """Nothing to note."""
+
+    def check(self) -> None:
+        """Errors come out of `collect` itself; no other rank waits."""
+
+    def _reader(self, file: str) -> ShardReader:
+        if file not in self._readers:
+            layout = layout_of(self._manifest.entries_of(file))
+            reader = ShardReader(self._path / file, layout, self._buffer, Meter())
+            self._readers[file] = self._stack.enter_context(reader)
+        return self._readers[file]
 
 
 def put(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moecore.base.fields import NumBytes, check_arguments, shown_name
 from moecore.families.fp32_modules import is_selection_bias, keeps_fp32
@@ -42,18 +42,16 @@ from moecore.io.checkpoint.shard_file import (
     CHUNK_BYTES,
     Meter,
     Progress,
-    ShardReader,
     ShardWriter,
-    layout_of,
 )
 from moecore.io.checkpoint.snapshot import versions
 from moecore.io.checkpoint.store import verify
-from moecore.io.hf.collect import Collector, Item, put
+from moecore.io.hf.collect import Collector, Item, StoredCollector
 from moecore.io.hf.config import config_problems, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.export import check_target, fill_shards, in_file_order, write_directory
 from moecore.io.hf.export_plan import ExportLayout, finish_config, make_items, names_of
-from moecore.io.hf.files import Box, BoxReader, HFFiles, common_part, listed
+from moecore.io.hf.files import BoxReader, HFFiles, listed
 from moecore.io.hf.names import EMBEDDING, HEAD, HFLayout, find_layout, hf_copies, hf_plan
 from moecore.io.hf.pieces import FileRecipe, file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources, read_box
@@ -133,7 +131,7 @@ def open_native(
     items = list(make_items(dtypes, plan.recipes, plan.copies, dtype, keeps))
     problems = config_problems(values, manifest.facts.config)
     problems += content_problems({item.name: item for item in items}, values, values)
-    collector = _StoredCollector(path, manifest, tensors, stack)
+    collector = StoredCollector(path, manifest, tensors, stack)
     if HEAD in plan.copies and not problems:  # a stored head is dropped only if it is the same
         sources = {n: TensorSource(n, t.shape, t.dtype) for n, t in tensors.items()}
         problems += copy_problems(collector, sources, {HEAD: EMBEDDING})
@@ -188,52 +186,6 @@ def hf_to_native(
             max_file_bytes=max_file_bytes,
             meter=meter,
         )
-
-
-class _StoredCollector:
-    """Reads the tensors of a native checkpoint's model by box or by Hugging Face tensor."""
-
-    def __init__(
-        self, path: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor], stack: ExitStack
-    ) -> None:
-        self._path, self._manifest, self._tensors, self._stack = path, manifest, tensors, stack
-        self._readers: dict[str, ShardReader] = {}
-        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """Return a new CPU tensor, the box of a stored tensor."""
-        entry = self._tensors[name]
-        out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
-        for chunk in entry.chunks:
-            common = common_part(box, chunk.offsets, chunk.sizes)
-            if common is not None:
-                source, target = common
-                offsets, reader = [s.start for s in source], self._reader(chunk.file)
-                reader.read(chunk.key, entry.dtype, chunk.sizes, offsets, out[target])
-        return out
-
-    def collect(self, item: Item, writer: int) -> Tensor:
-        """Return the whole tensor."""
-        tensor = torch.empty(item.shape, dtype=item.dtype)
-        for source, piece in item.parts:
-            part = self.read(source, piece.box_in(self._tensors[source].shape))
-            if piece.view is None:
-                return part.view(item.shape).to(item.dtype)
-            put(part, piece, tensor)
-        return tensor
-
-    def release(self, tensor: Tensor | None) -> None:
-        """Nothing to note."""
-
-    def check(self) -> None:
-        """Errors come out of `collect` itself; no other rank waits."""
-
-    def _reader(self, file: str) -> ShardReader:
-        if file not in self._readers:
-            layout = layout_of(self._manifest.entries_of(file))
-            reader = ShardReader(self._path / file, layout, self._buffer, Meter())
-            self._readers[file] = self._stack.enter_context(reader)
-        return self._readers[file]
 
 
 def _wrapper_of(names: Collection[str]) -> str:
