@@ -1,5 +1,11 @@
 """load_hf fills a model from a Hugging Face directory, every rank its shards; init_hf from a seed.
 
+    read_headers, find_sources    files.py, quant.py    tensors of the files by logical name
+    hf_plan or stock_plan         names.py, stock.py    `FileRecipe`: pieces of a model's tensor
+    make_load_plan                load_plan.py          `LoadPlan`: what goes where, what is wrong
+    shard_boxes                   pieces.py             `ShardBox`: what this rank's shards take
+    read_box                      quant.py, files.py    the values of one box, dequantised
+
 Names, shapes and dtypes are compared from the headers alone, on every rank, and all that is wrong
 is one error before the first value is written. Then each rank copies box after box of the files
 into its shards, so it never holds more than `CHUNK_BYTES` or one expert's matrix besides the model.
@@ -111,13 +117,11 @@ def load_hf(
         compared_bytes = files.bytes_read
         drop_step(outer_model)
         on_every_rank(lambda: _fill(model, plan, sources, files))
-        read = files.bytes_read - compared_bytes
-        piece_names = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
-        total_bytes = files.num_bytes(stored_names(sources[name] for name in piece_names))
+    piece_names = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
     return LoadReport(
-        bytes_read=read,
+        bytes_read=files.bytes_read - compared_bytes,
         compared_bytes=compared_bytes,
-        total_bytes=total_bytes,
+        total_bytes=files.num_bytes(stored_names(sources[name] for name in piece_names)),
         tensors=len(plan.recipes),
         missing=tuple(plan.missing),
         left_over=tuple(plan.left_over),
