@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moecore.base.fields import UsageError
-from moecore.base.tables import UNITS, bounded_line, printable
+from moecore.base.tables import bounded_line, printable, shown_bytes
 from moecore.io.checkpoint.directory import latest, prunable, prune, whole_directories
 from moecore.io.checkpoint.lock import leftovers_of_dead_job
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
@@ -128,7 +128,7 @@ def run_verify(args: Any) -> int:
 
         with _progress("hashing") as progress:
             manifest = verify(path, "sizes" if args.sizes else "full", progress=progress)
-        print(f"{path}: whole, {len(manifest.files)} files, {_bytes(manifest.num_bytes)}")
+        print(f"{path}: whole, {len(manifest.files)} files, {shown_bytes(manifest.num_bytes)}")
         return 0
     if kind == "DCP":
         from moecore.io.interchange.dcp import DCPFiles
@@ -254,13 +254,6 @@ def _progress(label: str) -> Iterator[Progress | None]:
             bar.update(num_bytes - bar.n)
 
         yield show
-
-
-def _bytes(count: int) -> str:
-    for unit, size in reversed(UNITS.items()):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
 
 
 def _value_text(value: Any) -> str:
