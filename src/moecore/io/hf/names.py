@@ -41,17 +41,18 @@ Nemotron-H has one mixer and one norm a layer, experts without a gate, and "back
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 
-from moecore.base.fields import shown_name
+from moecore.base.fields import check_arguments, shown_name
 from moecore.base.params import clean_name
 from moecore.io.hf.config import FAMILIES
-from moecore.io.hf.pieces import FileRecipe, FileView, Region, TensorPiece, ViewDim
+from moecore.io.hf.pieces import FileRecipe, FileView, Region, TensorPiece
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 
@@ -74,6 +75,12 @@ NEMOTRON_H = (
     (r"\.(input|post_attention)_layernorm\.", ".norm."),
     (r"(\.\d+)\.(self_attn|linear_attn|mlp)\.", r"\1.mixer."),
 )
+GPT_OSS = {  # name in files, and the dim and step there of each native dim
+    "experts.w1": ("gate_up_proj", ((0, 1), (2, 1), (2, 2), (1, 1))),
+    "experts.b1": ("gate_up_proj_bias", ((0, 1), (1, 1), (1, 2))),
+    "experts.w2": ("down_proj", ((0, 1), (2, 1), (1, 1))),
+    "experts.b2": ("down_proj_bias", ((0, 1), (1, 1))),
+}
 EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek-V3
 
 
@@ -84,9 +91,7 @@ def hf_plan(
 
     `shapes` are those of the decoder's tensors if one is built, or of a stage's.
     """
-    if layout not in get_args(HFLayout):
-        choices = ", ".join(repr(c) for c in get_args(HFLayout))
-        raise ValueError(f"layout ({layout!r}) must be one of {choices}: choose one")
+    check_arguments(hf_plan, locals())
     if shapes is None:
         skeleton = Decoder(config, device="meta").state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.items()}
@@ -222,24 +227,16 @@ def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tupl
     layer_path, _, part = name.rpartition(".mlp.")
     if part in ("router.weight", "router.bias"):
         return (TensorPiece(name, (), shape),)
-    file_shape: tuple[int, ...]
-    dims: tuple[ViewDim, ...]
-    if part == "experts.w1":  # [E, 2, F, D]
-        E, _, F, D = shape
-        role, file_shape = "gate_up_proj", (E, D, 2 * F)
-        dims = (0, E, 1), (2, 2, 1), (2, F, 2), (1, D, 1)
-    elif part == "experts.b1":  # [E, 2, F]
-        E, _, F = shape
-        role, file_shape, dims = "gate_up_proj_bias", (E, 2 * F), ((0, E, 1), (1, 2, 1), (1, F, 2))
-    elif part == "experts.w2":  # [E, D, F]
-        E, D, F = shape
-        role, file_shape, dims = "down_proj", (E, F, D), ((0, E, 1), (2, D, 1), (1, F, 1))
-    elif part == "experts.b2":
-        return (TensorPiece(f"{layer_path}.mlp.experts.down_proj_bias", (), shape),)
-    else:
+    if part not in GPT_OSS:
         return ()
+    role, places = GPT_OSS[part]
+    dims = tuple((d, n, step) for n, (d, step) in zip(shape, places, strict=True))
+    file_dims = range(max(d for d, *_ in dims) + 1)
+    file_shape = tuple(math.prod(n for d, n, _ in dims if d == dim) for dim in file_dims)
     view = FileView(file_shape, (0,) * len(file_shape), tuple(dim for dim in dims if dim[1] > 1))
-    return (TensorPiece(f"{layer_path}.mlp.experts.{role}", (), shape, view),)
+    is_same = part == "experts.b2"
+    file_name = f"{layer_path}.mlp.experts.{role}"
+    return (TensorPiece(file_name, (), shape, None if is_same else view),)
 
 
 def _mamba2_pieces(
@@ -294,12 +291,9 @@ def _shared_pieces(
     if moe.shared_gate and moe.num_shared_experts > 1:
         return ()  # one gate per expert has no name
     name = f"{mlp_path}.{'shared_expert' if moe.shared_gate else 'shared_experts'}"
-    if part == "shared.gate":
-        return (TensorPiece(f"{name}_gate.weight", (), shape),)
-    if part == "shared.w2":
-        return (TensorPiece(f"{name}.down_proj.weight", (), shape),)
-    if not moe.gated:
-        return (TensorPiece(f"{name}.up_proj.weight", (), shape),)
+    names = {"shared.gate": f"{name}_gate.weight", "shared.w2": f"{name}.down_proj.weight"}
+    if part in names or not moe.gated:
+        return (TensorPiece(names.get(part, f"{name}.up_proj.weight"), (), shape),)
     F_, D = shape[0] // 2, shape[1]
     return (
         TensorPiece(f"{name}.gate_proj.weight", (slice(0, F_),), (F_, D)),
