@@ -25,8 +25,8 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.flags import run_of_options
-from moecore.planning.foldings import Folding, run_of, rungs_of
 from moecore.planning.gpus import GPUS, peers_of, read_gpu, time_refusal
+from moecore.planning.layouts import Folding, run_of, rungs_of
 
 
 def test_a_file_has_what_differs(tmp_path: Path) -> None:

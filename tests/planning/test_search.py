@@ -37,7 +37,8 @@ from moecore.planning.commands import MEASURED, _support
 from moecore.planning.dry_run import MOST_MICRO_BATCHES
 from moecore.planning.estimate import Estimate
 from moecore.planning.flags import run_of_options
-from moecore.planning.foldings import (
+from moecore.planning.gpus import GPUS
+from moecore.planning.layouts import (
     BATCH_SIZES,
     TWICE,
     data_ranks,
@@ -47,7 +48,6 @@ from moecore.planning.foldings import (
     rungs_of,
     schedules_of,
 )
-from moecore.planning.gpus import GPUS
 from moecore.planning.run import MOST_IN_FLIGHT, MOST_LAYERS, MOST_STAGES, flags_of
 from moecore.planning.search import (
     MAX_DIVISORS,

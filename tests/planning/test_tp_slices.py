@@ -36,8 +36,8 @@ from moecore.planning import (
 )
 from moecore.planning.commands import _rows, _slices
 from moecore.planning.estimate import Estimate
-from moecore.planning.foldings import Folding, rungs_of
 from moecore.planning.gpus import peers_of
+from moecore.planning.layouts import Folding, rungs_of
 from moecore.planning.pieces import passes_of
 from moecore.planning.record import PASSES, SLICES
 from moecore.planning.times import has_slices, plan_time

@@ -26,10 +26,10 @@ from moecore.planning.flags import (
     run_of_options,
     shown_gpu,
 )
-from moecore.planning.foldings import Folding
 from moecore.planning.gpus import gpu_of, time_refusal
-from moecore.planning.levers import next_change
+from moecore.planning.layouts import Folding
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
+from moecore.planning.option_sets import next_change
 from moecore.planning.page import page_of
 from moecore.planning.recipe import recipe_of
 from moecore.planning.report import report_trace

@@ -28,9 +28,9 @@ from moecore.parallel.mesh import build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
 from moecore.planning.explain import compute_args_of
-from moecore.planning.foldings import Folding, SearchRequest, levers_of, run_of, rungs_of
 from moecore.planning.gpus import gpu_of
-from moecore.planning.levers import Levers
+from moecore.planning.layouts import Folding, SearchRequest, levers_of, run_of, rungs_of
+from moecore.planning.option_sets import Levers
 from moecore.planning.pieces import MIDDLE, passes_of, timed_layers, timed_stages
 from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet

@@ -5,7 +5,7 @@
 
 A rule refuses a folding in microseconds, but a plan takes seconds. So only a few foldings are
 planned in full (`plan_memory`, `plan_time`), the fastest by an estimate first, and the result
-counts the others. `foldings.py` has the rules, and the legend of a folding.
+counts the others. `layouts.py` has the rules, and the legend of a folding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from moecore.base.options.precision import Precision
 from moecore.base.tables import columns, shown_bytes
 from moecore.planning.costs import CostTable
 from moecore.planning.estimate import Estimate
-from moecore.planning.foldings import (
+from moecore.planning.gpus import GPUS, Gpu, gpu_of, time_refusal
+from moecore.planning.layouts import (
     ANY,
     Folding,
     Refusal,
@@ -35,9 +36,8 @@ from moecore.planning.foldings import (
     rungs_of,
     schedules_of,
 )
-from moecore.planning.gpus import GPUS, Gpu, gpu_of, time_refusal
-from moecore.planning.levers import MIN_GAIN, Levers
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
+from moecore.planning.option_sets import MIN_GAIN, Levers
 from moecore.planning.run import MAX_GPUS, TrainingRun, lever_flags
 from moecore.planning.times import TimePlan, layouts_of, plan_time
 

@@ -27,8 +27,8 @@ from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.costs import CostTable
 from moecore.planning.gpus import Gpu, NumNeighbours, are_peers, domain_of, gpu_of, peers_of
-from moecore.planning.levers import FIELDS, TWICE, Levers, Option, fewer, ladder, levers_with
 from moecore.planning.model import PlannedModel
+from moecore.planning.option_sets import FIELDS, TWICE, Levers, Option, fewer, ladder, levers_with
 from moecore.planning.run import (
     AnyModel,
     NumGpus,
