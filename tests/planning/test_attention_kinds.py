@@ -38,8 +38,8 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.estimate import kept_of
-from moecore.planning.pieces import pieces_of, small_of
 from moecore.planning.search import refuse
+from moecore.planning.segments import pieces_of, small_of
 from moecore.planning.stored import _rank_size, sizes_of
 from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.helpers.grids import beside

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.bench_plan import CASES
 
 from moecore.planning import CostTable, TimePlan, dry_run, plan_peak, plan_time
-from moecore.planning.pieces import small_of, small_step
+from moecore.planning.segments import small_of, small_step
 
 PLANNING = Path(__file__).parents[2] / "benchmarks" / "results" / "planning"
 GONE = (

@@ -23,8 +23,8 @@ from moecore.planning import (
     plan_time,
     time_step,
 )
-from moecore.planning.pieces import Pieces, pieces_of
 from moecore.planning.record import placed
+from moecore.planning.segments import Pieces, pieces_of
 from moecore.planning.times import run_queue
 from tests.helpers.grids import beside
 

@@ -38,8 +38,8 @@ from moecore.planning.commands import _rows, _slices
 from moecore.planning.estimate import Estimate
 from moecore.planning.gpus import peers_of
 from moecore.planning.layouts import Folding, rungs_of
-from moecore.planning.pieces import passes_of
 from moecore.planning.record import PASSES, SLICES
+from moecore.planning.segments import passes_of
 from moecore.planning.times import has_slices, plan_time
 
 H200 = CostTable.of("h200-141")

@@ -38,8 +38,8 @@ from moecore.planning import (
 )
 from moecore.planning import transformers as planned_transformers
 from moecore.planning.estimate import kept_of
-from moecore.planning.pieces import small_of
 from moecore.planning.search import refuse
+from moecore.planning.segments import small_of
 from moecore.planning.stored import held_kinds, sizes_of
 from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.families.transformers.family_models import (

@@ -31,9 +31,9 @@ from moecore.planning.explain import compute_args_of
 from moecore.planning.gpus import gpu_of
 from moecore.planning.layouts import Folding, SearchRequest, levers_of, run_of, rungs_of
 from moecore.planning.option_sets import Levers
-from moecore.planning.pieces import MIDDLE, passes_of, timed_layers, timed_stages
 from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
+from moecore.planning.segments import MIDDLE, passes_of, timed_layers, timed_stages
 from moecore.planning.stored import state_bytes
 from moecore.planning.transformers import refusing
 from moecore.train.memory.saved_bytes import ModelSavedBytes, count_saved_bytes

@@ -21,7 +21,9 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.orders import Action, Item, actions_of
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.planning.gpus import Gpu
-from moecore.planning.pieces import (
+from moecore.planning.record import HOST_COPIES, PASSES, RESIDENT, Pass
+from moecore.planning.run import TrainingRun, fake_world
+from moecore.planning.segments import (
     MIDDLE,
     Pieces,
     QueuePiece,
@@ -32,8 +34,6 @@ from moecore.planning.pieces import (
     small_step,
     timed_stages,
 )
-from moecore.planning.record import HOST_COPIES, PASSES, RESIDENT, Pass
-from moecore.planning.run import TrainingRun, fake_world
 from moecore.planning.stored import (
     SINGLE_STAGE,
     held_bytes,

@@ -30,7 +30,9 @@ from moecore.parallel.pipeline.timeline import Timeline
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
 from moecore.planning.gpus import Gpu, time_refusal
-from moecore.planning.pieces import (
+from moecore.planning.record import PASSES, SLICES, Pass, Placed, Queued, Work, placed
+from moecore.planning.run import TrainingRun
+from moecore.planning.segments import (
     MIDDLE,
     Pieces,
     QueuePiece,
@@ -39,8 +41,6 @@ from moecore.planning.pieces import (
     pieces_of,
     timed_stages,
 )
-from moecore.planning.record import PASSES, SLICES, Pass, Placed, Queued, Work, placed
-from moecore.planning.run import TrainingRun
 from moecore.planning.stored import SINGLE_STAGE, ranks_of, stages_of, state_bytes, stored_bytes
 
 
