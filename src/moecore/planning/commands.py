@@ -34,7 +34,7 @@ from moecore.planning.page import page_of
 from moecore.planning.recipe import recipe_of
 from moecore.planning.report import report_trace
 from moecore.planning.run import TrainingRun, call_of, flags_of, new_garbage
-from moecore.planning.search import Fitting, explained, plan_folding, search, shown_levers
+from moecore.planning.search import Fitting, explained, plan_layout, search
 from moecore.planning.times import TimePlan, has_slices, hidden_share, plan_time, time_step
 
 
@@ -44,7 +44,7 @@ class MeasuredStep(NamedTuple):
     preset: str
     gpu: str
     num_gpus: int
-    folding: Folding
+    layout: Folding
     tokens_per_second: int
     record: str  # under benchmarks/results
 
@@ -54,7 +54,7 @@ MEASURED = (
         preset="qwen3-30b-a3b",
         gpu="h200-141",
         num_gpus=8,
-        folding=Folding(ep=8, batch_size=4),
+        layout=Folding(ep=8, batch_size=4),
         tokens_per_second=16_159,
         record="train/2026-11-20-nvidia-h200.jsonl",
     ),
@@ -108,15 +108,15 @@ def run_plan(args: Any) -> int:
 
 
 def _explain(args: Any) -> int:
-    """Print what is planned of one folding; 1 where it is refused or too large."""
-    request, folding = request_of_options(args), folding_of(args.explain)
-    plan = plan_folding(request, folding, _table(args))
+    """Print what is planned of one layout; 1 where it is refused or too large."""
+    request, layout = request_of_options(args), folding_of(args.explain)
+    plan = plan_layout(request, layout, _table(args))
     fits = isinstance(plan, Fitting)
     if isinstance(plan, Fitting):
         _write_recipe(args, plan.run)
-    text = explained(request, folding, plan)
+    text = explained(request, layout, plan)
     if args.json:
-        row = _row(plan) if isinstance(plan, Fitting) else folding.named()
+        row = _row(plan) if isinstance(plan, Fitting) else layout.named()
         print(
             json.dumps(
                 {"gpu": shown_gpu(args), "limit": request.limit, "fits": fits, "text": text} | row
@@ -136,10 +136,10 @@ def _support(args: Any, first: Folding) -> str:
     request = args.preset, shown_gpu(args), args.gpus
     steps = [step for step in MEASURED if (step.preset, step.gpu, step.num_gpus) == request]
     measured = "; ".join(
-        f"{step.folding} in bf16 has {step.tokens_per_second:,} tokens/s ({step.record})"
+        f"{step.layout} in bf16 has {step.tokens_per_second:,} tokens/s ({step.record})"
         for step in steps
     )
-    if any(step.folding == first for step in steps):
+    if any(step.layout == first for step in steps):
         return f"measured: {measured}"
     return f"no record has a step of the first one: {measured or 'it is planned only'}"
 
@@ -177,7 +177,7 @@ def _search(args: Any) -> int:
     if fitting:
         print(result.table())
     for other in result.too_large:
-        print(f"too large with all levers: {other.folding}")
+        print(f"too large with all levers: {other.layout}")
     refused = sum(result.refused.values())
     print(
         f"of {shown_bytes(request.limit)} a rank ({shown_gpu(args)} less {request.reserve:.0%}); "
@@ -185,7 +185,7 @@ def _search(args: Any) -> int:
     )
     if fitting:
         _print_time(args, fitting[0].time, request.limit)
-        print(_support(args, fitting[0].folding))
+        print(_support(args, fitting[0].layout))
         print(f"the first one: {_command(args, fitting[0].run)}")
     else:
         print(f"nothing fits; the smallest change: {result.change or 'none of those tried'}")
@@ -194,11 +194,11 @@ def _search(args: Any) -> int:
 
 def _row(candidate: Fitting) -> dict[str, Any]:
     run = candidate.run
-    return candidate.folding.named() | {
+    return candidate.layout.named() | {
         "schedule": None if run.pipeline is None else run.pipeline.schedule,
         "num_micro_batches": run.num_micro_batches,
-        "levers": shown_levers(candidate),
-        "overhead": candidate.levers.overhead,
+        "levers": candidate.flags,
+        "overhead": candidate.options.overhead,
         "flags": flags_of(candidate.run),
         "host_of_a_node": candidate.host,
         "peak": max(candidate.peaks),

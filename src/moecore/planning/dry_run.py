@@ -122,7 +122,7 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.take(local_of(tensor))
         recorder.params = list(model.parameters())
-        tokens_BT = torch.empty(run.batch_size, run.seq_len, dtype=torch.int64, device="meta")
+        tokens_BT = run.tokens()  # which the caller of a step has allocated
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = optimizer_of(run, model)
             if run.pipeline is None:

@@ -155,7 +155,7 @@ class NativeModel(PlannedModel):
     @override
     def with_layers(self, layers: Sequence[int]) -> DecoderConfig:
         kinds = [kind_of(self.config, i) for i in layers]
-        return of_kinds(self.config, kinds, self.config.num_mtp_layers)
+        return config_of_kinds(self.config, kinds, self.config.num_mtp_layers)
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
@@ -224,7 +224,7 @@ def kind_of(config: DecoderConfig, layer: int) -> LayerKind:
     return LayerKind(mixer, config.feedforward_of(layer), window)
 
 
-def of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> DecoderConfig:
+def config_of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> DecoderConfig:
     """Return the model with these layers, and so many predictions."""
     linear = tuple(i for i, kind in enumerate(kinds) if kind.mixer == "linear")
     dense = tuple(i for i, kind in enumerate(kinds) if kind.feedforward == "dense")

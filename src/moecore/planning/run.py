@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from moecore.base.fields import Bound, CheckedRecord, Count, CountOrZero, Rules, check_arguments
 from moecore.base.options.dispatch import DispatcherName, DispatchOptions, NVLinkOptions
@@ -64,6 +64,11 @@ class OptimizerOptions(CheckedRecord):
     moment_dtype: MomentDtype = "float32"
     master_remainder: bool = False
     offload_fraction: Fraction = 0.0
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """The dtype of the trained parameters."""
+        return torch.bfloat16 if self.master_remainder else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +168,11 @@ class TrainingRun(CheckedRecord):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the trained parameters."""
-        return torch.bfloat16 if self.optimizer.master_remainder else torch.float32
+        return self.optimizer.param_dtype
+
+    def tokens(self) -> Tensor:
+        """Return the tokens of a micro-batch, [batch_size, seq_len] int64 on meta."""
+        return torch.empty(self.batch_size, self.seq_len, dtype=torch.int64, device="meta")
 
 
 def _with_used_choices(model: AnyModel) -> AnyModel:

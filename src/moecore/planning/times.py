@@ -1,15 +1,15 @@
 """The seconds of a step, and what limits them: `time_step` of a dry run, `plan_time` of a run.
 
-    time_step:  DryRun, CostTable -> start and end of each piece of work         -> StepTime
+    time_step:  DryRun, CostTable -> start and end of each segment of work         -> StepTime
     plan_time:  Pieces of few layers, CostTable
                     without stages -> queue of all layers                        -> TimePlan
                     with stages    -> seconds of each stage's passes, a Timeline -> TimePlan
 
-A piece of work starts when the host has queued it and all work before which it must not run has
-ended. The host queues pieces in order and waits where it reads a result. It begins a step while the
-step before still runs, so the time of a step is the time between the ends of two steps. Work on
-several streams is as fast as alone, but a step or a pass takes at least the seconds of all its work
-on the network.
+A launch starts when the host has queued it and its dependencies have finished. The host queues
+launches in order, and waits where it reads a result. It begins a step while the step before still
+runs, so the time of a step is the time between the ends of two steps. Concurrent kernels are
+assumed not to slow each other. Collectives share the network, so a step or a pass takes at least
+the sum of its network seconds.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from moecore.planning.record import PASSES, SLICES, Pass, Placed, Queued, Work, 
 from moecore.planning.run import TrainingRun
 from moecore.planning.segments import (
     MIDDLE,
-    Pieces,
-    QueuePiece,
-    like_of,
-    passes_of,
-    pieces_of,
-    timed_stages,
+    Segment,
+    Segments,
+    SmallRun,
+    like_micro_batches,
+    segments_of,
 )
-from moecore.planning.stored import SINGLE_STAGE, ranks_of, stages_of, state_bytes, stored_bytes
+from moecore.planning.stored import stages_by_rank, stages_of, state_bytes, stored_bytes
 
 
 def simulate(
@@ -87,7 +86,7 @@ class StepTime:
 
 
 class Spans(NamedTuple):
-    """Start, end and limit of each piece of work of a queue."""
+    """Start, end and limit of each segment of work of a queue."""
 
     starts: list[float]
     ends: list[float]
@@ -157,7 +156,7 @@ def add_network(parts: Mapping[Part, float], network: float) -> dict[Part, float
 
 
 def _costs(queue: Sequence[Placed], table: CostTable) -> list[tuple[float, Part]]:
-    """Return (seconds, limit) of each piece of work, computed once for equal work."""
+    """Return (seconds, limit) of each segment of work, computed once for equal work."""
     memo: dict[tuple[Work, int], tuple[float, Part]] = {}
 
     def cost(queued: Queued) -> tuple[float, Part]:
@@ -208,7 +207,7 @@ class Passed(NamedTuple):
 
 StagePasses = dict[tuple[Pass, int], Passed]  # by pass and micro-batch of the dry run
 Passes = Mapping[int, StagePasses]  # by stage
-Memo = dict[object, StagePasses]  # by the starts of a stage's pieces
+Memo = dict[object, StagePasses]  # by the starts of a stage's segments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,17 +267,17 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
     return plan_times([run], table)[0]
 
 
-def layouts_of(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
+def balanced_stages(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
     """Return a run, and with stages the same one with others that balance its ends' seconds."""
     if run.pipeline is None:
         return [run]
-    pieces, model = pieces_of(run), run.planned_model
-    none = replace(SINGLE_STAGE, embedding=False, loss=False)
+    segments, model = segments_of(run), run.planned_model
+    none = Stage(index=0, embedding=False, layers=(), mtp=(), loss=False)
 
     @cache
     def cost(**parts: Any) -> float:
-        passes = _passes(replace(none, **parts), pieces, table)
-        return sum(sum(passes[of, pieces.num_micro_batches // 2].parts.values()) for of in PASSES)
+        passes = _passes(replace(none, **parts), segments, table)
+        return sum(sum(passes[of, segments.num_micro_batches // 2].parts.values()) for of in PASSES)
 
     # Between the ends of a model all layers of a kind are alike.
     kinds = model.layers
@@ -306,31 +305,31 @@ def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
     plans = []
     for run in runs:
         _refuse_untimed(run.precision, table)
-        pieces, timeline = pieces_of(run), None
+        segments, timeline = segments_of(run), None
         if run.pipeline is None:
-            seconds, parts = _time_unstaged(run, pieces, table)
+            seconds, parts = _time_unstaged(run, segments, table)
         else:
-            seconds, parts, timeline = _staged(run, pieces, table, memo)
+            seconds, parts, timeline = _staged(run, segments, table, memo)
         if run.optimizer.offload_fraction:
-            waits = _state_waits(run, pieces, table, memo)
+            waits = _state_waits(run, segments, table, memo)
             seconds, parts = seconds + waits, _sum((parts, {"pcie": waits}))
         plan = TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=timeline)
         plans.append(plan)
     return plans
 
 
-def _time_unstaged(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
+def _time_unstaged(run: TrainingRun, segments: Segments, table: CostTable) -> tuple[float, Parts]:
     """Return seconds and parts of a step without stages."""
     # A queue of a few micro-batches is timed; each further one takes as long as the last one in the
     # middle of these.
-    (stage,) = timed_stages(run)
+    (stage,) = stages_of(run)
     number = min(run.num_micro_batches, MIDDLE + 1)
-    queue, lengths = list[QueuePiece](), list[int]()
-    for i in like_of(number, pieces.num_micro_batches):
+    queue, lengths = list[Segment](), list[int]()
+    for i in like_micro_batches(number, segments.num_micro_batches):
         for of in PASSES:
-            queue += pieces.of_stage(stage, of, i)
+            queue += segments.of_stage(stage, of, i)
         lengths.append(_length(queue))
-    placed_queue = pieces.join([*queue, pieces.end])
+    placed_queue = segments.join([*queue, segments.end])
     before = (STEPS - 1) * len(placed_queue)
     spans = run_queue(placed_queue, table, STEPS)
 
@@ -348,20 +347,19 @@ def _time_unstaged(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[
     return sum(parts.values()), parts
 
 
-def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, memo: Memo) -> float:
+def _state_waits(run: TrainingRun, segments: Segments, table: CostTable, memo: Memo) -> float:
     """Return the seconds in which a step waits for the offload of its optimizer's state."""
     # The blocks of the first forward hide the copy out. The blocks of the last backward, except the
     # first of it, hide the copy back. In a pipeline these are the blocks of the first rank.
     numel = stored_bytes(run) // run.dtype.itemsize
-    num_bytes = int(run.optimizer.offload_fraction * numel * state_bytes(run.optimizer, run.dtype))
+    num_bytes = int(run.optimizer.offload_fraction * numel * state_bytes(run.optimizer))
     copy = table.seconds(Work("copy to host", "copy", 0, num_bytes, (), "uint8"))
-    stages, rank_of = timed_stages(run), ranks_of(run)
-    first_stages = [stage for stage in stages if rank_of[stage.index] == 0]
+    first_stages = stages_by_rank(run)[0]
     blocks = [replace(stage, embedding=False, loss=False) for stage in first_stages]
-    passes = _passes_of(blocks, pieces, table, memo)
+    passes = _passes_of(blocks, segments, table, memo)
     out, back = (
         sum(sum(passes[stage.index][end].parts.values()) for stage in blocks)
-        for end in (("F", 0), ("B", pieces.num_micro_batches - 1))
+        for end in (("F", 0), ("B", segments.num_micro_batches - 1))
     )
     back *= 1 - 1 / sum(len(stage.layers) for stage in blocks)
     return max(0.0, copy - out) + max(0.0, copy - back)
@@ -376,18 +374,18 @@ def hidden_share(run: TrainingRun, table: CostTable) -> float:
 
 def has_slices(run: TrainingRun) -> bool:
     """Return whether tp ranks of a run exchange slices beside their products."""
-    return any(queued.work.name in SLICES for queued in passes_of(run).queued)
+    return any(queued.work.name in SLICES for queued in SmallRun.of(run).segments.queued)
 
 
 def _staged(
-    run: TrainingRun, pieces: Pieces, table: CostTable, memo: Memo
+    run: TrainingRun, segments: Segments, table: CostTable, memo: Memo
 ) -> tuple[float, Parts, Timeline]:
     """Return seconds, parts and timeline of a step with stages."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, stages_of(run)
-    passes = _passes_of(stages, pieces, table, memo)
+    passes = _passes_of(stages, segments, table, memo)
     # Clipping and the optimizer follow the slowest pipeline rank.
-    end_spans = run_queue(pieces.join([pieces.end]), table)
+    end_spans = run_queue(segments.join([segments.end]), table)
     end_seconds = max(end_spans.ends, default=0.0)
     end_parts = exposed(end_spans, 0.0, end_seconds)
     send = _send_seconds(run, table)
@@ -398,7 +396,7 @@ def _staged(
         schedule = make_schedule(
             name, pp=pp, chunks=len(stages) // pp, num_micro_batches=num_micro_batches
         )
-        like = like_of(num_micro_batches, pieces.num_micro_batches)
+        like = like_micro_batches(num_micro_batches, segments.num_micro_batches)
 
         @cache
         def parts_of(item: Item) -> Parts:
@@ -444,27 +442,27 @@ def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
     return sums
 
 
-def _passes_of(stages: Sequence[Stage], pieces: Pieces, table: CostTable, memo: Memo) -> Passes:
-    """Return `_passes` of each stage, computed once for stages with equal pieces."""
+def _passes_of(stages: Sequence[Stage], segments: Segments, table: CostTable, memo: Memo) -> Passes:
+    """Return `_passes` of each stage, computed once for stages with equal segments."""
     passes = {}
     for stage in stages:
-        key = tuple(piece.place.start for piece in pieces.of_stage(stage, "F", 0))
+        key = tuple(segment.launches.start for segment in segments.of_stage(stage, "F", 0))
         if key not in memo:
-            memo[key] = _passes(stage, pieces, table)
+            memo[key] = _passes(stage, segments, table)
         passes[stage.index] = memo[key]
     return passes
 
 
-def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> StagePasses:
+def _passes(stage: Stage, segments: Segments, table: CostTable) -> StagePasses:
     """Return seconds by part of a stage's passes, where forwards and backwards alternate."""
     passes: StagePasses = {}
-    queue: list[QueuePiece] = []
+    queue: list[Segment] = []
     ends: list[tuple[tuple[Pass, int], int]] = []
-    for i in like_of(pieces.num_micro_batches + 1, pieces.num_micro_batches):
+    for i in like_micro_batches(segments.num_micro_batches + 1, segments.num_micro_batches):
         for of in PASSES:
-            queue += pieces.of_stage(stage, of, i)
+            queue += segments.of_stage(stage, of, i)
             ends.append(((of, i), _length(queue)))
-    spans = run_queue(pieces.join(queue), table)
+    spans = run_queue(segments.join(queue), table)
     start, before = 0.0, 0
     for key, number in ends:
         end = max(spans.ends[:number], default=0.0)
@@ -474,8 +472,8 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> StagePasses:
     return passes
 
 
-def _length(queue: Iterable[QueuePiece]) -> int:
-    return sum(len(piece.place) for piece in queue)
+def _length(queue: Iterable[Segment]) -> int:
+    return sum(len(segment.launches) for segment in queue)
 
 
 def _for_all(
