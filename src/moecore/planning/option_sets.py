@@ -49,14 +49,25 @@ MIN_GAIN = 0.01  # the least gain, as a share of the tokens per second, that is 
 NO_TIME = 1e-12
 
 
-def _recompute(run: TrainingRun, *parts: Recomputed, **changes: Any) -> TrainingRun:
+def _fsdp(run: TrainingRun, **changes: Any) -> TrainingRun:
+    return replace(run, fsdp=replace(run.fsdp, **changes))
+
+
+def _memory(run: TrainingRun, **changes: Any) -> TrainingRun:
+    return replace(run, memory=replace(run.memory, **changes))
+
+
+def _optimizer(run: TrainingRun, **changes: Any) -> TrainingRun:
+    return replace(run, optimizer=replace(run.optimizer, **changes))
+
+
+def _recompute(run: TrainingRun, *parts: Recomputed) -> TrainingRun:
     up: Recomputed = "mla_up_proj" if run.planned_model.has_latents else "qkv_proj"
-    memory = replace(run.memory, recompute=(*CHAIN, up, *parts), **changes)
-    return replace(run, memory=memory)
+    return _memory(run, recompute=(*CHAIN, up, *parts))
 
 
 def _offloaded(run: TrainingRun) -> tuple[Offloaded, ...]:
-    """Return the parts to offload that the model has."""
+    """Return the parts of the model that can be offloaded."""
     experts: tuple[Offloaded, ...] = ("experts",) if run.planned_model.num_moe_runs else ()
     return ("attention", *experts, *(("mlp",) if run.planned_model.dense else ()))
 
@@ -70,13 +81,8 @@ def _fp8(run: TrainingRun) -> TrainingRun:
 
 
 def _fp8_gather(run: TrainingRun) -> TrainingRun:
-    if run.precision is None or run.precision.recipe.scaling != "blockwise":
-        return run
-    return replace(run, fsdp=replace(run.fsdp, fp8_param_gather=True))
-
-
-def _optimizer(run: TrainingRun, **changes: Any) -> TrainingRun:
-    return replace(run, optimizer=replace(run.optimizer, **changes))
+    is_blockwise = run.precision is not None and run.precision.recipe.scaling == "blockwise"
+    return _fsdp(run, fp8_param_gather=True) if is_blockwise else run
 
 
 def _more_chunks(run: TrainingRun) -> TrainingRun:
@@ -86,18 +92,30 @@ def _more_chunks(run: TrainingRun) -> TrainingRun:
     return replace(run, pipeline=PipelineConfig(schedule="interleaved", chunks=chunks))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)  # each is in `OPTIONS` once
+@dataclass(frozen=True, slots=True, eq=False)  # each is in `OPTIONS` once
 class Option:
-    """An option of a run; `change` returns the same run where it does not apply."""
+    """An option of a run.
 
-    name: str  # its source, or words
-    page: str  # and section of docs
-    change: Callable[[TrainingRun], TrainingRun] | None = None  # None = no plan shows it
-    overhead: Overhead | None = None  # in time, of the memory that it saves; None = it saves none
-    gains: bool = False  # whether it may save time
-    takes_from: tuple[str, ...] = ()  # parts of a report (`report.PARTS`) that it shortens
-    max_share: float = 1.0  # the largest share of these parts that it saves, by bytes or arithmetic
-    unless: str = r"(?!)"  # kernels and launches of a trace in which it is set, or cannot be set
+    Attributes:
+        name: its source, or words.
+        page: the page of docs and its section.
+        change: returns the run with the option, or the same run if the option does not apply;
+            None = no plan shows its effect.
+        overhead: the time that it costs, of an option that saves memory; None = it saves none.
+        gains: whether it may save time.
+        takes_from: the parts of a report (`report.PARTS`) that it shortens.
+        max_share: the largest share of these parts that it saves, by bytes or arithmetic.
+        unless: matches kernels and launches of a trace in which it is set, or cannot be set.
+    """
+
+    name: str
+    page: str
+    change: Callable[[TrainingRun], TrainingRun] | None = None
+    overhead: Overhead | None = None
+    gains: bool = False
+    takes_from: tuple[str, ...] = ()
+    max_share: float = 1.0
+    unless: str = r"(?!)"
 
     def applied(self, run: TrainingRun, gpu: GpuName | Gpu) -> TrainingRun:
         """Return the run with the option, or the same run where the option does not apply."""
@@ -110,198 +128,185 @@ class Option:
 
 
 HOST = ("waits of the host", "late launches", "gaps between kernels")
+COLLECTIVES = ("dispatch by collectives",)
+NVLINK = f'DispatchOptions(name="nvlink", nvlink=NVLinkOptions(row_factor={TWICE.row_factor}))'
 GRAPHS = Option(
-    name="CUDA graphs (GraphedForwardBackward)",
+    "CUDA graphs (GraphedForwardBackward)",
+    "cuda_graphs.md",
     takes_from=HOST,
-    page="cuda_graphs.md",
     unless=r"GraphLaunch|SendRecv",  # its dispatcher waits for sizes
 )
-# Options that save memory are in the order of their overhead, those that gain time first. Among
-# options with the same `takes_from` the cheapest comes first.
+# Options that save memory are in the order of their overhead, those that save time first. Among
+# options with the same `takes_from` the fastest comes first.
 OPTIONS = (
     Option(
-        name='precision="blockwise"',
-        change=_fp8,
+        'precision="blockwise"',
+        "precision.md#recipes",
+        _fp8,
         overhead="low",
         gains=True,
         takes_from=("experts", "dense products"),
         max_share=1 / 2,  # FP8 has twice the peak of bf16
         unless=r"quantise_",
-        page="precision.md#recipes",
     ),
     Option(
-        name="FSDPOptions(fp8_param_gather=True)",
-        change=_fp8_gather,
+        "FSDPOptions(fp8_param_gather=True)",
+        "sharding.md#fp8",
+        _fp8_gather,
         overhead="low",
         gains=True,
-        page="sharding.md#fp8",
     ),
     Option(
-        name='MemoryOptions(recompute="gemm_last")',
-        change=lambda run: replace(run, memory=replace(run.memory, recompute="gemm_last")),
+        'MemoryOptions(recompute="gemm_last")',
+        "memory.md#recompute",
+        lambda run: _memory(run, recompute="gemm_last"),
         overhead="low",
-        page="memory.md#recompute",
     ),
+    Option("recompute of up-projections", "memory.md#recompute", _recompute, overhead="low"),
     Option(
-        name="recompute of up-projections",
-        change=_recompute,
-        overhead="low",
-        page="memory.md#recompute",
-    ),
-    Option(
-        name="moecore.train.AdamW(moment_dtype=torch.bfloat16)",
-        change=lambda run: _optimizer(run, moment_dtype="bfloat16"),
+        "moecore.train.AdamW(moment_dtype=torch.bfloat16)",
+        "performance.md#adamw",
+        lambda run: _optimizer(run, moment_dtype="bfloat16"),
         overhead="low",
         takes_from=("optimizer",),
         max_share=3 / 8,  # 20 bytes per parameter in place of the 32 of torch's with clipping
-        page="performance.md#adamw",
     ),
     Option(
-        name="moecore.train.AdamW(moment_dtype=torch.float8_e4m3fn)",
-        change=lambda run: _optimizer(run, moment_dtype="float8_e4m3fn"),
+        "moecore.train.AdamW(moment_dtype=torch.float8_e4m3fn)",
+        "memory.md#optimizer-state",
+        lambda run: _optimizer(run, moment_dtype="float8_e4m3fn"),
         overhead="low",
-        page="memory.md#optimizer-state",
     ),
     Option(
-        name="moecore.train.AdamW(master_remainder=True)",
-        change=lambda run: _optimizer(run, master_remainder=True),
+        "moecore.train.AdamW(master_remainder=True)",
+        "memory.md#optimizer-state",
+        lambda run: _optimizer(run, master_remainder=True),
         overhead="low",
-        page="memory.md#optimizer-state",
     ),
     Option(
-        name="recompute of FC1",
-        change=lambda run: _recompute(run, "expert_fc1" if run.planned_model.moe else "mlp"),
+        "recompute of FC1",
+        "memory.md#recompute",
+        lambda run: _recompute(run, "expert_fc1" if run.planned_model.moe else "mlp"),
         overhead="medium",
-        page="memory.md#recompute",
     ),
     Option(
-        name='FSDPOptions(dense_strategy="optim_grads_params")',
-        change=lambda run: replace(
-            run, fsdp=replace(run.fsdp, dense_strategy="optim_grads_params")
-        ),
+        'FSDPOptions(dense_strategy="optim_grads_params")',
+        "sharding.md#strategies",
+        lambda run: _fsdp(run, dense_strategy="optim_grads_params"),
         overhead="medium",
-        page="sharding.md#strategies",
     ),
     Option(
-        name='MemoryOptions(offload=("attention", "experts", "mlp"))',
-        change=lambda run: replace(run, memory=replace(run.memory, offload=_offloaded(run))),
+        'MemoryOptions(offload=("attention", "experts", "mlp"))',
+        "memory.md#offload",
+        lambda run: _memory(run, offload=_offloaded(run)),
         overhead="medium",
-        page="memory.md#offload",
     ),
     Option(
-        name="StateOffload(optimizer, model)",
-        change=lambda run: _optimizer(run, offload_fraction=1.0),
+        "StateOffload(optimizer, model)",
+        "memory.md#optimizer-state",
+        lambda run: _optimizer(run, offload_fraction=1.0),
         overhead="medium",
-        page="memory.md#optimizer-state",
     ),
     Option(
-        name="recompute of MoE layers",
-        change=lambda run: _recompute(run, "moe") if run.planned_model.moe else run,
+        "recompute of MoE layers",
+        "memory.md#recompute",
+        lambda run: _recompute(run, "moe") if run.planned_model.moe else run,
         overhead="high",
-        page="memory.md#recompute",
     ),
     Option(
-        name="nothing computed again",
-        change=lambda run: replace(run, memory=replace(run.memory, recompute=())),
+        "nothing computed again",
+        "memory.md#recompute",
+        lambda run: _memory(run, recompute=()),
         gains=True,
-        page="memory.md#recompute",
     ),
     Option(
-        name='recompute="gemm_last" alone',
-        change=lambda run: (
-            replace(run, memory=replace(run.memory, recompute="gemm_last"))
-            if run.memory.parts
-            else run
-        ),
+        'recompute="gemm_last" alone',
+        "memory.md#recompute",
+        lambda run: _memory(run, recompute="gemm_last") if run.memory.parts else run,
         gains=True,
-        page="memory.md#recompute",
     ),
     Option(
-        name=f'DispatchOptions(name="nvlink", nvlink=NVLinkOptions(row_factor={TWICE.row_factor}))',
-        change=lambda run: run if run.nvlink is not None else replace(run, nvlink=TWICE),
+        NVLINK,
+        "dispatchers.md#nvlink",
+        lambda run: run if run.nvlink is not None else replace(run, nvlink=TWICE),
         gains=True,
-        takes_from=("dispatch by collectives",),
-        page="dispatchers.md#nvlink",
+        takes_from=COLLECTIVES,
     ),
     Option(
-        name='PipelineConfig(schedule="overlapped"), dispatch="alltoall"',
-        takes_from=("dispatch by collectives",),
+        'PipelineConfig(schedule="overlapped"), dispatch="alltoall"',
+        "pipeline.md#schedules",
+        takes_from=COLLECTIVES,
         max_share=0.31,  # measured with NCCL in a node; between nodes `CostTable.pairs_hide`
-        page="pipeline.md#schedules",
     ),
     Option(
-        name="twice PipelineConfig.chunks",
-        change=_more_chunks,
+        "twice PipelineConfig.chunks",
+        "pipeline.md#schedules",
+        _more_chunks,
         gains=True,
         takes_from=("pipeline",),
-        page="pipeline.md#schedules",
     ),
     Option(
-        name="PipelineConfig.layout of balanced_layout",
-        takes_from=("pipeline",),
-        page="pipeline.md#layout",
+        "PipelineConfig.layout of balanced_layout", "pipeline.md#layout", takes_from=("pipeline",)
     ),
     Option(
-        name="PYTORCH_ALLOC_CONF=expandable_segments:True",
+        "PYTORCH_ALLOC_CONF=expandable_segments:True",
+        "performance.md#when-memory-runs-out",
         takes_from=("allocator",),
-        page="performance.md#when-memory-runs-out",
     ),
     Option(
-        name="a smaller MemoryOptions.offload_fraction, and recompute in its place",
+        "a smaller MemoryOptions.offload_fraction, and recompute in its place",
+        "memory.md#offload",
         takes_from=("host copies",),
-        page="memory.md#offload",
     ),
     Option(
-        name="parallelize_moe(dispatch=DispatchOptions(fp8=True))",
-        takes_from=("nvlink dispatch", "copies to peers", "dispatch by collectives"),
+        "parallelize_moe(dispatch=DispatchOptions(fp8=True))",
+        "dispatchers.md#tokens-as-fp8",
+        takes_from=("nvlink dispatch", "copies to peers", *COLLECTIVES),
         max_share=1 / 8,  # one of four transfers in half its bytes
-        page="dispatchers.md#tokens-as-fp8",
         unless=r"_pack_rows",
     ),
+    Option("FSDPOptions(prefetch_blocks=2)", "sharding.md#units", takes_from=("sharding",)),
     Option(
-        name="FSDPOptions(prefetch_blocks=2)", takes_from=("sharding",), page="sharding.md#units"
-    ),
-    Option(
-        name='FSDPOptions(dense_strategy="optim", experts_strategy="optim") with micro-batches',
+        'FSDPOptions(dense_strategy="optim", experts_strategy="optim") with micro-batches',
+        "sharding.md#strategies",
         takes_from=("sharding",),
-        page="sharding.md#strategies",
     ),
     Option(
-        name="a smaller ParallelConfig.tp: ep for experts, cp for long sequences",
+        "a smaller ParallelConfig.tp: ep for experts, cp for long sequences",
+        "guide.md#degrees",
         takes_from=("tensor parallelism",),
-        page="guide.md#degrees",
     ),
     Option(
-        name="another ContextOptions.way, or a smaller ParallelConfig.cp",
+        "another ContextOptions.way, or a smaller ParallelConfig.cp",
+        "sequences.md#which-way",
         takes_from=("context parallelism",),
-        page="sequences.md#which-way",
     ),
     Option(
-        name="a smaller CloneOptions.per_rank",
+        "a smaller CloneOptions.per_rank",
+        "balancing.md#skewed-loads",
         takes_from=("nvlink clones",),
-        page="balancing.md#skewed-loads",
     ),
     GRAPHS,
     Option(
-        name="parallelize_moe(dense=DenseOptions(graph=True)): parts of blocks as graphs",
+        "parallelize_moe(dense=DenseOptions(graph=True)): parts of blocks as graphs",
+        "cuda_graphs.md#graphs-of-parts",
         takes_from=HOST[:2],
-        page="cuda_graphs.md#graphs-of-parts",
         unless=r"GraphLaunch|_spread_kernel",
     ),
     Option(
-        name="fewer launches: more rows of a micro-batch, FSDPOptions(blocks_per_unit=4)",
+        "fewer launches: more rows of a micro-batch, FSDPOptions(blocks_per_unit=4)",
+        "performance.md#what-each-option-does",
         takes_from=("late launches",),
-        page="performance.md#what-each-option-does",
     ),
     Option(
-        name='parallelize_moe(expert_backend="auto"): grouped products',
+        'parallelize_moe(expert_backend="auto"): grouped products',
+        "parallelize.md",
         takes_from=("experts by other products",),
-        page="parallelize.md",
     ),
     Option(
-        name="parallelize_moe(dense=DenseOptions(compile=True))",
+        "parallelize_moe(dense=DenseOptions(compile=True))",
+        "performance.md#what-each-option-does",
         takes_from=("other",),
-        page="performance.md#what-each-option-does",
         unless=r"^triton_",
     ),
 )
