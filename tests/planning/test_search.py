@@ -45,7 +45,8 @@ from moecore.planning.layouts import (
     refuse,
 )
 from moecore.planning.option_sets import TWICE, option_sets_of, run_of, schedules_of
-from moecore.planning.run import MOST_IN_FLIGHT, MOST_LAYERS, MOST_STAGES, flags_of
+from moecore.planning.recipe import flags_of
+from moecore.planning.run import MOST_IN_FLIGHT, MOST_LAYERS, MOST_STAGES
 from moecore.planning.search import (
     MAX_DIVISORS,
     Fitting,

@@ -41,7 +41,8 @@ from moecore.planning.option_sets import (
     schedules_of,
     smaller_sets,
 )
-from moecore.planning.run import MAX_GPUS, TrainingRun, lever_flags
+from moecore.planning.recipe import option_flags
+from moecore.planning.run import MAX_GPUS, TrainingRun
 from moecore.planning.times import TimePlan, balanced_stages, plan_time
 
 PLANS_PER_RESULT = 4  # layouts that are planned for each requested result
@@ -89,7 +90,7 @@ class Candidate:
     @property
     def flags(self) -> str:
         """The options that differ from a plain run, as flags of `moecore plan`."""
-        return " ".join(lever_flags(self.run)) or "none"
+        return " ".join(option_flags(self.run)) or "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
