@@ -17,7 +17,7 @@ import pytest
 from moecore.base.tables import shown_bytes
 from moecore.cli import main
 from moecore.planning.gpus import GPUS
-from moecore.planning.report import LABEL, WIDTH
+from moecore.planning.page import LABEL, WIDTH
 
 BROWSER = Path(__file__).with_name("browser")
 COMMAND = (

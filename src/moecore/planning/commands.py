@@ -30,8 +30,9 @@ from moecore.planning.gpus import gpu_of, time_refusal
 from moecore.planning.layouts import Folding
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.option_sets import next_change
+from moecore.planning.page import page_of
 from moecore.planning.recipe import call_of, flags_of, recipe_of
-from moecore.planning.report import page_of, report_trace
+from moecore.planning.report import report_trace
 from moecore.planning.run import TrainingRun, new_garbage
 from moecore.planning.search import Fitting, explained, plan_layout, search
 from moecore.planning.times import TimePlan, has_slices, hidden_share, plan_time, time_step

@@ -1,9 +1,6 @@
-"""Reports: where a traced step's time went and what to try next, and a plan as one HTML page.
+"""Where a step's time went on one rank's GPU, what bounds the step, and what to try next.
 
-    report_trace    trace.json -> Trace -> each microsecond belongs to one part -> options, by share
-    page_of         MemoryPlan, TimePlan -> HTML with bars of memory, time and stages
-
-The page has no script and loads nothing. Its bars are SVG with tooltips.
+trace.json -> Trace -> each microsecond belongs to one part -> levers, by share
 """
 
 from __future__ import annotations
@@ -13,22 +10,17 @@ import json
 import re
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from html import escape
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from moecore.base.fields import Count, NumBytes, check_arguments, quote
-from moecore.base.tables import columns, shown_bytes
+from moecore.base.fields import Count, check_arguments, quote
+from moecore.base.tables import columns
 from moecore.io.checkpoint.files import open_regular
-from moecore.parallel.pipeline.orders import actions_of
-from moecore.parallel.pipeline.timeline import COLOURS, NAMES, Timeline
-from moecore.planning.memory import MemoryPlan
 from moecore.planning.option_sets import OPTIONS
-from moecore.planning.times import TimePlan
 
 # A kernel belongs to the first category whose pattern its name contains: communication goes first.
 CATEGORIES = {
@@ -358,104 +350,3 @@ def _phases(events: list[Event], calls: Mapping[Any, Event]) -> dict[Any, str]:
         if marks:
             phases[correlation] = marks[-1]["name"].removeprefix("moecore::")
     return phases
-
-
-WIDTH, ROW, LABEL = 1000, 22, 90  # pixels: bars, a row, and the label before it
-PALETTE = ("#4477aa", "#ee8866", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#44bb99")
-STYLE = "body{font:14px sans-serif;margin:2em}i{display:inline-block;width:1em;height:1em}"
-Bar = tuple[float, float, str, str]  # start, length, colour, tooltip
-
-
-def page_of(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes) -> str:
-    """Return the HTML of a plan.
-
-    Args:
-        plan: of all pipeline ranks.
-        time: of the same run, or the line that says why it is not modelled.
-        title: of the page.
-        memory: of a GPU in bytes, drawn as a line.
-    """
-    check_arguments(page_of, locals())
-    kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
-    colours = _colours(kinds)
-    rows = [
-        (f"pp rank {rank.pp_rank}", _stacked(rank.device, colours, shown_bytes))
-        for rank in plan.ranks
-    ]
-    line = time if isinstance(time, str) else time.line
-    body = [
-        f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
-        f"<h2>Memory of a GPU, of {shown_bytes(memory)}</h2>",
-        _bars(rows, max(memory, *(rank.num_bytes for rank in plan.ranks)), line=memory),
-        _legend(colours),
-        *([] if isinstance(time, str) else _pictures(time, len(plan.ranks))),
-    ]
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
-    return f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
-
-
-def _pictures(time: TimePlan, num_ranks: int) -> list[str]:
-    """Return the HTML of a step's time by limit, and of its stages over time."""
-    parts: dict[str, float] = {part: s for part, s in time.parts.items() if s}
-    colours = _colours(parts)
-    step = [("step", _stacked(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
-    html = ["<h2>A step of the rank that works longest</h2>"]
-    html += [_bars(step, sum(parts.values())), _legend(colours)]
-    if time.timeline is not None:
-        rows = [(f"pp rank {i}", _spans(time.timeline, i)) for i in range(num_ranks)]
-        named = {NAMES[kind]: colour for kind, colour in COLOURS.items()}
-        html += ["<h2>Stages</h2>", _bars(rows, time.timeline.makespan), _legend(named)]
-    return html
-
-
-def _colours(names: Iterable[str]) -> dict[str, str]:
-    return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
-
-
-def _stacked(
-    sizes: Mapping[str, Any], colours: Mapping[str, str], text_of: Callable[[Any], str]
-) -> list[Bar]:
-    """Return a bar for each positive size, one behind the other."""
-    parts, start = list[Bar](), 0.0
-    for name, size in ((name, size) for name, size in sizes.items() if size > 0):
-        parts.append((start, size, colours[name], f"{name}: {text_of(size)}"))
-        start += size
-    return parts
-
-
-def _spans(timeline: Timeline, rank: int) -> list[Bar]:
-    """Return a bar for each pass of a rank; each pass of a pair has half of its time."""
-    parts = list[Bar]()
-    for start, end, item in timeline.spans[rank]:
-        actions = actions_of(item)
-        length = (end - start) / len(actions)
-        for i, (kind, stage, number) in enumerate(actions):
-            title = (
-                f"{NAMES[kind]}, stage {stage}, micro-batch {number}: {(end - start) * 1e3:.1f} ms"
-            )
-            parts.append((start + i * length, length, COLOURS[kind], title))
-    return parts
-
-
-def _bars(rows: Sequence[tuple[str, list[Bar]]], longest: float, line: float | None = None) -> str:
-    """Return an SVG of rows of bars, whose width is `longest`."""
-    height = ROW * len(rows)
-    svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
-    for i, (label, parts) in enumerate(rows):
-        y = i * ROW
-        svg.append(f'<text x="0" y="{y + ROW - 7}">{escape(label)}</text>')
-        for start, length, colour, title in parts:
-            x, width = LABEL + start / longest * WIDTH, length / longest * WIDTH
-            svg.append(
-                f'<rect x="{x:.2f}" y="{y + 1}" width="{width:.2f}" height="{ROW - 2}" '
-                f'fill="{colour}"><title>{escape(title)}</title></rect>'
-            )
-    if line is not None:
-        x = LABEL + line / longest * WIDTH
-        svg.append(f'<path d="M{x:.2f} 0V{height}" stroke="black" stroke-dasharray="4"/>')
-    return "".join((*svg, "</svg>"))
-
-
-def _legend(colours: Mapping[str, str]) -> str:
-    marks = (f'<i style="background:{c}"></i> {escape(name)}' for name, c in colours.items())
-    return f"<p>{' &nbsp; '.join(marks)}</p>"

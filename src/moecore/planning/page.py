@@ -1,0 +1,117 @@
+"""A plan as one HTML page: what each pipeline rank holds, where the time goes, when stages run.
+
+No script and nothing to load: bars are SVG, and what a bar stands for shows where the mouse is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from moecore.base.fields import NumBytes, check_arguments
+from moecore.base.tables import shown_bytes
+from moecore.parallel.pipeline.orders import actions_of
+from moecore.parallel.pipeline.timeline import COLOURS, NAMES, Timeline
+from moecore.planning.memory import MemoryPlan
+from moecore.planning.times import TimePlan
+
+WIDTH, ROW, LABEL = 1000, 22, 90  # pixels: of bars, of a row and what is left of it
+PALETTE = ("#4477aa", "#ee8866", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#44bb99")
+STYLE = "body{font:14px sans-serif;margin:2em}i{display:inline-block;width:1em;height:1em}"
+Part = tuple[float, float, str, str]  # start, length, colour, what it is
+
+
+def page_of(plan: MemoryPlan, time: TimePlan | str, title: str, memory: NumBytes) -> str:
+    """Return the HTML of a plan.
+
+    Args:
+        plan: of all pipeline ranks.
+        time: of the same run, or the line that says why it is not modelled.
+        title: of the page.
+        memory: of a GPU in bytes, drawn as a line.
+    """
+    check_arguments(page_of, locals())
+    kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
+    colours = _colours(kinds)
+    rows = [
+        (f"pp rank {rank.pp_rank}", _stacked(rank.device, colours, shown_bytes))
+        for rank in plan.ranks
+    ]
+    line = time if isinstance(time, str) else time.line
+    body = [
+        f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
+        f"<h2>Memory of a GPU, of {shown_bytes(memory)}</h2>",
+        _bars(rows, max(memory, *(rank.num_bytes for rank in plan.ranks)), line=memory),
+        _legend(colours),
+        *([] if isinstance(time, str) else _pictures(time, len(plan.ranks))),
+    ]
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+    return f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
+
+
+def _pictures(time: TimePlan, num_ranks: int) -> list[str]:
+    """Return the HTML of where the time of a step goes, and of when stages run."""
+    parts: dict[str, float] = {part: s for part, s in time.parts.items() if s}
+    colours = _colours(parts)
+    step = [("step", _stacked(parts, colours, lambda s: f"{s * 1e3:.1f} ms"))]
+    html = ["<h2>A step of the rank that works longest</h2>"]
+    html += [_bars(step, sum(parts.values())), _legend(colours)]
+    if time.timeline is not None:
+        rows = [(f"pp rank {i}", _spans(time.timeline, i)) for i in range(num_ranks)]
+        named = {NAMES[kind]: colour for kind, colour in COLOURS.items()}
+        html += ["<h2>Stages</h2>", _bars(rows, time.timeline.makespan), _legend(named)]
+    return html
+
+
+def _colours(names: Iterable[str]) -> dict[str, str]:
+    return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+
+
+def _stacked(
+    sizes: Mapping[str, Any], colours: Mapping[str, str], text_of: Callable[[Any], str]
+) -> list[Part]:
+    """Return one part behind the other, those that have a size."""
+    parts, start = list[Part](), 0.0
+    for name, size in ((name, size) for name, size in sizes.items() if size > 0):
+        parts.append((start, size, colours[name], f"{name}: {text_of(size)}"))
+        start += size
+    return parts
+
+
+def _spans(timeline: Timeline, rank: int) -> list[Part]:
+    """Return what a rank runs; of two at once each has half of the time."""
+    parts = list[Part]()
+    for start, end, item in timeline.spans[rank]:
+        actions = actions_of(item)
+        length = (end - start) / len(actions)
+        for i, (kind, stage, number) in enumerate(actions):
+            title = (
+                f"{NAMES[kind]}, stage {stage}, micro-batch {number}: {(end - start) * 1e3:.1f} ms"
+            )
+            parts.append((start + i * length, length, COLOURS[kind], title))
+    return parts
+
+
+def _bars(rows: Sequence[tuple[str, list[Part]]], longest: float, line: float | None = None) -> str:
+    """Return an SVG of rows, of which `longest` is the width."""
+    height = ROW * len(rows)
+    svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
+    for i, (label, parts) in enumerate(rows):
+        y = i * ROW
+        svg.append(f'<text x="0" y="{y + ROW - 7}">{escape(label)}</text>')
+        for start, length, colour, title in parts:
+            x, width = LABEL + start / longest * WIDTH, length / longest * WIDTH
+            svg.append(
+                f'<rect x="{x:.2f}" y="{y + 1}" width="{width:.2f}" height="{ROW - 2}" '
+                f'fill="{colour}"><title>{escape(title)}</title></rect>'
+            )
+    if line is not None:
+        x = LABEL + line / longest * WIDTH
+        svg.append(f'<path d="M{x:.2f} 0V{height}" stroke="black" stroke-dasharray="4"/>')
+    return "".join((*svg, "</svg>"))
+
+
+def _legend(colours: Mapping[str, str]) -> str:
+    marks = (f'<i style="background:{c}"></i> {escape(name)}' for name, c in colours.items())
+    return f"<p>{' &nbsp; '.join(marks)}</p>"
