@@ -26,8 +26,7 @@ from moecore.planning import (
 )
 from moecore.planning.flags import run_of_options
 from moecore.planning.gpus import GPUS, peers_of, read_gpu, time_refusal
-from moecore.planning.layouts import Folding
-from moecore.planning.option_sets import option_sets_of, run_of
+from moecore.planning.layouts import Folding, option_sets_of, run_of
 
 
 def test_a_file_has_what_differs(tmp_path: Path) -> None:

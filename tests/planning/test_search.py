@@ -42,9 +42,12 @@ from moecore.planning.layouts import (
     BATCH_SIZES,
     data_ranks,
     enumerate_layouts,
+    option_sets_of,
     refuse,
+    run_of,
+    schedules_of,
 )
-from moecore.planning.option_sets import TWICE, option_sets_of, run_of, schedules_of
+from moecore.planning.option_sets import TWICE
 from moecore.planning.recipe import flags_of
 from moecore.planning.run import MOST_IN_FLIGHT, MOST_LAYERS, MOST_STAGES
 from moecore.planning.search import (

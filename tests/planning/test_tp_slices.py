@@ -37,8 +37,7 @@ from moecore.planning import (
 from moecore.planning.commands import _rows, _slices
 from moecore.planning.estimate import Estimate
 from moecore.planning.gpus import peers_of
-from moecore.planning.layouts import Folding
-from moecore.planning.option_sets import option_sets_of
+from moecore.planning.layouts import Folding, option_sets_of
 from moecore.planning.record import PASSES, SLICES
 from moecore.planning.segments import SmallRun
 from moecore.planning.times import has_slices, plan_time

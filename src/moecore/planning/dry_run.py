@@ -130,10 +130,7 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
             step = TrainStep(model, optimizer, max_norm=1.0)
             inputs = run.planned_model.inputs(tokens_BT)
             first = 1 if run.pipeline is None else run.num_micro_batches
-            for number in (
-                first,
-                run.num_micro_batches,
-            ):  # the first makes buffers and state
+            for number in (first, run.num_micro_batches):  # the first makes buffers and state
                 step.num_micro_batches = number
                 gc.collect()
                 recorder.mark()

@@ -27,8 +27,14 @@ from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
 from moecore.planning.explain import compute_args_of
 from moecore.planning.gpus import gpu_of
-from moecore.planning.layouts import Folding, SearchRequest
-from moecore.planning.option_sets import OptionSet, option_set, option_sets_of, run_of
+from moecore.planning.layouts import (
+    Folding,
+    OptionSet,
+    SearchRequest,
+    option_set,
+    option_sets_of,
+    run_of,
+)
 from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
 from moecore.planning.segments import MIDDLE, SmallRun, sample_layers

@@ -1,7 +1,7 @@
 """PlannedModel: the sizes and layers of a model, and its module on meta for a dry run.
 
-DecoderConfig       -> NativeModel    moecore's own decoder
-TransformersModel   -> StockModel     a class of transformers: `planning/transformers.py`
+A DecoderConfig becomes a NativeModel, and a TransformersModel a StockModel
+(`planning/transformers.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Options of a run that save memory or time, in one table: `OPTIONS`.
 
-    option_sets_of  a request -> sets of options that save memory, the fastest first
-    next_change     a plan    -> the option that gains most tokens per second and fits
-    report.py       a trace   -> the options that shorten its largest parts (`takes_from`)
+    layouts.py    a request -> sets of options that save memory, the fastest first
+    next_change   a plan    -> the option that gains most tokens per second and fits
+    report.py     a trace   -> the options that shorten its largest parts (`takes_from`)
 
 The overheads are those of table 13 of arXiv:2603.07685. Recomputation of parts without
 communication, FP8 and short moments have a low overhead. Offload and all-gathers of weights in
@@ -12,7 +12,7 @@ docs/memory.md has times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,30 +21,20 @@ import torch
 from moecore.base.fields import NumBytes, check_arguments
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.memory import MemoryOptions, Offloaded, Recomputed
-from moecore.base.options.names import GpuName, ScheduleName
+from moecore.base.options.memory import Offloaded, Recomputed
+from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
-from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.costs import CostTable
-from moecore.planning.gpus import Gpu, are_peers, gpu_of
-from moecore.planning.layouts import ANY, Folding, SearchRequest, num_micro_batches
+from moecore.planning.gpus import Gpu, gpu_of
 from moecore.planning.memory import plan_peak
-from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.run import TrainingRun
 from moecore.planning.times import TimePlan, plan_time
 
 Overhead = Literal["low", "medium", "high"]
 PLAIN_FSDP = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
 TWICE = NVLinkOptions(row_factor=2.0)  # capacity for twice the rows of even loads
 CHAIN: tuple[Recomputed, ...] = ("norm", "activation", "rope")
-# The fields of a run that decide its memory, without any option.
-DEFAULTS: Mapping[str, Any] = {
-    "fsdp": PLAIN_FSDP,
-    "memory": MemoryOptions(),
-    "precision": None,
-    "optimizer": OptimizerOptions(),
-}
 MIN_GAIN = 0.01  # the least gain, as a share of the tokens per second, that is worth a change
 NO_TIME = 1e-12
 
@@ -310,112 +300,6 @@ OPTIONS = (
         unless=r"^triton_",
     ),
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptionSet:
-    """Options in the order of `OPTIONS`, and the fields of a run that they decide."""
-
-    options: tuple[Option, ...]
-    fsdp: FSDPOptions
-    memory: MemoryOptions
-    precision: Precision | None
-    optimizer: OptimizerOptions
-
-    @property
-    def name(self) -> str:
-        """The last option, which costs most time."""
-        return self.options[-1].name if self.options else "none"
-
-    @property
-    def overhead(self) -> Overhead:
-        """The overhead of the last option."""
-        return (self.options[-1].overhead if self.options else None) or "low"
-
-
-def option_set(request: SearchRequest, options: tuple[Option, ...]) -> OptionSet:
-    """Return a set of options, which are in the order of `OPTIONS`."""
-    fields: dict[str, Any] = {name: getattr(request, name) for name in DEFAULTS}
-    fields = {name: DEFAULTS[name] if value == ANY else value for name, value in fields.items()}
-    run = TrainingRun(model=request.model, num_gpus=1, seq_len=1, **fields)
-    for option in options:
-        run = option.applied(run, request.gpu)
-    return OptionSet(options=options, **{name: getattr(run, name) for name in DEFAULTS})
-
-
-def option_sets_of(request: SearchRequest) -> tuple[OptionSet, ...]:
-    """Return sets of options that save memory, each with one option more than the one before.
-
-    The first set has the options that save time as well as memory.
-    """
-    sets = [option_set(request, ())]
-    for option in OPTIONS:
-        larger = option_set(request, (*sets[-1].options, option))
-        changes = _changes(larger, sets[-1])
-        if option.overhead and changes and all(getattr(request, name) == ANY for name in changes):
-            sets.append(larger)
-    return tuple(sets[sum(option.gains for option in sets[-1].options) :])
-
-
-def smaller_sets(
-    request: SearchRequest, option_set_: OptionSet, *, gains: bool
-) -> Iterator[OptionSet]:
-    """Yield sets without one of the options, the one that costs most time first.
-
-    Args:
-        gains: whether options that save time are left out too.
-    """
-    for removal in (o for o in reversed(option_set_.options) if gains or not o.gains):
-        options = tuple(option for option in option_set_.options if option is not removal)
-        smaller = option_set(request, options)
-        if _changes(smaller, option_set_):
-            yield smaller
-
-
-def _changes(first: OptionSet, second: OptionSet) -> list[str]:
-    """Return the names of the fields of a run in which two sets differ."""
-    return [name for name in DEFAULTS if getattr(first, name) != getattr(second, name)]
-
-
-def run_of(request: SearchRequest, layout: Folding, options: OptionSet) -> TrainingRun:
-    """Return the run of a layout with a set of options."""
-    pipeline, nvlink = None, None
-    if layout.pp > 1:
-        chunks = layout.chunks if layout.chunks > 1 else None
-        name: ScheduleName = "interleaved" if chunks else "1f1b"
-        pipeline = PipelineConfig(schedule=name, chunks=chunks)
-    if are_peers(layout.ep * layout.etp, request.peers):
-        nvlink = TWICE if request.nvlink == ANY else request.nvlink
-    return TrainingRun(
-        model=request.model,
-        num_gpus=request.num_gpus,
-        parallel=ParallelConfig(
-            pp=layout.pp, tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp
-        ),
-        seq_len=request.seq_len,
-        batch_size=layout.batch_size,
-        num_micro_batches=num_micro_batches(request, layout),
-        pipeline=pipeline,
-        nvlink=nvlink,
-        ranks_per_domain=request.domain,
-        num_peers=request.peers,
-        **{name: getattr(options, name) for name in DEFAULTS},
-    )
-
-
-def schedules_of(run: TrainingRun) -> list[TrainingRun]:
-    """Return a run of a search, and the same run with each other schedule of its stages."""
-    if run.pipeline is None:
-        return [run]
-    chunks = run.pipeline.chunks or 1
-    # Schedule "gpipe" takes as long as "1f1b" and needs more memory.
-    names: Any = [
-        name
-        for name, rule in RULES.items()
-        if rule.chunks in (None, chunks) and name not in ("gpipe", run.pipeline.schedule)
-    ]
-    pipelines = (PipelineConfig(schedule=name, chunks=chunks) for name in names)
-    return [run, *(replace(run, pipeline=pipeline) for pipeline in pipelines)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

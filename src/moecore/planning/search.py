@@ -26,21 +26,19 @@ from moecore.planning.gpus import GPUS, Gpu, gpu_of, time_refusal
 from moecore.planning.layouts import (
     ANY,
     Folding,
+    OptionSet,
     Refusal,
     SearchRequest,
     divisors,
     enumerate_layouts,
-    refuse,
-)
-from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
-from moecore.planning.option_sets import (
-    MIN_GAIN,
-    OptionSet,
     option_sets_of,
+    refuse,
     run_of,
     schedules_of,
     smaller_sets,
 )
+from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
+from moecore.planning.option_sets import MIN_GAIN
 from moecore.planning.recipe import option_flags
 from moecore.planning.run import MAX_GPUS, TrainingRun
 from moecore.planning.times import TimePlan, balanced_stages, plan_time

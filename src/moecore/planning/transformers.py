@@ -75,7 +75,7 @@ class TransformersModel(CheckedRecord):
 
 @contextmanager
 def refusing(model: object) -> Iterator[None]:
-    """Return a context that turns an error of a class of transformers into a one-line ValueError."""
+    """Return a context that turns errors of a class of transformers into one-line ValueErrors."""
     # A config.json may have any values, and the code of the class that reads them is not moecore's.
     try:
         yield
