@@ -237,9 +237,9 @@ def _ranks(run: TrainingRun) -> Iterator[_Rank]:
     """Yield the pipeline ranks of a run."""
     small, model = SmallRun.of(run), run.planned_model
     step, segments = small.step, small.memory_segments
-    stored = (sum(resident_kinds(small.run, size).values()) for size in sizes_of(small.run))
+    rank_bytes = (sum(resident_kinds(small.run, size).values()) for size in sizes_of(small.run))
     # What is resident besides stored tensors. Pages are counted for each layer.
-    other = segments.resident_bytes - max(stored) - step.pages
+    other = segments.resident_bytes - max(rank_bytes) - step.pages
     pages_per_run = step.pages / max(1, small.run.planned_model.num_moe_runs)
     per_element = run.optimizer.offload_fraction * state_bytes(run.optimizer)
     ranks = zip(sizes_of(run), _passes(run, small, segments), stages_by_rank(run), strict=True)

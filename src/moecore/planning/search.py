@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from heapq import heapify, heappop, heapreplace
+from itertools import islice
 from typing import Any
 
 from moecore.base.fields import Count, check_arguments
@@ -93,7 +94,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitting(Candidate):
-    """A candidate that fits, and the planned time of its step."""
+    """A candidate that fits.
+
+    Attributes:
+        time: the planned time of a step.
+    """
 
     time: TimePlan
 
@@ -273,13 +278,12 @@ def _fastest_schedule(request: SearchRequest, candidate: Candidate, table: CostT
     sets = [candidate.options, *larger_sets]
     plans = [timed(candidate, table)]
     for i, run in enumerate(schedules_of(candidate.run)[1:], 1):
-        # More options make no schedule faster than these options, at which no other fits better.
+        # More options make no schedule faster, so a slower schedule is not planned with them.
         if plan_time(run, table).seconds >= plans[0].time.seconds:
             continue
         runs = ((s, schedules_of(run_of(request, candidate.layout, s))[i]) for s in sets)
-        others = (plan_options(request, candidate.layout, *pair) for pair in runs)
-        if (other := next((other for other in others if other.fits), None)) is not None:
-            plans.append(timed(other, table))
+        candidates = (plan_options(request, candidate.layout, *pair) for pair in runs)
+        plans += [timed(fitting, table) for fitting in islice((c for c in candidates if c.fits), 1)]
     return min(plans, key=_seconds_of)
 
 
