@@ -18,7 +18,7 @@ from moecore.base.options.precision import Precision
 from moecore.models.presets import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.planning.levers import PLAIN_FSDP
+from moecore.planning.option_sets import PLAIN_FSDP
 from moecore.planning.run import OptimizerOptions, TrainingRun
 
 GB200, GB300 = "gb200-186", "gb300-279"

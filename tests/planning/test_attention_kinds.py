@@ -37,9 +37,9 @@ from moecore.planning import (
     plan_time,
     time_step,
 )
-from moecore.planning.estimate import kept_of
-from moecore.planning.pieces import pieces_of, small_of
+from moecore.planning.estimate import saved_bytes_of
 from moecore.planning.search import refuse
+from moecore.planning.segments import SmallRun, segments_of
 from moecore.planning.stored import _rank_size, sizes_of
 from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.helpers.grids import beside
@@ -93,7 +93,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_few_layers_stand_for_all(case: str) -> None:
     run, error = CASES[case]
-    assert small_of(run).planned_model.num_layers <= min(9, run.planned_model.num_layers - 1)
+    assert SmallRun.of(run).run.planned_model.num_layers <= min(9, run.planned_model.num_layers - 1)
     step = dry_run(run)
     assert plan_peak(run) == pytest.approx((step.peak,), rel=error)
     exact, found = time_step(step, TABLE), plan_time(run, TABLE)
@@ -102,7 +102,7 @@ def test_few_layers_stand_for_all(case: str) -> None:
 
 def test_which_layer_is_like_which() -> None:
     """Of layers 0, 3, 4, 7, 11, 15: one in four is full, and linear ones are like the second."""
-    like = pieces_of(DEEP).like
+    like = segments_of(DEEP).like
     assert like["F"] == (0, 2, 2, 1, 2, 2, 2, 3, 2, 2, 2, 4, 2, 2, 2, 5)
     assert like["B"] == (0, 2, 2, 1, 2, 2, 2, 3, 2, 2, 2, 4, 2, 2, 2, 5)
 
@@ -188,7 +188,7 @@ def test_a_dry_run_holds_what_forwards_keep(model: DecoderConfig) -> None:
     head = next(start for start in dry_run(run).starts if start[:2] == ("F", "head"))
     kinds = {kind: n for kind, n in head.kinds.items() if kind.startswith("activations")}
     del kinds["activations: outside"]
-    blocks = sum(block.num_bytes for block in kept_of(run).blocks[: model.num_layers])
+    blocks = sum(block.num_bytes for block in saved_bytes_of(run).blocks[: model.num_layers])
     assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
 
 

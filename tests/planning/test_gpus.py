@@ -25,8 +25,8 @@ from moecore.planning import (
     time_step,
 )
 from moecore.planning.flags import run_of_options
-from moecore.planning.foldings import Folding, run_of, rungs_of
 from moecore.planning.gpus import GPUS, peers_of, read_gpu, time_refusal
+from moecore.planning.layouts import Folding, option_sets_of, run_of
 
 
 def test_a_file_has_what_differs(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_wrong_file_is_one_line(text: str, error: str, tmp_path: Path) -> None
 def test_stores_stay_among_the_peers_of_a_server(gpu: Any, ep: int, has_stores: bool) -> None:
     """In searches, by flags and in a run, whose ranks of two hosts refuse them."""
     request = SearchRequest(model=preset("tiny"), num_gpus=16, gpu=gpu, seq_len=64)
-    run = run_of(request, Folding(ep=ep), rungs_of(request)[0])
+    run = run_of(request, Folding(ep=ep), option_sets_of(request)[0])
     flags = ["--preset", "tiny", "--gpus", "16", "--gpu", gpu, "--ep", str(ep), "--seq-len", "64"]
     parser = argparse.ArgumentParser()
     add_run_options(parser)

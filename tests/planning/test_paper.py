@@ -108,7 +108,7 @@ def test_precision_aware_optimizer_and_state_offload(rank: RankMemory) -> None:
     # Moments of 2 bytes: 4 bytes less of 12.
     state = gb_of(rank, "optimizer state")
     bf16 = OptimizerOptions(moment_dtype="bfloat16")
-    kept = state_bytes(bf16, RUN.dtype) / state_bytes(RUN.optimizer, RUN.dtype)
+    kept = state_bytes(bf16) / state_bytes(RUN.optimizer)
     assert 10 <= state * (1 - kept) <= 12
     # All of both moments in host memory, or nearly.
     assert 15 <= 0.9 * state <= 20

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.bench_plan import CASES
 
 from moecore.planning import CostTable, TimePlan, dry_run, plan_peak, plan_time
-from moecore.planning.pieces import small_of, small_step
+from moecore.planning.segments import SmallRun
 
 PLANNING = Path(__file__).parents[2] / "benchmarks" / "results" / "planning"
 GONE = (
@@ -40,8 +40,8 @@ GPUS = {
 @cache
 def planned(case: str) -> tuple[int, int, int, TimePlan]:
     run, table = CASES[case], CostTable.of(GPUS[RECORDS[case]["gpu"]])
-    is_small = small_of(run) == replace(run, parallel=run.resolved)
-    step = small_step(run) if is_small else dry_run(run)  # the same, made once
+    is_small = SmallRun.of(run).run == replace(run, parallel=run.resolved)
+    step = SmallRun.of(run).step if is_small else dry_run(run)  # the same, made once
     return step.resident_bytes, step.peak, max(plan_peak(run)) - step.buffers, plan_time(run, table)
 
 

@@ -16,7 +16,7 @@ import torch
 from moecore import ParallelConfig, build_meshes
 from moecore.cli import main
 from moecore.planning import fake_world, report_trace
-from moecore.planning.levers import OPTIONS, Option
+from moecore.planning.option_sets import OPTIONS, Option
 from moecore.planning.report import (
     CATEGORIES,
     LIMIT_OF,

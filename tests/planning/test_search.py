@@ -37,29 +37,30 @@ from moecore.planning.commands import MEASURED, _support
 from moecore.planning.dry_run import MOST_MICRO_BATCHES
 from moecore.planning.estimate import Estimate
 from moecore.planning.flags import run_of_options
-from moecore.planning.foldings import (
+from moecore.planning.gpus import GPUS
+from moecore.planning.layouts import (
     BATCH_SIZES,
-    TWICE,
     data_ranks,
-    foldings,
+    enumerate_layouts,
+    option_sets_of,
     refuse,
     run_of,
-    rungs_of,
     schedules_of,
 )
-from moecore.planning.gpus import GPUS
-from moecore.planning.run import MOST_IN_FLIGHT, MOST_LAYERS, MOST_STAGES, flags_of
+from moecore.planning.option_sets import TWICE
+from moecore.planning.recipe import flags_of
+from moecore.planning.run import MOST_IN_FLIGHT, MOST_LAYERS, MOST_STAGES
 from moecore.planning.search import (
     MAX_DIVISORS,
     Fitting,
     _changes,
     explained,
     fit,
-    plan_folding,
-    planned_with,
+    plan_layout,
+    plan_options,
 )
 from moecore.planning.stored import stages_of
-from moecore.planning.times import layouts_of
+from moecore.planning.times import balanced_stages
 from tests.helpers.grids import beside
 from tests.io.hf.test_config import TINY_JSON
 
@@ -110,15 +111,15 @@ def test_rules_depend_on_rows_and_nodes() -> None:
 @pytest.mark.parametrize("first", beside((0, 15, 30, 45), nightly=[15, 30, 45]))
 def test_what_no_rule_refuses_can_be_planned(first: int) -> None:
     request = replace(SMALL, num_gpus=8, gpus_per_node=4)
-    open_foldings = [f for f in foldings(8) if refuse(request, f) is None]
+    open_foldings = [f for f in enumerate_layouts(8) if refuse(request, f) is None]
     assert {f.pp for f in open_foldings} == {1, 2} and {f.ep for f in open_foldings} >= {1, 4}
     for folding in open_foldings[first::60]:
-        assert planned_with(request, folding, rungs_of(request)[-1]).fits
+        assert plan_options(request, folding, option_sets_of(request)[-1]).fits
 
 
 def test_all_levers_need_less_memory_than_none() -> None:
     request = replace(LARGE, model=replace(DEEPSEEK, num_layers=16))
-    first, *_, last = rungs_of(request)
+    first, *_, last = option_sets_of(request)
     runs = (run_of(request, Folding(pp=2, ep=8, chunks=2), rung) for rung in (first, last))
     whole, least = (max(plan_peak(run)) for run in runs)
     # One rung needs more: where weights stay whole, "blockwise" adds FP8 copies of the experts'.
@@ -131,13 +132,13 @@ def test_what_is_offloaded_is_there() -> None:
         (preset("qwen3-30b-a3b"), ("attention", "experts")),
     ):
         request = replace(LARGE, model=model)
-        assert run_of(request, Folding(), rungs_of(request)[-1]).memory.offload == parts
+        assert run_of(request, Folding(), option_sets_of(request)[-1]).memory.offload == parts
 
 
 def test_a_stage_without_weights_in_fp8_gathers_none() -> None:
     """The head alone is a stage."""
     request = replace(LARGE, model=replace(DEEPSEEK, num_layers=4), num_gpus=64)
-    run = run_of(request, Folding(pp=2, tp=4, ep=8), rungs_of(request)[-1])
+    run = run_of(request, Folding(pp=2, tp=4, ep=8), option_sets_of(request)[-1])
     assert run.fsdp.fp8_param_gather
     assert min(plan_peak(replace(run, pipeline=PipelineConfig(layout="Et*4m|L")))) > 0
 
@@ -149,7 +150,7 @@ def test_few_rows_are_slow_where_the_host_is_the_wall() -> None:
     best = search(request, num_results=1, max_plans=3).fitting[0]
     assert best.run.batch_size == 4 and best.run.num_micro_batches == 2
     table = CostTable.of(request.gpu)
-    single = plan_time(run_of(request, best.folding._replace(batch_size=1), best.levers), table)
+    single = plan_time(run_of(request, best.layout._replace(batch_size=1), best.options), table)
     assert best.time.tokens_per_second > 1.2 * single.tokens_per_second
 
 
@@ -160,7 +161,7 @@ def test_the_fastest_order_and_levers_are_found() -> None:
     names, seconds = [], []
     for share in (1.0, 0.0):
         table = replace(CostTable.of(request.gpu), pairs_hide=share)
-        best = plan_folding(request, folding, table)
+        best = plan_layout(request, folding, table)
         assert isinstance(best, Fitting) and best.run.pipeline is not None
         assert best.time == plan_time(best.run, table) and best.peaks == plan_peak(best.run)
         orders = (plan_time(run, table).seconds for run in schedules_of(best.run))
@@ -176,14 +177,14 @@ def test_levers_that_are_not_needed_are_dropped() -> None:
     model = replace(preset("qwen3-30b-a3b"), num_layers=3)
     request = SearchRequest(model=model, num_gpus=1)
     table = CostTable.of(request.gpu)
-    (first, *_, last) = rungs_of(request)
-    peaks = [max(planned_with(request, Folding(), levers).peaks) for levers in (last, first)]
+    (first, *_, last) = option_sets_of(request)
+    peaks = [max(plan_options(request, Folding(), levers).peaks) for levers in (last, first)]
     memory, found = GPUS[request.gpu].memory, []
     for limit in (0.9 * peaks[0], 1.1 * peaks[0], 1.1 * peaks[1]):
-        found.append(plan_folding(replace(request, reserve=1 - limit / memory), Folding(), table))
+        found.append(plan_layout(replace(request, reserve=1 - limit / memory), Folding(), table))
     assert not isinstance(found[0], Fitting)
     tight, wide = (each for each in found[1:] if isinstance(each, Fitting))
-    assert len(wide.levers.options) <= len(first.options) < len(tight.levers.options)
+    assert len(wide.options.options) <= len(first.options) < len(tight.options.options)
     assert wide.time.seconds < tight.time.seconds and max(tight.peaks) <= 1.1 * peaks[0]
 
 
@@ -191,8 +192,8 @@ def test_stages_are_balanced_where_ends_take_longer() -> None:
     """Of layers that are tiny beside the head, the last stage has fewer than the others."""
     request = replace(SMALL, model=replace(TINY, num_layers=12, vocab_size=50_000))
     table = CostTable.of(request.gpu)
-    even = run_of(request, Folding(pp=2, chunks=2), rungs_of(request)[0])
-    *_, balanced = layouts_of(even, table)
+    even = run_of(request, Folding(pp=2, chunks=2), option_sets_of(request)[0])
+    *_, balanced = balanced_stages(even, table)
     stages = stages_of(balanced)
     assert sum(len(stage.layers) for stage in stages) == 12 and len(stages) == 4
     assert len(stages[-1].layers) < min(len(stage.layers) for stage in stages[:-1])
@@ -203,24 +204,24 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
     own = GPUS["h100-80"]
     named, same = (replace(SMALL, num_gpus=8, gpu=gpu) for gpu in ("h100-80", own))
     folding, away = Folding(ep=4), OptimizerOptions(offload_fraction=1.0)
-    results = [plan_folding(each, folding, each.costs) for each in (named, same)]
+    results = [plan_layout(each, folding, each.costs) for each in (named, same)]
     assert all(isinstance(found, Fitting) for found in results)
     assert len({found.time.seconds for found in results if isinstance(found, Fitting)}) == 1
     request = replace(same, optimizer=away)
-    found = plan_folding(request, folding, request.costs)
+    found = plan_layout(request, folding, request.costs)
     assert isinstance(found, Fitting)
     assert found.host == pytest.approx(8 * num_params(TINY), rel=0.02)  # two moments in fp32
     tray = replace(request, gpu="gb200-186")  # of 4 GPUs
-    half = plan_folding(tray, folding, tray.costs)
+    half = plan_layout(tray, folding, tray.costs)
     assert isinstance(half, Fitting) and half.host == found.host / 2
     of_8, of_4 = (
-        Estimate(each, each.costs).host_bytes(folding, rungs_of(each)[0])
+        Estimate(each, each.costs).host_bytes(folding, option_sets_of(each)[0])
         for each in (request, tray)
     )
     assert of_4 == of_8 / 2 > 0
     small = replace(own, host_memory=found.host)  # a tenth of which no plan may pin
     tight = replace(request, gpu=small)
-    refused = plan_folding(tight, folding, tight.costs)
+    refused = plan_layout(tight, folding, tight.costs)
     assert not isinstance(refused, Fitting)
     text = explained(tight, folding, refused)
     assert "a server's ranks pin" in text and text.startswith("ep=4: too large")
@@ -231,10 +232,10 @@ def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
 def test_fp8_moments_and_remainders_fit_what_needed_another_gpu() -> None:
     """6.9e9 parameters of one GPU: 8.02 bytes of each and no fp32 copies are 56 GB."""
     request = SearchRequest(model=preset("olmoe-1b-7b"), num_gpus=1)
-    names = [option.name for option in rungs_of(request)[-1].options]
+    names = [option.name for option in option_sets_of(request)[-1].options]
     assert "moecore.train.AdamW(moment_dtype=torch.float8_e4m3fn)" in names
     assert "moecore.train.AdamW(master_remainder=True)" in names
-    run = run_of(request, Folding(), rungs_of(request)[-1])
+    run = run_of(request, Folding(), option_sets_of(request)[-1])
     assert run.optimizer.master_remainder and max(plan_peak(run)) <= request.limit
 
 
@@ -252,10 +253,10 @@ def test_advice_does_not_lead_in_circles() -> None:
 def test_a_search_ranks_what_fits() -> None:
     found = found_of_small()
     assert len(found.fitting) == 3 and found.change is None and not found.too_large
-    assert [c.levers.name for c in found.fitting] == ["none"] * 3
+    assert [c.options.name for c in found.fitting] == ["none"] * 3
     seconds = [c.time.seconds for c in found.fitting]
     assert seconds == sorted(seconds) and len(set(seconds)) > 1
-    every = len(list(foldings(16)))
+    every = len(list(enumerate_layouts(16)))
     assert sum(found.refused.values()) + found.num_unplanned + 3 == every
     other = search(SMALL, rank_by=lambda c: -c.time.seconds, max_plans=3)
     assert [c.time.seconds for c in other.fitting] == seconds[::-1]
@@ -267,7 +268,7 @@ def test_a_search_ranks_what_fits() -> None:
 
 def test_tokens_travel_by_stores_where_a_node_has_the_experts() -> None:
     """Unless somebody wants another room, or none."""
-    (none, *_) = rungs_of(SMALL)
+    (none, *_) = option_sets_of(SMALL)
     rooms = {ep: run_of(SMALL, Folding(ep=ep), none).nvlink for ep in (1, 2, 8, 16)}
     assert rooms == {1: None, 2: TWICE, 8: TWICE, 16: None}
     for given in (NVLinkOptions(row_factor=3.0), None):
@@ -286,7 +287,7 @@ def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
     request = SearchRequest(model=model, num_gpus=32, gpu="a100-80", nvlink=None)
     table = CostTable.of("a100-80")
     estimate = Estimate(request, table)
-    some = [f for f in foldings(32) if refuse(request, f) is None and max(f.tp, f.ep) >= 4]
+    some = [f for f in enumerate_layouts(32) if refuse(request, f) is None and max(f.tp, f.ep) >= 4]
     plans = {f: fit(request, f, estimate) for f in sorted(some, key=estimate.key)[::14]}
     seconds = {f: plan_time(found.run, table).seconds for f, found in plans.items()}
     pairs = [(a, b) for a, b in combinations(plans, 2) if seconds[b] > 1.2 * seconds[a]]
@@ -302,22 +303,22 @@ def test_deepseek_v3() -> None:
     request = replace(LARGE, model=model, num_gpus=64, precision=None)
     (best,) = search(request, num_results=1, max_plans=1).fitting
     assert max(best.peaks) <= request.limit and best.headroom == request.limit - max(best.peaks)
-    light = rungs_of(request)[-2]
-    within_a_node = planned_with(request, Folding(pp=8, tp=4, ep=8), light)
+    light = option_sets_of(request)[-2]
+    within_a_node = plan_options(request, Folding(pp=8, tp=4, ep=8), light)
     nodes = plan_time(within_a_node.run, CostTable.of(request.gpu))
-    assert within_a_node.fits and best.folding.ep > 8
+    assert within_a_node.fits and best.layout.ep > 8
     assert best.time.tokens_per_second > 1.5 * nodes.tokens_per_second
-    ranks = data_ranks(request, best.folding)
+    ranks = data_ranks(request, best.layout)
     assert best.run.num_micro_batches * best.run.batch_size * ranks == request.rows
 
 
 def test_micro_batches_have_the_rows_that_are_fastest() -> None:
     """Tiny ones wait for the host, so the most; whatever a rung makes needless is left out."""
     found = search(SMALL, num_results=1, max_plans=1).fitting[0]
-    assert found.run.batch_size == found.folding.batch_size == BATCH_SIZES[-1]
+    assert found.run.batch_size == found.layout.batch_size == BATCH_SIZES[-1]
     rows = found.run.num_micro_batches * BATCH_SIZES[-1]
-    assert rows * data_ranks(SMALL, found.folding) == SMALL.rows
-    one = planned_with(SMALL, found.folding._replace(batch_size=1), found.levers)
+    assert rows * data_ranks(SMALL, found.layout) == SMALL.rows
+    one = plan_options(SMALL, found.layout._replace(batch_size=1), found.options)
     assert found.time.seconds < 0.5 * plan_time(one.run, CostTable.of(SMALL.gpu)).seconds
     few = replace(SMALL, global_batch=32)
     assert refuse(few, Folding(ep=4, batch_size=2)) is None
@@ -333,7 +334,7 @@ def test_what_cannot_fit_names_the_smallest_change() -> None:
 
 def test_rows_that_no_folding_divides_name_other_rows() -> None:
     given = replace(SMALL, num_gpus=8, global_batch=13)
-    assert all(refuse(given, f) is not None for f in foldings(8))
+    assert all(refuse(given, f) is not None for f in enumerate_layouts(8))
     text = search(given).change
     assert text is not None and text.startswith("8 rows of a step")
 
@@ -376,7 +377,7 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     same = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "16"]
     for found in found_of_small().fitting:
         assert run_of_options(parser.parse_args([*same, *flags_of(found.run)])) == found.run
-    rung = rungs_of(LARGE)[-1]
+    rung = option_sets_of(LARGE)[-1]
     run = run_of(LARGE, Folding(pp=8, tp=2, ep=32, chunks=2), rung)
     args = parser.parse_args(["plan", "--preset", "deepseek-v3", "--gpus", "256", *flags_of(run)])
     assert run_of_options(args) == run
@@ -531,9 +532,9 @@ def test_what_records_have_is_named() -> None:
     for step in MEASURED:
         lines = (ROOT / "benchmarks" / "results" / step.record).read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if row.get("num_gpus") == step.num_gpus]
-        same = [r for r in rows if (r["ep"], r["batch_size"]) == (step.folding.ep, 4)]
+        same = [r for r in rows if (r["ep"], r["batch_size"]) == (step.layout.ep, 4)]
         assert step.tokens_per_second in [round(row["tokens_per_second_per_gpu"]) for row in same]
-        assert _support(args, step.folding).startswith("measured: ep=8 batch_size=4 in bf16")
+        assert _support(args, step.layout).startswith("measured: ep=8 batch_size=4 in bf16")
     other = _support(args, Folding(batch_size=4))
     assert other.startswith("no record has a step of the first one: ep=8") and "16,159" in other
     alone = _support(

@@ -23,8 +23,8 @@ from moecore.planning import (
     plan_time,
     time_step,
 )
-from moecore.planning.pieces import Pieces, pieces_of
 from moecore.planning.record import placed
+from moecore.planning.segments import Segments, segments_of
 from moecore.planning.times import run_queue
 from tests.helpers.grids import beside
 
@@ -70,20 +70,22 @@ def test_few_layers_stand_for_all(case: str) -> None:
         assert found.parts[part] == pytest.approx(seconds, abs=0.12 * exact.seconds), part
 
 
-def test_pieces_in_their_own_order_are_the_step() -> None:
+def test_segments_in_their_own_order_are_the_step() -> None:
     step = dry_run(replace(DEEP, model=replace(QWEN, num_layers=4), num_micro_batches=2))
-    pieces = Pieces.of(step.queued, step.starts, {})
-    found = sorted((p for ps in pieces.passes.values() for p in ps), key=lambda p: p.place.start)
-    joined = pieces.join([*found, pieces.end])
+    segments = Segments.of(step.queued, step.starts, {})
+    found = sorted(
+        (p for ps in segments.passes.values() for p in ps), key=lambda p: p.launches.start
+    )
+    joined = segments.join([*found, segments.end])
     assert [one.queued.work for one in joined] == [one.work for one in step.queued]
     ours, whole = run_queue(joined, TABLE), run_queue(placed(step.queued), TABLE)
     assert ours.ends == pytest.approx(whole.ends, rel=1e-3)
-    levels = list(accumulate((p.delta for p in found), initial=pieces.resident_bytes))
-    tops = (level + p.rise for level, p in zip(levels, [*found, pieces.end], strict=True))
-    assert max(tops) == step.peak and pieces.resident_bytes == pytest.approx(
+    levels = list(accumulate((p.net for p in found), initial=segments.resident_bytes))
+    tops = (level + p.peak for level, p in zip(levels, [*found, segments.end], strict=True))
+    assert max(tops) == step.peak and segments.resident_bytes == pytest.approx(
         step.resident_bytes, abs=2**16
     )
-    assert pieces.num_micro_batches == 2 and len(found) == 2 * 2 * 6
+    assert segments.num_micro_batches == 2 and len(found) == 2 * 2 * 6
 
 
 def test_a_pipeline_of_equal_stages() -> None:
@@ -146,10 +148,10 @@ def test_the_network_carries_one_collective_at_a_time() -> None:
 
 
 def test_which_layer_is_like_which() -> None:
-    pieces = pieces_of(STAGED)
-    assert pieces.num_micro_batches == 3
-    assert pieces.like == {"F": (0, 1, 1, 1, 1, 1, 2, 3), "B": (0, 1, 2, 2, 2, 2, 2, 3)}
-    dense = pieces_of(replace(STAGED, model=replace(DEEPSEEK, num_layers=8)))
+    segments = segments_of(STAGED)
+    assert segments.num_micro_batches == 3
+    assert segments.like == {"F": (0, 1, 1, 1, 1, 1, 2, 3), "B": (0, 1, 2, 2, 2, 2, 2, 3)}
+    dense = segments_of(replace(STAGED, model=replace(DEEPSEEK, num_layers=8)))
     assert dense.like == {"F": (0, 0, 0, 1, 2, 2, 3, 4), "B": (0, 0, 0, 1, 2, 3, 3, 4)}
 
 

@@ -36,10 +36,10 @@ from moecore.planning import (
 )
 from moecore.planning.commands import _rows, _slices
 from moecore.planning.estimate import Estimate
-from moecore.planning.foldings import Folding, rungs_of
 from moecore.planning.gpus import peers_of
-from moecore.planning.pieces import passes_of
+from moecore.planning.layouts import Folding, option_sets_of
 from moecore.planning.record import PASSES, SLICES
+from moecore.planning.segments import SmallRun
 from moecore.planning.times import has_slices, plan_time
 
 H200 = CostTable.of("h200-141")
@@ -209,9 +209,9 @@ def test_a_layer_takes_what_two_gpus_took(batch_size: int, seq_len: int) -> None
 
 def layer_ms(run: TrainingRun) -> float:
     """Return the planned forward and backward of a layer, all of it on one stream."""
-    pieces = passes_of(run)
-    own = [pieces.of_part("layer 1", of, 0) for of in PASSES]
-    works = [pieces.queued[i] for found in own for piece in found for i in piece.place]
+    segments = SmallRun.of(run).segments
+    own = [segments.of_part("layer 1", of, 0) for of in PASSES]
+    works = [segments.queued[i] for found in own for segment in found for i in segment.launches]
     return 1e3 * sum(H200.seconds(one.work, one.node_ranks) for one in works)
 
 
@@ -222,7 +222,7 @@ def test_estimates_of_a_search_count_them_alike() -> None:
         how: Any = dict(num_gpus=8, seq_len=8192, gpu=gpu, precision=precision)
         request = SearchRequest(model=LONG.model, **how)
         tables = (with_share(share).on(gpu) for share in (0.0, 1.0))
-        rung = rungs_of(request)[0]
+        rung = option_sets_of(request)[0]
         few, many = (Estimate(request, table).seconds(folding, rung) for table in tables)
         assert few <= many
         return few < many

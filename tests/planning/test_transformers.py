@@ -37,10 +37,10 @@ from moecore.planning import (
     plan_peak,
 )
 from moecore.planning import transformers as planned_transformers
-from moecore.planning.estimate import kept_of
-from moecore.planning.pieces import small_of
+from moecore.planning.estimate import saved_bytes_of
 from moecore.planning.search import refuse
-from moecore.planning.stored import held_kinds, sizes_of
+from moecore.planning.segments import SmallRun
+from moecore.planning.stored import resident_kinds, sizes_of
 from moecore.train.memory.saved_bytes import count_saved_bytes
 from tests.families.transformers.family_models import (
     SIZES,
@@ -111,7 +111,7 @@ def test_parameters_gradients_and_state_are_those_of_the_class(family: str) -> N
     }
     learnt = number - sum(param.numel() for param in idle)
     assert size.gradients == 4 * learnt
-    assert held_kinds(run, size)["optimizer state"] == 8 * learnt  # two moments in fp32
+    assert resident_kinds(run, size)["optimizer state"] == 8 * learnt  # two moments in fp32
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -173,7 +173,7 @@ def test_few_layers_stand_for_all(family: str) -> None:
     model = default(family, **DEEP[family])
     seq_len = 32 if family == "jamba" else 256  # whose scan is one of Python
     run = TrainingRun(model=model, num_gpus=4, seq_len=seq_len, parallel=ParallelConfig(ep=2))
-    assert small_of(run).planned_model.num_layers < run.planned_model.num_layers
+    assert SmallRun.of(run).run.planned_model.num_layers < run.planned_model.num_layers
     assert max(plan_peak(run)) == pytest.approx(dry_run(run).peak, rel=0.003)
     params = sum(param.numel() for param in run.planned_model.build(torch.float32).parameters())
     assert params == run.planned_model.sizes().params
@@ -268,7 +268,7 @@ def check_kept_on_gpus(family: str) -> None:
     (head,) = (start for start in dry_run(run).starts if start[:2] == ("F", "head"))
     kinds = {kind: n for kind, n in head.kinds.items() if kind.startswith("activations")}
     del kinds["activations: outside"]
-    blocks = sum(block.num_bytes for block in kept_of(run).blocks)
+    blocks = sum(block.num_bytes for block in saved_bytes_of(run).blocks)
     assert sum(kinds.values()) == pytest.approx(blocks, rel=0.01)
 
 

@@ -17,7 +17,7 @@ from moecore.models import preset
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
 from moecore.planning import CostTable, TrainingRun, Work, dry_run, plan_memory, plan_time
 from moecore.planning.gpus import GPUS, domain_of
-from moecore.planning.run import call_of, flags_of
+from moecore.planning.recipe import call_of, flags_of
 
 T, D, E, K = 4096, 7168, 256, 8
 EPS = (8, 16, 32, 64)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from moecore.planning.commands import draw_memory
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
-from moecore.planning.foldings import Folding, SearchRequest
 from moecore.planning.gpus import Gpu
-from moecore.planning.levers import Change, next_change
+from moecore.planning.layouts import Folding, SearchRequest
 from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory, plan_peak
+from moecore.planning.option_sets import Change, next_change
+from moecore.planning.recipe import call_of
 from moecore.planning.record import Queued, Work
 from moecore.planning.report import Lever, Report, report_trace
-from moecore.planning.run import OptimizerOptions, TrainingRun, call_of, fake_world
+from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world
 from moecore.planning.search import Candidate, Fitting, SearchResult, explain_folding, search
 from moecore.planning.times import StepTime, TimePlan, plan_time, time_step
 from moecore.planning.transformers import TransformersModel

@@ -26,25 +26,25 @@ from moecore.planning.flags import (
     run_of_options,
     shown_gpu,
 )
-from moecore.planning.foldings import Folding
 from moecore.planning.gpus import gpu_of, time_refusal
-from moecore.planning.levers import next_change
+from moecore.planning.layouts import Folding
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
+from moecore.planning.option_sets import next_change
 from moecore.planning.page import page_of
-from moecore.planning.recipe import recipe_of
+from moecore.planning.recipe import call_of, flags_of, recipe_of
 from moecore.planning.report import report_trace
-from moecore.planning.run import TrainingRun, call_of, flags_of, new_garbage
-from moecore.planning.search import Fitting, explained, plan_folding, search, shown_levers
+from moecore.planning.run import TrainingRun, new_garbage
+from moecore.planning.search import Fitting, explained, plan_layout, search
 from moecore.planning.times import TimePlan, has_slices, hidden_share, plan_time, time_step
 
 
 class MeasuredStep(NamedTuple):
-    """A whole step that a record has, and its tokens per second of a GPU."""
+    """A recorded complete step, and its tokens per second of a GPU."""
 
     preset: str
     gpu: str
     num_gpus: int
-    folding: Folding
+    layout: Folding
     tokens_per_second: int
     record: str  # under benchmarks/results
 
@@ -54,7 +54,7 @@ MEASURED = (
         preset="qwen3-30b-a3b",
         gpu="h200-141",
         num_gpus=8,
-        folding=Folding(ep=8, batch_size=4),
+        layout=Folding(ep=8, batch_size=4),
         tokens_per_second=16_159,
         record="train/2026-11-20-nvidia-h200.jsonl",
     ),
@@ -63,7 +63,7 @@ MEASURED = (
 
 @new_garbage()
 def run_plan(args: Any) -> int:
-    """Print the plan, or what a search finds; 1 where nothing fits."""
+    """Print the plan of a run, or the result of a search; return 1 if nothing fits."""
     refuse_unread(args)
     if args.explain is not None:
         return _explain(args)
@@ -74,32 +74,28 @@ def run_plan(args: Any) -> int:
     if args.call:
         print(call_of(run))
         return 0
-    table = _table(args)
+    table, gpu, name = _table(args), gpu_of(kind_of(args)), shown_gpu(args)
     plan, time = plan_memory(run), time_refusal(run.precision, table.gpu) or plan_time(run, table)
-    peaks = [rank.num_bytes for rank in plan.ranks]
     _write(args, plan, time)
-    gpu, largest = gpu_of(kind_of(args)), plan.largest
-    memory, host, pinned = gpu.memory, gpu.host_memory, plan.pinned_bytes(gpu)
-    fits = max(peaks) <= memory and pinned <= host
+    largest, pinned, host = plan.largest, plan.pinned_bytes(gpu), gpu.host_memory
+    peak, fits = largest.num_bytes, largest.num_bytes <= gpu.memory and pinned <= host
     if args.json:
-        ranks = [
-            asdict(rank) | {"peak": peak} for rank, peak in zip(plan.ranks, peaks, strict=True)
-        ]
-        summary = {"gpu": shown_gpu(args), "memory": memory, "fits": fits, "ranks": ranks}
+        ranks = [asdict(rank) | {"peak": rank.num_bytes} for rank in plan.ranks]
         change = None if isinstance(time, str) else next_change(time, table)
+        summary = {"gpu": name, "memory": gpu.memory, "fits": fits, "ranks": ranks}
         summary |= _numbers(time) | {"next": None if change is None else asdict(change)}
         print(json.dumps(summary))
         return 0 if fits else 1
     print(plan.table())
     print(
-        f"pipeline rank {peaks.index(max(peaks))} has most at once: {shown_bytes(max(peaks))} of "
-        f"{shown_bytes(memory)} ({shown_gpu(args)})"
+        f"pipeline rank {largest.pp_rank} has most at once: {shown_bytes(peak)} of "
+        f"{shown_bytes(gpu.memory)} ({name})"
     )
     print(
         f"pinned host memory of a server: {shown_bytes(pinned)} of {shown_bytes(host)}"
         f"{': does not fit' * (pinned > host)}"
     )
-    if max(peaks) > memory:
+    if peak > gpu.memory:
         kind, size = max(largest.device.items(), key=lambda item: item[1])
         print(f"does not fit: {kind} is the largest part ({shown_bytes(size)})")
         print(f"options with which it fits, if there are any: --explain {as_folding(run)}")
@@ -108,38 +104,32 @@ def run_plan(args: Any) -> int:
 
 
 def _explain(args: Any) -> int:
-    """Print what is planned of one folding; 1 where it is refused or too large."""
-    request, folding = request_of_options(args), folding_of(args.explain)
-    plan = plan_folding(request, folding, _table(args))
-    fits = isinstance(plan, Fitting)
-    if isinstance(plan, Fitting):
-        _write_recipe(args, plan.run)
-    text = explained(request, folding, plan)
+    """Print the plan of one layout; return 1 if it is refused or too large."""
+    request, layout = request_of_options(args), folding_of(args.explain)
+    plan = plan_layout(request, layout, _table(args))
+    text, fitting = explained(request, layout, plan), plan if isinstance(plan, Fitting) else None
+    if fitting is not None:
+        _write_recipe(args, fitting.run)
     if args.json:
-        row = _row(plan) if isinstance(plan, Fitting) else folding.named()
-        print(
-            json.dumps(
-                {"gpu": shown_gpu(args), "limit": request.limit, "fits": fits, "text": text} | row
-            )
-        )
-    elif args.call and isinstance(plan, Fitting):
-        print(call_of(plan.run))
+        summary = {"gpu": shown_gpu(args), "limit": request.limit}
+        summary |= {"fits": fitting is not None, "text": text}
+        print(json.dumps(summary | (layout.named() if fitting is None else _row(fitting))))
+    elif args.call and fitting is not None:
+        print(call_of(fitting.run))
     else:
-        print(text)
-        if isinstance(plan, Fitting):
-            print(_command(args, plan.run))
-    return 0 if fits else 1
+        print("\n".join([text, *([] if fitting is None else [_command(args, fitting.run)])]))
+    return 0 if fitting is not None else 1
 
 
 def _support(args: Any, first: Folding) -> str:
-    """Return what records of whole steps there are of a model on GPUs."""
+    """Return the recorded tokens per second of complete steps of a model on GPUs, as text."""
     request = args.preset, shown_gpu(args), args.gpus
     steps = [step for step in MEASURED if (step.preset, step.gpu, step.num_gpus) == request]
     measured = "; ".join(
-        f"{step.folding} in bf16 has {step.tokens_per_second:,} tokens/s ({step.record})"
+        f"{step.layout} in bf16 has {step.tokens_per_second:,} tokens/s ({step.record})"
         for step in steps
     )
-    if any(step.folding == first for step in steps):
+    if any(step.layout == first for step in steps):
         return f"measured: {measured}"
     return f"no record has a step of the first one: {measured or 'it is planned only'}"
 
@@ -157,7 +147,7 @@ def _tell(line: str) -> None:
 
 
 def _search(args: Any) -> int:
-    """Print what fits, best first."""
+    """Print the layouts that fit, best first; return 1 if none fits."""
     request = request_of_options(args)
     top = 3 if args.top is None else args.top
     result = search(request, table=_table(args), num_results=top, progress=_tell)
@@ -177,7 +167,7 @@ def _search(args: Any) -> int:
     if fitting:
         print(result.table())
     for other in result.too_large:
-        print(f"too large with all levers: {other.folding}")
+        print(f"too large with all levers: {other.layout}")
     refused = sum(result.refused.values())
     print(
         f"of {shown_bytes(request.limit)} a rank ({shown_gpu(args)} less {request.reserve:.0%}); "
@@ -185,7 +175,7 @@ def _search(args: Any) -> int:
     )
     if fitting:
         _print_time(args, fitting[0].time, request.limit)
-        print(_support(args, fitting[0].folding))
+        print(_support(args, fitting[0].layout))
         print(f"the first one: {_command(args, fitting[0].run)}")
     else:
         print(f"nothing fits; the smallest change: {result.change or 'none of those tried'}")
@@ -194,11 +184,11 @@ def _search(args: Any) -> int:
 
 def _row(candidate: Fitting) -> dict[str, Any]:
     run = candidate.run
-    return candidate.folding.named() | {
+    return candidate.layout.named() | {
         "schedule": None if run.pipeline is None else run.pipeline.schedule,
         "num_micro_batches": run.num_micro_batches,
-        "levers": shown_levers(candidate),
-        "overhead": candidate.levers.overhead,
+        "levers": candidate.flags,
+        "overhead": candidate.options.overhead,
         "flags": flags_of(candidate.run),
         "host_of_a_node": candidate.host,
         "peak": max(candidate.peaks),
@@ -208,7 +198,7 @@ def _row(candidate: Fitting) -> dict[str, Any]:
 
 
 def _numbers(time: TimePlan | str) -> dict[str, Any]:
-    """Return the numbers of a time, or nulls and why it is not modelled."""
+    """Return the numbers of a time, or nulls and the reason for which no time is modelled."""
     names = ("seconds", "tokens_per_second", "parts", "wall")
     if isinstance(time, str):
         return dict.fromkeys(names) | {"time_refusal": time}
@@ -241,7 +231,7 @@ def _print_time(args: Any, time: TimePlan | str, limit: int | None = None) -> No
 
 
 def _slices(table: CostTable, kind: str) -> str:
-    """Return what a plan counts of exchanges beside products, and who has measured it."""
+    """Return the share of exchanges concurrent with products that a plan counts, as text."""
     slices = table.slices
     if slices is None:
         return "exchanges of tp beside products count whole: the table has no share of them"
@@ -260,7 +250,7 @@ def _table(args: Any) -> CostTable:
 
 
 def _write(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
-    """Write the pictures that are asked for."""
+    """Write the requested pictures."""
     timeline = None if isinstance(time, str) else time.timeline
     try:
         if args.png is not None:
@@ -278,13 +268,13 @@ def _write(args: Any, plan: MemoryPlan, time: TimePlan | str) -> None:
 
 
 def _write_recipe(args: Any, run: TrainingRun) -> None:
-    """Write the recipe that is asked for."""
+    """Write the requested recipe."""
     if args.write is not None:
         args.write.write_text(recipe_of(run, args.config))
 
 
 def run_dry_run(args: Any) -> int:
-    """Print what a rank holds and does; 1 where it does not fit."""
+    """Print the memory and the work of one rank; return 1 if it does not fit."""
     refuse_stages(args)
     run, memory = run_of_options(args), gpu_of(kind_of(args)).memory
     step = dry_run(run, args.rank)
@@ -323,9 +313,9 @@ def run_dry_run(args: Any) -> int:
 
 
 def _rows(step: DryRun, table: CostTable | None) -> dict[str, list[Any]]:
-    """Return by kind: how many, FLOP, bytes, seconds of each alone, None without a table."""
+    """Return number, FLOP, bytes and serial seconds by kind; seconds are None without a table."""
     if table is not None:
-        table = replace(table, slices=None)  # of which a step has what is exposed
+        table = replace(table, slices=None)  # serial seconds, not the exposed share
     sums: defaultdict[str, list[Any]] = defaultdict(lambda: [0.0] * 4)
     for part, works in (("", step.forward_backward), ("optimizer", step.optimizer)):
         for work in works:

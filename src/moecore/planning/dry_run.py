@@ -1,15 +1,15 @@
-"""A step of one rank of a world that is not there: what it would hold at once, and what runs.
+"""A dry run: the peak memory and the launches of a step of one rank of a fake world.
 
     TrainingRun -> the model on meta, parallelized in a fake world -> two steps of its TrainStep
                 -> WorkRecorder -> DryRun
 
-The host's code is that of the real step, down to the launches: units, dispatcher, experts,
-recompute, offload, the schedule of the stages, clipping, AdamW. Loads are balanced, and what
-arrives from other ranks has sizes alone.
+A dry run executes the host's code of the real step down to the launches: units, dispatcher,
+experts, recomputation, offload, the pipeline schedule, clipping and AdamW. Loads are balanced.
+Tensors have shapes and no values.
 
-Not seen: memory that an allocator cannot use, workspace inside of torch's operations, NCCL's
-buffers. Where "nvlink" has capacity for more rows than come, memory is that of the capacity, and
-work that of the rows: of a second run, whose capacity is even.
+A dry run does not count fragmentation of the allocator, workspace inside torch's operations and
+NCCL's buffers. If dispatcher "nvlink" has capacity for more rows than are received, the memory is
+that of the capacity. The work is then that of a second dry run with capacity for the received rows.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class DryRun:
     """A step of one rank, the second of its run.
 
     Attributes:
-        rank: of the world.
-        resident_bytes: bytes between steps.
-        peak: most bytes at once, as `torch.cuda.max_memory_allocated` counts them.
-        buffers: bytes of buffers that other ranks read and write, which that does not count: of
-            dispatcher "nvlink", and torch's workspace of exchanges beside products of tp ranks.
-        pages: bytes of a stash's pages on the device, which are within what is held.
-        queued: what the device does, in the order in which the host queues it.
-        starts: where parts of the model begin a pass, in a run without stages, and END begins.
-        precision: of the run.
+        rank: the rank in the world.
+        resident_bytes: the allocated bytes between steps.
+        peak: the peak memory, as `torch.cuda.max_memory_allocated` counts it.
+        buffers: bytes of buffers that other ranks read and write, which `peak` does not count: the
+            buffers of dispatcher "nvlink", and torch's workspace of exchanges of tp slices.
+        pages: bytes of a stash's pages on the device, which `resident_bytes` includes.
+        queued: the launches, in the order in which the host queues them.
+        starts: where modules begin a pass, in a run without stages, and where END begins.
+        precision: the precision of the run.
     """
 
     rank: int
@@ -72,12 +72,12 @@ class DryRun:
 
     @property
     def forward_backward(self) -> tuple[Work, ...]:
-        """What the device does until all gradients are there."""
+        """The work of forward and backward."""
         return _works(self.queued[: self.starts[-1].first])
 
     @property
     def optimizer(self) -> tuple[Work, ...]:
-        """What it does behind that."""
+        """The work of clipping and the optimizer."""
         return _works(self.queued[self.starts[-1].first :])
 
 
@@ -86,7 +86,7 @@ def _works(queued: Iterable[Queued]) -> tuple[Work, ...]:
 
 
 def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
-    """Return what a step of one rank of the world holds and does. No GPU, no communication.
+    """Return the memory and the launches of a step of one rank. No GPU, no communication.
 
     Raises:
         ValueError, NotImplementedError: as `parallelize_moe` and `fake_world`.
@@ -106,14 +106,14 @@ def of_rows(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
     capacity_step = dry(run)
     if run.even == run:
         return capacity_step
-    even_step = dry(run.even)  # in which parts may queue another number of operations
+    even_step = dry(run.even)  # whose parts may have other numbers of launches
     pairs = zip(capacity_step.starts, even_step.starts, strict=True)
     starts = tuple(start._replace(first=even_start.first) for start, even_start in pairs)
     return replace(capacity_step, queued=even_step.queued, starts=starts)
 
 
 def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
-    """Return `dry_run`, but its work is that of all capacity: half the time, for memory alone."""
+    """Return a dry run whose work is that of the full capacity, in half the time of `dry_run`."""
     recorder = WorkRecorder(run.ranks_per_domain)
     dry = launches_on_meta(recorder.launched, run.num_peers), dry_streams(recorder.queues)
     contexts = refusing(run.model), fake_world(run.num_gpus, rank), quiet(), new_garbage()
@@ -122,7 +122,7 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.take(local_of(tensor))
         recorder.params = list(model.parameters())
-        tokens_BT = torch.empty(run.batch_size, run.seq_len, dtype=torch.int64, device="meta")
+        tokens_BT = run.tokens()  # which the caller of a step has allocated
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = optimizer_of(run, model)
             if run.pipeline is None:
@@ -155,14 +155,14 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
 
 
 def _workspace(recorder: WorkRecorder) -> int:
-    """Return the bytes of torch's workspace of exchanges beside products."""
+    """Return the bytes of torch's workspace for exchanges of tp slices."""
     works = (operation.work for operation in recorder.queued if operation.work.name in SLICES)
     sizes = (workspace_bytes(work.name, work.shape[0], work.num_bytes) for work in works)
     return max(sizes, default=0)
 
 
 def cut(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
-    """Let a recorder know when a module begins a pass, and which part of a layer runs."""
+    """Register hooks that tell a recorder when a module begins a pass, and which part runs."""
     calls: dict[str, int] = {}
 
     def watch(module: nn.Module, part: str, last: nn.Module | None = None) -> None:
@@ -176,7 +176,7 @@ def cut(model: nn.Module, parts: ModuleParts, recorder: WorkRecorder) -> None:
                 part_name = name()
                 tensor.register_hook(lambda _: recorder.begin("B", part_name))
 
-        def name() -> str:  # later embeddings of a micro-batch are those of predictions
+        def name() -> str:  # predictions call the embedding again
             return "predictions" if part == "embedding" and calls[part] > 1 else part
 
         module.register_forward_pre_hook(begin_forward)
@@ -203,13 +203,13 @@ def _run_part(
 
 
 def _optimizer_bytes(optimizer: AdamW, param: Tensor) -> int:
-    """Return the bytes that a step reads and writes for a parameter: itself, gradient, state."""
+    """Return the bytes of a parameter, its gradient and state that a step reads and writes."""
     state = [x for x in optimizer.state_of(param).values() if x.numel() > 1]
     return 3 * local_of(param).nbytes + 2 * sum(local_of(x).nbytes for x in state)
 
 
 def _with_bytes(queued: list[Queued], num_bytes: int) -> Iterator[Queued]:
-    """Yield work, AdamW's with the bytes of the tensors whose addresses it is given."""
+    """Yield launches; those of AdamW, which gets addresses, with the bytes of their tensors."""
     number = sum(operation.work.name == ADAMW for operation in queued)
     for operation in queued:
         if operation.work.name == ADAMW:

@@ -1,11 +1,10 @@
-"""The most bytes that each pipeline rank of a run has at once, and of what kinds these are.
+"""The peak memory of each pipeline rank of a run, by kind.
 
-    ShardPlan of each pipeline rank              what it holds between steps, by kind
-    dry run of few layers -> Pieces, by kind     what a pass of a stage adds and frees
-                                                 -> levels in the order of the rank's schedule
+    ShardPlan of each pipeline rank           -> resident bytes between steps, by kind
+    dry run of few layers -> Segments by kind -> allocated bytes in the order of the rank's schedule
 
-A dry run sees what an operation needs while it runs. Not counted: what an allocator cannot use,
-NCCL's buffers. Ranks of a pipeline stage hold as much as its first one, or less.
+A dry run counts temporary memory of operations. It does not count fragmentation of the allocator
+and NCCL's buffers. The ranks of a pipeline stage need as much memory as its first rank, or less.
 """
 
 from __future__ import annotations
@@ -21,82 +20,80 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.orders import Action, Item, actions_of
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.planning.gpus import Gpu
-from moecore.planning.pieces import (
-    MIDDLE,
-    Pieces,
-    QueuePiece,
-    like_of,
-    memory_pieces_of,
-    pieces_of,
-    small_of,
-    small_step,
-    timed_stages,
-)
 from moecore.planning.record import HOST_COPIES, PASSES, RESIDENT, Pass
 from moecore.planning.run import TrainingRun, fake_world
+from moecore.planning.segments import (
+    MIDDLE,
+    Segment,
+    Segments,
+    SmallRun,
+    like_micro_batches,
+    segments_of,
+)
 from moecore.planning.stored import (
-    SINGLE_STAGE,
-    held_bytes,
-    held_kinds,
-    ranks_of,
+    resident_kinds,
     sizes_of,
+    stages_by_rank,
+    stages_of,
     state_bytes,
 )
 
 
 class _Pass(NamedTuple):
-    """A pass of a stage in a rank's order."""
+    """A pass of a stage in the order of a rank's schedule."""
 
     stage: int
     of: Pass
-    pieces: list[QueuePiece]
+    segments: list[Segment]
 
 
-class _Level(NamedTuple):
-    """Most bytes within a piece, and the bytes of optimizer state on the host at that time."""
+class _Peak(NamedTuple):
+    """The peak bytes within a segment, and the bytes of optimizer state on the host then."""
 
     num_bytes: int
     offloaded_state: int
     passed: int  # passes before it
-    at: int  # pieces of its pass before it
-    piece: QueuePiece
+    at: int  # segments of its pass before it
+    segment: Segment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
-    """A pipeline rank: what it holds between steps by kind, and its passes."""
+    """A pipeline rank: its resident bytes between steps by kind, and its passes."""
 
     resident: Mapping[str, int]
     passes: Sequence[_Pass]
-    end: QueuePiece
-    offloaded_state: (
-        int  # of the optimizer's state: leaves in the first pass, comes back in the last
-    )
+    end: Segment
+    offloaded_state: int  # bytes that are on the host between the first pass and the last one
 
-    def levels(self) -> Iterator[_Level]:
-        """Yield the most bytes within each piece."""
+    def peaks(self) -> Iterator[_Peak]:
+        """Yield the peak of each segment."""
         level, offloaded, last = sum(self.resident.values()), 0, len(self.passes) - 1
-        for number, (_, _, pieces) in enumerate(self.passes):
-            share = self.offloaded_state // max(1, len(pieces))
-            for at, piece in enumerate(pieces):
+        for number, (_, _, segments) in enumerate(self.passes):
+            share = self.offloaded_state // max(1, len(segments))
+            for at, segment in enumerate(segments):
                 offloaded -= share * (number == last)
-                yield _Level(level - offloaded + piece.rise, offloaded, number, at, piece)
-                level += piece.delta
+                yield _Peak(level - offloaded + segment.peak, offloaded, number, at, segment)
+                level += segment.net
                 offloaded += share * (number == 0)
-        yield _Level(level - offloaded + self.end.rise, offloaded, last + 1, 0, self.end)
+        yield _Peak(level - offloaded + self.end.peak, offloaded, last + 1, 0, self.end)
+
+    def peak(self) -> _Peak:
+        """Return the peak of the step."""
+        return max(self.peaks(), key=lambda peak: peak.num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """What one rank holds when it holds most, in bytes by kind.
+    """The memory of one rank at its peak, in bytes by kind.
 
     Attributes:
         pp_rank: pipeline rank.
-        stages: of this rank, in the letters of a layout.
-        device: in the GPU's memory: what it stores, and what the step has allocated, "activations"
-            of forwards by part of the model and the rest by pass.
-        host: the most in pinned host memory: activations, and all state that is away in a step.
-        in_flight: micro-batches of its stages that wait for their backward then.
+        stages: of this rank, in the letters of a stage layout.
+        device: in the GPU's memory: what the rank stores, and what the step has allocated.
+            Activations of forwards are listed by part of the model, other memory by pass.
+        host: the peak of pinned host memory: offloaded activations and optimizer state.
+        in_flight: for each of its stages, the micro-batches whose backward is pending then.
     """
 
     pp_rank: int
@@ -107,29 +104,29 @@ class RankMemory:
 
     @property
     def num_bytes(self) -> int:
-        """In the GPU's memory, of all kinds: that of `plan_peak`."""
+        """The bytes of all kinds in the GPU's memory: equal to `plan_peak`."""
         return sum(self.device.values())
 
     @property
     def activations(self) -> int:
-        """What forwards have left for their backward."""
+        """The bytes that forwards have saved for backward."""
         return sum(n for kind, n in self.device.items() if kind.startswith("activations"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What all pipeline ranks of a run hold when each holds most."""
+    """The memory of all pipeline ranks of a run, each at its peak."""
 
     run: TrainingRun
     ranks: tuple[RankMemory, ...]
 
     @property
     def largest(self) -> RankMemory:
-        """The rank that holds most."""
+        """The rank with the largest peak."""
         return max(self.ranks, key=lambda rank: rank.num_bytes)
 
     def pinned_bytes(self, gpu: Gpu) -> int:
-        """Return the host memory that a server pins whose ranks all hold as much as the largest."""
+        """Return the pinned host memory of a server whose ranks all need as much as the largest."""
         ranks = min(gpu.server, self.run.num_gpus)
         return ranks * max(sum(rank.host.values()) for rank in self.ranks)
 
@@ -137,74 +134,75 @@ class MemoryPlan:
         """Return a row per kind and a column per pipeline rank."""
         kinds = dict.fromkeys(kind for rank in self.ranks for kind in rank.device)
         hosts = dict.fromkeys(kind for rank in self.ranks for kind in rank.host)
-        lines = [("pp rank", *(str(rank.pp_rank) for rank in self.ranks))]
-        lines += [("stages", *(" ".join(rank.stages) for rank in self.ranks))]
-        in_flight = (" ".join(map(str, rank.in_flight)) for rank in self.ranks)
-        lines += [("in flight", *in_flight)]
-        for kind in kinds:
-            lines.append((kind, *(shown_bytes(rank.device.get(kind, 0)) for rank in self.ranks)))
-        lines.append(("at once", *(shown_bytes(rank.num_bytes) for rank in self.ranks)))
+        rows: list[tuple[str, list[str]]] = [
+            ("pp rank", [str(rank.pp_rank) for rank in self.ranks]),
+            ("stages", [" ".join(rank.stages) for rank in self.ranks]),
+            ("in flight", [" ".join(map(str, rank.in_flight)) for rank in self.ranks]),
+            *((kind, [shown_bytes(r.device.get(kind, 0)) for r in self.ranks]) for kind in kinds),
+            ("at once", [shown_bytes(rank.num_bytes) for rank in self.ranks]),
+        ]
         for kind in hosts:
-            sizes = (shown_bytes(rank.host.get(kind, 0)) for rank in self.ranks)
-            lines.append((f"host: {kind}", *sizes))
-        return "\n".join(columns(lines))
+            rows.append((f"host: {kind}", [shown_bytes(r.host.get(kind, 0)) for r in self.ranks]))
+        return "\n".join(columns([(name, *cells) for name, cells in rows]))
 
 
 def plan_peak(run: TrainingRun) -> tuple[int, ...]:
-    """Return the most bytes of each pipeline rank, as `torch.cuda.max_memory_allocated` counts.
+    """Return the peak bytes of each pipeline rank, as `torch.cuda.max_memory_allocated` counts.
 
-    And buffers of dispatcher "nvlink", which that does not count.
+    Buffers of dispatcher "nvlink" are added, which torch's allocator does not count.
 
     Raises:
-        ValueError, NotImplementedError: as `parallelize_moe`, for what does not fit the model.
+        ValueError, NotImplementedError: as `parallelize_moe`, for options that the model refuses.
     """
     check_arguments(plan_peak, locals())
-    return tuple(max(level.num_bytes for level in rank.levels()) for rank in _ranks(run))
+    return tuple(rank.peak().num_bytes for rank in _ranks(run))
 
 
 def plan_memory(run: TrainingRun) -> MemoryPlan:
-    """Return what each pipeline rank holds when it holds most, by kind. No GPU, no communication.
+    """Return the memory of each pipeline rank at its peak, by kind. No GPU, no communication.
 
     Raises:
-        ValueError, NotImplementedError: as `parallelize_moe`, for what does not fit the model.
+        ValueError, NotImplementedError: as `parallelize_moe`, for options that the model refuses.
     """
     check_arguments(plan_memory, locals())
     with fake_world(1):
-        pass  # refused inside of another one, whatever was found before
-    stages, rank_of, pieces = timed_stages(run), ranks_of(run), pieces_of(run)
-    ranks = []
-    for pp_rank, rank in enumerate(_ranks(run)):
-        rank_stages = [s for s in stages if rank_of[s.index] == pp_rank]
-        peak = max(rank.levels(), key=lambda level: level.num_bytes)
-        device, in_flight = Counter(rank.resident), Counter[int]()
-        for number, (stage, of, passed) in enumerate(rank.passes[: peak.passed + 1]):
-            is_last = number == peak.passed
-            pieces_before = passed[: peak.at] if is_last else passed
-            for piece in pieces_before:
-                device.update(piece.kinds)
-            in_flight[stage] += 1 if of == "F" else -(not is_last)
-        device.update(peak.piece.rise_kinds)
-        device["optimizer state"] -= peak.offloaded_state
-        device["other"] += device.pop(RESIDENT, 0)
-        device["other"] += peak.num_bytes - sum(device.values())
-        host = {"activations": _host_peak(rank, pieces), "optimizer state": rank.offloaded_state}
-        ranks.append(
-            RankMemory(
-                pp_rank=pp_rank,
-                stages=("all",) if run.pipeline is None else tuple(s.letters for s in rank_stages),
-                device=_positive(device, rank.resident.keys() - {"other"}),
-                host={kind: n for kind, n in host.items() if n},
-                in_flight=tuple(in_flight[s.index] for s in rank_stages),
-            )
-        )
+        pass  # refuses a call inside another fake world, even if all dry runs are cached
+    segments = segments_of(run)
+    pairs = enumerate(zip(_ranks(run), stages_by_rank(run), strict=True))
+    ranks = [_rank_memory(run, i, rank, stages, segments) for i, (rank, stages) in pairs]
     return MemoryPlan(run=run, ranks=tuple(ranks))
+
+
+def _rank_memory(
+    run: TrainingRun, pp_rank: int, rank: _Rank, stages: Sequence[Stage], segments: Segments
+) -> RankMemory:
+    """Return the memory of a rank at its peak."""
+    peak = rank.peak()
+    device, in_flight = Counter(rank.resident), Counter[int]()
+    for number, (stage, of, passed) in enumerate(rank.passes[: peak.passed + 1]):
+        is_last = number == peak.passed
+        for segment in passed[: peak.at] if is_last else passed:
+            device.update(segment.net_kinds)
+        in_flight[stage] += 1 if of == "F" else -(not is_last)
+    device.update(peak.segment.peak_kinds)
+    device["optimizer state"] -= peak.offloaded_state
+    device["other"] += device.pop(RESIDENT, 0)
+    device["other"] += peak.num_bytes - sum(device.values())
+    host = {"activations": _host_peak(rank, segments), "optimizer state": rank.offloaded_state}
+    return RankMemory(
+        pp_rank=pp_rank,
+        stages=("all",) if run.pipeline is None else tuple(stage.letters for stage in stages),
+        device=_positive(device, rank.resident.keys() - {"other"}),
+        host={kind: n for kind, n in host.items() if n},
+        in_flight=tuple(in_flight[stage.index] for stage in stages),
+    )
 
 
 def _positive(sizes: Mapping[str, int], resident_kinds: Collection[str]) -> dict[str, int]:
     """Return bytes by kind with the same sum, each of them positive."""
     # A tensor that is allocated once per step may be freed in a layer that stands for several
-    # layers, so that its kind becomes negative. The level of these pieces counts these bytes as
-    # freed: they are taken from the largest kinds, and from stored ones last.
+    # layers, so that its kind becomes negative. These bytes are subtracted from the largest kinds,
+    # and from stored kinds last.
     positive = {kind: n for kind, n in sizes.items() if n > 0}
     excess = sum(positive.values()) - sum(sizes.values())
     for kind in sorted(positive, key=lambda kind: (kind in resident_kinds, -positive[kind])):
@@ -213,12 +211,12 @@ def _positive(sizes: Mapping[str, int], resident_kinds: Collection[str]) -> dict
     return {kind: n for kind, n in positive.items() if n}
 
 
-def _host_peak(rank: _Rank, pieces: Pieces) -> int:
-    """Return the most bytes that forwards have copied to the host for backwards to come."""
+def _host_peak(rank: _Rank, segments: Segments) -> int:
+    """Return the peak bytes of activations that are offloaded to the host."""
     level, peak, copies = 0, 0, dict[int, int]()
     for stage, of, passed in rank.passes:
         if of == "F":
-            works = (pieces.queued[i].work for piece in passed for i in piece.place)
+            works = (segments.queued[i].work for segment in passed for i in segment.launches)
             copies[stage] = sum(work.num_bytes for work in works if work.name == HOST_COPIES[0])
         level += copies[stage] if of == "F" else -copies[stage]
         peak = max(peak, level)
@@ -226,56 +224,49 @@ def _host_peak(rank: _Rank, pieces: Pieces) -> int:
 
 
 def until_steady(run: TrainingRun) -> int:
-    """Return a number of micro-batches with which every rank holds as much as with the run's."""
-    # The middle rounds of a pipeline are identical. A run without stages
-    # has rounds of one micro-batch. Schedule "gpipe" holds the activations of all micro-batches.
-    number, round_ = run.num_micro_batches, run.resolved.pp
+    """Return a number of micro-batches with which the peak of each rank equals the run's."""
+    # The middle rounds of a pipeline are identical. A run without stages has rounds of one
+    # micro-batch. Schedule "gpipe" keeps the activations of all micro-batches.
+    number, pp = run.num_micro_batches, run.resolved.pp
     if run.pipeline is not None and run.pipeline.schedule == "gpipe":
         return number
-    return min(number, 4 * round_ + number % round_)
+    return min(number, 4 * pp + number % pp)
 
 
 def _ranks(run: TrainingRun) -> Iterator[_Rank]:
     """Yield the pipeline ranks of a run."""
-    pieces, step = memory_pieces_of(run), small_step(run)
-    beside = pieces.resident_bytes - max(held_bytes(small_of(run)))  # of what no plan counts
-    beside -= step.pages  # which have a part for each layer
-    per_byte = run.optimizer.offload_fraction * state_bytes(run.optimizer, run.dtype)
-    for size, passes, pages in zip(sizes_of(run), _passes(run, pieces), _pages(run), strict=True):
-        resident = held_kinds(run, size)
-        resident |= {"other": beside, "pages": pages, "exchange buffers": step.buffers}
-        offloaded_state = round(per_byte / run.dtype.itemsize * size.gradients)
+    small, model = SmallRun.of(run), run.planned_model
+    step, segments = small.step, small.memory_segments
+    rank_bytes = (sum(resident_kinds(small.run, size).values()) for size in sizes_of(small.run))
+    # What is resident besides stored tensors. Pages are counted for each layer.
+    other = segments.resident_bytes - max(rank_bytes) - step.pages
+    pages_per_run = step.pages / max(1, small.run.planned_model.num_moe_runs)
+    per_element = run.optimizer.offload_fraction * state_bytes(run.optimizer)
+    ranks = zip(sizes_of(run), _passes(run, small, segments), stages_by_rank(run), strict=True)
+    for size, passes, stages in ranks:
+        moe_runs = sum(i not in model.dense for stage in stages for i in stage.layers)
+        moe_runs += model.mtp_runs * sum(len(stage.mtp) for stage in stages)
+        resident = resident_kinds(run, size)
+        resident |= {"other": other, "pages": round(pages_per_run * moe_runs)}
         yield _Rank(
-            resident=resident, passes=passes, end=pieces.end, offloaded_state=offloaded_state
+            resident=resident | {"exchange buffers": step.buffers},
+            passes=passes,
+            end=segments.end,
+            offloaded_state=round(per_element / run.dtype.itemsize * size.gradients),
         )
 
 
-def _pages(run: TrainingRun) -> Iterator[int]:
-    """Yield the bytes of each pipeline rank's pages: as many for each run of an MoE layer."""
-    model = run.planned_model
-    bytes_per_run = small_step(run).pages / max(1, small_of(run).planned_model.num_moe_runs)
-    stages, rank_of = timed_stages(run), ranks_of(run)
-    for rank in range(run.resolved.pp):
-        rank_stages = [stage for stage, of in zip(stages, rank_of, strict=True) if of == rank]
-        layers = sum(i not in model.dense for stage in rank_stages for i in stage.layers)
-        yield round(
-            bytes_per_run * (layers + model.mtp_runs * sum(len(stage.mtp) for stage in rank_stages))
-        )
-
-
-def _passes(run: TrainingRun, pieces: Pieces) -> Iterator[list[_Pass]]:
-    """Yield each pipeline rank's passes, in its order."""
-    stages, number = timed_stages(run), until_steady(run)
-    like = like_of(number, pieces.num_micro_batches)
-    pp = run.resolved.pp
-    chunks = len(stages) // pp
+def _passes(run: TrainingRun, small: SmallRun, segments: Segments) -> Iterator[list[_Pass]]:
+    """Yield each pipeline rank's passes, in the order of its schedule."""
+    stages, number, pp = stages_of(run), until_steady(run), run.resolved.pp
+    like = like_micro_batches(number, segments.num_micro_batches)
     orders: Sequence[Sequence[Item]] = [
         [Action(kind, 0, i) for i in range(number) for kind in PASSES]
     ]
     if run.pipeline is not None:
-        name = run.pipeline.schedule
+        name, chunks = run.pipeline.schedule, len(stages) // pp
         orders = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number).orders
-    sums = sizes_of(small_of(run))[0].accumulated
+    sums = sizes_of(small.run)[0].accumulated
     passes: dict[str, tuple[Pass, ...]] = {"F": ("F",), "B": ("B",), "W": ("B",)}  # D and W are B
     for order, size in zip(orders, sizes_of(run), strict=True):
         actions = [action for item in order for action in actions_of(item)]
@@ -283,35 +274,41 @@ def _passes(run: TrainingRun, pieces: Pieces) -> Iterator[list[_Pass]]:
         ends = {i for i in rank_stages if stages[i].embedding or stages[i].loss} or rank_stages
         share = (size.accumulated / sums if sums else 1 / pp) / len(ends)
         yield [
-            _Pass(stage, of, _of_stage(stages[stage], of, like[i], pieces, share * (stage in ends)))
+            _Pass(
+                stage, of, _of_stage(stages[stage], of, like[i], segments, share * (stage in ends))
+            )
             for kind, stage, i in actions
             for of in passes.get(kind, ())
         ]
 
 
 def _of_stage(
-    stage: Stage, of: Pass, micro_batch: int, pieces: Pieces, share: float
-) -> list[QueuePiece]:
-    """Return the pieces of a stage's pass, and what it frees or keeps at the end of a backward."""
-    stage_pieces = pieces.of_stage(stage, of, micro_batch)
-    if of == "F" or pieces.num_micro_batches < MIDDLE:
-        return stage_pieces
-    # In the cut step, what a backward frees or keeps at its end is in the embedding's piece, for
-    # all layers. A micro-batch between the first and the last keeps nothing. These keep what their
-    # pieces have more than its, and of the ends' surplus the stage's share of gradient sums.
+    stage: Stage, of: Pass, micro_batch: int, segments: Segments, share: float
+) -> list[Segment]:
+    """Return the segments of a stage's pass, with the net bytes at the end of a backward.
+
+    Args:
+        share: the stage's share of the gradient sums that the recorded step keeps at its ends.
+    """
+    stage_segments = segments.of_stage(stage, of, micro_batch)
+    if of == "F" or segments.num_micro_batches < MIDDLE:
+        return stage_segments
+    # In the recorded step, the segment of the embedding frees or keeps the gradients of all layers
+    # at the end of a backward. A middle micro-batch keeps nothing. Another one keeps the difference
+    # of its segments to those of the middle one, and of the ends' difference the share.
     layers = replace(stage, embedding=False, loss=False)
-    ends = replace(SINGLE_STAGE, layers=(), mtp=())
+    ends = replace(stage, embedding=True, layers=(), mtp=(), loss=True)
     net_bytes = sum(
-        part_share * (_net(part, micro_batch, pieces) - _net(part, MIDDLE // 2, pieces))
+        part_share * (_net(part, micro_batch, segments) - _net(part, MIDDLE // 2, segments))
         for part, part_share in ((layers, 1.0), (ends, share))
     )
-    surplus = round(net_bytes) - _net(stage, micro_batch, pieces)
-    *first_pieces, last = stage_pieces or [QueuePiece(range(0), 0, 0, {}, {})]
-    rise, kinds = max(0, last.rise + min(0, surplus)), dict(last.kinds)
+    surplus = round(net_bytes) - _net(stage, micro_batch, segments)
+    *first, last = stage_segments or [Segment(range(0), 0, 0, {}, {})]
+    peak, kinds = max(0, last.peak + min(0, surplus)), dict(last.net_kinds)
     kinds["backward"] = kinds.get("backward", 0) + surplus
-    return [*first_pieces, last._replace(delta=last.delta + surplus, rise=rise, kinds=kinds)]
+    return [*first, last._replace(net=last.net + surplus, peak=peak, net_kinds=kinds)]
 
 
-def _net(stage: Stage, micro_batch: int, pieces: Pieces) -> int:
-    """Return the bytes that a stage's pieces of a micro-batch leave."""
-    return sum(p.delta for of in PASSES for p in pieces.of_stage(stage, of, micro_batch))
+def _net(stage: Stage, micro_batch: int, segments: Segments) -> int:
+    """Return the net bytes of a stage's forward and backward of a micro-batch."""
+    return sum(s.net for of in PASSES for s in segments.of_stage(stage, of, micro_batch))

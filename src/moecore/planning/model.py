@@ -1,9 +1,7 @@
-"""PlannedModel: what a plan asks of a model that is not there.
+"""PlannedModel: the sizes and layers of a model, and its module on meta for a dry run.
 
-It has the numbers that rules read, and makes the module on meta that a dry run trains.
-
-    DecoderConfig       -> NativeModel    moecore's own decoder
-    TransformersModel   -> StockModel     a class of transformers: `planning/transformers.py`
+A DecoderConfig becomes a NativeModel, and a TransformersModel a StockModel
+(`planning/transformers.py`).
 """
 
 from __future__ import annotations
@@ -27,17 +25,17 @@ from moecore.moe.experts import Experts
 
 
 class ModuleParts(NamedTuple):
-    """Modules of a model in the order of forward, between which a dry run is cut."""
+    """Modules of a model in the order of forward, at which the segments of a dry run begin."""
 
     embedding: nn.Module
     layers: Sequence[nn.Module]
     mtp: Sequence[nn.Module]
     head: nn.Module
-    loss: nn.Module  # its output is the loss, or has it
+    loss: nn.Module  # its output is the loss, or has a field of that name
 
 
 class ModelSizes(NamedTuple):
-    """Numbers of parameters: all, routed experts', and others of which tp ranks have parts."""
+    """Numbers of parameters: all, those of routed experts, and those that are sharded over tp."""
 
     params: int
     experts: int
@@ -58,16 +56,16 @@ class PlannedModel(ABC):
     """A model of any kind.
 
     Attributes:
-        dim: of hidden states.
-        vocab_size: rows of the embedding.
-        max_seq_len: most tokens of a row; None = any number.
-        layers: what each layer is; layers with equal values are alike.
-        dense: indices of the layers without experts.
-        num_mtp_layers: modules of multi-token prediction.
-        mtp_runs: how often a forward applies each of them.
-        moe: of its MoE layers; None = there are none.
+        dim: the size of hidden states.
+        vocab_size: the number of rows of the embedding.
+        max_seq_len: the maximum number of tokens in a row; None = any number.
+        layers: the kind of each layer; layers of equal kinds have equal modules and costs.
+        dense: the indices of the layers without experts.
+        num_mtp_layers: the number of multi-token prediction modules.
+        mtp_runs: how often a forward applies each of these modules.
+        moe: the config of its MoE layers; None = the model has none.
         has_latents: whether attention projects latents to keys.
-        unmeasured: kinds of attention whose work no record has timed.
+        unmeasured: kinds of attention whose time has not been measured.
     """
 
     dim: int
@@ -83,22 +81,22 @@ class PlannedModel(ABC):
 
     @property
     def num_layers(self) -> int:
-        """Layers, without modules of multi-token prediction."""
+        """The number of layers without the modules of multi-token prediction."""
         return len(self.layers)
 
     @property
     def num_moe_runs(self) -> int:
-        """Runs of layers with experts in a forward, those of multi-token prediction too."""
+        """The number of MoE layers that a forward runs, with those of multi-token prediction."""
         mtp = self.num_mtp_layers * self.mtp_runs
         return 0 if self.moe is None else len(self.layers) - len(self.dense) + mtp
 
     def bound(self) -> frozenset[int]:
-        """Return the layers with which no pipeline stage begins, of a model that has stages."""
+        """Return the layers at which no pipeline stage may begin."""
         return frozenset()
 
     @abstractmethod
     def with_layers(self, layers: Sequence[int]) -> Any:
-        """Return what `TrainingRun.model` takes: the model with these of its layers alone."""
+        """Return the model with only these layers, as a value of `TrainingRun.model`."""
 
     @abstractmethod
     def build(self, dtype: torch.dtype) -> nn.Module:
@@ -114,7 +112,7 @@ class PlannedModel(ABC):
 
     @abstractmethod
     def sizes(self) -> ModelSizes:
-        """Return how many parameters there are."""
+        """Return the numbers of parameters."""
 
     @abstractmethod
     def check(self, *, pp: int, tp: int, cp: int) -> None:
@@ -155,7 +153,7 @@ class NativeModel(PlannedModel):
     @override
     def with_layers(self, layers: Sequence[int]) -> DecoderConfig:
         kinds = [kind_of(self.config, i) for i in layers]
-        return of_kinds(self.config, kinds, self.config.num_mtp_layers)
+        return config_of_kinds(self.config, kinds, self.config.num_mtp_layers)
 
     @override
     def build(self, dtype: torch.dtype) -> nn.Module:
@@ -203,11 +201,11 @@ class NativeModel(PlannedModel):
 
 
 class LayerKind(NamedTuple):
-    """What a layer of moecore's decoder is: its halves, of which one may be missing."""
+    """The kind of a layer of moecore's decoder: its two halves, of which one may be missing."""
 
     mixer: Mixer | None
     feedforward: Feedforward | None
-    window: int | None  # keys that a token sees at most; None = all
+    window: int | None  # the maximum number of keys that a token attends to; None = all
 
 
 # Letters of `DecoderConfig.pattern` by the half that a layer has.
@@ -218,21 +216,21 @@ HALVES: Mapping[tuple[Mixer | None, Feedforward | None], str] = {
 
 
 def kind_of(config: DecoderConfig, layer: int) -> LayerKind:
-    """Return what a layer is."""
+    """Return the kind of a layer."""
     mixer = config.mixer_of(layer)
     window = config.window_of(layer) if mixer == "attention" else None
     return LayerKind(mixer, config.feedforward_of(layer), window)
 
 
-def of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> DecoderConfig:
-    """Return the model with these layers, and so many predictions."""
+def config_of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> DecoderConfig:
+    """Return the config of a model with layers of these kinds and `mtp` prediction modules."""
     linear = tuple(i for i, kind in enumerate(kinds) if kind.mixer == "linear")
     dense = tuple(i for i, kind in enumerate(kinds) if kind.feedforward == "dense")
     is_named = not model.pattern
     return replace(
         model,
         num_layers=len(kinds),
-        hash_layers=0,  # which differ by a table of a few megabytes
+        hash_layers=0,  # their tables of a few megabytes are not counted
         pattern="" if is_named else "".join(HALVES[kind[:2]] for kind in kinds),
         dense_layers=dense if is_named and model.moe is not None else (),
         linear_attention=model.linear_attention if linear else None,
@@ -247,7 +245,7 @@ def of_kinds(model: DecoderConfig, kinds: Sequence[LayerKind], mtp: int) -> Deco
 
 
 def preset_of(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
-    """Return the preset that a config is, and its `max_seq_len` if another; None = no preset."""
+    """Return the name of a config's preset and a changed `max_seq_len`; None = no preset."""
     for name, entry in PRESETS.items():
         pairs = ((f.name, getattr(entry, f.name), getattr(config, f.name)) for f in fields(config))
         changes = {field: value for field, preset, value in pairs if value != preset}

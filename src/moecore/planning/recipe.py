@@ -1,26 +1,163 @@
-"""recipe_of: a planned run as TOML for --config of examples/pretrain.py and finetune_hf.py.
+"""A planned run as text: flags of `moecore plan`, Python calls, and TOML for the examples.
 
-Names are those of its flags and of the records of options: a field that has its default is left
-out. What a plan does not know is given beside the file: data, tokenizer, steps, learning rate.
+    flags_of    -> the command that plans the run
+    call_of     -> the Python that builds the run on GPUs
+    recipe_of   -> TOML for --config of examples/pretrain.py and finetune_hf.py
+
+The names in a TOML are those of the examples' flags and of the records of options. A field with its
+default value is left out. Data, tokenizer, steps and learning rate are not part of a plan, so they
+are given beside the file.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from moecore.base.fields import check_arguments
+from moecore.base.options.dispatch import DispatchOptions
+from moecore.base.options.memory import GEMM_LAST
+from moecore.base.options.names import PrecisionName
+from moecore.base.options.precision import Precision
 from moecore.models.config import DecoderConfig
 from moecore.planning.model import preset_of
-from moecore.planning.run import TrainingRun, dispatcher_of, precision_name
+from moecore.planning.run import TrainingRun, dispatch_of
 
-OTHER_LINES = ("param_dtype", "stash")  # fields that another line stands for
-REMAINING_DEGREES = ("dp_shard", "edp_shard")  # degrees that are what others leave
-OPTIONAL_DEGREES = ("pp", "tp", "cp")  # degrees of 1 without these
+OTHER_LINES = ("param_dtype", "stash")  # fields that another line of a TOML stands for
+REMAINING_DEGREES = ("dp_shard", "edp_shard")  # degrees that the other degrees determine
+OPTIONAL_DEGREES = ("pp", "tp", "cp")  # degrees of 1 unless given
 VALUES = (bool, int, float, str)
+
+
+def option_flags(run: TrainingRun) -> list[str]:
+    """Return the options of a run that decide its memory as flags of `moecore plan`."""
+    memory, options, fraction = run.memory, run.optimizer, run.optimizer.offload_fraction
+    parts: tuple[str, ...] = tuple(part for part in memory.parts if part not in GEMM_LAST)
+    has_gemm_last = len(parts) + len(GEMM_LAST) == len(memory.parts)
+    values: dict[str, Any] = {
+        "precision": None if run.precision is None else _precision(run.precision).strip("'"),
+        "recompute": ("gemm_last", *parts) if has_gemm_last else memory.parts,
+        "offload": memory.offload,
+        "stash": memory.stash is not None,
+        "row-factor": None if run.nvlink is None else run.nvlink.row_factor,
+        "dispatcher": None if run.dispatcher == "auto" else run.dispatcher,
+        "fp8-dispatch": run.fp8_dispatch,
+        "dense-strategy": run.fsdp.dense_strategy,
+        "fp8-param-gather": run.fsdp.fp8_param_gather,
+        "moments": None if options.moment_dtype == "float32" else options.moment_dtype,
+        "master-remainder": options.master_remainder,
+        "state-offload": fraction or None,
+    }
+    return _flags(values)
+
+
+def flags_of(run: TrainingRun) -> list[str]:
+    """Return the degrees and options of a run as flags of `moecore plan`."""
+    p, pipeline = run.resolved, run.pipeline
+    values: dict[str, Any] = {"seq-len": run.seq_len}
+    for name in ("pp", "tp", "cp", "ep", "etp"):
+        degree = getattr(p, name)
+        values[name] = degree if degree > 1 or name == "ep" else None
+    values |= {"batch-size": run.batch_size, "micro-batches": run.num_micro_batches}
+    if pipeline is not None:
+        values |= {"schedule": pipeline.schedule, "layout": pipeline.layout}
+        values["chunks"] = None if pipeline.layout else pipeline.chunks
+    return _flags(values) + option_flags(run)
+
+
+def _flags(values: Mapping[str, Any]) -> list[str]:
+    """Return values as flags; None, False and () have no flag, and True has no value."""
+    flags = list[str]()
+    for name, value in values.items():
+        if value is not None and value is not False and value != ():
+            items = () if value is True else value if isinstance(value, tuple) else (value,)
+            texts = (f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+            flags += [f"--{name}", *texts]
+    return flags
+
+
+def call_of(run: TrainingRun) -> str:
+    """Return the source of a run's calls: meshes, model, `parallelize_moe`, optimizer, step."""
+    check_arguments(call_of, locals())
+    sizes = f"{run.num_micro_batches}, {run.batch_size}, {run.seq_len}"
+    arguments = {"fsdp": _record_source(run.fsdp), "loss": "'mean'"}
+    if run.memory.parts or run.memory.offload or run.memory.stash:
+        arguments["memory"] = _record_source(run.memory)
+    if run.precision is not None:
+        arguments["precision"] = _precision(run.precision)
+    if run.resolved.ep * run.resolved.etp > 1 or run.nvlink is not None or run.fp8_dispatch:
+        dispatch = dispatch_of(run)
+        is_name = dispatch == DispatchOptions.of(dispatch.name)
+        arguments["dispatch"] = repr(dispatch.name) if is_name else _record_source(dispatch)
+    if run.pipeline is not None:
+        arguments["pipeline"] = _record_source(run.pipeline)
+    options = run.optimizer
+    moments = (
+        "" if options.moment_dtype == "float32" else f", moment_dtype=torch.{options.moment_dtype}"
+    )
+    moments += ", master_remainder=True" if options.master_remainder else ""
+    fraction = options.offload_fraction
+    is_split = run.dispatcher == "hierarchical"
+    domain = f", ranks_per_domain={run.ranks_per_domain}" if is_split else ""
+    source = run.planned_model.source(run.dtype)
+    replaces = any("replace(" in line for line in source.build)
+    lines = [
+        *(["from dataclasses import replace", ""] if replaces else []),
+        "import torch",
+        "",
+        "from moecore import *",
+        *source.imports,
+        f"from moecore.train import AdamW{', StateOffload' if fraction else ''}",
+        *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
+        "",
+        f"meshes = build_meshes({_record_source(run.parallel)}{domain})",
+        *source.build,
+        "parallelize_moe(",
+        "    model,",
+        "    meshes,",
+        *(f"    {key}={value}," for key, value in arguments.items()),
+        ")",
+        "model.to_empty(device=meshes.device_type)",
+        source.fill,
+        f"optimizer = AdamW(model.parameters(){moments})",
+        *([f"StateOffload(optimizer, model, fraction={fraction})"] if fraction else []),
+        f"num_micro_batches, rows, seq_len = {sizes}  # of a step and of a data rank",
+        "step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=num_micro_batches)",
+        f"# step.forward_backward(num_micro_batches dicts of {source.inputs}, both int64",
+        "# [rows, seq_len]), then step.finish()",
+    ]
+    return "\n".join(lines)
+
+
+def _record_source(record: Any) -> str:
+    """Return the source of a record, with the fields that differ from their defaults."""
+    arguments = (
+        f"{name}={_record_source(value) if is_dataclass(value) else repr(value)}"
+        for name, value in _changed_fields(record).items()
+    )
+    return f"{type(record).__name__}({', '.join(arguments)})"
+
+
+def _changed_fields(record: Any) -> dict[str, Any]:
+    """Return the fields of a record whose values are not their defaults; {} of None."""
+    if record is None:
+        return {}
+    default = type(record)()
+    values = {f.name: (getattr(record, f.name), getattr(default, f.name)) for f in fields(record)}
+    return {name: value for name, (value, plain) in values.items() if value != plain}
+
+
+def precision_name(precision: Precision) -> str | None:
+    """Return the name that stands for a precision, if one does."""
+    names = get_args(PrecisionName)
+    return next((name for name in names if Precision.of(name) == precision), None)
+
+
+def _precision(precision: Precision) -> str:
+    return repr(precision_name(precision) or precision)
 
 
 def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
@@ -78,11 +215,11 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
             "fp8_dispatch": run.fp8_dispatch or None,
             "stash": None if run.memory.stash is None else True,
         },
-        "fsdp": _changed(run.fsdp),
-        "memory": _changed(run.memory),
-        "stash": _changed(run.memory.stash),
-        "nvlink": _changed(run.nvlink),
-        "pipeline": _changed(run.pipeline),
+        "fsdp": _table(run.fsdp),
+        "memory": _table(run.memory),
+        "stash": _table(run.memory.stash),
+        "nvlink": _table(run.nvlink),
+        "pipeline": _table(run.pipeline),
     }
     text = list[str]()
     for table, values in tables.items():
@@ -94,17 +231,13 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
 def _dispatcher(run: TrainingRun) -> str:
     """Return the dispatcher of the file: "auto" where that is "nvlink" on the planned GPUs."""
     # CPU ranks refuse "nvlink". There "auto" is "alltoall", so the file trains on them too.
-    name = dispatcher_of(run)
+    name = dispatch_of(run).name
     return "auto" if name == "nvlink" and run.memory.stash is None else name
 
 
-def _changed(record: Any) -> dict[str, Any]:
-    """Return the fields of a record that have no default's value; {} of None."""
-    if record is None:
-        return {}
-    plain = type(record)()
-    values = {f.name: (getattr(record, f.name), getattr(plain, f.name)) for f in fields(record)}
-    return {n: v for n, (v, default) in values.items() if v != default and n not in OTHER_LINES}
+def _table(record: Any) -> dict[str, Any]:
+    """Return the changed fields of a record that no other line of a TOML stands for."""
+    return {n: v for n, v in _changed_fields(record).items() if n not in OTHER_LINES}
 
 
 def _toml(value: Any) -> str:

@@ -1,9 +1,9 @@
-"""What a step of one rank does and allocates, recorded in a world that is not there.
+"""What a step of one rank launches and allocates, recorded on meta in a fake world.
 
-    WorkRecorder         the host's code of a step, on meta -> allocations, Queued work
-    work_of_*            one operation, kernel or collective -> Work, as numbers
+    WorkRecorder         the host's code of a step on meta   -> allocations, Queued launches
+    work_of_*            an operation, kernel or collective  -> Work, as numbers
 
-Storages are those of tensors that are no subclass: a DTensor's are its rank's part. Sizes are
+The recorder counts the storages of plain tensors. A DTensor counts by its local tensor. Sizes are
 rounded as torch's allocator rounds them.
 
 Legend: R rows of experts, e experts of a rank, M N K the sizes of one product, B rows, T tokens of
@@ -63,12 +63,13 @@ class Work(CheckedRecord):
     Attributes:
         name: the kernel's or torch operation's name, such as "aten.mm".
         kind: what its time depends on.
-        flops: of products and attention.
-        num_bytes: read and written; of a collective, sent and received by this rank, a message in
-            one direction counted twice; of a copy from or to the host, those that pass.
+        flops: FLOP of products and attention.
+        num_bytes: bytes that are read and written. A collective counts the bytes that this rank
+            sends and receives, and a message in one direction twice. A copy from or to the host
+            counts its bytes once.
         shape: (M, N, K) of a product, (experts, rows, N, K) of a grouped product with the rows of
-            all experts, (B, H, T, d, v) of attention, (ranks,) of a collective; else anything.
-        dtype: of what is multiplied or moved, such as "bfloat16" or "float8_e4m3fn".
+            all experts, (B, H, T, d, v) of attention, (ranks,) of a collective; otherwise anything.
+        dtype: the dtype of the operands, such as "bfloat16" or "float8_e4m3fn".
     """
 
     name: str
@@ -85,16 +86,17 @@ class Work(CheckedRecord):
 
 
 class Queued(NamedTuple):
-    """Work where a step's host queues it.
+    """A launch: work in the order in which the host queues it.
 
     Attributes:
-        work: what it is.
-        stream: whose work runs in the order in which it is queued.
-        dependencies: numbers of what must have ended before it starts.
-        host_dependencies: of what the host has waited for since it queued the work before.
-        node_ranks: of a collective: how many of its ranks this rank's domain has.
-        phases: marks that it is within, the outermost first.
-        times: how often it runs, one after the other; the host queues ahead from the first on.
+        work: the operation.
+        stream: the number of its stream, whose launches run in order.
+        dependencies: the numbers of launches that must finish before this one starts.
+        host_dependencies: the numbers of launches for which the host has waited since the launch
+            before this one.
+        node_ranks: of a collective, the number of its ranks in this rank's domain.
+        phases: the profiler marks around the launch, the outermost first.
+        times: the number of sequential runs; the host queues the next launch after the first.
     """
 
     work: Work
@@ -107,7 +109,7 @@ class Queued(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Queued work in any queue; what `Queued` names by number is so many places before."""
+    """A launch in any queue, whose dependencies are distances back in that queue."""
 
     queued: Queued
     dependencies: tuple[int, ...]
@@ -115,7 +117,7 @@ class Placed(NamedTuple):
 
 
 def placed(queued: Iterable[Queued]) -> list[Placed]:
-    """Return a whole queue, as it was recorded."""
+    """Return the recorded queue with distances for dependencies."""
     return [
         Placed(
             item,
@@ -141,11 +143,11 @@ Args = Sequence[Any]
 def work_of_operation(
     name: str, args: Args, kwargs: Mapping[str, Any], out: Any, *, changes: bool
 ) -> Work | None:
-    """Return what an operation of torch does on the device; None for views and new memory.
+    """Return the work of a torch operation on the device; None for views and new memory.
 
     Args:
-        name: without its namespace, leading underscores and overload.
-        changes: whether it writes memory, new or given.
+        name: the operation's name without its namespace, leading underscores and overload.
+        changes: whether the operation writes to new or given memory.
     """
     if not changes or name in WITHOUT_WORK or not (tensors := tensors_of(args, kwargs, out)):
         return None
@@ -167,7 +169,7 @@ def work_of_operation(
 
 
 def work_of_kernel(name: str, args: Args) -> Work:
-    """Return what a kernel of this package does, or what stands for one of torch's on meta."""
+    """Return the work of a moecore kernel, or of the stand-in for a torch kernel on meta."""
     if name in EXCHANGES:
         ranks, num_bytes = args
         return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
@@ -189,15 +191,15 @@ def work_of_kernel(name: str, args: Args) -> Work:
 
 
 def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
-    """Return what a collective moves: the bytes that this rank sends and receives."""
+    """Return the work of a collective: the bytes that this rank sends and receives."""
     tensors, n = tensors_of(args), num_ranks
     dtype = _dtype(tensors[0]) if tensors else "uint8"
     tensor_bytes = sum(t.nbytes for t in tensors)
-    if "send" in name or "recv" in name:  # of a link's two directions it takes one
+    if "send" in name or "recv" in name:  # it uses one of a link's two directions
         num_bytes = 2 * tensor_bytes
-    elif ALL_TO_ALL.search(name):  # a rank's own share stays
+    elif ALL_TO_ALL.search(name):  # the rank's local share is not sent
         num_bytes = tensor_bytes * (n - 1) // n
-    elif "gather" in name or "scatter" in name:  # the whole, and one share of it
+    elif "gather" in name or "scatter" in name:  # the full tensor, and one share of it
         num_bytes = 2 * tensor_bytes * (n - 1) // (n + 1)
     else:  # one tensor; a sum passes every rank twice
         num_bytes = (4 if name.startswith("allreduce") else 2) * tensor_bytes * (n - 1) // n
@@ -211,7 +213,7 @@ def _product(name: str, args: Args, tensors: Sequence[Tensor], kernel: str = "")
 
 
 def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool, *, window: int = 0) -> Work:
-    """Return the work of causal attention; a backward multiplies five times where one does two."""
+    """Return the work of causal attention; a backward has five products where a forward has two."""
     heads = tensors[1:] if name.endswith("backward") else tensors  # torch's begins with dO
     (B, H, T, d), v = heads[0].shape, heads[2].shape[-1]
     seen = min(T, window or T)
@@ -221,7 +223,7 @@ def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool, *, windo
 
 
 def _grouped(name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tensor]) -> Work:
-    """Return the work of a grouped product of (e, R, N, K); one of fp32 sums has another name."""
+    """Return the work of a grouped product of (e, R, N, K); fp32 sums add a suffix to its name."""
     flops, dtype = 2 * prod(shape[1:]), _dtype(tensors[0])
     if any(t.dtype == torch.float32 and t.ndim == 3 for t in tensors):
         name += SUMS
@@ -229,7 +231,7 @@ def _grouped(name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tens
 
 
 def _grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | None:
-    """Return (e, R, N, K) of the arguments that a kernel's launcher gives it; None of others."""
+    """Return (e, R, N, K) of the launch arguments of a grouped kernel; None for other kernels."""
     match name:
         case "sm90_bf16_grouped_kernel":
             a, b, h, out = args[0], args[1], args[4], args[6]
@@ -247,13 +249,10 @@ def _grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | None:
         case "sm90_fp8_grouped_wgrad_kernel":
             x, (e, M, N) = args[0], args[7:10]
             return e, prod(x.shape) // M, N, M
-        case "mixed_grouped_gemm_kernel":
-            out_RN, (e, N, K) = args[5], args[6:9]
-            return e, out_RN.shape[0], N, K
         case "mixed_grouped_wgrad_kernel":
             e, M, N, P = args[6:10]
             return e, P, N, M
-        case "_grouped_gemm_fwd_kernel":
+        case "mixed_grouped_gemm_kernel" | "_grouped_gemm_fwd_kernel":
             out_RN, (e, N, K) = args[5], args[6:9]
             return e, out_RN.shape[0], N, K
         case "_grouped_gemm_activation_fwd_kernel":
@@ -270,7 +269,7 @@ def _grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | None:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of different tensors."""
+    """Return the bytes of tensors; views of the same elements count once."""
     sizes = {(storage_key(t), t.storage_offset(), t.shape): t.nbytes for t in tensors}
     return sum(sizes.values())
 
@@ -282,27 +281,27 @@ def _dtype(x: Tensor) -> str:
 ALIGNMENT = 512  # bytes: what torch's allocator rounds to
 FOREACH = "foreach"
 RESIDENT, GRADIENTS, OPTIMIZER = "held", "gradients", "optimizer step"
-KINDS = {"F": "activations: outside", "B": "backward"}  # of memory outside of a layer's parts
-OUTER = ("activations: rest", "activations: routing")  # in which other parts lie
+KINDS = {"F": "activations: outside", "B": "backward"}  # of memory outside a layer's parts
+OUTER = ("activations: rest", "activations: routing")  # parts that contain other parts
 END = "end"  # clipping and the optimizer
 Pass = Literal["F", "B"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
 
 class Start(NamedTuple):
-    """Where the host begins a module's pass."""
+    """The state of a recording when the host begins a module's pass."""
 
     of: Pass
-    part: str  # "embedding", "layer 3", "predictions" (all modules of them), "head"; END behind all
-    first: int  # how much it has queued
-    level: int  # bytes then
-    top: int  # most bytes until the next one
+    part: str  # "embedding", "layer 3", "predictions" (all MTP modules), "head"; END at the end
+    first: int  # the number of launches before it
+    level: int  # the allocated bytes
+    top: int  # the peak of the allocated bytes until the next start
     kinds: Mapping[str, int] = MappingProxyType({})  # `level` by kind
     top_kinds: Mapping[str, int] = MappingProxyType({})  # `top` by kind
 
 
 class WorkRecorder(DispatchMode):
-    """Records what runs and is allocated since `mark`; within `launches_on_meta(self.launched)`."""
+    """Records launches and allocations since `mark`, inside `launches_on_meta(self.launched)`."""
 
     def __init__(self, ranks_per_domain: int) -> None:
         super().__init__()
@@ -320,7 +319,7 @@ class WorkRecorder(DispatchMode):
         self._ended: dict[Any, Any] = {}  # collective -> its result
 
     def mark(self) -> None:
-        """Begin anew: nothing is queued, and the peak is what is allocated now."""
+        """Start a new recording, without launches; what is allocated now is resident."""
         self.peak, self.queued, self._first = self.level, [], self.queues.length
         self.starts, self._top, self._resident_bytes = [], self.level, self.level
         self._open_kinds = [KINDS["F"]]  # what a step allocates before its first part
@@ -329,8 +328,13 @@ class WorkRecorder(DispatchMode):
 
     def begin(self, of: Pass, part: str) -> None:
         """Record that a part of the model begins a pass."""
-        with torch.DisableTorchFunction():
-            self._find_gradients()
+        with torch.DisableTorchFunction():  # gradients of parameters are a kind of their own
+            for grad in (param.grad for param in self.params if param.grad is not None):
+                key = storage_key(local_of(grad))
+                size, kind = self._sizes.get(key, (0, RESIDENT))
+                if kind == KINDS["B"]:
+                    self._sizes[key] = size, GRADIENTS
+                    self.kinds.update({kind: -size, GRADIENTS: size})
         level = self.level if self.starts else self._resident_bytes
         kinds = self.kinds if self.starts else Counter({RESIDENT: self._resident_bytes})
         self.end()
@@ -338,14 +342,14 @@ class WorkRecorder(DispatchMode):
         self._open_kinds = [OPTIMIZER if part == END else KINDS[of]]
 
     def end(self) -> None:
-        """Record how much the last of these parts had at most."""
+        """Record the peak since the last start."""
         if self.starts:
             self.starts[-1] = self.starts[-1]._replace(top=self._top, top_kinds=self._top_kinds)
             self._top, self._top_kinds = self.level, self.kinds.copy()
 
     @contextmanager
     def scope(self, part: str) -> Iterator[None]:
-        """Count memory as that of a part of the model; of two, one in the other, as the outer's."""
+        """Count allocations as a part of the model; of nested parts the outer one counts."""
         kind = self._open_kinds[-1]
         if len(self._open_kinds) == 1 or kind in OUTER:
             kind = f"activations: {part}"
@@ -355,16 +359,8 @@ class WorkRecorder(DispatchMode):
         finally:
             self._open_kinds = outside
 
-    def _find_gradients(self) -> None:
-        for grad in (param.grad for param in self.params if param.grad is not None):
-            key = storage_key(local_of(grad))
-            size, kind = self._sizes.get(key, (0, RESIDENT))
-            if kind == KINDS["B"]:
-                self._sizes[key] = size, GRADIENTS
-                self.kinds.update({kind: -size, GRADIENTS: size})
-
     def take(self, tensor: Tensor) -> bool:
-        """Count the memory of a tensor on meta, once; return whether it is new."""
+        """Count the storage of a tensor on meta once; return whether it is new."""
         key = storage_key(tensor)
         if key in self._sizes:
             return False
@@ -388,7 +384,7 @@ class WorkRecorder(DispatchMode):
         self.kinds[kind] -= size
 
     def launched(self, name: str, args: Sequence[Any]) -> None:
-        """Record a kernel of this package."""
+        """Record the launch of a moecore kernel."""
         with torch.DisableTorchFunction():
             self._queue(work_of_kernel(name, args))
 
@@ -398,27 +394,27 @@ class WorkRecorder(DispatchMode):
         self.queued.append(Queued(work, *order, node_ranks, phases(), times_on_meta()))
 
     def _since(self, numbers: frozenset[int]) -> frozenset[int]:
-        """Return what was queued since `mark`, counted from there; all else has ended."""
+        """Return numbers since `mark`, counted from there; earlier launches have finished."""
         return frozenset(n - self._first for n in numbers if n >= self._first)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if DTensor in types:  # it comes back with this rank's parts
+        if DTensor in types:  # DTensor calls the operation again with local tensors
             return NotImplemented
-        with torch.DisableTorchFunction():  # what the recorder reads is no operation of a step
+        with torch.DisableTorchFunction():  # reads of the recorder are no operations of a step
             return self._record(func, args, kwargs or {})
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call an operation, and record it."""
-        if func.is_view:  # half of what a step calls
+        if func.is_view:  # half of a step's operations
             return func(*args, **kwargs)
         namespace, name, changes = _called(func)
         if namespace == "c10d":
             return self._communicate(func, name, args, kwargs)
         if name == "local_scalar_dense" and args[0].is_meta:
             wait_on_host()
-            return 0  # what a host reads: no gradient overflows, and nothing is skipped
+            return 0  # a flag that the host reads: no gradient overflows
         is_foreach = changes and name.startswith(FOREACH)  # whose form on meta reads values
         try:
             memo = _known_of(func, _form([*args, *kwargs.items()], {}))
@@ -438,13 +434,13 @@ class WorkRecorder(DispatchMode):
         return out
 
     def _communicate(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record a collective; ranks that are not there get nothing."""
+        """Record a collective; nothing is sent."""
         groups = [x for x in args if isinstance(x, torch.ScriptObject)]
         ranks = max((_ranks(x) for x in groups), key=len, default=[dist.get_rank()])
         domain = dist.get_rank() // self._domain
         neighbours = [rank for rank in ranks if rank // self._domain == domain]
         self._queue(work_of_collective(name, args, len(ranks)), len(neighbours))
-        if func not in self._ended:  # one result that has ended stands for all
+        if func not in self._ended:  # one finished result stands for all
             args, kwargs = tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))
             args = [[] if isinstance(x, list) and x and isinstance(x[0], int) else x for x in args]
             self._ended[func] = func(*args, **kwargs)
@@ -452,7 +448,7 @@ class WorkRecorder(DispatchMode):
 
 
 def _makes(func: Any, args: Args, out: Any) -> Callable[[Args], Any] | None:
-    """Return how to make the result of an operation again: its first argument, or new memory."""
+    """Return a function that makes an operation's result again; None = it must run again."""
     if torch.Tag.inplace_view in func.tags:
         return None
     if args and out is args[0]:
@@ -470,7 +466,7 @@ _known_of = lru_cache(maxsize=1 << 14)(lambda *_: list[Any]())  # by operation a
 
 
 def _form(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
-    """Return what decides what an operation does on meta: of tensors, all but their memory."""
+    """Return the key of an argument: an operation on meta with equal keys has an equal result."""
     kind = type(value)
     if kind in PLAIN_TYPES:
         number = storages.setdefault(storage_key(value), len(storages))

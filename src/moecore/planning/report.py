@@ -20,7 +20,7 @@ from typing import Any
 from moecore.base.fields import Count, check_arguments, quote
 from moecore.base.tables import columns
 from moecore.io.checkpoint.files import open_regular
-from moecore.planning.levers import OPTIONS
+from moecore.planning.option_sets import OPTIONS
 
 # A kernel belongs to the first category whose pattern its name contains: communication goes first.
 CATEGORIES = {

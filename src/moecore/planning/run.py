@@ -1,7 +1,7 @@
-"""TrainingRun: a model and its training on a number of GPUs, and the calls that build it.
+"""TrainingRun: a model and its training on a number of GPUs.
 
-`model_of` and `optimizer_of` build the run on meta in a `fake_world`; `call_of` returns the source
-of the calls that build it on GPUs.
+`model_of` and `optimizer_of` build the run on meta in a `fake_world`. `planning/recipe.py` returns
+the source of the calls that build it on GPUs.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from moecore.base.fields import Bound, CheckedRecord, Count, CountOrZero, Rules, check_arguments
-from moecore.base.options.dispatch import DispatcherName, DispatchOptions, NVLinkOptions
+from moecore.base.options.dispatch import DispatchOptions, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.memory import GEMM_LAST, MemoryOptions
-from moecore.base.options.names import MomentDtype, PlannedDispatcher, PrecisionName
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.names import MomentDtype, PlannedDispatcher
 from moecore.base.options.precision import Precision
 from moecore.base.torch_private import clear_sharding_caches
 from moecore.models.config import DecoderConfig
@@ -64,6 +64,11 @@ class OptimizerOptions(CheckedRecord):
     moment_dtype: MomentDtype = "float32"
     master_remainder: bool = False
     offload_fraction: Fraction = 0.0
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """The dtype of the trained parameters."""
+        return torch.bfloat16 if self.master_remainder else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +168,11 @@ class TrainingRun(CheckedRecord):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the trained parameters."""
-        return torch.bfloat16 if self.optimizer.master_remainder else torch.float32
+        return self.optimizer.param_dtype
+
+    def tokens(self) -> Tensor:
+        """Return the tokens of a micro-batch, [batch_size, seq_len] int64 on meta."""
+        return torch.empty(self.batch_size, self.seq_len, dtype=torch.int64, device="meta")
 
 
 def _with_used_choices(model: AnyModel) -> AnyModel:
@@ -199,16 +208,11 @@ def model_of(run: TrainingRun, device_type: str) -> Any:
     return model
 
 
-def dispatcher_of(run: TrainingRun) -> DispatcherName:
-    """Return the name of a run's dispatcher, if it sends tokens."""
-    if run.dispatcher == "hierarchical":
-        return "hierarchical"
-    return "alltoall" if run.nvlink is None else "nvlink"
-
-
 def dispatch_of(run: TrainingRun) -> DispatchOptions:
     """Return the options by which a run sends tokens."""
-    return DispatchOptions(name=dispatcher_of(run), nvlink=run.nvlink, fp8=run.fp8_dispatch)
+    name = "alltoall" if run.nvlink is None else "nvlink"
+    name = "hierarchical" if run.dispatcher == "hierarchical" else name
+    return DispatchOptions(name=name, nvlink=run.nvlink, fp8=run.fp8_dispatch)
 
 
 def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
@@ -223,124 +227,6 @@ def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
     if options.offload_fraction:
         StateOffload(optimizer, model, fraction=options.offload_fraction)
     return optimizer
-
-
-def lever_flags(run: TrainingRun) -> list[str]:
-    """Return the options of a run that decide its memory as flags of `moecore plan`."""
-    flags, options = list[str](), run.optimizer
-    if run.precision is not None:
-        name = _precision(run.precision)
-        flags += ["--precision", name.strip("'")]
-    parts: tuple[str, ...] = tuple(part for part in run.memory.parts if part not in GEMM_LAST)
-    if len(parts) + len(GEMM_LAST) == len(run.memory.parts):
-        parts = ("gemm_last", *parts)
-    else:
-        parts = run.memory.parts
-    flags += ["--recompute", *parts] if parts else []
-    flags += ["--offload", *run.memory.offload] if run.memory.offload else []
-    flags += ["--stash"] if run.memory.stash is not None else []
-    if run.nvlink is not None and run.nvlink.row_factor is not None:
-        flags += ["--row-factor", f"{run.nvlink.row_factor:g}"]
-    flags += ["--dispatcher", run.dispatcher] if run.dispatcher != "auto" else []
-    flags += ["--fp8-dispatch"] if run.fp8_dispatch else []
-    flags += ["--dense-strategy", run.fsdp.dense_strategy]
-    flags += ["--fp8-param-gather"] if run.fsdp.fp8_param_gather else []
-    flags += ["--moments", options.moment_dtype] if options.moment_dtype != "float32" else []
-    flags += ["--master-remainder"] if options.master_remainder else []
-    fraction = options.offload_fraction
-    return [*flags, *(["--state-offload", f"{fraction:g}"] if fraction else [])]
-
-
-def flags_of(run: TrainingRun) -> list[str]:
-    """Return the degrees and options of a run as flags of `moecore plan`."""
-    p, flags = run.resolved, ["--seq-len", str(run.seq_len)]
-    degrees = {name: getattr(p, name) for name in ("pp", "tp", "cp", "ep", "etp")}
-    for name, degree in degrees.items():
-        flags += [f"--{name}", str(degree)] if degree > 1 or name == "ep" else []
-    flags += ["--batch-size", str(run.batch_size)]
-    flags += ["--micro-batches", str(run.num_micro_batches)]
-    if run.pipeline is not None:
-        flags += ["--schedule", run.pipeline.schedule]
-        layout, chunks = run.pipeline.layout, run.pipeline.chunks
-        flags += ["--layout", layout] if layout else ["--chunks", str(chunks)] if chunks else []
-    return flags + lever_flags(run)
-
-
-def call_of(run: TrainingRun) -> str:
-    """Return the source of a run's calls: meshes, model, `parallelize_moe`, optimizer, step."""
-    check_arguments(call_of, locals())
-    sizes = f"{run.num_micro_batches}, {run.batch_size}, {run.seq_len}"
-    arguments = {"fsdp": _record_source(run.fsdp), "loss": "'mean'"}
-    if run.memory.parts or run.memory.offload or run.memory.stash:
-        arguments["memory"] = _record_source(run.memory)
-    if run.precision is not None:
-        arguments["precision"] = _precision(run.precision)
-    if run.resolved.ep * run.resolved.etp > 1 or run.nvlink is not None or run.fp8_dispatch:
-        dispatch = dispatch_of(run)
-        is_name = dispatch == DispatchOptions.of(dispatch.name)
-        arguments["dispatch"] = repr(dispatch.name) if is_name else _record_source(dispatch)
-    if run.pipeline is not None:
-        arguments["pipeline"] = _record_source(run.pipeline)
-    options = run.optimizer
-    moments = (
-        "" if options.moment_dtype == "float32" else f", moment_dtype=torch.{options.moment_dtype}"
-    )
-    moments += ", master_remainder=True" if options.master_remainder else ""
-    fraction = options.offload_fraction
-    is_split = run.dispatcher == "hierarchical"
-    domain = f", ranks_per_domain={run.ranks_per_domain}" if is_split else ""
-    source = run.planned_model.source(run.dtype)
-    replaces = any("replace(" in line for line in source.build)
-    lines = [
-        *(["from dataclasses import replace", ""] if replaces else []),
-        "import torch",
-        "",
-        "from moecore import *",
-        *source.imports,
-        f"from moecore.train import AdamW{', StateOffload' if fraction else ''}",
-        *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
-        "",
-        f"meshes = build_meshes({_record_source(run.parallel)}{domain})",
-        *source.build,
-        "parallelize_moe(",
-        "    model,",
-        "    meshes,",
-        *(f"    {key}={value}," for key, value in arguments.items()),
-        ")",
-        "model.to_empty(device=meshes.device_type)",
-        source.fill,
-        f"optimizer = AdamW(model.parameters(){moments})",
-        *([f"StateOffload(optimizer, model, fraction={fraction})"] if fraction else []),
-        f"num_micro_batches, rows, seq_len = {sizes}  # of a step and of a data rank",
-        "step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=num_micro_batches)",
-        f"# step.forward_backward(num_micro_batches dicts of {source.inputs}, both int64",
-        "# [rows, seq_len]), then step.finish()",
-    ]
-    return "\n".join(lines)
-
-
-def _record_source(record: Any) -> str:
-    """Return the source of a record, with the fields that differ from their defaults."""
-    arguments = []
-    for item in fields(record):
-        value = getattr(record, item.name)
-        default = item.default
-        if default is MISSING and item.default_factory is not MISSING:
-            default = item.default_factory()
-        if value != default:
-            text = _record_source(value) if is_dataclass(value) else repr(value)
-            arguments.append(f"{item.name}={text}")
-    return f"{type(record).__name__}({', '.join(arguments)})"
-
-
-def precision_name(precision: Precision) -> str | None:
-    """Return the name that stands for a precision, if one does."""
-    names = get_args(PrecisionName)
-    return next((name for name in names if Precision.of(name) == precision), None)
-
-
-def _precision(precision: Precision) -> str:
-    return repr(precision_name(precision) or precision)
 
 
 @contextmanager

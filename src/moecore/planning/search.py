@@ -1,11 +1,10 @@
-"""search: SearchRequest -> SearchResult, with the foldings of a model over GPUs, ranked by time.
+"""search: SearchRequest -> SearchResult, the parallel layouts of a model over GPUs, fastest first.
 
-    divisors of the GPUs -> rules refuse some -> sorted by `Estimate` -> the first few: levers are
-    added until the folding fits -> ranked by the time of a step
+    all layouts -> rules refuse some -> sorted by `Estimate` -> the first few are planned, with more
+    options that save memory until they fit -> sorted by the time of a step
 
-A rule refuses a folding in microseconds, but a plan takes seconds. So only a few foldings are
-planned in full (`plan_memory`, `plan_time`), the fastest by an estimate first, and the result
-counts the others. `foldings.py` has the rules, and the legend of a folding.
+A rule takes microseconds and a plan takes seconds. A search therefore plans only a few layouts
+(`plan_memory`, `plan_time`), and its result counts the other layouts.
 """
 
 from __future__ import annotations
@@ -15,53 +14,57 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from heapq import heapify, heappop, heapreplace
+from itertools import islice
 from typing import Any
 
 from moecore.base.fields import Count, check_arguments
+from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
 from moecore.base.tables import columns, shown_bytes
 from moecore.planning.costs import CostTable
 from moecore.planning.estimate import Estimate
-from moecore.planning.foldings import (
+from moecore.planning.gpus import GPUS, Gpu, gpu_of, time_refusal
+from moecore.planning.layouts import (
     ANY,
     Folding,
+    OptionSet,
     Refusal,
     SearchRequest,
     divisors,
-    fewer_of,
-    foldings,
+    enumerate_layouts,
+    option_sets_of,
     refuse,
     run_of,
-    rungs_of,
     schedules_of,
+    smaller_sets,
 )
-from moecore.planning.gpus import GPUS, Gpu, gpu_of, time_refusal
-from moecore.planning.levers import MIN_GAIN, Levers
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
-from moecore.planning.run import MAX_GPUS, TrainingRun, lever_flags
-from moecore.planning.times import TimePlan, layouts_of, plan_time
+from moecore.planning.option_sets import MIN_GAIN
+from moecore.planning.recipe import option_flags
+from moecore.planning.run import MAX_GPUS, TrainingRun
+from moecore.planning.times import TimePlan, balanced_stages, plan_time
 
-PLANS_PER_RESULT = 4  # foldings that are planned for each one that is wanted
-MAX_DIVISORS = 64  # of a number of GPUs: the foldings of more would take many minutes
+PLANS_PER_RESULT = 4  # layouts that are planned for each requested result
+MAX_DIVISORS = 64  # of a number of GPUs: layouts of a number with more would take many minutes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A planned folding, with the cheapest levers with which it fits, or with all levers.
+    """A planned layout with the fastest options with which it fits, or with all options.
 
     Attributes:
-        folding: the degrees.
+        layout: the degrees.
         run: the planned run.
-        levers: the last rung of the run's levers.
-        peaks: the most bytes that each pipeline rank has at once.
-        headroom: the limit minus the largest peak; negative if the folding does not fit.
-        host: the most bytes of a server's host memory that are pinned at once.
-        host_headroom: its limit minus these.
+        options: the options of the run that save memory.
+        peaks: the peak memory of each pipeline rank, in bytes.
+        headroom: the limit minus the largest peak; negative if the layout does not fit.
+        host: the peak pinned host memory of a server, in bytes.
+        host_headroom: the limit of a server's host memory minus `host`.
     """
 
-    folding: Folding
+    layout: Folding
     run: TrainingRun
-    levers: Levers
+    options: OptionSet
     peaks: tuple[int, ...]
     headroom: int
     host: int
@@ -74,8 +77,19 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits its GPU, and a server's ranks its host memory."""
+        """Whether every rank fits its GPU, and the ranks of a server fit its host memory."""
         return min(self.headroom, self.host_headroom) >= 0
+
+    @property
+    def schedule(self) -> str:
+        """The name of the pipeline schedule and the number of stages per rank; "-" = no stages."""
+        pipeline, chunks = self.run.pipeline, self.layout.chunks
+        return "-" if pipeline is None else f"{pipeline.schedule}{f' x{chunks}' * (chunks > 1)}"
+
+    @property
+    def flags(self) -> str:
+        """The options that differ from a plain run, as flags of `moecore plan`."""
+        return " ".join(option_flags(self.run)) or "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,15 +105,16 @@ class Fitting(Candidate):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """The result of a search: planned foldings, and counts of all others.
+    """The result of a search: planned layouts, and counts of all other layouts.
 
     Attributes:
         request: the request of the search.
-        fitting: foldings that fit, best first.
-        too_large: foldings that do not fit with any levers.
-        refused: the number of foldings that each rule refused.
-        num_unplanned: the number of foldings that no rule refused and that were not planned.
-        change: the smallest change with which one fits, if none does and a change was found.
+        fitting: layouts that fit, best first.
+        too_large: layouts that do not fit with all options that save memory.
+        refused: the number of layouts that each rule refused.
+        num_unplanned: the number of layouts that no rule refused and that were not planned.
+        change: if no layout fits, the smallest change of the request with which a layout fits;
+            None = no change was found.
     """
 
     request: SearchRequest
@@ -110,30 +125,18 @@ class SearchResult:
     change: str | None
 
     def table(self) -> str:
-        """Return a row per folding that fits."""
+        """Return a row per layout that fits."""
         names = ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches", "rows", "levers", "bytes")
         time_names = ("left", "host of a node", "s/step", "tokens/s", "wall")
         lines: list[tuple[str, ...]] = [(*names, *time_names)]
         for i, candidate in enumerate(self.fitting):
-            p, run = candidate.folding, candidate.run
-            numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), shown_schedule(candidate))
+            run, time = candidate.run, candidate.time
+            degrees = map(str, (i + 1, *candidate.layout[:4]))
             rows = (str(run.num_micro_batches), str(run.batch_size))
             memory = map(shown_bytes, (max(candidate.peaks), candidate.headroom, candidate.host))
-            time = candidate.time
             speed = (f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", time.wall)
-            lines.append((*numbers, *rows, shown_levers(candidate), *memory, *speed))
+            lines.append((*degrees, candidate.schedule, *rows, candidate.flags, *memory, *speed))
         return "\n".join(columns(lines))
-
-
-def shown_schedule(candidate: Candidate) -> str:
-    """Return the order of a candidate's stages, and how many a rank has."""
-    pipeline, chunks = candidate.run.pipeline, candidate.folding.chunks
-    return "-" if pipeline is None else f"{pipeline.schedule}{f' x{chunks}' * (chunks > 1)}"
-
-
-def shown_levers(candidate: Candidate) -> str:
-    """Return the options of a candidate that differ from a plain run, as flags."""
-    return " ".join(lever_flags(candidate.run)) or "none"
 
 
 def _seconds_of(candidate: Fitting) -> float:
@@ -149,15 +152,15 @@ def search(
     max_plans: Count | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> SearchResult:
-    """Return the foldings that fit, ranked; if none fits, the smallest change with which one does.
+    """Return the layouts that fit, ranked; if none fits, the smallest change with which one does.
 
     Args:
         request: the model and its training, and the options that may vary.
-        rank_by: the sort key of foldings that fit, ascending; all have equal tokens per step.
+        rank_by: the sort key of layouts that fit, ascending; all have equal tokens per step.
         table: the costs of operations; None = moecore's table of the GPU.
-        num_results: how many of the fastest are planned with fewer levers and with balanced stages.
-        max_plans: the most foldings that are planned at all; None = four for each wanted one.
-        progress: called with a line before each step of the search that takes seconds.
+        num_results: the number of layouts that are planned with fewer options and balanced stages.
+        max_plans: the maximum number of layouts that are planned; None = four for each result.
+        progress: called with a line before each part of the search that takes seconds.
 
     Raises:
         ValueError: for a number of GPUs that has too many divisors.
@@ -166,31 +169,31 @@ def search(
     check_arguments(search, locals())
     _refuse_untimed(request)
     table = request.costs if table is None else table
-    open_foldings, refused = _open_foldings(request)
+    layouts, refused = _open_layouts(request)
     max_plans = PLANS_PER_RESULT * num_results if max_plans is None else max_plans
     estimate = Estimate(request, table)
-    queue = [(estimate.key(folding), folding) for folding in open_foldings]
+    queue = [(estimate.key(layout), layout) for layout in layouts]
     heapify(queue)
     candidates = list[Candidate]()
     while queue and len(candidates) < max_plans:
-        key, folding = queue[0]
-        if (new_key := estimate.key(folding)) > key:  # as plans have corrected it
-            heapreplace(queue, (new_key, folding))
+        key, layout = queue[0]
+        if (new_key := estimate.key(layout)) > key:  # after plans have corrected the estimates
+            heapreplace(queue, (new_key, layout))
             continue
         fitting = [c for c in candidates if isinstance(c, Fitting)]
         best_seconds = min(map(_seconds_of, fitting), default=math.inf)
         if len(fitting) >= num_results and key >= (False, best_seconds):  # no estimate is faster
             break
         best = f", the best one takes {best_seconds:.3g} s" if fitting else ""
-        progress(f"planning {folding}: at most {max_plans - len(candidates)} foldings more{best}")
+        progress(f"planning {layout}: at most {max_plans - len(candidates)} foldings more{best}")
         try:
-            candidate = _planned_as_estimated(request, folding, estimate)
+            candidate = _plan_estimated(request, layout, estimate)
             if candidate is None:
                 continue
             heappop(queue)
             if candidate.fits:
-                candidate = min(_orders(request, candidate, table), key=_seconds_of)
-                estimate.learn_seconds(folding, candidate.levers, candidate.time.seconds)
+                candidate = _fastest_schedule(request, candidate, table)
+                estimate.learn_seconds(layout, candidate.options, candidate.time.seconds)
             candidates.append(candidate)
         except (ValueError, NotImplementedError):
             heappop(queue)
@@ -198,8 +201,8 @@ def search(
     fitting = sorted((c for c in candidates if isinstance(c, Fitting)), key=rank_by)
     for i, candidate in enumerate(fitting[:num_results]):
         number = min(num_results, len(fitting)) - i
-        progress(f"easing {candidate.folding}: {number} foldings are left")
-        fitting[i] = eased(request, candidate, table, estimate)
+        progress(f"easing {candidate.layout}: {number} foldings are left")
+        fitting[i] = ease(request, candidate, table, estimate)
     if not fitting:
         progress("nothing fits: looking for the smallest change")
     return SearchResult(
@@ -207,56 +210,56 @@ def search(
         fitting=tuple(sorted(fitting[:num_results], key=rank_by)),
         too_large=tuple(candidate for candidate in candidates if not candidate.fits),
         refused=dict(refused),
-        num_unplanned=len(open_foldings) - len(candidates) - refused["parallelize_moe"],
+        num_unplanned=len(layouts) - len(candidates) - refused["parallelize_moe"],
         change=None if fitting else smallest_change(request, table),
     )
 
 
-def _open_foldings(request: SearchRequest) -> tuple[list[Folding], Counter[str]]:
-    """Return the foldings that no rule refuses, and how many each rule refuses."""
+def _open_layouts(request: SearchRequest) -> tuple[list[Folding], Counter[str]]:
+    """Return the layouts that no rule refuses, and how many layouts each rule refuses."""
     if (number := len(divisors(request.num_gpus))) > MAX_DIVISORS:
         raise ValueError(
             f"num_gpus ({request.num_gpus}) must have at most {MAX_DIVISORS} divisors to be "
             f"searched, not {number}: take a multiple of a higher power of 2, or give degrees"
         )
-    refused, open_foldings = Counter[str](), list[Folding]()
-    for folding in foldings(request.num_gpus):
-        refusal = refuse(request, folding)
-        if refusal is None:
-            open_foldings.append(folding)
-        else:
-            refused[refusal.rule] += 1
-    return open_foldings, refused
+    refusals = {layout: refuse(request, layout) for layout in enumerate_layouts(request.num_gpus)}
+    layouts = [layout for layout, refusal in refusals.items() if refusal is None]
+    return layouts, Counter(refusal.rule for refusal in refusals.values() if refusal is not None)
 
 
 def _refuse_untimed(request: SearchRequest) -> None:
     """Raise a NotImplementedError for a precision whose time is not modelled."""
-    if isinstance(request.precision, Precision):
-        refusal = time_refusal(request.precision, request.gpu)
-        if refusal is not None:
-            raise NotImplementedError(
-                f"{refusal}, so foldings cannot be ranked: plan the memory of one, with degrees "
-                "such as --ep 8, or search without this precision"
-            )
+    precision = request.precision if isinstance(request.precision, Precision) else None
+    if (refusal := time_refusal(precision, request.gpu)) is not None:
+        raise NotImplementedError(
+            f"{refusal}, so foldings cannot be ranked: plan the memory of one, with degrees "
+            "such as --ep 8, or search without this precision"
+        )
 
 
-def eased(request: SearchRequest, best: Fitting, table: CostTable, estimate: Estimate) -> Fitting:
-    """Return a candidate with balanced stages and fewer levers, where that is faster."""
-    best = min(_layouts(request, best, table), key=_seconds_of)
-    best_seconds, tried = best.time.seconds, set[Levers]()
+def ease(request: SearchRequest, best: Fitting, table: CostTable, estimate: Estimate) -> Fitting:
+    """Return a candidate with balanced stages and fewer options, if that is faster."""
+    stage_layouts = (
+        plan_options(request, best.layout, best.options, run)
+        for run in balanced_stages(best.run, table)[1:]
+    )
+    balanced = (timed(candidate, table) for candidate in stage_layouts if candidate.fits)
+    best = min((best, *balanced), key=_seconds_of)
+    best_seconds, tried = best.time.seconds, set[OptionSet]()
 
-    def less_of(plan: Fitting) -> Levers | None:
-        # FP8 launches and moves more, so only a step that waits for these may be faster without.
-        sets = fewer_of(request, plan.levers, gains=plan.time.wall in ("host", "memory", "launch"))
-        return next((levers for levers in sets if levers not in tried), None)
+    def next_smaller() -> OptionSet | None:
+        # FP8 launches and moves more, so only a step that these limit may be faster without FP8.
+        gains = best.time.wall in ("host", "memory", "launch")
+        sets = smaller_sets(request, best.options, gains=gains)
+        return next((options for options in sets if options not in tried), None)
 
-    while (fewer_levers := less_of(best)) is not None:
-        tried.add(fewer_levers)
-        about = estimate.num_bytes(best.folding, fewer_levers)
-        if about - estimate.num_bytes(best.folding, best.levers) > best.headroom:
+    while (options := next_smaller()) is not None:
+        tried.add(options)
+        num_bytes = estimate.num_bytes(best.layout, options)
+        if num_bytes - estimate.num_bytes(best.layout, best.options) > best.headroom:
             continue
-        run = replace(run_of(request, best.folding, fewer_levers), pipeline=best.run.pipeline)
-        other = planned_with(request, best.folding, fewer_levers, run)
+        run = replace(run_of(request, best.layout, options), pipeline=best.run.pipeline)
+        other = plan_options(request, best.layout, options, run)
         if not other.fits:
             continue
         candidate = timed(other, table)
@@ -265,30 +268,23 @@ def eased(request: SearchRequest, best: Fitting, table: CostTable, estimate: Est
     return best
 
 
-def _layouts(request: SearchRequest, candidate: Fitting, table: CostTable) -> Iterator[Fitting]:
-    """Yield a candidate with each layout of its stages with which it fits."""
-    yield candidate
-    for run in layouts_of(candidate.run, table)[1:]:
-        other = planned_with(request, candidate.folding, candidate.levers, run)
-        if other.fits:
-            yield timed(other, table)
-
-
-def _orders(request: SearchRequest, candidate: Candidate, table: CostTable) -> Iterator[Fitting]:
-    """Yield a candidate in the orders of its stages that may be fastest, each as it fits."""
-    rungs = _larger(request, candidate.levers)
-    first = timed(candidate, table)
-    yield first
-    for i, order in enumerate(schedules_of(candidate.run)[1:], 1):
-        # With more levers no order is faster than with these, at which no other order is planned.
-        if plan_time(order, table).seconds >= first.time.seconds:
+def _fastest_schedule(request: SearchRequest, candidate: Candidate, table: CostTable) -> Fitting:
+    """Return a candidate with the fastest schedule of its stages, with options that let it fit."""
+    larger_sets = (
+        options
+        for options in option_sets_of(request)
+        if len(options.options) > len(candidate.options.options)
+    )
+    sets = [candidate.options, *larger_sets]
+    plans = [timed(candidate, table)]
+    for i, run in enumerate(schedules_of(candidate.run)[1:], 1):
+        # More options make no schedule faster, so a slower schedule is not planned with them.
+        if plan_time(run, table).seconds >= plans[0].time.seconds:
             continue
-        for rung in rungs:
-            run = schedules_of(run_of(request, candidate.folding, rung))[i]
-            other = planned_with(request, candidate.folding, rung, run)
-            if other.fits:
-                yield timed(other, table)
-                break
+        runs = ((s, schedules_of(run_of(request, candidate.layout, s))[i]) for s in sets)
+        candidates = (plan_options(request, candidate.layout, *pair) for pair in runs)
+        plans += [timed(fitting, table) for fitting in islice((c for c in candidates if c.fits), 1)]
+    return min(plans, key=_seconds_of)
 
 
 def timed(candidate: Candidate, table: CostTable) -> Fitting:
@@ -298,83 +294,82 @@ def timed(candidate: Candidate, table: CostTable) -> Fitting:
 
 
 def explain_folding(request: SearchRequest, folding: Folding) -> str:
-    """Return one line: why a folding is refused or too large, or the levers with which it fits."""
+    """Return one line: the options with which a layout fits, or why it is refused or too large."""
     check_arguments(explain_folding, locals())
-    return explained(request, folding, plan_folding(request, folding, request.costs))
+    return explained(request, folding, plan_layout(request, folding, request.costs))
 
 
-def plan_folding(request: SearchRequest, folding: Folding, table: CostTable) -> Refusal | Candidate:
-    """Return why a folding is refused, or its plan: fitting with the fastest levers, or not."""
+def plan_layout(request: SearchRequest, layout: Folding, table: CostTable) -> Refusal | Candidate:
+    """Return the refusal of a layout, or its plan: fitting with the fastest options, or too large.
+
+    Raises:
+        NotImplementedError: for a precision whose time on the GPU is not modelled.
+    """
     _refuse_untimed(request)
-    refusal = refuse(request, folding)
+    refusal = refuse(request, layout)
     if refusal is not None:
         return refusal
     estimate = Estimate(request, table)
-    candidate = fit(request, folding, estimate)
+    candidate = fit(request, layout, estimate)
     if not candidate.fits:
         return candidate
-    best = min(_orders(request, candidate, table), key=_seconds_of)
-    return eased(request, best, table, estimate)
+    return ease(request, _fastest_schedule(request, candidate, table), table, estimate)
 
 
-def explained(request: SearchRequest, folding: Folding, outcome: Refusal | Candidate) -> str:
-    """Return what was planned of a folding in one line."""
+def explained(request: SearchRequest, layout: Folding, outcome: Refusal | Candidate) -> str:
+    """Return the outcome of `plan_layout` in one line."""
     if isinstance(outcome, Refusal):
-        return f"{folding}: refused ({outcome.rule}): {outcome.reason}"
+        return f"{layout}: refused ({outcome.rule}): {outcome.reason}"
     usage = f"{shown_bytes(max(outcome.peaks))} of {shown_bytes(request.limit)}"
     if isinstance(outcome, Fitting):
-        order = f"{shown_schedule(outcome)}, " if outcome.run.pipeline is not None else ""
-        return (
-            f"{folding}: fits, {usage}, {order}levers: {shown_levers(outcome)}; {outcome.time.line}"
-        )
+        schedule = f"{outcome.schedule}, " if outcome.run.pipeline is not None else ""
+        return f"{layout}: fits, {usage}, {schedule}levers: {outcome.flags}; {outcome.time.line}"
     if outcome.headroom >= 0:
         host = f"{shown_bytes(outcome.host)} of {shown_bytes(request.host_limit)}"
-        return f"{folding}: too large: with all levers a server's ranks pin {host} of its memory"
+        return f"{layout}: too large: with all levers a server's ranks pin {host} of its memory"
     largest = outcome.plan.largest
     kind, size = max(largest.device.items(), key=lambda item: item[1])
     return (
-        f"{folding}: too large: with all levers pipeline rank {largest.pp_rank} holds {usage}, "
+        f"{layout}: too large: with all levers pipeline rank {largest.pp_rank} holds {usage}, "
         f"most of it {kind} ({shown_bytes(size)})"
     )
 
 
-def fit(request: SearchRequest, folding: Folding, estimate: Estimate) -> Candidate:
-    """Plan a folding with levers whose estimate is fastest and that fit, or with all."""
-    while (candidate := _planned_as_estimated(request, folding, estimate)) is None:
+def fit(request: SearchRequest, layout: Folding, estimate: Estimate) -> Candidate:
+    """Plan a layout with the options whose estimate is fastest and that fit, or with all."""
+    while (candidate := _plan_estimated(request, layout, estimate)) is None:
         pass
     return candidate
 
 
-def _planned_as_estimated(
-    request: SearchRequest, folding: Folding, estimate: Estimate
+def _plan_estimated(
+    request: SearchRequest, layout: Folding, estimate: Estimate
 ) -> Candidate | None:
-    """Plan a folding with the levers of its estimate; None = too large, and that has changed."""
-    levers = estimate.levers(folding)
-    candidate = planned_with(request, folding, levers or rungs_of(request)[-1])
-    if levers is None or candidate.fits:
+    """Plan a layout with its estimated options; if it is too large, correct the estimate: None."""
+    options = estimate.options(layout)
+    candidate = plan_options(request, layout, options or option_sets_of(request)[-1])
+    if options is None or candidate.fits:
         return candidate
-    estimate.learn(folding, levers, max(candidate.peaks), candidate.host)
+    estimate.learn(layout, options, max(candidate.peaks), candidate.host)
     return None
 
 
-def _larger(request: SearchRequest, levers: Levers) -> list[Levers]:
-    """Return levers, and rungs that have an option more than these."""
-    rungs = rungs_of(request)
-    return [levers, *(rung for rung in rungs if len(rung.options) > len(levers.options))]
-
-
-def planned_with(
-    request: SearchRequest, folding: Folding, levers: Levers, run: TrainingRun | None = None
+def plan_options(
+    request: SearchRequest, layout: Folding, options: OptionSet, run: TrainingRun | None = None
 ) -> Candidate:
-    """Plan a folding with the levers of one rung, or with a run that differs from theirs."""
-    run = run_of(request, folding, levers) if run is None else run
+    """Plan the memory of a layout with a set of options.
+
+    Args:
+        run: the run of the layout and options with another pipeline; None = that of `run_of`.
+    """
+    run = run_of(request, layout, options) if run is None else run
     pins = run.memory.offload or run.optimizer.offload_fraction
     host = plan_memory(run).pinned_bytes(gpu_of(request.gpu)) if pins else 0
     peaks = plan_peak(run)
     return Candidate(
-        folding=folding,
+        layout=layout,
         run=run,
-        levers=levers,
+        options=options,
         peaks=peaks,
         headroom=request.limit - max(peaks),
         host=host,
@@ -383,14 +378,13 @@ def planned_with(
 
 
 def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
-    """Return the cheapest change of a request with which a folding fits; None = none was found."""
+    """Return the cheapest change of a request with which a layout fits; None = none was found."""
     for text, changed in _changes(request):
-        open_foldings = [f for f in foldings(changed.num_gpus) if refuse(changed, f) is None]
-        about = Estimate(changed, table).num_bytes
-        for folding in sorted(open_foldings, key=about)[:2]:
-            last = rungs_of(changed)[-1]
-            if about(folding) <= changed.limit and planned_with(changed, folding, last).fits:
-                return f"{text}, with {folding}"
+        layouts = (x for x in enumerate_layouts(changed.num_gpus) if refuse(changed, x) is None)
+        estimate, options = Estimate(changed, table).num_bytes, option_sets_of(changed)[-1]
+        for layout in sorted(layouts, key=estimate)[:2]:
+            if estimate(layout) <= changed.limit and plan_options(changed, layout, options).fits:
+                return f"{text}, with {layout}"
     return None
 
 
@@ -399,16 +393,17 @@ def _changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
     open_fields: dict[str, Any] = dict.fromkeys(("memory", "optimizer", "fsdp", "precision"), ANY)
     if any(getattr(request, name) != ANY for name in open_fields):
         yield "leave memory, precision and optimizer open", replace(request, **open_fields)
-    fewer = request.num_gpus * max(1, request.rows // request.num_gpus)
-    if fewer != request.rows:
-        yield f"{fewer} rows of a step", replace(request, global_batch=fewer)
-    facts = gpu_of(request.gpu)
-    larger = (gpu for gpu in GPUS if GPUS[gpu].memory > facts.memory)
-    # More of the GPUs that were asked for come before others, all of which have more memory.
+    rows = request.num_gpus * max(1, request.rows // request.num_gpus)
+    if rows != request.rows:
+        yield f"{rows} rows of a step", replace(request, global_batch=rows)
+    # More of the requested GPUs come before other GPUs, all of which have more memory.
     numbers = (request.num_gpus * 2**n for n in range(1, 7))
-    gpus = [(request.gpu, n) for n in numbers if n <= MAX_GPUS and len(divisors(n)) <= MAX_DIVISORS]
-    for gpu, num_gpus in [*gpus, *((gpu, request.num_gpus) for gpu in larger)]:
+    gpus: list[tuple[GpuName | Gpu, int]] = [
+        (request.gpu, n) for n in numbers if n <= MAX_GPUS and len(divisors(n)) <= MAX_DIVISORS
+    ]
+    memory = gpu_of(request.gpu).memory
+    gpus += [(name, request.num_gpus) for name, gpu in GPUS.items() if gpu.memory > memory]
+    for gpu, num_gpus in gpus:
         rows = max(request.rows, num_gpus)
         changed = replace(request, gpu=gpu, num_gpus=num_gpus, global_batch=rows)
-        name = "such GPUs" if isinstance(gpu, Gpu) else gpu
-        yield f"{num_gpus} {name}", changed
+        yield f"{num_gpus} {'such GPUs' if isinstance(gpu, Gpu) else gpu}", changed

@@ -5,9 +5,8 @@ TrainingRun -> ShardPlan of each pipeline rank -> RankBytes
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -23,158 +22,24 @@ from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallelize import plan_sharding
-from moecore.planning.model import LayerKind, kind_of, of_kinds
+from moecore.planning.model import LayerKind, config_of_kinds, kind_of
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
 from moecore.planning.transformers import refusing
 from moecore.train.optim.adamw import AdamW
 
-SINGLE_STAGE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
-STEADY_LAYERS = (
-    2  # layers from which on one more adds the same, beside those that are gathered ahead
-)
 SAMPLE = 1 << 20  # elements whose optimizer state is counted
 
 
 def stages_of(run: TrainingRun) -> Sequence[Stage]:
-    """Return the stages of a run, in the order of forward."""
-    if run.pipeline is None:
-        return [SINGLE_STAGE]
+    """Return the stages of a run, in the order of forward; without a pipeline, one of all parts."""
     model = run.planned_model
+    if run.pipeline is None:
+        layers, mtp = tuple(range(model.num_layers)), tuple(range(model.num_mtp_layers))
+        return [Stage(index=0, embedding=True, layers=layers, mtp=mtp, loss=True)]
     parts = model.num_layers, model.num_mtp_layers, model.bound()
     layout = run.pipeline.stages(run.resolved.pp, *parts)
-    layout.chunks(run.resolved.pp)  # refused where these do not divide
+    layout.chunks(run.resolved.pp)  # refuses stages that pp does not divide
     return layout.stages
-
-
-def stored_bytes(run: TrainingRun) -> int:
-    """Return the bytes of parameters that the pipeline rank with the most of them stores."""
-    return max(size.parameters for size in sizes_of(run))
-
-
-def held_bytes(run: TrainingRun) -> tuple[int, ...]:
-    """Return what each pipeline rank holds between steps, with all state on the device."""
-    return tuple(sum(held_kinds(run, size).values()) for size in sizes_of(run))
-
-
-def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
-    """Return what each pipeline rank stores."""
-    is_fc1 = "expert_fc1" in run.memory.parts  # which experts may refuse
-    plain = replace(
-        run,
-        seq_len=min(run.seq_len, run.planned_model.num_mtp_layers + 1),
-        batch_size=1,
-        num_micro_batches=1,
-        memory=MemoryOptions(recompute=("expert_fc1",) if is_fc1 else ()),
-        optimizer=OptimizerOptions(master_remainder=run.optimizer.master_remainder),
-        nvlink=None,
-        dispatcher="auto",
-    )
-    return _sizes(plain)
-
-
-def _sizes(run: TrainingRun) -> tuple[RankBytes, ...]:
-    """Return what each pipeline rank stores, of ranks and runs with the same parts once."""
-    pp, rank_of, model = run.resolved.pp, ranks_of(run), run.model
-    by_name = run.precision is not None and bool(run.precision.overrides)  # layers may differ
-    needs_all_layers = by_name or run.fsdp.blocks_per_unit > 1
-    if isinstance(model, DecoderConfig):  # the last layer alone must be a model
-        last, moe_layer = kind_of(model, model.num_layers - 1), ("attention", "moe")
-        needs_all_layers |= last[:2] != (
-            moe_layer if model.moe is not None else ("attention", "dense")
-        )
-    if run.pipeline is None or needs_all_layers or not isinstance(model, DecoderConfig):
-        return tuple(_rank_size(run, rank) for rank in range(pp))
-    sizes, one_stage = [], replace(run, parallel=run.resolved, pipeline=PipelineConfig(layout="EL"))
-    for rank in range(pp):
-        rank_stages = [stage for stage in stages_of(run) if rank_of[stage.index] == rank]
-        kinds = tuple(kind_of(model, i) for stage in rank_stages for i in stage.layers)
-        ends = (
-            any(stage.embedding for stage in rank_stages),
-            any(stage.loss for stage in rank_stages),
-        )
-        mtp = sum(len(stage.mtp) for stage in rank_stages)
-        sizes.append(_of_parts(one_stage, *ends, kinds, mtp))
-    return tuple(sizes)
-
-
-@lru_cache(maxsize=1024)
-def _of_parts(
-    run: TrainingRun, embedding: bool, loss: bool, kinds: tuple[LayerKind, ...], mtp: int
-) -> RankBytes:
-    """Return what a pipeline rank with these parts stores."""
-    model: Any = run.model
-    max_layers = STEADY_LAYERS + run.fsdp.prefetch_blocks
-    for kind, number in Counter(kinds).items():
-        if (surplus := number - max_layers) > 1:  # each one more adds the same
-            short, long = (
-                _of_parts(run, embedding, loss, _without(kinds, kind, surplus - n), mtp)
-                for n in (0, 1)
-            )
-            return _extended(short, long, surplus)
-    kind = kind_of(model, model.num_layers - 1)
-    # A rank before it and one behind it have something too, which it does not see.
-    letters = "E" * embedding + "t" * len(kinds) + "m" * mtp + "L" * loss
-    before, after = "Et" * (not embedding), "" if loss else "t" * (not mtp) + "L"
-    if loss and not letters.strip("L"):  # the final norm is with the predictions
-        before += "m" * (surplus := model.num_mtp_layers)
-        mtp += surplus
-    stages = [part for part in (before, letters, after) if part]
-    pp, kinds = len(stages), (kind,) * before.count("t") + kinds + (kind,) * after.count("t")
-    small = replace(
-        run,
-        model=of_kinds(model, kinds, mtp),
-        num_gpus=run.num_gpus // run.parallel.pp * pp,
-        parallel=replace(run.parallel, pp=pp),
-        pipeline=PipelineConfig(layout="|".join(stages)) if pp > 1 else None,
-    )
-    return _rank_size(small, int(not embedding))
-
-
-def _without(kinds: tuple[LayerKind, ...], kind: LayerKind, number: int) -> tuple[LayerKind, ...]:
-    """Return layers without the first so many of a kind."""
-    indices = [i for i, layer in enumerate(kinds) if layer == kind][:number]
-    return tuple(layer for i, layer in enumerate(kinds) if i not in indices)
-
-
-def _extended(short: RankBytes, long: RankBytes, times: int) -> RankBytes:
-    """Return the bytes with so many layers more than `short`, where `long` has one more."""
-
-    def extended(first: Any, second: Any) -> Any:
-        if isinstance(first, int):
-            return first + times * (second - first)
-        if isinstance(first, tuple):
-            return tuple(map(extended, first, second))
-        names = (field.name for field in fields(first) if field.name != "role")
-        return replace(first, **{n: extended(getattr(first, n), getattr(second, n)) for n in names})
-
-    all_layers: RankBytes = extended(short, long)
-    return all_layers
-
-
-@lru_cache(maxsize=1024)
-def _rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
-    rank = pp_rank * run.num_gpus // run.resolved.pp
-    with refusing(run.model), fake_world(run.num_gpus, rank), quiet():
-        model = run.planned_model.build(run.dtype)
-        idle = _idle(model)
-        plan = plan_sharding(
-            model,
-            build_meshes(run.parallel, "cpu"),
-            dispatch="alltoall",
-            memory=run.memory,
-            precision=run.precision,
-            fsdp=run.fsdp,
-            pipeline=run.pipeline,
-        )
-    params = (replace(p, trainable=p.trainable and p.name not in idle) for p in plan.params)
-    return rank_bytes(replace(plan, params=tuple(params)), rank)
-
-
-def _idle(model: nn.Module) -> set[str]:
-    """Return the names of parameters without gradients: of indexers, which no run lets learn."""
-    layers: Any = family_of(model).indexers(model)
-    idle = {param for layer in layers for param in layer.indexer.parameters()}
-    return {name for name, param in model.named_parameters() if param in idle}
 
 
 def ranks_of(run: TrainingRun) -> Sequence[int]:
@@ -186,19 +51,30 @@ def ranks_of(run: TrainingRun) -> Sequence[int]:
     return make_schedule(run.pipeline.schedule, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
 
 
-def held_kinds(run: TrainingRun, size: RankBytes) -> dict[str, int]:
-    """Return what a rank holds between steps, by kind."""
+def stages_by_rank(run: TrainingRun) -> list[list[Stage]]:
+    """Return the stages of each pipeline rank."""
+    pairs = list(zip(stages_of(run), ranks_of(run), strict=True))
+    return [[stage for stage, of in pairs if of == rank] for rank in range(run.resolved.pp)]
+
+
+def stored_bytes(run: TrainingRun) -> int:
+    """Return the bytes of the parameters of the pipeline rank that stores most of them."""
+    return max(size.parameters for size in sizes_of(run))
+
+
+def resident_kinds(run: TrainingRun, size: RankBytes) -> dict[str, int]:
+    """Return the resident bytes of a rank between steps by kind, with all state on the device."""
     sizes = {f"parameters: {role.role}": role.parameters for role in size.roles}
     sizes |= {"gathered weights": size.weights, "sums of gradients": size.sums}
-    per_element = state_bytes(run.optimizer, run.dtype)
+    per_element = state_bytes(run.optimizer)
     sizes["optimizer state"] = int(size.gradients // run.dtype.itemsize * per_element)
     return sizes
 
 
 @cache
-def state_bytes(options: OptimizerOptions, dtype: torch.dtype) -> float:
-    """Return bytes that AdamW keeps per element of a parameter."""
-    param = nn.Parameter(torch.empty(SAMPLE, dtype=dtype, device="meta"))
+def state_bytes(options: OptimizerOptions) -> float:
+    """Return the bytes of AdamW's state per element of a parameter."""
+    param = nn.Parameter(torch.empty(SAMPLE, dtype=options.param_dtype, device="meta"))
     optimizer = AdamW(
         [param],
         moment_dtype=getattr(torch, options.moment_dtype),
@@ -206,3 +82,88 @@ def state_bytes(options: OptimizerOptions, dtype: torch.dtype) -> float:
     )
     state = optimizer.state_of(param)
     return sum(t.nbytes for name, t in state.items() if name != "step") / SAMPLE
+
+
+def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
+    """Return what each pipeline rank stores."""
+    is_fc1 = "expert_fc1" in run.memory.parts  # which experts may refuse
+    run = replace(  # without options that change no parameter, so that equal ranks are planned once
+        run,
+        seq_len=min(run.seq_len, run.planned_model.num_mtp_layers + 1),
+        batch_size=1,
+        num_micro_batches=1,
+        memory=MemoryOptions(recompute=("expert_fc1",) if is_fc1 else ()),
+        optimizer=OptimizerOptions(master_remainder=run.optimizer.master_remainder),
+        nvlink=None,
+        dispatcher="auto",
+    )
+    if run.pipeline is None or _needs_all_layers(run):
+        return tuple(_rank_size(run, rank) for rank in range(run.resolved.pp))
+    config: Any = run.model
+    one_stage = replace(run, parallel=run.resolved, pipeline=PipelineConfig(layout="EL"))
+    sizes = []
+    for stages in stages_by_rank(run):
+        kinds = tuple(kind_of(config, i) for stage in stages for i in stage.layers)
+        has_embedding = any(stage.embedding for stage in stages)
+        has_loss, mtp = any(stage.loss for stage in stages), sum(len(stage.mtp) for stage in stages)
+        sizes.append(_size_of_parts(one_stage, has_embedding, has_loss, kinds, mtp))
+    return tuple(sizes)
+
+
+def _needs_all_layers(run: TrainingRun) -> bool:
+    """Return whether the plan of a rank depends on layers of other ranks."""
+    config = run.model
+    # Names of layers decide their precision, and units may have blocks of two ranks.
+    has_overrides = run.precision is not None and bool(run.precision.overrides)
+    if not isinstance(config, DecoderConfig) or has_overrides or run.fsdp.blocks_per_unit > 1:
+        return True
+    # The last layer fills the stages of other ranks, so it alone must be a valid model.
+    last = kind_of(config, config.num_layers - 1)
+    return last[:2] != ("attention", "dense" if config.moe is None else "moe")
+
+
+@lru_cache(maxsize=1024)
+def _size_of_parts(
+    run: TrainingRun, embedding: bool, loss: bool, kinds: tuple[LayerKind, ...], mtp: int
+) -> RankBytes:
+    """Return what a pipeline rank with these parts stores, from a model of few other layers."""
+    config: Any = run.model
+    kind = kind_of(config, config.num_layers - 1)
+    # The ranks before and behind it have a layer each, or the other parts of the model.
+    letters = "E" * embedding + "t" * len(kinds) + "m" * mtp + "L" * loss
+    before, after = "Et" * (not embedding), "" if loss else "t" * (not mtp) + "L"
+    if loss and not letters.strip("L"):  # the final norm is with the predictions
+        before += "m" * (surplus := config.num_mtp_layers)
+        mtp += surplus
+    stages = [part for part in (before, letters, after) if part]
+    pp, kinds = len(stages), (kind,) * before.count("t") + kinds + (kind,) * after.count("t")
+    small = replace(
+        run,
+        model=config_of_kinds(config, kinds, mtp),
+        num_gpus=run.num_gpus // run.parallel.pp * pp,
+        parallel=replace(run.parallel, pp=pp),
+        pipeline=PipelineConfig(layout="|".join(stages)) if pp > 1 else None,
+    )
+    return _rank_size(small, int(not embedding))
+
+
+@lru_cache(maxsize=1024)
+def _rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
+    rank = pp_rank * run.num_gpus // run.resolved.pp
+    with refusing(run.model), fake_world(run.num_gpus, rank), quiet():
+        model = run.planned_model.build(run.dtype)
+        # No run trains the indexers of sparse attention, so their parameters have no gradients.
+        layers: Any = family_of(model).indexers(model)
+        indexers = {param for layer in layers for param in layer.indexer.parameters()}
+        frozen = {name for name, param in model.named_parameters() if param in indexers}
+        plan = plan_sharding(
+            model,
+            build_meshes(run.parallel, "cpu"),
+            dispatch="alltoall",
+            memory=run.memory,
+            precision=run.precision,
+            fsdp=run.fsdp,
+            pipeline=run.pipeline,
+        )
+    params = (replace(p, trainable=p.trainable and p.name not in frozen) for p in plan.params)
+    return rank_bytes(replace(plan, params=tuple(params)), rank)

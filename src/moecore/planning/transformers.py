@@ -1,10 +1,10 @@
-"""TransformersModel: a plan's model that is a class of transformers, by its config.json.
+"""TransformersModel: a class of transformers as the model of a plan, by its config.json.
 
     config.json -> the class on meta, with MoE blocks swapped as `parallelize_moe` swaps them
                 -> StockModel
 
-No family has code here: layers, experts and attention are read from modules. A model of few layers
-is the whole one without its other layers, so each of them is what it is at its place.
+Layers, experts and attention are read from modules, without code for a family. A model of few
+layers is the complete model without its other layers, so each layer keeps its index-dependent kind.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TransformersModel(CheckedRecord):
 
     Attributes:
         values: config.json, as JSON with sorted keys.
-        source: where it is from.
-        layers: which of its layers there are; None = all.
+        source: the path of config.json.
+        layers: the indices of the layers that the model has; None = all.
     """
 
     values: str
@@ -58,10 +58,10 @@ class TransformersModel(CheckedRecord):
 
     @classmethod
     def of(cls, config: HFConfig) -> TransformersModel:
-        """Return the model of a directory, a config.json, or what it holds.
+        """Return the model of a directory, a config.json, or the contents of a config.json.
 
         Raises:
-            ValueError: for a config of which transformers has no class.
+            ValueError: for a config for which transformers has no class.
             NotImplementedError: as `parallelize_moe`, for a family that it does not train.
         """
         check_arguments(TransformersModel.of, locals())
@@ -75,7 +75,7 @@ class TransformersModel(CheckedRecord):
 
 @contextmanager
 def refusing(model: object) -> Iterator[None]:
-    """Return a context in which an error of a class of transformers is a ValueError of one line."""
+    """Return a context that turns errors of a class of transformers into one-line ValueErrors."""
     # A config.json may have any values, and the code of the class that reads them is not moecore's.
     try:
         yield
@@ -105,13 +105,13 @@ class Structure(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StockModel(PlannedModel):
-    """A `TransformersModel` whose structure was read."""
+    """The sizes and layers of a `TransformersModel`."""
 
     model: TransformersModel
 
     @classmethod
     def of(cls, model: TransformersModel) -> StockModel:
-        """Return what is read from a model's modules."""
+        """Return the sizes and layers that a model's modules have."""
         with refusing(model):
             return cls._of(model)
 
@@ -166,7 +166,7 @@ class StockModel(PlannedModel):
             )
         arguments = {"input_ids": tokens_BT, "labels": tokens_BT, "use_cache": False}
         if packing_problem(hf) is not None:
-            # Real ones, in which transformers finds on the host that no row has two sequences.
+            # Not on meta: transformers reads on the host that no row has two sequences.
             arguments["position_ids"] = torch.arange(tokens_BT.shape[1])[None]
         return arguments
 
@@ -213,7 +213,7 @@ class StockModel(PlannedModel):
 
 @lru_cache(maxsize=8)
 def _structure(model: TransformersModel) -> Structure:
-    """Return the structure of a model, which nobody changes."""
+    """Return the structure of a model; callers do not change it."""
     hf = _built(model, torch.float32)
     swap_blocks(hf, {})
     layers = [m for m in hf.modules() if isinstance(m, RoutedLayer)]
@@ -243,7 +243,7 @@ def _built(model: TransformersModel, dtype: torch.dtype) -> Any:
 
 
 def _keep(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
-    """Leave these of a model's layers, which have these names, in place."""
+    """Remove all layers of a model, whose layers have these names, except `layers`."""
     blocks = [hf.get_submodule(names[i]) for i in layers]
     holders = dict.fromkeys(hf.get_submodule(name.rpartition(".")[0]) for name in names)
     for holder in holders:
@@ -254,7 +254,7 @@ def _keep(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
 
 
 def _shorten(config: Any, number: int, layers: Sequence[int]) -> None:
-    """Let a config have these of so many layers."""
+    """Remove all of a config's `number` layers except `layers`."""
     lists = {name: [value[i] for i in layers] for name, value in _lists(config, number)}
     # The config may count attentions, of which a layer has several.
     config.num_hidden_layers = config.num_hidden_layers * len(layers) // max(1, number)
@@ -262,7 +262,7 @@ def _shorten(config: Any, number: int, layers: Sequence[int]) -> None:
         of_layers = spec.per_layer_overrides
         overrides = {i: of_layers[layer] for i, layer in enumerate(layers) if layer in of_layers}
         config._heterogeneity_spec = replace(spec, per_layer_overrides=overrides)
-    kind = type(config)  # which computes some of them from the number of a layer
+    kind = type(config)  # whose properties may compute a list
     properties = {name: value for name, value in lists.items() if name not in vars(config)}
     vars(config).update({name: lists[name] for name in lists.keys() & vars(config).keys()})
     if properties:
@@ -270,7 +270,7 @@ def _shorten(config: Any, number: int, layers: Sequence[int]) -> None:
 
 
 def _lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield fields of a config that have a value for each of so many layers, but its number."""
+    """Yield fields of a config with a value for each layer, except lists of layer indices."""
     names = (n for n, x in inspect.getmembers(type(config)) if isinstance(x, property))
     for name, value in {**{n: getattr(config, n, None) for n in names}, **vars(config)}.items():
         is_listed = isinstance(value, list | tuple) and len(value) == number
@@ -279,7 +279,7 @@ def _lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
 
 
 def _kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable]:
-    """Yield what each block is: classes, numbers and shapes of its modules, its place in lists."""
+    """Yield the kind of each block: its modules' classes, numbers and shapes, and list entries."""
     config = hf.config.get_text_config()
     lists = list(_lists(config, len(blocks)))
     is_distinct = not _is_of_layers(hf, blocks)
@@ -299,7 +299,7 @@ def _described(name: str, module: nn.Module) -> Hashable:
 
 
 def _is_of_layers(hf: Any, blocks: Sequence[nn.Module]) -> bool:
-    """Whether a model of fewer layers has the same parameters outside of them."""
+    """Return whether a model of fewer layers has the same parameters outside its layers."""
     config = copy.deepcopy(hf.config)
     inner = {p for block in blocks for p in block.parameters()}
     _shorten(config.get_text_config(), len(blocks), range(len(blocks) - 1))

@@ -1,34 +1,36 @@
-"""SearchRequest -> Folding, ..: all ways to cut a model over GPUs, and why one is refused.
+"""Parallel layouts: all ways to distribute a model over GPUs, and the rules that refuse some.
 
-    divisors of the GPUs -> what parallelize_moe refuses -> what the guidelines advise against
+    divisors of the number of GPUs -> rules of parallelize_moe -> rules of the guidelines
 
-Legend of a folding: pp, tp, cp, ep, etp as in `ParallelConfig`; the data ranks are what is left.
-Of stages a folding has the number; `schedules_of` has the orders that they may run in.
+A `Folding` is a parallel layout. It has the degrees pp, tp, cp, ep and etp of `ParallelConfig`. The
+remaining ranks are data ranks. It also has the number of pipeline stages per rank and the rows of a
+micro-batch. `schedules_of` returns the schedules in which its stages can run. `run_of` returns the
+run of a layout with a set of options that save memory.
 
-Source of the guidelines: arXiv:2603.07685, section 9.1.2.
+Source of the guidelines: arXiv:2603.07685, section 9.1.2. "Parallel Folding" is its term.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
+from itertools import chain, product
 from typing import Annotated, Any, Literal, NamedTuple
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Rules
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.options.names import GpuName
+from moecore.base.options.names import GpuName, ScheduleName
 from moecore.base.options.precision import Precision
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.costs import CostTable
 from moecore.planning.gpus import Gpu, NumNeighbours, are_peers, domain_of, gpu_of, peers_of
-from moecore.planning.levers import FIELDS, TWICE, Levers, Option, fewer, ladder, levers_with
 from moecore.planning.model import PlannedModel
+from moecore.planning.option_sets import OPTIONS, PLAIN_FSDP, TWICE, Option, Overhead
 from moecore.planning.run import (
     AnyModel,
     NumGpus,
@@ -44,28 +46,35 @@ LONG, CP_TOKENS = 8192, 4096  # tokens of a row from which cp pays, and those of
 ROWS_PER_GPU = 8  # of a step, where nobody gives its rows
 ANY: Literal["any"] = "any"
 FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks", "batch_size")
+# The fields of a run that decide its memory, without any option.
+DEFAULTS: Mapping[str, Any] = {
+    "fsdp": PLAIN_FSDP,
+    "memory": MemoryOptions(),
+    "precision": None,
+    "optimizer": OptimizerOptions(),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchRequest(CheckedRecord):
-    """What is to be trained, on which GPUs, and what may vary.
+    """A model, its training, the GPUs, and the options that a search may choose ("any").
 
     Attributes:
         model: the decoder, or a class of transformers.
         num_gpus: ranks of the world.
         gpu: a key of `GPUS`, or a GPU of your own.
-        gpus_per_node: ranks among which NVLink runs; None = as many as divide the world.
+        gpus_per_node: neighbouring ranks that NVLink connects; None = the largest number of the
+            GPU's kind that divides the world.
         seq_len: tokens of a row.
         global_batch: rows of a step over all data ranks; None = 8 per GPU.
-        fsdp: how parameters are sharded; "any" = weights stay whole in a step where that fits.
-        memory: what is computed again or offloaded; "any" = as much as is needed.
-        precision: which products are in FP8; "any" = where it is needed.
-        optimizer: what is kept between steps; "any" = as little as is needed.
-        nvlink: the room of dispatcher "nvlink" where a node has the ranks that share experts;
-            "any" = for twice the rows of even loads; None = tokens travel by all-to-all.
-        reserve: share of a GPU's and of its server's memory that no plan may use: it is left to
-            what an operation needs while it runs, the allocator, NCCL and the CUDA context, and to
-            the system and the loader.
+        fsdp: the sharding of parameters; "any" = weights stay unsharded in a step if that fits.
+        memory: recomputation and offload; "any" = as much as the memory needs.
+        precision: the products in FP8; "any" = FP8 if the memory needs it or it saves time.
+        optimizer: the optimizer's state; "any" = the largest that fits.
+        nvlink: the capacity of dispatcher "nvlink" for layouts whose expert ranks are in one node;
+            "any" = twice the rows of even loads; None = dispatcher "alltoall".
+        reserve: share of a GPU's and of its server's memory that no plan may use. The CUDA context,
+            NCCL and the allocator need it on the GPU, the system and the loader on the host.
     """
 
     model: AnyModel
@@ -88,7 +97,7 @@ class SearchRequest(CheckedRecord):
 
     @property
     def planned_model(self) -> PlannedModel:
-        """The model, as plans read it."""
+        """The model's sizes and layers."""
         return planned_model_of(self.model)
 
     @property
@@ -98,7 +107,7 @@ class SearchRequest(CheckedRecord):
 
     @property
     def domain(self) -> int:
-        """Neighbouring ranks among which NVLink runs."""
+        """Neighbouring ranks that NVLink connects."""
         return self.gpus_per_node or domain_of(self.gpu, self.num_gpus)
 
     @property
@@ -123,7 +132,7 @@ class SearchRequest(CheckedRecord):
 
 
 class Folding(NamedTuple):
-    """Degrees, stages per pipeline rank, and rows of a data rank's micro-batch."""
+    """A parallel layout: degrees, stages per pipeline rank, and rows of a micro-batch."""
 
     pp: int = 1
     tp: int = 1
@@ -137,12 +146,12 @@ class Folding(NamedTuple):
         return " ".join(f"{k}={v}" for k, v in self.named().items() if v > 1) or "data alone"
 
     def named(self) -> dict[str, int]:
-        """Return the numbers by name."""
-        return dict(zip(FOLDING, self, strict=True))
+        """Return the degrees and sizes by name."""
+        return self._asdict()
 
 
 class Refusal(NamedTuple):
-    """Why a folding is not planned; `rule` is the reason in few words, for counts."""
+    """The rule that refuses a layout, in a few words, and the reason as a sentence."""
 
     rule: str
     reason: str
@@ -154,104 +163,139 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def foldings(num_gpus: int) -> Iterator[Folding]:
-    """Yield every way to fold so many GPUs with etp 1, legal for a model or not."""
+def enumerate_layouts(num_gpus: int) -> Iterator[Folding]:
+    """Yield every layout of a number of GPUs with etp 1, whether a rule refuses it or not."""
     for pp in divisors(num_gpus):
-        sizes = divisors(num_gpus // pp)
-        for tp in sizes:
-            for cp in divisors(num_gpus // (pp * tp)):
-                for ep in sizes:
-                    for chunks in CHUNKS if pp > 1 else (1,):
-                        for batch_size in BATCH_SIZES:
-                            yield Folding(
-                                pp=pp, tp=tp, cp=cp, ep=ep, chunks=chunks, batch_size=batch_size
-                            )
+        degrees = divisors(num_gpus // pp)
+        for tp in degrees:
+            cp_degrees, chunks = divisors(num_gpus // (pp * tp)), CHUNKS if pp > 1 else (1,)
+            for rest in product(cp_degrees, degrees, (1,), chunks, BATCH_SIZES):
+                yield Folding(pp, tp, *rest)
 
 
 def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:
-    """Return the first rule that a folding breaks: of moecore, then of the guidelines."""
+    """Return the first rule that refuses a layout; None = no rule refuses it."""
     return next(chain(_illegal(request, folding), _unwise(request, folding)), None)
 
 
-def rungs_of(request: SearchRequest) -> tuple[Levers, ...]:
-    """Return the levers of a request."""
-    return ladder(request.model, request.gpu, **_fields(request))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptionSet:
+    """Options in the order of `OPTIONS`, and the fields of a run that they decide."""
+
+    options: tuple[Option, ...]
+    fsdp: FSDPOptions
+    memory: MemoryOptions
+    precision: Precision | None
+    optimizer: OptimizerOptions
+
+    @property
+    def name(self) -> str:
+        """The last option, which costs most time."""
+        return self.options[-1].name if self.options else "none"
+
+    @property
+    def overhead(self) -> Overhead:
+        """The overhead of the last option."""
+        return (self.options[-1].overhead if self.options else None) or "low"
 
 
-def levers_of(request: SearchRequest, options: tuple[Option, ...]) -> Levers:
-    """Return levers of a request with these options."""
-    return levers_with(options, request.model, request.gpu, **_fields(request))
+def option_set(request: SearchRequest, options: tuple[Option, ...]) -> OptionSet:
+    """Return a set of options, which are in the order of `OPTIONS`."""
+    fields: dict[str, Any] = {name: getattr(request, name) for name in DEFAULTS}
+    fields = {name: DEFAULTS[name] if value == ANY else value for name, value in fields.items()}
+    run = TrainingRun(model=request.model, num_gpus=1, seq_len=1, **fields)
+    for option in options:
+        run = option.applied(run, request.gpu)
+    return OptionSet(options=options, **{name: getattr(run, name) for name in DEFAULTS})
 
 
-def fewer_of(request: SearchRequest, levers: Levers, *, gains: bool) -> Iterator[Levers]:
-    """Yield levers of a request with one option less."""
-    return fewer(levers, request.model, request.gpu, gains=gains, **_fields(request))
+def option_sets_of(request: SearchRequest) -> tuple[OptionSet, ...]:
+    """Return sets of options that save memory, each with one option more than the one before.
+
+    The first set has the options that save time as well as memory.
+    """
+    sets = [option_set(request, ())]
+    for option in OPTIONS:
+        larger = option_set(request, (*sets[-1].options, option))
+        changes = _changes(larger, sets[-1])
+        if option.overhead and changes and all(getattr(request, name) == ANY for name in changes):
+            sets.append(larger)
+    return tuple(sets[sum(option.gains for option in sets[-1].options) :])
 
 
-def _fields(request: SearchRequest) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in FIELDS}
+def smaller_sets(
+    request: SearchRequest, option_set_: OptionSet, *, gains: bool
+) -> Iterator[OptionSet]:
+    """Yield sets without one of the options, the one that costs most time first.
+
+    Args:
+        gains: whether options that save time are left out too.
+    """
+    for removal in (o for o in reversed(option_set_.options) if gains or not o.gains):
+        options = tuple(option for option in option_set_.options if option is not removal)
+        smaller = option_set(request, options)
+        if _changes(smaller, option_set_):
+            yield smaller
 
 
-def run_of(request: SearchRequest, folding: Folding, levers: Levers) -> TrainingRun:
-    """Return the run of a folding with the levers of one rung."""
+def _changes(first: OptionSet, second: OptionSet) -> list[str]:
+    """Return the names of the fields of a run in which two sets differ."""
+    return [name for name in DEFAULTS if getattr(first, name) != getattr(second, name)]
+
+
+def run_of(request: SearchRequest, layout: Folding, options: OptionSet) -> TrainingRun:
+    """Return the run of a layout with a set of options."""
+    pipeline, nvlink = None, None
+    if layout.pp > 1:
+        chunks = layout.chunks if layout.chunks > 1 else None
+        name: ScheduleName = "interleaved" if chunks else "1f1b"
+        pipeline = PipelineConfig(schedule=name, chunks=chunks)
+    if are_peers(layout.ep * layout.etp, request.peers):
+        nvlink = TWICE if request.nvlink == ANY else request.nvlink
     return TrainingRun(
         model=request.model,
         num_gpus=request.num_gpus,
         parallel=ParallelConfig(
-            pp=folding.pp, tp=folding.tp, cp=folding.cp, ep=folding.ep, etp=folding.etp
+            pp=layout.pp, tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp
         ),
         seq_len=request.seq_len,
-        batch_size=folding.batch_size,
-        num_micro_batches=num_micro_batches(request, folding),
-        pipeline=_stages(folding),
-        fsdp=levers.fsdp,
-        memory=levers.memory,
-        precision=levers.precision,
-        optimizer=levers.optimizer,
-        nvlink=_room(request, folding),
+        batch_size=layout.batch_size,
+        num_micro_batches=num_micro_batches(request, layout),
+        pipeline=pipeline,
+        nvlink=nvlink,
         ranks_per_domain=request.domain,
         num_peers=request.peers,
+        **{name: getattr(options, name) for name in DEFAULTS},
     )
 
 
-def _room(request: SearchRequest, folding: Folding) -> NVLinkOptions | None:
-    if not are_peers(folding.ep * folding.etp, request.peers):
-        return None
-    return TWICE if request.nvlink == ANY else request.nvlink
+def schedules_of(run: TrainingRun) -> list[TrainingRun]:
+    """Return a run of a search, and the same run with each other schedule of its stages."""
+    if run.pipeline is None:
+        return [run]
+    chunks = run.pipeline.chunks or 1
+    # Schedule "gpipe" takes as long as "1f1b" and needs more memory.
+    names: Any = [
+        name
+        for name, rule in RULES.items()
+        if rule.chunks in (None, chunks) and name not in ("gpipe", run.pipeline.schedule)
+    ]
+    pipelines = (PipelineConfig(schedule=name, chunks=chunks) for name in names)
+    return [run, *(replace(run, pipeline=pipeline) for pipeline in pipelines)]
 
 
 def data_ranks(request: SearchRequest, folding: Folding) -> int:
-    """Return how many ranks have rows of their own."""
+    """Return the number of data ranks."""
     return request.num_gpus // (folding.pp * folding.tp * folding.cp)
 
 
 def num_micro_batches(request: SearchRequest, folding: Folding) -> int:
-    """Return how many micro-batches of a data rank a step has."""
+    """Return the number of micro-batches of a step on each data rank."""
     return request.rows // (data_ranks(request, folding) * folding.batch_size)
 
 
-def schedules_of(run: TrainingRun) -> list[TrainingRun]:
-    """Return a run of a search, and those with the same stages in another order."""
-    if run.pipeline is None:
-        return [run]
-    chunks = run.pipeline.chunks or 1
-    takes = (name for name, rule in RULES.items() if rule.chunks in (None, chunks))
-    # 1F1B takes as long as "gpipe" and holds less.
-    names = (name for name in takes if name not in ("gpipe", run.pipeline.schedule))
-    pipelines = (PipelineConfig(schedule=name, chunks=chunks) for name in names)  # type: ignore[arg-type]
-    return [run, *(replace(run, pipeline=pipeline) for pipeline in pipelines)]
-
-
-def _stages(folding: Folding) -> PipelineConfig | None:
-    if folding.pp == 1:
-        return None
-    if folding.chunks == 1:
-        return PipelineConfig(schedule="1f1b")
-    return PipelineConfig(schedule="interleaved", chunks=folding.chunks)
-
-
 def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
-    """Yield what `parallelize_moe` would refuse."""
+    """Yield the reasons for which `parallelize_moe` refuses a layout."""
     model, (pp, tp, cp, ep, etp, chunks, batch_size) = request.planned_model, folding
     for view, size in (("dense", pp * tp * cp), ("expert", pp * ep * etp)):
         if request.num_gpus % size:
@@ -289,7 +333,7 @@ def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
 
 
 def _unwise(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
-    """Yield what the guidelines advise against."""
+    """Yield the reasons for which the guidelines advise against a layout."""
     pp, tp, cp, _, etp, chunks, _ = folding
     node, stage = request.domain, request.num_gpus // pp
     if etp > 1:

@@ -1,0 +1,274 @@
+"""A dry run of few layers in segments, from which a step of any depth is put together.
+
+    a dry run of few layers -> Segments: launches and bytes of each module's passes
+                            -> the queue of any stage and micro-batch
+
+A segment is what a step launches and allocates between two starts of modules. A sampled layer
+stands for all layers of its kind (`sample_layers`). The first, a middle and the last micro-batch of
+a step are recorded, because the first one all-gathers weights and the last one reduces gradients.
+A launch keeps its dependencies on launches of its segment and of the two segments before it, at the
+same distance. A dependency on an earlier segment becomes one on the newest copy of that segment.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from operator import add, attrgetter
+from typing import Literal, NamedTuple
+
+from moecore.parallel.pipeline.layout import Stage
+from moecore.planning.dry_run import ADAMW, DryRun, dry_run_of_capacity, of_rows
+from moecore.planning.record import Pass, Placed, Queued, Start
+from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.stored import state_bytes, stored_bytes
+
+MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
+Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward: the sample of a layer
+
+
+def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
+    """Return a run of sampled layers on the ranks of one stage, and the sample of each layer."""
+    # The samples of the last layer's kind are its first two and its last two layers. The samples of
+    # another kind are its first layer, and its first layer behind a layer of the last kind, which
+    # stands for the rest of its kind. A layer prefetches weights of the next but one. So the
+    # layers between the samples run forward as the second sample and backward as the third.
+    p, kinds = run.resolved, run.planned_model.layers
+    if not kinds:  # `parallelize_moe` refuses the model
+        return run, {"F": (), "B": ()}
+    last_kind = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
+    first = {kinds.index(kind) for kind in kinds if kind != kinds[-1]}
+    samples = {kinds[i]: i for i in first}
+    samples |= {
+        kinds[i]: i for i in reversed(range(last_kind[0], len(kinds))) if i not in last_kind
+    }
+    layers = sorted({*first, *samples.values(), *last_kind[:2], *last_kind[-2:]})
+    small = replace(
+        run,
+        model=run.planned_model.with_layers(layers),
+        num_gpus=run.num_gpus // p.pp,
+        parallel=replace(p, pp=1),
+        num_micro_batches=num_micro_batches,
+        pipeline=None,
+    )
+
+    def like(between: int) -> tuple[int, ...]:
+        sample_of = {**samples, kinds[-1]: between}
+        return tuple(layers.index(i if i in layers else sample_of[k]) for i, k in enumerate(kinds))
+
+    return small, {"F": like(last_kind[:2][-1]), "B": like(last_kind[-2:][0])}
+
+
+class Segment(NamedTuple):
+    """What a step launches and allocates between two starts."""
+
+    launches: range  # numbers of the recorded launches
+    net: int  # change of the allocated bytes
+    peak: int  # peak of the allocated bytes over those at its start
+    net_kinds: Mapping[str, int]  # `net` by kind
+    peak_kinds: Mapping[str, int]  # `peak` by kind
+
+
+def _segment(launches: range, start: Start, level: int, kinds: Mapping[str, int]) -> Segment:
+    """Return the segment from a start to a number of allocated bytes."""
+    net_kinds, peak_kinds = (
+        {kind: values.get(kind, 0) - start.kinds.get(kind, 0) for kind in {**values, **start.kinds}}
+        for values in (kinds, start.top_kinds)
+    )
+    return Segment(launches, level - start.level, start.top - start.level, net_kinds, peak_kinds)
+
+
+class _Early(NamedTuple):
+    """The place of a launch in its segment, and its dependencies on segments far before it."""
+
+    at: int
+    dependencies: list[int]
+    host_dependencies: list[int]
+
+
+_Copy = tuple[list[Placed], list[_Early]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """A recorded step in segments."""
+
+    queued: Sequence[Queued]
+    resident_bytes: int
+    like: Likes
+    passes: dict[tuple[int, Pass, str], list[Segment]]  # by micro-batch, pass and part, in order
+    end: Segment  # clipping and the optimizer
+
+    @classmethod
+    def of(cls, queued: Sequence[Queued], starts: Sequence[Start], like: Likes) -> Segments:
+        """Return the segments between starts; the first one includes all launches before it."""
+        passes: dict[tuple[int, Pass, str], list[Segment]] = {}
+        resident_bytes, last = starts[0].level, starts[-1]
+        micro_batch, before = -1, "B"
+        for i, (start, next_start) in enumerate(pairwise(starts)):
+            micro_batch += (before, start.of) == ("B", "F")
+            before = start.of
+            launches = range(start.first if i else 0, next_start.first)
+            segment = _segment(launches, start, next_start.level, next_start.kinds)
+            passes.setdefault((micro_batch, start.of, start.part), []).append(segment)
+        end = _segment(range(last.first, len(queued)), last, resident_bytes, starts[0].kinds)
+        return cls(queued=queued, resident_bytes=resident_bytes, like=like, passes=passes, end=end)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The number of micro-batches of the recorded step."""
+        return 1 + max(micro_batch for micro_batch, _, _ in self.passes)
+
+    def of_stage(self, stage: Stage, of: Pass, micro_batch: int) -> list[Segment]:
+        """Return the segments of a stage's pass in a recorded micro-batch, in order."""
+        parts = self.parts(stage, of)
+        return [segment for part in parts for segment in self.of_part(part, of, micro_batch)]
+
+    def of_part(self, part: str, of: Pass, micro_batch: int) -> Sequence[Segment]:
+        """Return the segments of a part's pass, in order."""
+        return self.passes.get((micro_batch, of, part), ())
+
+    def parts(self, stage: Stage, of: Pass) -> list[str]:
+        """Return the recorded parts that stand for those of a stage's pass, in order."""
+        parts = ["embedding"] * stage.embedding
+        parts += [f"layer {self.like[of][layer]}" for layer in stage.layers]
+        parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
+        return parts[::-1] if of == "B" else parts
+
+    def join(self, segments: Iterable[Segment]) -> list[Placed]:
+        """Return the queue of segments one after the other."""
+        queue: list[Placed] = []
+        newest: dict[int, int] = {}  # first launch of a segment -> index of its newest copy
+        lengths: tuple[int, ...] = ()
+        for launches in (segment.launches for segment in segments):
+            start = len(queue)
+            copy, early = self._copy(launches, lengths)
+            queue += copy
+            for i, *numbers in early:
+                queued, *near = queue[start + i]
+                distances = (self._distances(ids, start + i, newest) for ids in numbers)
+                queue[start + i] = Placed(queued, *map(add, near, distances))
+            newest[launches.start] = start
+            lengths = len(launches), *lengths[:1]
+        return queue
+
+    def _copy(self, launches: range, lengths: tuple[int, ...]) -> _Copy:
+        """Return a segment behind two segments of these lengths (the newest first), made once."""
+        if (launches, lengths) not in self._copies:
+            queue, early = list[Placed](), list[_Early]()
+            for i in launches:
+                queued = self.queued[i]
+                distances = [
+                    {n: self._distance(n, i, launches, lengths) for n in numbers}
+                    for numbers in (queued.dependencies, queued.host_dependencies)
+                ]
+                near = (tuple(d for d in by.values() if d is not None) for by in distances)
+                queue.append(Placed(queued, *near))
+                far = [[n for n, d in by.items() if d is None] for by in distances]
+                if any(far):
+                    early.append(_Early(i - launches.start, *far))
+            self._copies[launches, lengths] = queue, early
+        return self._copies[launches, lengths]
+
+    def _distance(self, number: int, i: int, launches: range, lengths: Iterable[int]) -> int | None:
+        """Return the distance from launch `i` back to launch `number`; None = a far segment."""
+        at = i - launches.start
+        start, end = 0, at
+        for length in (0, *lengths):
+            start -= length
+            if number >= launches.start:
+                return at - min(start + number - launches.start, end - 1)
+            launches, end = self._before.get(launches.start, range(0)), start
+        return None
+
+    def _distances(
+        self, numbers: Iterable[int], i: int, newest: Mapping[int, int]
+    ) -> tuple[int, ...]:
+        """Return the distances from index `i` back to the newest copies of earlier launches."""
+        starts = ((n, self._starts[bisect_right(self._starts, n) - 1]) for n in numbers)
+        return tuple(i - (newest[start] + n - start) for n, start in starts if start in newest)
+
+    @cached_property
+    def _ranges(self) -> list[range]:
+        """The launches of each segment, in the order of the recorded step."""
+        ranges = [segment.launches for segments in self.passes.values() for segment in segments]
+        return [*sorted(ranges, key=attrgetter("start")), self.end.launches]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The first launch of each segment that is not empty."""
+        return sorted(launches.start for launches in self._ranges if launches)
+
+    @cached_property
+    def _before(self) -> dict[int, range]:
+        """First launch of each segment -> the segment before it."""
+        return {launches.start: before for before, launches in pairwise(self._ranges)}
+
+    @cached_property
+    def _copies(self) -> dict[tuple[range, tuple[int, ...]], _Copy]:
+        return {}
+
+
+class SmallRun(NamedTuple):
+    """A run of sampled layers, and the sample of each layer of the complete run."""
+
+    run: TrainingRun
+    like: Likes
+
+    @classmethod
+    def of(cls, run: TrainingRun) -> SmallRun:
+        """Return the run whose segments stand for those of a complete run."""
+        # Where the optimizer's state is and in which dtype changes no other allocation of a step.
+        options = OptimizerOptions(master_remainder=run.optimizer.master_remainder)
+        small = sample_layers(replace(run, optimizer=options), min(run.num_micro_batches, MIDDLE))
+        return cls(*small)
+
+    @property
+    def step(self) -> DryRun:
+        """The dry run for its memory; its work is that of the full capacity."""
+        return _dry_run(self.run)
+
+    @property
+    def memory_segments(self) -> Segments:
+        """The segments of `step`."""
+        return Segments.of(self.step.queued, self.step.starts, self.like)
+
+    @property
+    def segments(self) -> Segments:
+        """The segments with the work of the rows in use; the optimizer's is that of few layers."""
+        step = of_rows(self.run, _dry_run)
+        return Segments.of(step.queued, step.starts, self.like)
+
+
+def segments_of(run: TrainingRun) -> Segments:
+    """Return the segments of a run's step, whose optimizer state stays on the device."""
+    small = SmallRun.of(run)
+    segments, share = small.segments, stored_bytes(run) / stored_bytes(small.run)
+    # As `dry_run._optimizer_bytes`.
+    traffic, small_traffic = (
+        3 * run.dtype.itemsize + 2 * state_bytes(of.optimizer) for of in (run, small.run)
+    )
+    shares, first = {ADAMW: share * traffic / small_traffic}, segments.end.launches.start
+    end = (
+        queued._replace(
+            work=replace(work, num_bytes=round(shares.get(work.name, share) * work.num_bytes))
+        )
+        for queued in segments.queued[first:]
+        for work in (queued.work,)
+    )
+    return replace(segments, queued=[*segments.queued[:first], *end])
+
+
+@lru_cache(maxsize=64)
+def _dry_run(run: TrainingRun) -> DryRun:
+    return dry_run_of_capacity(run)
+
+
+def like_micro_batches(number: int, num_recorded: int) -> list[int]:
+    """Return the recorded micro-batch that stands for each of a step: the ends, and a middle."""
+    if number <= num_recorded:
+        return [*range(number - 1), num_recorded - 1] if number > 1 else [0]
+    return [0, *[num_recorded // 2] * (number - 2), num_recorded - 1]
