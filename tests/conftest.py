@@ -28,7 +28,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from moecore.kernels.common import INTERPRET
 from tests.helpers import sparing  # noqa: F401  # tests make little garbage as well
-from tests.helpers.by_day import is_by_day
+from tests.helpers.by_day import beyond_the_table
 from tests.helpers.grids import beyond_each_value
 
 # transformers' bars of loaded weights, which ranks would print into the rows of dots.
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def runs_here(item: pytest.Item) -> bool:
         marks = {mark.name for mark in item.iter_markers()}
-        if not whole_grids and ("nightly" in marks or not is_by_day(item)):
+        if not whole_grids and "nightly" in marks:
             return False
         if "interpret" in marks or INTERPRET:
             return INTERPRET and "interpret" in marks and "gpu" not in marks
@@ -71,8 +71,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     here = [item for item in items if runs_here(item)]
     if not whole_grids:
-        beyond = beyond_each_value(here)
-        here = [item for item in here if item not in beyond]
+        for beyond in (beyond_the_table, beyond_each_value):
+            left_out = beyond(here)
+            here = [item for item in here if item not in left_out]
     left = set(here)
     config.hook.pytest_deselected(items=[item for item in items if item not in left])
     items[:] = here

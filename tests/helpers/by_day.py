@@ -1,12 +1,15 @@
 """Cases of dear tests that `make test` runs; `make nightly` runs all of them.
 
 A file has tests by name, "*" for those that are not named, and of each the cases that run by day:
-whole ids, or one parametrization's part of them. A capability keeps at least one case by day, which
-compares numbers with one process or with a reference.
+whole ids, or the beginning of one parametrization's part of them. Nothing is left out of a test
+without such a case. A capability keeps at least one case by day, which compares numbers with one
+process or with a reference.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -207,17 +210,138 @@ BY_DAY: dict[str, Cases] = {
     "families/transformers/test_lora_ranks.py": {
         "test_training_equals_stock_peft": ("etp", "tp", "gpt-oss", "down-alone"),
     },
+    "planning/test_attention_kinds.py": {
+        "test_few_layers_stand_for_all": ("three linear, one full", "sparse, two nodes"),
+        "test_ranks_of_a_pipeline": ("model1",),
+        "test_the_presets_on_64_gpus": ("model0",),
+    },
+    "planning/test_dry_run.py": {
+        "test_a_module_of_prediction_counts_as_often_as_it_runs": (),
+        "test_a_laptop_needs_no_triton": (),  # as all imports of test_first_hour.py
+        "test_pages_of_rows_are_planned_for_all_layers": (),
+        "test_worlds_of_the_same_meshes_one_after_the_other": (),
+    },
+    "planning/test_gpus.py": {
+        "test_a_time_that_is_not_modelled_is_no_number": (
+            "gb200-186-mxfp8",
+            "rtx5090-32-tensorwise",
+        ),
+    },
+    "planning/test_memory.py": {
+        "test_ranks_hold_what_is_planned": ("sharded", "stages", "sparse attention"),
+        "test_many_micro_batches_hold_what_a_few_do": (
+            "1f1b-numbers1",
+            "overlapped-numbers4",
+            "zbv-numbers5",
+        ),
+        "test_kinds_are_positive_and_add_up": (
+            "tiny-deepseek-v3-Et*5|t*3mL-1f1b-optim_grads_params",
+            "tiny-deepseek-v3-Et*6|t|t|mL-overlapped-optim",
+        ),
+        "test_the_command": (),  # test_dry_run.py has one
+    },
+    "planning/test_peak.py": {
+        "test_few_layers_stand_for_all": ("MoE layers again",),
+        "test_ranks_of_a_pipeline": ("overlapped",),
+        "test_what_has_been_sent_is_freed_within_a_step": ("overlapped",),
+    },
+    "planning/test_recipes.py": {
+        "test_a_recipe_fits_where_it_ran": (
+            "deepseek-v3-h100-1024-pp4",
+            "deepseek-v3-gb300-256",
+            "qwen3-235b-gb200-256",
+        ),
+        "test_a_recipe_takes_as_long_as_it_did": ("qwen3-235b-h100-256",),
+    },
+    "planning/test_search.py": {
+        "test_a_gpu_of_ones_own_and_its_host_memory": (),
+        "test_what_is_estimated_to_be_fast_is_planned_first": (),
+        "test_levers_that_are_not_needed_are_dropped": (),
+        "test_all_levers_need_less_memory_than_none": (),
+        "test_rows_that_no_folding_divides_name_other_rows": (),
+    },
+    "planning/test_time_plan.py": {
+        "test_few_layers_stand_for_all": ("over peers' memory", "deepseek, two nodes"),
+        "test_the_command": (),
+    },
+    "planning/test_transformers.py": {
+        "test_few_layers_stand_for_all": ("jamba",),
+        "test_a_family_is_dry_run": ("gemma4", "nemotron_h", "zaya"),
+        "test_the_command_plans_a_directory": (),
+    },
+    "families/transformers/test_families.py": {
+        "test_a_search_plans_what_degrees_plan": ("minimax",),
+        "test_the_page_has_what_is_planned": ("minimax", "granitemoe", "gemma4"),
+    },
+    "families/transformers/test_hf_context.py": {
+        "*": (
+            "qwen3, ring, packed",
+            "qwen3, long or short frequencies, rows",
+            "mixtral, window, rows",
+            "gpt-oss, heads, packed",
+            "deepseek, tp, padded",
+            "gated delta, packed",
+            "kimi delta, tp, packed",
+            "state space, tp, packed",
+            "sparse, packed",
+            "own routers, a cp for each group, tp, padded",
+            "tampered positions",
+        ),
+    },
+    "families/transformers/test_hf_ranks.py": {
+        "test_equals_one_process": (
+            "qwen2-moe/tp2-ep4",
+            "olmoe/tp2-ep4",
+            "deepseek-v3/tp4-ep2",
+            "gpt-oss/tp2-ep4",
+            "mixtral/ep2-edp2/sum",
+        ),
+    },
+    "families/transformers/test_log_probs.py": {
+        "test_logits_of_all_tokens_never_exist": ("False",),
+    },
+    "families/transformers/test_hyper_connections.py": {
+        "test_autocast_and_compilers_get_the_class_own_code": ("autocast",),
+    },
+    "kernels/test_compile.py": {
+        "test_microscaled_operands": ("90-mxfp8-True",),
+    },
+    "kernels/experts/test_emulated_products.py": {"test_kernels_change_no_bit": ("nvfp4",)},
+    "kernels/rows/test_microscaled.py": {
+        "test_rows_of_experts": ("mxfp8", "nvfp4", "fp32 scales"),
+    },
+    "kernels/exchange/test_exchange.py": {
+        "test_kernels_equal_references": (
+            "uneven",
+            "etp",
+            "all experts are columns, few chosen",
+            "three ranks, odd columns",
+            "several chunks",
+            "everything dropped",
+            "no tokens",
+        ),
+    },
+    "kernels/rows/test_cast.py": {"test_whole_rows": ("e4m3",)},
 }
 
 
-def is_by_day(item: pytest.Item) -> bool:
-    """Whether `make test` runs a case; those of other tests and files run always."""
-    tests = BY_DAY.get(str(item.path.relative_to(item.config.rootpath)).removeprefix("tests/"))
-    if tests is None or not isinstance(item, pytest.Function):
-        return True
-    callspec: Any = getattr(item, "callspec", None)
-    name = item.originalname
-    if callspec is None:
-        return tests.get(name) != ()
-    cases = tests.get(name, tests.get("*"))
-    return cases is None or not {callspec.id, *callspec._idlist}.isdisjoint(cases)
+def beyond_the_table(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return cases of tests in the table that it does not name; of a test without any, none."""
+    found: set[pytest.Item] = set()
+    tests: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function):
+            file = str(item.path.relative_to(item.config.rootpath)).removeprefix("tests/")
+            tests[file, item.originalname].append(item)
+    for (file, name), cases in tests.items():
+        by_day = BY_DAY.get(file, {}).get(name, BY_DAY.get(file, {}).get("*"))
+        others = [case for case in cases if not _is_named(case, by_day or ())]
+        if by_day is not None and (by_day == () or len(others) < len(cases)):
+            found |= set(others)
+    return found
+
+
+def _is_named(case: pytest.Function, names: tuple[str, ...]) -> bool:
+    callspec: Any = getattr(case, "callspec", None)
+    ids = [callspec.id, *callspec._idlist] if callspec is not None else []
+    return any(i == name or i.startswith(f"{name}-") for i in ids for name in names)

@@ -58,8 +58,11 @@ def beyond_each_value(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests[item.path, item.cls, item.originalname].append(item)
     for cases in tests.values():
+        axes = zip(*(case.callspec._idlist for case in cases), strict=True)
+        differ = [i for i, axis in enumerate(axes) if len(set(axis)) > 1]
+        values = {case: {(i, case.callspec._idlist[i]) for i in differ} for case in cases}
         seen: set[tuple[int, str]] = set()
-        values = {case: set(enumerate(case.callspec._idlist)) for case in cases}
+        found |= set() if len(differ) > 1 else set(cases)
         for is_new in (set.isdisjoint, lambda one, all_seen: not one <= all_seen):
             for case in cases:
                 if is_new(values[case], seen):
