@@ -55,6 +55,7 @@ BY_DAY: dict[str, Cases] = {
     "parallel/fsdp/test_quantised_gather.py": {
         "test_bits_are_those_of_wide_gathers": ("delayed, cut", "nvfp4, cut", "nvfp4, adapted"),
     },
+    "parallel/fsdp/test_unit.py": {"*": ("plain", "together", "gathered once")},
     "parallel/fsdp/test_requires_grad.py": {"*": ("all freed", "LoRA", "FP8")},
     "parallel/fsdp/test_skipped.py": {
         "*": (
@@ -205,7 +206,7 @@ BY_DAY: dict[str, Cases] = {
         "*": ("qwen3 tp", "deepseek_v3 ep", "stock to ep", "ep to stock")
     },
     "io/hf/test_stream.py": {
-        "test_a_stream_has_the_bits_of_the_files": ("ep2-etp2", "tp2-ep2"),
+        "test_a_stream_has_the_bits_of_the_files": ("tp2-ep2",),
     },
     "io/checkpoint/test_layouts.py": {
         "test_every_layout_loads_what_another_saved": (
@@ -270,7 +271,20 @@ BY_DAY: dict[str, Cases] = {
         ),
         "test_a_recipe_takes_as_long_as_it_did": ("qwen3-235b-h100-256",),
     },
+    "planning/test_records.py": {
+        "*": (
+            "2 GPUs",
+            "qwen3, 4 rows",
+            "qwen3, FC1 again",
+            "qwen3, experts offloaded",
+            "qwen3, blockwise FP8",
+            "olmoe, levers",
+            "mixtral, 2 rows",
+            "deepseek, projections again",
+        ),
+    },
     "planning/test_search.py": {
+        "test_the_fastest_order_and_levers_are_found": (),
         "test_a_gpu_of_ones_own_and_its_host_memory": (),
         "test_what_is_estimated_to_be_fast_is_planned_first": (),
         "test_levers_that_are_not_needed_are_dropped": (),

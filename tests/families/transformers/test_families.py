@@ -109,15 +109,12 @@ ON_ALL = {
     "longcat_flash": "experts that return their input",
 }
 EVERY_DAY = ("qwen3_moe", "gpt_oss")  # the others of `ON_ALL` run on one folding
-TP_BY_DAY = (
+TP_BY_DAY = (  # linears of several kinds are in test_tensor_parallel.py
     "qwen3_moe",
     "deepseek_v3",
     "gpt_oss",
     "qwen3_next",
-    "kimi_linear",
     "granitemoehybrid",
-    "granitemoeshared",
-    "minimax",
 )
 # With those above, every path of the package that a family takes on two ranks.
 BY_DAY = (
