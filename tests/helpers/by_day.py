@@ -273,7 +273,7 @@ BY_DAY: dict[str, Cases] = {
     },
     "planning/test_records.py": {
         "*": (
-            "2 GPUs",
+            "2 GPUs, qwen3, pp 2",
             "qwen3, 4 rows",
             "qwen3, FC1 again",
             "qwen3, experts offloaded",
