@@ -1,8 +1,10 @@
 """Selects what this process can run.
 
 `gpu` tests where CUDA is; `interpret` tests where Triton interprets kernels (TRITON_INTERPRET=1);
-everything else everywhere but under the interpreter, whose process is for kernels alone. Cases
-marked `nightly` are left out where there is no GPU, unless `--nightly` is given.
+everything else everywhere but under the interpreter, whose process is for kernels alone. Where
+there is no GPU, and `--nightly` is not given, cases that are marked `nightly` are left out, those
+that the table `helpers/by_day.py` does not name, and of a test with several parametrizations those
+whose values other cases have.
 
 Which tests ran before in this process must not matter: each file begins without a process group,
 each file and test with the same generators, and hypothesis tries the same examples in each run
@@ -26,6 +28,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from moecore.kernels.common import INTERPRET
 from tests.helpers import sparing  # noqa: F401  # tests make little garbage as well
+from tests.helpers.by_day import beyond_the_table
+from tests.helpers.grids import beyond_each_value
 
 # transformers' bars of loaded weights, which ranks would print into the rows of dots.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -59,15 +63,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def runs_here(item: pytest.Item) -> bool:
         marks = {mark.name for mark in item.iter_markers()}
-        if "nightly" in marks and not whole_grids:
+        if not whole_grids and "nightly" in marks:
             return False
         if "interpret" in marks or INTERPRET:
             return INTERPRET and "interpret" in marks and "gpu" not in marks
         return torch.cuda.is_available() or "gpu" not in marks
 
-    here = {item: runs_here(item) for item in items}
-    config.hook.pytest_deselected(items=[item for item in items if not here[item]])
-    items[:] = [item for item in items if here[item]]
+    here = [item for item in items if runs_here(item)]
+    if not whole_grids:
+        for beyond in (beyond_the_table, beyond_each_value):
+            left_out = beyond(here)
+            here = [item for item in here if item not in left_out]
+    left = set(here)
+    config.hook.pytest_deselected(items=[item for item in items if item not in left])
+    items[:] = here
     for item in items:
         if (mark := item.get_closest_marker("gpus")) and torch.cuda.device_count() < mark.args[0]:
             item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]} GPUs, one per rank"))

@@ -81,6 +81,7 @@ def test_slurm(job: dict[str, str], tmp_path: Path) -> None:
     assert found == "--run-dir runs/mine --config plan.toml --data a.jsonl"
 
 
+@pytest.mark.nightly  # the same options of torchrun as those of Slurm
 def test_kubernetes(job: dict[str, str], tmp_path: Path) -> None:
     """The operator's variables are all that torchrun needs to know."""
     spec = yaml.safe_load((CLUSTER / "pytorchjob.yaml").read_text())["spec"]

@@ -1,14 +1,15 @@
-"""Grids of cases: `make test` runs those that have every pair of values, `make nightly` all.
+"""Grids of cases: `make test` runs each value of each axis, `make nightly` all cases.
 
-    @grid(layout=LAYOUTS, model=MODELS, option=OPTIONS)      of 2 x 2 x 3 cases 6 run
+    @grid(layout=LAYOUTS, model=MODELS, option=OPTIONS)      of 2 x 2 x 3 cases 3 run
     def test(layout, model, option): ...
 
-A case runs if the places of its values add up to a multiple of the shortest axis's length. Then
-every value of an axis meets every value of each other axis: a third axis completes the sum.
+By day the longest axis is walked once, and the others along with it, from their beginning again
+where they end.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import product
 from typing import Any
@@ -19,12 +20,11 @@ import pytest
 def grid(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Return a parametrization by the product of axes, whose other cases are marked `nightly`."""
     values = [list(axis) for axis in axes.values()]
-    assert len(values) > 2, "two axes have no pair that another case has"
-    shortest = min(map(len, values))
+    by_day = {tuple(i % len(axis) for axis in values) for i in range(max(map(len, values)))}
     cases = []
     for places in product(*(range(len(axis)) for axis in values)):
         case = [axis[place] for axis, place in zip(values, places, strict=True)]
-        marks = [] if sum(places) % shortest == 0 else [pytest.mark.nightly]
+        marks = [] if places in by_day else [pytest.mark.nightly]
         cases.append(pytest.param(*case, marks=marks))
     return pytest.mark.parametrize(list(axes), cases)
 
@@ -45,6 +45,30 @@ def beside(values: Iterable[Any], nightly: Iterable[Any], *, several: bool = Fal
         )
         for value in values
     ]
+
+
+def beyond_each_value(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return cases of several parametrizations without a value that no case before them has.
+
+    Cases whose values are all new come first, so that parameters change together.
+    """
+    found: set[pytest.Item] = set()
+    tests: dict[tuple[Any, ...], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests[item.path, item.cls, item.originalname].append(item)
+    for cases in tests.values():
+        axes = zip(*(case.callspec._idlist for case in cases), strict=True)
+        differ = [i for i, axis in enumerate(axes) if len(set(axis)) > 1]
+        values = {case: {(i, case.callspec._idlist[i]) for i in differ} for case in cases}
+        seen: set[tuple[int, str]] = set()
+        found |= set() if len(differ) > 1 else set(cases)
+        for is_new in (set.isdisjoint, lambda one, all_seen: not one <= all_seen):
+            for case in cases:
+                if is_new(values[case], seen):
+                    seen |= values[case]
+                    found.add(case)
+    return {case for cases in tests.values() for case in cases} - found
 
 
 def asked_for(request: pytest.FixtureRequest, *names: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState
 from transformers import Trainer
 
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.integrations.trainer_runs import (
     DYNAMIC,
@@ -51,17 +53,20 @@ PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def parity_and_files(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+def parity_and_files(
+    rank: int, device: torch.device, folder: str, cases: Collection[str] = tuple(PARITY)
+) -> dict[str, Any]:
     enter_launcher(rank, device, folder)
     found: dict[str, Any] = {
         name: against_stock(f"{folder}/parity", options, **config)
         for name, (options, config) in PARITY.items()
+        if name in cases
     }
     return found | {"exported": exported(f"{folder}/exported")}
 
 
-def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
-    found = parity_and_files(rank, device, folder)
+def worker(rank: int, device: torch.device, folder: str, cases: Collection[str]) -> dict[str, Any]:
+    found = parity_and_files(rank, device, folder, cases)
     found["packed"] = packs(f"{folder}/packed")
     found["cp"] = over_cp(f"{folder}/cp")
     found["tp"] = over_tp(f"{folder}/tp")
@@ -72,17 +77,21 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     found["best"] = best_model(f"{folder}/best")
     found["refused"] = refused(f"{folder}/refused")
     if find_spec("trl") is not None:
-        from tests.integrations.trl_runs import dpo, grpo, sft
+        from tests.integrations import trl_runs
 
-        found["sft"] = sft(f"{folder}/sft")
-        found["dpo"] = dpo(f"{folder}/dpo")
-        found["grpo"] = grpo(f"{folder}/grpo")
+        for name in cases:
+            if name not in PARITY:
+                found[name] = getattr(trl_runs, name)(f"{folder}/{name}")
     return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(2, worker, str(tmp_path_factory.mktemp("trainer")), over_gloo=True)  # DDP
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    cases = dict.fromkeys(["tokens of all ranks", *asked_for(request, "case"), "grpo"])
+    folder = str(tmp_path_factory.mktemp("trainer"))
+    return run_ranks(2, worker, folder, [*cases], over_gloo=True)  # DDP
 
 
 @pytest.mark.parametrize("case", PARITY)

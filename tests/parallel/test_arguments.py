@@ -29,6 +29,7 @@ from moecore import (
 from moecore.base.failures import RankError
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.arguments import ADVICE
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -246,9 +247,9 @@ def line_of_a_rank_that_compares_alone() -> str:
     return ""
 
 
-def worker(rank: int, _device: torch.device) -> Any:
+def worker(rank: int, _device: torch.device, layouts: list[str]) -> Any:
     found: dict[Any, Any] = {"alone": line_of_a_rank_that_compares_alone()}
-    for layout in LAYOUTS:
+    for layout in layouts:
         found[layout] = steps_of(layout)
     for fused, is_slow in LATE:
         found["late", fused, is_slow] = late_errors(fused=fused, is_slow=is_slow)
@@ -259,9 +260,9 @@ def worker(rank: int, _device: torch.device) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
+def found(request: pytest.FixtureRequest) -> Any:
     pytest.importorskip("transformers", minversion="5")
-    return run_ranks(WORLD, worker, over_gloo=True)
+    return run_ranks(WORLD, worker, asked_for(request, "layout"), over_gloo=True)
 
 
 def are_refused(errors: Sequence[Any], name: str) -> bool:

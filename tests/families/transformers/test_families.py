@@ -108,6 +108,14 @@ ON_ALL = {
     "step3p7": "an activation of its own",
     "longcat_flash": "experts that return their input",
 }
+EVERY_DAY = ("qwen3_moe", "gpt_oss")  # the others of `ON_ALL` run on one folding
+TP_BY_DAY = (  # linears of several kinds are in test_tensor_parallel.py
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_next",
+    "granitemoehybrid",
+)
 # With those above, every path of the package that a family takes on two ranks.
 BY_DAY = (
     *WITH_TP,
@@ -148,8 +156,10 @@ def cases(*, nightly: bool) -> list[tuple[str, int]]:
     """Return families with the index of their folding, and representatives with the others."""
     first = [(name, i % len(FOLDINGS)) for i, name in enumerate(taken())]
     first = [case for case in first if nightly or case[0] in BY_DAY]
-    others = [(name, i) for name in ON_ALL for i in range(len(FOLDINGS))]
-    over_tp = taken() if nightly else WITH_TP
+    others = [
+        (name, i) for name in (ON_ALL if nightly else EVERY_DAY) for i in range(len(FOLDINGS))
+    ]
+    over_tp = taken() if nightly else TP_BY_DAY
     columns = [(name, i) for name in taken() for i in COLUMNS]
     return [
         *first,

@@ -11,6 +11,7 @@ import torch
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.kernels.exchange.operations import limit_rows
+from tests.helpers.grids import beside
 from tests.kernels.test_compile import MAX_SPILL_BYTES, compiled, spilled_bytes
 
 pytestmark = pytest.mark.slow
@@ -67,11 +68,10 @@ def run(shape: tuple[Any, ...]) -> None:
     limit_rows(buffer.state, 8, buffer.state, buffer.report)
 
 
-NIGHTLY = ("dsv3, 24 SMs", "qwen3-30b", "six ranks, expert choice")
-BY_DAY = [pytest.param(n, marks=[pytest.mark.nightly] * (n in NIGHTLY)) for n in SHAPES]
+BY_DAY = ("dsv3", "six ranks, expert choice, few SMs")
 
 
-@pytest.mark.parametrize("name", BY_DAY)
+@pytest.mark.parametrize("name", beside(SHAPES, [name for name in SHAPES if name not in BY_DAY]))
 def test_compiles_without_spills_and_moves_16_bytes(
     name: str, compiled: dict[str, Any], tmp_path: Any
 ) -> None:

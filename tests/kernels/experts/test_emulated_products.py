@@ -17,16 +17,15 @@ from moecore.kernels.experts.contract import (
     ExpertWeights,
     UnsummedInput,
 )
-from moecore.kernels.experts.products import products_problem, quantise_matrices
+from moecore.kernels.experts.products import products_problem
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.kernels.rows.index import ExpertIndex, build_index
-from moecore.kernels.rows.move import sum_rows
+from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.packed import pack_rows
 from moecore.kernels.rows.record import Rows
 from tests.helpers.grids import beside
 from tests.kernels.experts.chosen import expert_mlp
-from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
+from tests.kernels.experts.test_expert_mlp import make, rows_of
 from tests.kernels.experts.test_fp8_products import OUTPUTS, apply, check, gradient_of, run
 from tests.kernels.rows.microscaling_oracle import experts
 from tests.moe.fp8_reference import Result
@@ -59,14 +58,6 @@ def oracle(leaves: dict[str, Tensor], ids: Tensor, recipe: Recipe, kind: str) ->
 BOUNDS = {"mxfp8": 1e-3, "nvfp4": 5e-3}
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-def test_equals_the_oracle(recipe: Recipe, kind: str) -> None:
-    leaves, ids = make(kind, **SIZES)
-    found = run(leaves, ids, options_of(recipe, kind))
-    check(found, oracle(leaves, ids, recipe, kind), BOUNDS[recipe.scaling])
-
-
 @both
 def test_more_than_a_block_of_one_expert_and_bf16(recipe: Recipe) -> None:
     leaves, ids = make("swiglu", S=300, D=64, F=96, e=3, K=1, dtype=torch.bfloat16)
@@ -74,21 +65,6 @@ def test_more_than_a_block_of_one_expert_and_bf16(recipe: Recipe) -> None:
     found = run(leaves, ids, options_of(recipe))
     check(found, oracle(leaves, ids, recipe, "swiglu"), 2 * BOUNDS[recipe.scaling])
     assert {found[n].dtype for n in ("y", "x", "w1", "w2")} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-def test_repeats_and_all_ways_of_keeping_give_the_same_bits(recipe: Recipe) -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of(recipe))
-    for options in (options_of(recipe), options_of(recipe, keep_h=False)):
-        found = run(leaves, ids, options)
-        assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
-    weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
-    pair = tuple(quantise_matrices(leaves[n], recipe) for n in ("w1", "w2"))
-    index = rows_of(ids, leaves["weights"], 5)
-    y = expert_mlp(Rows(leaves["x"]), replace(weights, quantised=pair), index, options_of(recipe))
-    y.backward(gradient_of(y))
-    assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]
 
 
 def test_each_option_changes_gradients_alone() -> None:
@@ -101,83 +77,6 @@ def test_each_option_changes_gradients_alone() -> None:
         expected = {"y": [False, False], "w1": [True, True], "w2": [True, True]}
         # Input gradients are not transformed, and have been rounded at random.
         assert changed == expected.get(name, [False, True]), name
-
-
-@both
-@pytest.mark.parametrize("S", [0, 1])
-def test_few_rows(S: int, recipe: Recipe) -> None:
-    leaves, ids = make("swiglu", **SIZES | {"S": S})
-    found = run(leaves, ids, options_of(recipe))
-    if S:
-        check(found, oracle(leaves, ids, recipe, "swiglu"), BOUNDS[recipe.scaling])
-    else:
-        assert not any(found[n].any() for n in OUTPUTS)
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-def test_rows_past_the_last_one_may_hold_anything(recipe: Recipe) -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of(recipe))
-    for filler in (torch.nan, 1e30):
-        for leaf in leaves.values():
-            leaf.grad = None
-        index = build_index(ids, leaves["weights"], first=0, num_local=5, length=200)
-        used = int(index.num_rows)
-        handle_RD = leaves["x"].new_empty(1).expand(200, 64).requires_grad_()
-        y_RD = apply(leaves, index, options_of(recipe), unsummed=UnsummedInput(handle_RD))
-        where = (index.row_ids_R, index.slots_SK, index.num_rows)
-        assert torch.equal(sum_rows(y_RD.detach(), *where), expected["y"])
-        dy_RD = torch.full_like(y_RD, filler)
-        dy_RD[:used] = gradient_of(leaves["x"])[index.row_ids_R[:used]]
-        y_RD.backward(dy_RD)
-        assert handle_RD.grad is not None
-        assert torch.equal(sum_rows(handle_RD.grad, *where), expected["x"])
-        for name in ("w1", "w2", "weights"):
-            assert torch.equal(leaves[name].grad, expected[name]), name  # type: ignore[arg-type]
-
-
-@both
-def test_an_infinity_reaches_its_tokens_and_its_expert_alone(recipe: Recipe) -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of(recipe))
-    bad = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
-    with torch.no_grad():
-        bad["x"][4, 7] = torch.inf
-    found = run(bad, ids, options_of(recipe))
-    others = torch.arange(43) != 4
-    assert torch.equal(found["y"][others], expected["y"][others])
-    assert not found["y"][4].isfinite().all()
-    spared = [i for i in range(5) if i not in ids[4].tolist()]
-    assert spared
-    assert all(torch.equal(found["w1"][i], expected["w1"][i]) for i in spared)
-
-
-@both
-@pytest.mark.parametrize("frozen", [("w1",), ("w2",), ("x",), ("weights", "x", "w1")], ids=str)
-def test_frozen_inputs(frozen: tuple[str, ...], recipe: Recipe) -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    whole = run(leaves, ids, options_of(recipe))
-    for name in frozen:
-        leaves[name].requires_grad_(False)
-    part = run(leaves, ids, options_of(recipe))
-    assert part.keys() == whole.keys() - set(frozen)
-    assert all(torch.equal(grad, whole[name]) for name, grad in part.items())
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-def test_compiles_to_the_same_bits(recipe: Recipe) -> None:
-    leaves, ids = make("swiglu", **SIZES)
-
-    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
-        return apply({"x": x, "w1": w1, "w2": w2}, rows_of(ids, weights, 5), options_of(recipe))
-
-    results = []
-    for f in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
-        args = [leaves[n].detach().clone().requires_grad_() for n in NAMES]
-        y = f(*args)
-        y.backward(gradient_of(y))
-        results.append([y, *(a.grad for a in args)])
-    assert all(torch.equal(eager, other) for eager, other in zip(*results, strict=True))
 
 
 def test_rows_that_travelled_as_fp8_are_widened() -> None:

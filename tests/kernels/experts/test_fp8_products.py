@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.products import quantise_matrices
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.kernels.rows.index import ExpertIndex, build_index
+from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.packed import pack_rows
 from moecore.kernels.rows.record import Rows
@@ -106,52 +105,10 @@ def test_tiles_of_one_expert_and_bf16() -> None:
     assert {found[n].dtype for n in ("y", "x", "w1", "w2")} == {torch.bfloat16}
 
 
-def test_all_ways_of_keeping_give_the_same_bits() -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of())
-    for options in (options_of(), options_of(keep_h=False)):
-        found = run(leaves, ids, options)
-        assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
-    weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
-    pair = tuple(quantise_matrices(leaves[n], Recipe()) for n in ("w1", "w2"))
-    index = rows_of(ids, leaves["weights"], 5)
-    kept = replace(weights, quantised=pair)
-    y = expert_mlp(Rows(leaves["x"]), kept, index, options_of())
-    y.backward(gradient_of(y))
-    assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("S", [0, 1])
-def test_few_rows(S: int) -> None:
-    leaves, ids = make("swiglu", **SIZES | {"S": S})
-    found = run(leaves, ids, options_of())
-    check(found, oracle(leaves, ids, "swiglu"), 1e-3)
-
-
 def test_no_choice_is_local() -> None:
     leaves, ids = make("swiglu", **SIZES)
     found = run(leaves, torch.full_like(ids, -1), options_of())
     assert not any(found[n].any() for n in OUTPUTS)
-
-
-def test_rows_past_the_last_one_may_hold_anything() -> None:
-    """An index longer than its rows, and a gradient of NaN there."""
-    leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of())
-    index = build_index(ids, leaves["weights"], first=0, num_local=5, length=200)
-    used = int(index.num_rows)
-    handle_RD = leaves["x"].new_empty(1).expand(200, 256).requires_grad_()
-    y_RD = apply(leaves, index, options_of(), unsummed=UnsummedInput(handle_RD))
-    where = (index.row_ids_R, index.slots_SK, index.num_rows)
-    y_RD = torch.where((torch.arange(200) < used)[:, None], y_RD, torch.nan)
-    assert torch.equal(sum_rows(y_RD.detach(), *where), expected["y"])
-    dy_RD = torch.full_like(y_RD, torch.nan)
-    dy_RD[:used] = gradient_of(leaves["x"])[index.row_ids_R[:used]]
-    y_RD.backward(dy_RD)
-    assert leaves["x"].grad is None and handle_RD.grad is not None
-    assert torch.equal(sum_rows(handle_RD.grad, *where), expected["x"])
-    for name in ("w1", "w2", "weights"):
-        assert torch.equal(leaves[name].grad, expected[name]), name  # type: ignore[arg-type]
 
 
 def test_rows_that_travelled_are_multiplied_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,24 +231,6 @@ def test_gradients_of_wide_weights_are_not_rounded() -> None:
     check(found, oracle(leaves, ids, "swiglu"), 2**-8)
     rounded = found["w1"].bfloat16().float()
     assert not torch.equal(found["w1"], rounded)
-
-
-@pytest.mark.parametrize("recipe", [{}, {"keep_hidden": "wide", "power_of_two": False}], ids=str)
-def test_compiles_to_the_same_bits(recipe: dict[str, Any]) -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    options = options_of(**recipe)
-
-    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
-        return apply({"x": x, "w1": w1, "w2": w2}, rows_of(ids, weights, 5), options)
-
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    results = []
-    for f in (block, compiled):
-        args = [leaves[n].detach().clone().requires_grad_() for n in NAMES]
-        y = f(*args)
-        y.backward(gradient_of(y))
-        results.append([y, *(a.grad for a in args)])
-    assert all(torch.equal(eager, other) for eager, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("scaling", ["blockwise", "nvfp4"])

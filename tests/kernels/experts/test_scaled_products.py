@@ -16,7 +16,6 @@ from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertWeights,
     Magnitudes,
-    UnsummedInput,
 )
 from moecore.kernels.grouped import scaled
 from moecore.kernels.grouped.scaled import scaled_gemm, scaled_wgrad
@@ -28,11 +27,10 @@ from moecore.kernels.grouped.scaled_rows import (
 )
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
-from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.record import Rows
 from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
-from tests.kernels.experts.test_fp8_products import OUTPUTS, apply, check, gradient_of, run
+from tests.kernels.experts.test_fp8_products import OUTPUTS, check, gradient_of, run
 from tests.moe.fp8_reference import Result, experts_scaled
 
 SIZES: dict[str, Any] = {"S": 23, "D": 32, "F": 48}
@@ -49,17 +47,6 @@ def oracle(leaves: dict[str, Tensor], ids: Tensor, scaling: str, **how: Any) -> 
     plain = {n: t.detach() for n, t in leaves.items()}
     where = (ids, plain["weights"], gradient_of(plain["x"]))
     return experts_scaled(plain["x"], plain["w1"], plain["w2"], *where, scaling=scaling, **how)
-
-
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_equals_the_oracle(scaling: Scaling, kind: str, power_of_two: bool) -> None:
-    leaves, ids = make(kind, **SIZES)
-    found = run(leaves, ids, options_of(scaling, kind, power_of_two=power_of_two))
-    # Only the order of sums differs; where that moves a value over a tie, by one step of FP8.
-    truth = oracle(leaves, ids, scaling, kind=kind, power_of_two=power_of_two)
-    check(found, truth, 1e-3)
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -168,47 +155,6 @@ def test_in_bf16(scaling: Scaling) -> None:
     assert {found[n].dtype for n in ("y", "x", "w1", "w2")} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("S", [0, 1])
-def test_few_rows(S: int, scaling: Scaling) -> None:
-    leaves, ids = make("swiglu", **SIZES | {"S": S})
-    found = run(leaves, ids, options_of(scaling))
-    if S:
-        check(found, oracle(leaves, ids, scaling), 1e-3)
-    else:
-        assert not any(found[n].any() for n in OUTPUTS)
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_rows_past_the_last_one_may_hold_anything(scaling: Scaling) -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of(scaling))
-    index = build_index(ids, leaves["weights"], first=0, num_local=5, length=100)
-    used = int(index.num_rows)
-    handle_RD = leaves["x"].new_empty(1).expand(100, 32).requires_grad_()
-    y_RD = apply(leaves, index, options_of(scaling), unsummed=UnsummedInput(handle_RD))
-    where = (index.row_ids_R, index.slots_SK, index.num_rows)
-    assert torch.equal(sum_rows(y_RD.detach(), *where), expected["y"])
-    dy_RD = torch.full_like(y_RD, torch.nan)
-    dy_RD[:used] = gradient_of(leaves["x"])[index.row_ids_R[:used]]
-    y_RD.backward(dy_RD)
-    assert handle_RD.grad is not None
-    assert torch.equal(sum_rows(handle_RD.grad, *where), expected["x"])
-    for name in ("w1", "w2", "weights"):
-        assert torch.equal(leaves[name].grad, expected[name]), name  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("frozen", [("w1",), ("w2",), ("x",), ("weights", "x", "w1")], ids=str)
-def test_frozen_inputs(frozen: tuple[str, ...]) -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    whole = run(leaves, ids, options_of("rowwise"))
-    for name in frozen:
-        leaves[name].requires_grad_(False)
-    part = run(leaves, ids, options_of("rowwise"))
-    assert part.keys() == whole.keys() - set(frozen)
-    assert all(torch.equal(grad, whole[name]) for name, grad in part.items())
-
-
 WANTED: dict[tuple[str, ...], list[tuple[int, bool, bool]]] = {  # columns, rows?, columns?
     (): [(32, True, False), (48, True, False), (32, True, True), (96, True, True)],
     ("w1",): [(32, True, False), (48, True, False), (32, True, True), (96, True, False)],
@@ -235,22 +181,6 @@ def test_a_gradient_is_read_once_for_both_layouts(
     run(leaves, ids, options_of("tensorwise"))
     of_columns = COLUMNS_AGAIN.get(frozen, [(32, False, True)])
     assert sorted(made) == sorted(WANTED[frozen] + of_columns)
-
-
-def test_compiles_to_the_same_bits() -> None:
-    leaves, ids = make("swiglu", **SIZES)
-
-    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
-        tensors = {"x": x, "w1": w1, "w2": w2}
-        return apply(tensors, rows_of(ids, weights, 5), options_of("rowwise"))
-
-    results = []
-    for f in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
-        args = [leaves[n].detach().clone().requires_grad_() for n in NAMES]
-        y = f(*args)
-        y.backward(gradient_of(y))
-        results.append([y, *(a.grad for a in args)])
-    assert all(torch.equal(eager, other) for eager, other in zip(*results, strict=True))
 
 
 def test_padded_rows_worked_example() -> None:

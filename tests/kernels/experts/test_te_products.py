@@ -22,17 +22,15 @@ from moecore.kernels.experts.contract import (
     ExpertSpec,
     ExpertWeights,
     GradTarget,
-    UnsummedInput,
 )
 from moecore.kernels.experts.products import choose_products, make_products, products_problem
 from moecore.kernels.rows.activation import ActivationOptions, activation
 from moecore.kernels.rows.index import ExpertIndex, build_index
-from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.record import Rows
 from tests.helpers import te_definition
 from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_expert_mlp import NAMES, check_twice, exact, make
-from tests.kernels.experts.test_fp8_products import OUTPUTS, check, gradient_of
+from tests.kernels.experts.test_fp8_products import gradient_of
 from tests.kernels.rows.microscaling_oracle import experts as experts_in_microscaling
 from tests.moe.fp8_reference import Result, fp8
 
@@ -51,7 +49,6 @@ RECIPES = {
 # format. "nvfp4" is in bf16, as in test_emulated_products.py.
 BOUNDS = {"nvfp4": 1e-2}
 DTYPES = {"nvfp4": torch.bfloat16}
-recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 
 @pytest.fixture(autouse=True)
@@ -192,39 +189,6 @@ def bound_of(recipe: Recipe) -> float:
     return BOUNDS.get(recipe.scaling, 1e-3)
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
-@recipes
-def test_equals_the_oracle(recipe: Recipe, kind: str) -> None:
-    dtype = DTYPES.get(recipe.scaling, torch.float32)
-    leaves, ids = make(kind, **sizes_of(recipe), dtype=dtype)
-    found = run(leaves, ids, options_of(recipe, kind))
-    check(found, oracle(leaves, ids, recipe, kind), bound_of(recipe))
-
-
-@recipes
-def test_all_ways_of_keeping_give_the_same_bits(recipe: Recipe) -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of(recipe))
-    for options in (options_of(recipe), options_of(recipe, keep_h=False)):
-        found = run(leaves, ids, options)
-        assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
-    assert run(leaves, ids, options_of(recipe, products="auto"))["y"].equal(expected["y"])
-
-
-@pytest.mark.parametrize("S", [0, 1])
-@recipes
-def test_few_rows(recipe: Recipe, S: int) -> None:
-    dtype = DTYPES.get(recipe.scaling, torch.float32)
-    leaves, ids = make("swiglu", **sizes_of(recipe) | {"S": S}, dtype=dtype)
-    found = run(leaves, ids, options_of(recipe))
-    if S:
-        # An element at a tie of E4M3 moves one row by up to a step of 1/8, whatever the others are.
-        bound = max(bound_of(recipe), 1 / 32)
-        check(found, oracle(leaves, ids, recipe, "swiglu"), bound)
-    else:
-        assert not any(found[n].any() for n in OUTPUTS)
-
-
 def test_rows_of_padding_are_zero_in_all_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     """X, A, dY and dH, although row ids of padding name source row 0."""
     recipe, seen = RECIPES["blockwise"], []
@@ -247,47 +211,6 @@ def test_rows_of_padding_are_zero_in_all_operands(monkeypatch: pytest.MonkeyPatc
     assert len(seen) == 8  # X and A, dY and dH in both directions
     for x in seen:
         assert not x[~named[:used]].any() and x[named[:used]].any()
-
-
-@recipes
-def test_rows_past_the_last_one_and_padding_may_hold_anything(recipe: Recipe) -> None:
-    leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of(recipe))
-    for filler in (torch.nan, 1e30):
-        for leaf in leaves.values():
-            leaf.grad = None
-        how = dict(first=0, num_local=5, multiple=recipe.rows, length=200)
-        index = build_index(ids, leaves["weights"], **how)
-        R, D = index.row_ids_R.numel(), leaves["x"].shape[1]
-        handle_RD = leaves["x"].new_empty(1).expand(R, D).requires_grad_()
-        weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
-        unsummed = UnsummedInput(handle_RD)
-        y_RD = expert_mlp(Rows(leaves["x"]), weights, index, options_of(recipe), unsummed=unsummed)
-        where = (index.row_ids_R, index.slots_SK, index.num_rows)
-        assert torch.equal(sum_rows(y_RD.detach(), *where), expected["y"])
-        dy_RD = torch.full_like(y_RD, filler)
-        slots = index.slots_SK[index.slots_SK >= 0].long()
-        dy_RD[slots] = gradient_of(leaves["x"])[index.row_ids_R[slots].long()]
-        y_RD.backward(dy_RD)
-        assert handle_RD.grad is not None
-        assert torch.equal(sum_rows(handle_RD.grad, *where), expected["x"])
-        for name in ("w1", "w2", "weights"):
-            assert torch.equal(leaves[name].grad, expected[name]), name  # type: ignore[arg-type]
-
-
-@recipes
-def test_an_infinity_reaches_its_tokens_and_its_expert_alone(recipe: Recipe) -> None:
-    """Source row 0, whose number is that of padding."""
-    leaves, ids = make("swiglu", **SIZES)
-    expected = run(leaves, ids, options_of(recipe))
-    bad = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
-    with torch.no_grad():
-        bad["x"][0, 7] = torch.inf
-    found = run(bad, ids, options_of(recipe))
-    assert not found["y"][0].isfinite().any()
-    assert found["y"][1:].isfinite().all()
-    spared = [i for i in range(5) if i not in ids[0].tolist()]
-    assert spared and all(torch.equal(found["w1"][i], expected["w1"][i]) for i in spared)
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["blockwise"]], ids=["wide", "blockwise"])

@@ -30,6 +30,7 @@ from moecore import (
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.fsdp.unit import State
 from moecore.parallel.fsdp.units import find_blocks, find_heads
+from tests.helpers.grids import asked_for
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.units import recorded, unit_names, unit_of
@@ -192,8 +193,8 @@ def loaded_while_resident(rank: int) -> dict[str, Any]:
     return {"resident": resident, "dtensors": kinds == {DTensor}, "losses": losses}
 
 
-def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {name: train(run, rank) for name, run in RUNS.items()}
+def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: train(RUNS[name], rank) for name in names}
     found["events"] = events_of_a_step(PLAIN, rank)
     found["mtp events"] = events_of_a_step(MTP, rank)
     found["loaded"] = loaded_while_resident(rank)
@@ -201,8 +202,8 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return run_ranks(WORLD, worker)
+def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run_ranks(WORLD, worker, asked_for(request, "name"))
 
 
 @pytest.mark.parametrize("name", RUNS)

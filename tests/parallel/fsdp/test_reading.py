@@ -5,7 +5,6 @@ A logger under `if rank == 0` must neither free what its rank holds nor start a 
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from moecore import (
 )
 from moecore.models import Decoder, DecoderConfig
 from tests.families.transformers.hf_models import random_model
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.units import resident_bytes
 
@@ -117,9 +117,9 @@ def gradients(model: Any, reader: Reader | None, *, accumulate: bool) -> list[Te
     return [p.grad.to_local().clone() for p in model.parameters()]
 
 
-def worker(rank: int, device: torch.device) -> dict[Any, Any]:
+def worker(rank: int, device: torch.device, cases: list[Any]) -> dict[Any, Any]:
     found = {}
-    for case in product(NAMES, PARALLEL, RESHARD, ACCUMULATE):
+    for case in cases:
         name, layout, reshard, accumulate = case
         model, alone = (make(name, layout, reshard=reshard) for _ in range(2))
         reader = Reader(model)
@@ -131,8 +131,9 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[Any, Any]:
-    return run_ranks(2, worker)
+def found(request: pytest.FixtureRequest) -> dict[Any, Any]:
+    cases = asked_for(request, "name", "layout", "reshard", "accumulate")
+    return run_ranks(2, worker, cases)
 
 
 @pytest.mark.parametrize("accumulate", ACCUMULATE, ids=["accumulated", "alone"])

@@ -26,6 +26,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import by_turns
 from tests.parallel.fsdp.test_skipped import DIM, Grads, differing, grads_of, row, run_in_pairs
@@ -264,10 +265,10 @@ def collectives(_rank: int) -> list[str]:
     return [event for event in events if event.startswith(("gather", "reduce"))]
 
 
-def worker(rank: int, _device: torch.device) -> Any:
+def worker(rank: int, _device: torch.device, names: list[str]) -> Any:
     wanted = by_turns(range(len(RUNS)), wanted_of)
     found: dict[str, Any] = {
-        name: gradients(rank, case, wanted[RUNS.index(case.run)]) for name, case in CASES.items()
+        name: gradients(rank, CASES[name], wanted[RUNS.index(CASES[name].run)]) for name in names
     }
     every: list[Any] = [None] * WORLD
     dist.all_gather_object(every, found | {"frozen": collectives(rank)})
@@ -275,8 +276,8 @@ def worker(rank: int, _device: torch.device) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
-    return run_ranks(WORLD, worker)
+def found(request: pytest.FixtureRequest) -> Any:
+    return run_ranks(WORLD, worker, asked_for(request, "name"))
 
 
 @pytest.mark.parametrize("name", CASES)

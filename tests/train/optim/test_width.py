@@ -140,7 +140,8 @@ def optimizers_of(model: Decoder, kind: str, rates: WidthRates | None) -> list[A
     else:
         matrices = assign_matrices(model)
         lr = 0.04 if kind == "original" else 0.02
-        made = [Muon(matrices, lr=lr, adjust_lr_fn=kind), AdamW(matrices.adamw_params, lr=5e-3)]
+        how: dict[str, Any] = dict(adjust_lr_fn=kind, ns_dtype=torch.float32)  # CPUs have no bf16
+        made = [Muon(matrices, lr=lr, **how), AdamW(matrices.adamw_params, lr=5e-3)]
     if rates is not None:
         for one in made:
             rates.regroup(one, model)
