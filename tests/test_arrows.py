@@ -24,7 +24,7 @@ ROOMS = (
     *("planning", "integrations", "cli", "__main__"),
 )
 # The packages and files of `parallel`, likewise.
-PARALLEL = ("mesh contents", "arguments choice doctor", "fsdp", "pipeline", "model")
+PARALLEL = ("mesh", "arguments choice doctor", "fsdp", "pipeline", "model")
 FILES = {
     ".".join(("moecore", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(
         ".__init__"

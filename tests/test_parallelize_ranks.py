@@ -43,7 +43,7 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.model.parallel_state import moe_state
-from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.schedule import PipelineConfig
 from tests.helpers.ranks import run_ranks
 from tests.parallel.fsdp.units import units
 

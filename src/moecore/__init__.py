@@ -28,7 +28,7 @@ _NAMES = {
     "moe.records": "Dispatcher ExpertInput Routing",
     "parallel.model.family": "ContextParallelModel DynamicContextModel TensorParallelModel",
     "parallel.mesh": "Meshes ParallelConfig build_meshes",
-    "parallel.pipeline.config": "PipelineConfig",
+    "parallel.pipeline.schedule": "PipelineConfig",
     "parallel.pipeline.transport": "PipelineError",
     "parallel.model.request": "LossConvention",
     "parallel.model.clip": "GradientNorm clip_grad_norm_",
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from moecore.parallel.model.family import DynamicContextModel as DynamicContextModel
     from moecore.parallel.model.family import TensorParallelModel as TensorParallelModel
     from moecore.parallel.model.request import LossConvention as LossConvention
-    from moecore.parallel.pipeline.config import PipelineConfig as PipelineConfig
+    from moecore.parallel.pipeline.schedule import PipelineConfig as PipelineConfig
     from moecore.parallel.pipeline.transport import PipelineError as PipelineError
     from moecore.parallelize import parallelize_moe as parallelize_moe
     from moecore.parallelize import plan_sharding as plan_sharding

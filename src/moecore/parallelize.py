@@ -46,7 +46,7 @@ from moecore.parallel.model.phases import (
 from moecore.parallel.model.plan import Layers, cut_model, make_plan
 from moecore.parallel.model.request import LossConvention, Request, compare_models, compare_stages
 from moecore.parallel.model.shard_model import shard_model
-from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.precision.apply import apply_precision, defer_linears
 from moecore.train.phases import compile_dense, graph_dense, reduce_saved_memory
 

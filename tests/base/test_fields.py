@@ -70,7 +70,7 @@ from moecore.packing import (
     ScheduledCollator,
 )
 from moecore.parallel.pipeline.layout import LayoutCosts
-from moecore.parallel.pipeline.simulate import Costs
+from moecore.parallel.pipeline.timeline import Costs
 from moecore.planning import (
     CostTable,
     Gpu,

@@ -12,8 +12,7 @@ from moecore import MoEConfig, MoELayer
 from moecore.kernels.invariant import batch_invariant
 from moecore.kernels.rows import move as rows
 from moecore.moe.dispatch.alltoall import send_order
-from moecore.moe.dispatch.by_choice import ByChoice
-from moecore.moe.dispatch.local import LocalDispatcher
+from moecore.moe.dispatch.local import ByChoice, LocalDispatcher
 from moecore.moe.records import ExpertInput, Routing
 
 

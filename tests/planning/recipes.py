@@ -17,7 +17,7 @@ from moecore.base.options.names import ScheduleName
 from moecore.base.options.precision import Precision
 from moecore.models.presets import PRESETS
 from moecore.parallel.mesh import ParallelConfig
-from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning.option_sets import PLAIN_FSDP
 from moecore.planning.run import OptimizerOptions, TrainingRun
 

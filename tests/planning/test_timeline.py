@@ -6,7 +6,7 @@ import pytest
 
 from moecore.parallel import Action, Overlap, Timeline, make_schedule
 from moecore.parallel.pipeline.orders import Item, actions_of
-from moecore.parallel.pipeline.simulate import spans_of
+from moecore.parallel.pipeline.timeline import spans_of
 
 SECONDS = {"F": 1.0, "B": 2.0, "D": 1.0, "W": 1.0}
 

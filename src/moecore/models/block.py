@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from moecore.attention.sequence import Sequence
 from moecore.base.options.layer import MoEConfig
 from moecore.models.config import DecoderConfig, GatedDeltaConfig, Mamba2Config
-from moecore.models.gated_delta import GatedDeltaNet
 from moecore.models.layers import MLP, Attention, RMSNorm
-from moecore.models.linear_attention import LinearAttention
-from moecore.models.mamba2 import Mamba2
+from moecore.models.linear_attention import GatedDeltaNet, LinearAttention, Mamba2
 from moecore.models.mla import LatentAttention
 from moecore.moe.layer import MoELayer
 from moecore.precision.plain import Linear

@@ -45,11 +45,11 @@ from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
 from moecore.models.config import DecoderConfig
 from moecore.models.head import Head
-from moecore.models.indexer import KeyNorm
 from moecore.models.layers import Attention, RMSNorm
 from moecore.models.linear_attention import LinearAttention
 from moecore.models.log_probs import LogProbLoss
 from moecore.models.loss import IGNORE_INDEX, count_labels
+from moecore.models.mla import KeyNorm
 from moecore.models.tensor_parallel import apply_tensor_parallel
 from moecore.moe.layer import MoELayer
 from moecore.parallel.pipeline.layout import Stage

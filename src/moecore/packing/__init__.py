@@ -9,8 +9,11 @@ from moecore.packing.corpus.json_lines import JsonLines
 from moecore.packing.corpus.loader import CorpusLoader
 from moecore.packing.corpus.megatron import MegatronDocuments
 from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
-from moecore.packing.corpus.scheduled import ScheduledLoader
-from moecore.packing.corpus.scheduled_batch import ScheduledBatch, ScheduledCollator
+from moecore.packing.corpus.scheduled_batch import (
+    ScheduledBatch,
+    ScheduledCollator,
+    ScheduledLoader,
+)
 from moecore.packing.cost import DocumentCost, MeasuredCost
 from moecore.packing.documents import CutDocuments
 from moecore.packing.sampler import PackedBatchSampler

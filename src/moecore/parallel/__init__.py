@@ -25,8 +25,7 @@ from moecore.parallel.pipeline.layout import (
 from moecore.parallel.pipeline.offload import offload_fractions
 from moecore.parallel.pipeline.orders import Action, Overlap
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
-from moecore.parallel.pipeline.simulate import Costs, simulate
-from moecore.parallel.pipeline.timeline import Timeline, draw
+from moecore.parallel.pipeline.timeline import Costs, Timeline, draw, simulate
 
 __all__ = [
     "Action", "AxisPlacement", "Costs", "FlatLayout", "FlatSlot", "LayerPlan", "LayoutCosts",

@@ -21,7 +21,7 @@ from moecore.io.hf.config import FAMILIES, decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
 from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
-from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning.gpus import Gpu, are_peers, domain_of, peers_of, read_gpu
 from moecore.planning.layouts import ANY, FOLDING, Folding, SearchRequest
 from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun

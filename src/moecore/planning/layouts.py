@@ -25,8 +25,8 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.names import GpuName, ScheduleName
 from moecore.base.options.precision import Precision
 from moecore.parallel.mesh import ParallelConfig
-from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
+from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning.costs import CostTable
 from moecore.planning.gpus import Gpu, NumNeighbours, are_peers, domain_of, gpu_of, peers_of
 from moecore.planning.model import PlannedModel

@@ -24,7 +24,7 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import Offloaded, Recomputed
 from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
-from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.planning.costs import CostTable
 from moecore.planning.gpus import Gpu, gpu_of
 from moecore.planning.memory import plan_peak

@@ -28,7 +28,7 @@ from moecore.base.options.precision import Precision
 from moecore.base.torch_private import clear_sharding_caches
 from moecore.models.config import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig, build_meshes
-from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.parallelize import parallelize_moe
 from moecore.planning.gpus import NODE, are_peers
 from moecore.planning.model import NativeModel, PlannedModel

@@ -18,9 +18,8 @@ from moecore.families.family import family_of
 from moecore.models.config import DecoderConfig
 from moecore.parallel.fsdp.size import RankBytes, rank_bytes
 from moecore.parallel.mesh import build_meshes
-from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.schedule import make_schedule
+from moecore.parallel.pipeline.schedule import PipelineConfig, make_schedule
 from moecore.parallelize import plan_sharding
 from moecore.planning.model import LayerKind, config_of_kinds, kind_of
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet

@@ -25,8 +25,7 @@ from moecore.base.options.precision import Precision
 from moecore.parallel.pipeline.layout import LayoutCosts, Stage, balanced_layout
 from moecore.parallel.pipeline.orders import PAIRING, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import make_schedule
-from moecore.parallel.pipeline.simulate import spans_of
-from moecore.parallel.pipeline.timeline import Timeline
+from moecore.parallel.pipeline.timeline import Timeline, spans_of
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
 from moecore.planning.gpus import Gpu, time_refusal

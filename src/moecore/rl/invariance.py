@@ -2,7 +2,7 @@
 
 A token's log-probability then has the same bits whatever sequences share its row, wherever its
 sequence stands, and however dp, ep and pp are folded. `kernels/invariant` does so for products;
-experts' outputs are added in the order of a token's choices (`moe/dispatch/by_choice.py`).
+experts' outputs are added in the order of a token's choices (`moe/dispatch/local.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from moecore.families.transformers.longest import longest_position_readers
+from moecore.families.transformers.packing import longest_position_readers
 from moecore.families.transformers.sparse_attention import sparse_layers
 from moecore.kernels.invariant import batch_invariant
-from moecore.moe.dispatch.by_choice import ByChoice
-from moecore.moe.dispatch.local import LocalDispatcher
+from moecore.moe.dispatch.local import ByChoice, LocalDispatcher
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.model.parallel_state import ParallelState
 

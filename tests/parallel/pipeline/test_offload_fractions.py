@@ -14,7 +14,7 @@ from moecore.parallel import Costs, offload_fractions
 from moecore.parallel.pipeline.offload import next_backwards, offloads_last_block
 from moecore.parallel.pipeline.orders import Action, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
-from moecore.parallel.pipeline.simulate import simulate
+from moecore.parallel.pipeline.timeline import simulate
 
 Spans = list[tuple[float, float]]
 

@@ -22,7 +22,7 @@ from moecore.parallel.pipeline.orders import (
     actions_of,
 )
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
-from moecore.parallel.pipeline.simulate import Costs, simulate
+from moecore.parallel.pipeline.timeline import Costs, simulate
 
 ONLY = {"1f1b": 1, "zero-bubble": 1, "zbv": 2, "dualpipe-v": 2}  # chunks
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "D", "BACKWARD_WEIGHT": "W"}

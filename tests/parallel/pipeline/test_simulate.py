@@ -13,7 +13,7 @@ from moecore.base.options.names import ScheduleName
 from moecore.parallel.pipeline.layout import LayoutCosts, balanced_layout, even_layout, parse_layout
 from moecore.parallel.pipeline.orders import Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
-from moecore.parallel.pipeline.simulate import Costs, simulate
+from moecore.parallel.pipeline.timeline import Costs, simulate
 
 
 def bubble(name: Any, pp: int, chunks: int, number: int, **times: float) -> float:

@@ -14,8 +14,7 @@ from moecore.base.options.names import ScheduleName
 from moecore.base.torch_private import mark
 from moecore.parallel.pipeline.orders import Action, Overlap
 from moecore.parallel.pipeline.schedule import make_schedule
-from moecore.parallel.pipeline.simulate import Costs, simulate
-from moecore.parallel.pipeline.timeline import Timeline, boxes, draw, mark_name
+from moecore.parallel.pipeline.timeline import Costs, Timeline, boxes, draw, mark_name, simulate
 
 
 def timeline_of(name: Any) -> Timeline:

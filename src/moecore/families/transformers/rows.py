@@ -35,8 +35,12 @@ from moecore.attention.sequence import Sequence, packed_sequence, shift_rows
 from moecore.base.torch_private import call_after_backward
 from moecore.families.transformers.experts import has_vision_experts, kinds_of
 from moecore.families.transformers.linear_attention import SEQUENCE
-from moecore.families.transformers.longest import LongestPosition
-from moecore.families.transformers.packing import other_kind, packing_problem, why_one_document
+from moecore.families.transformers.packing import (
+    LongestPosition,
+    other_kind,
+    packing_problem,
+    why_one_document,
+)
 from moecore.families.transformers.stock import (
     has_causal_loss,
     named,

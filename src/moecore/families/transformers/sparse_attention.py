@@ -23,7 +23,7 @@ from moecore.base.options.indexer import IndexerConfig
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.stock import is_hf, names_in_forward
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
-from moecore.models.indexer import key_choice, mean_divergence
+from moecore.models.mla import key_choice, mean_divergence
 from moecore.moe.aux_loss import AuxLoss
 
 # Classes with the forward that is written here. Others with an indexer have gates, sinks, pools.

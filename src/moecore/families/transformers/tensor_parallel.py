@@ -38,6 +38,7 @@ from moecore.base.params import shard_parameter
 from moecore.base.regions import run_and_save
 from moecore.base.torch_private import is_silent, tree_map_only
 from moecore.families.transformers.cuts import find_cuts
+from moecore.families.transformers.head import cut_vocabulary
 from moecore.families.transformers.linear_attention import refuse_shortcut
 from moecore.families.transformers.linear_cuts import gated_norm
 from moecore.families.transformers.module_cut import (
@@ -49,7 +50,6 @@ from moecore.families.transformers.module_cut import (
     owner_of,
 )
 from moecore.families.transformers.stock import named, outermost
-from moecore.families.transformers.vocabulary import cut_vocabulary
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchanged
 from moecore.moe.layer import MoELayer, RoutedLayer

@@ -34,7 +34,7 @@ from moecore.integrations.torchtitan.sections import (
     set_fields,
 )
 from moecore.parallel.mesh import ParallelConfig
-from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.parallelize import parallelize_moe
 from moecore.train import AdamW, Muon
 

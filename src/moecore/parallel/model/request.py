@@ -35,7 +35,7 @@ from moecore.moe.shared import SharedExpert
 from moecore.parallel.fsdp.plan import ShardPlan
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.family import Family
-from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.schedule import PipelineConfig
 
 LossConvention = Literal["mean", "sum"]
 

@@ -20,8 +20,7 @@ from typing import Annotated
 from moecore.base.fields import Bound, Positive, check_arguments
 from moecore.parallel.pipeline.orders import Action, Item, actions_of
 from moecore.parallel.pipeline.schedule import Schedule
-from moecore.parallel.pipeline.simulate import Costs, simulate
-from moecore.parallel.pipeline.timeline import Span
+from moecore.parallel.pipeline.timeline import Costs, Span, simulate
 
 Place = tuple[int, int]  # (stage, micro-batch)
 StageBytes = Annotated[int, Bound(">=", 0), Bound("<", 2**63)]

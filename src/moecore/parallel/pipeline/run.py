@@ -26,11 +26,10 @@ from moecore.base.torch_private import mark
 from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.fsdp.deferred import WeightGradients
 from moecore.parallel.fsdp.engine import UnitEngine
-from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.offload import next_backwards, offloads_last_block
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
-from moecore.parallel.pipeline.schedule import Schedule, make_schedule
+from moecore.parallel.pipeline.schedule import PipelineConfig, Schedule, make_schedule
 from moecore.parallel.pipeline.stages import StagedModel, hidden_shape
 from moecore.parallel.pipeline.timeline import mark_name
 from moecore.parallel.pipeline.transport import Groups, StageTransport
