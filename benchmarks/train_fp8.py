@@ -50,7 +50,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.fp8_runs import BASE, GATHERED, Run, load_runs, points, summary, write
-from benchmarks.gate import ROOT
 from benchmarks.records import results_path
 from benchmarks.text import Text, installed_folders, read_text
 from moecore import (
@@ -68,13 +67,10 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.models.size import num_params
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.router import Router
+from moecore.recipes.schedule import lr_at
 from moecore.rl import RouterReplay
 from moecore.rl.choices import Choices
 from moecore.train import AdamW
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-from schedule import lr_at
 
 WIDE_HIDDEN = Precision(recipe=Recipe(keep_hidden="wide"), roles=("experts",))
 

@@ -38,7 +38,7 @@ COMPILED = (
 )
 ONLY_AFTER = {
     "tests/benchmarks": (r"(tests/)?benchmarks/.*\.py", r"tests/golden/.*\.py", *RUNS),
-    "tests/examples": (r"(tests/)?examples/.*", *RUNS),
+    "tests/recipes": (r"src/moecore/recipes/.*", r"tests/recipes/.*", *RUNS),
     "tests/integrations": (r"(src/moecore|tests)/(integrations|families)/.*", *RUNS),
     "tests/kernels/test_compile.py": COMPILED,
     "tests/kernels/exchange/test_exchange_compile.py": COMPILED,

@@ -1,4 +1,4 @@
-"""The command line: checkpoints (inspect, verify, convert, prune), plans, costs, reports, doctor.
+"""The command line: training, checkpoints, plans, costs, reports, doctor.
 
 Exit codes: 0 no problem; 1 a problem was found, named in one line on stderr; 2 wrong usage; 130
 interrupted.
@@ -46,6 +46,14 @@ examples:
 
 exit codes: 0 all is well, 1 a problem was found, 2 wrong usage"""
 
+# Commands with options of their own, and what they do.
+TRAINING = {
+    "train": "train a decoder of moecore on text, byte by byte",
+    "pretrain": "train a decoder on a corpus",
+    "finetune": "fine-tune a Hugging Face model on chats, prompts or text",
+    "grpo": "train a tiny model by reinforcement learning",
+    "tiny-model": "make a tiny Hugging Face model and chats to try the other commands",
+}
 TARGETS = ("hf", "megatron", "dcp", "dcp-transformers", "native")
 MAX_ERROR_LENGTH = 400  # characters of a usage error
 USER_ERRORS = (
@@ -58,8 +66,14 @@ USER_ERRORS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; without arguments those of the process."""
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = _parser().parse_args(argv)
+        if words and words[0] in TRAINING:
+            with _interrupts_end_the_process():
+                command = import_module(f"moecore.recipes.{words[0].replace('-', '_')}")
+            code: int = command.main(words[1:])
+            return code
+        args = _parser().parse_args(words)
         room, _, command = args.run.partition(":")  # what a command needs takes long to import
         with _interrupts_end_the_process():
             run = getattr(import_module(f"moecore.{room}"), command)
@@ -103,8 +117,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="moecore", description="MoE training: tools.")
-    rooms = parser.add_subparsers(title="rooms", required=True, metavar="ROOM")
+    parser = _Parser(prog="moecore", description="Train Mixture-of-Experts models.")
+    rooms = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name, text in TRAINING.items():
+        rooms.add_parser(name, help=text, add_help=False)
     checkpoint = rooms.add_parser(
         "checkpoint",
         help="inspect, verify, convert and prune checkpoints",
@@ -304,7 +320,7 @@ def add_plan(rooms: Any) -> None:
     add("--top", type=int, help="foldings to print, of four times as many plans; default: 3")
     add("--explain", metavar="PP=8,EP=8", help="why this folding is refused, or what it needs")
     add("--call", action="store_true", help="print the Python of the run, or of the best one")
-    help = "write the TOML of the run, or of the best one, for examples/pretrain.py --config"
+    help = "write the TOML of the run, or of the best one, for moecore pretrain"
     add("--write", type=Path, metavar="FILE", help=help)
     add("--png", type=Path, metavar="FILE", help="write bars of its memory")
     add("--timeline", type=Path, metavar="FILE", help="write a PNG of its pipeline's step")

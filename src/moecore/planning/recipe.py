@@ -1,4 +1,4 @@
-"""recipe_of: a planned run as TOML for --config of examples/pretrain.py and finetune_hf.py.
+"""recipe_of: a planned run as TOML for `moecore pretrain` and `finetune`.
 
 Names are those of its flags and of the records of options: a field that has its default is left
 out. What a plan does not know is given beside the file: data, tokenizer, steps, learning rate.
@@ -27,7 +27,7 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
     """Return the TOML of a run.
 
     Args:
-        run: any; examples/pretrain.py trains native decoders.
+        run: any; `moecore pretrain` trains native decoders.
         config: the config.json of its model, or the directory; None = the model is a preset.
 
     Raises:

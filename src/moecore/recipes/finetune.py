@@ -1,0 +1,396 @@
+r"""Fine-tune a Hugging Face Mixture-of-Experts model: one command to a directory that vLLM serves.
+
+    moecore tiny-model runs/tiny                        a tiny model and chats, to try it
+    moecore finetune --model runs/tiny --data runs/tiny/chats.jsonl --lr 3e-3 \
+        --epochs 25 --seq-len 256 --batch-size 1 --eval-share 0
+    torchrun --nproc-per-node 8 -m moecore finetune --model hf/Qwen3-30B-A3B --ep 8 \
+        --data chats.jsonl --run-dir runs/mine --recompute
+
+The model's own tokenizer and chat template make the tokens, and answers alone are learned: see
+chat.py for the forms of data. Examples are packed into rows, without attention across them, where
+the model keeps documents apart; else each has a row of its own. Started again with the same
+arguments, a run continues from its last whole checkpoint, on CPU ranks with the bits of a run that
+never stopped. Its result is RUN_DIR/export, which `AutoModelForCausalLM.from_pretrained` loads. A
+TOML file stands for options (--config), such as that of `moecore plan --write`. docs/finetuning.md
+has all of it.
+
+The loss of a step is the mean over the answers' tokens of all ranks and micro-batches: each
+micro-batch gives a sum, divided by the step's number of tokens. So a run computes the same on any
+number of ranks that divides its batch. Padding reaches neither experts nor their counts.
+
+loop.py has the steps, which train.py shares, sharding.py how a model is put onto the ranks.
+
+Legend: A micro-batches of a step, B rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore import (
+    BalanceConfig,
+    Meshes,
+    MoEOverrides,
+    build_meshes,
+)
+from moecore.base.rank_checks import difference
+from moecore.families.transformers.packing import packing_problem
+from moecore.io import load_hf
+from moecore.models import DecoderConfig, document_cost
+from moecore.packing import DocumentCost, ScheduledBatch, ScheduledCollator
+from moecore.recipes.batches import ScheduledExamples, digest_of, packed_examples, split_examples
+from moecore.recipes.chat import Example, Examples, read_examples
+from moecore.recipes.data import BatchShape, PackedSteps, StepBatch, to_device
+from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
+from moecore.recipes.files import naming
+from moecore.recipes.graphs import Graphed
+from moecore.recipes.hf_model import (
+    build_hf,
+    decoder_of,
+    export,
+    inputs_of,
+    num_experts,
+    packs,
+    read_config,
+    read_tokenizer,
+    recompute,
+)
+from moecore.recipes.loop import Job, batch_shape, begins, ranks_of, run, say, start
+from moecore.recipes.metrics import Metrics, usage
+from moecore.recipes.options import (
+    DEGREES,
+    MOMENT_DTYPES,
+    add_common,
+    add_state,
+    check_dynamic_cp,
+    check_graph,
+    check_rows,
+    check_wandb,
+    parallel_config,
+    whole,
+)
+from moecore.recipes.records import add_records, given, parse
+from moecore.recipes.report import EXPORT, make_run_dir
+from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
+from moecore.train import AdamW, StateOffload
+
+TAKEN = ("fsdp.param_dtype", "context.dynamic")  # what another option says
+
+
+@dataclass(kw_only=True)
+class FineTuning(Job):
+    """A model of a Hugging Face directory on chats.
+
+    Attributes:
+        examples, held_out: of all ranks.
+        data: what the examples came from.
+        packs: whether rows may have several documents, which the model keeps apart.
+        decoder: the native config of the model, for FLOPs; None = there is none.
+        read: see `reader_of`.
+    """
+
+    examples: list[Example]
+    held_out: list[Example]
+    data: Examples
+    packs: bool
+    decoder: DecoderConfig | None
+    read: Callable[..., PackedSteps | ScheduledExamples]
+
+    saves_memory = "add --recompute, lower --seq-len"
+    chosen_by = "--data, --seq-len, --eval-every and --cp"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+        def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+            return self.train_on(num_labels, zip(*tensors, strict=True))
+
+        self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
+
+    def begin(self) -> None:
+        args, begin = self.args, begins(self, "from its weights")
+        data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
+        notes = {
+            "held out": len(self.held_out),
+            "cut": self.data.num_cut,
+            "dropped": self.data.num_dropped,
+        }
+        data += "".join(f", {count} {what}" for what, count in notes.items() if count)
+        say(f"fine-tuning {args.model} {begin} to step {args.steps} on {ranks_of(self)}: {data}")
+        before = self.evaluate() if self.start == 0 else {}
+        if before:
+            say(f"eval loss {before['eval_loss']:.3f} before the first step")
+
+    def next_batch(self, step: int) -> StepBatch:
+        return self.packed.next()
+
+    def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
+        if self.graph is None:
+            return self.train_on(num_labels, micro_batches(self, batch))
+        return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
+
+    def train_on(self, num_labels: Tensor, of_step: Iterable[Sequence[Tensor]]) -> Tensor:
+        """Run micro-batches forward and backward; return this rank's part of the loss."""
+        inputs = [inputs_of(num_labels, *parts) for parts in of_step]
+        return self.owner.forward_backward(inputs).sum()
+
+    @torch.no_grad()
+    def evaluate(self) -> Metrics:
+        """Return the mean loss over the answers' tokens of all that is held out."""
+        if not self.held_out:
+            return {}
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        steps = self.read(self.held_out, replace(self.shape, grad_accum=1), seed=None)
+        self.model.eval()
+        for _ in range(len(steps.sampler)):
+            batch = steps.next()
+            sums[0] += self.sum_of_losses(batch)
+            sums[1] += to_device(batch.counts()[0], self.device)
+        self.model.train()
+        dist.all_reduce(sums)
+        total, num_tokens = sums.tolist()
+        return {"eval_loss": total / num_tokens}
+
+    def sum_of_losses(self, batch: StepBatch) -> Tensor:
+        """Return this rank's part of the sum over the answers' tokens of a batch."""
+        one = torch.ones((), dtype=torch.int64, device=self.device)
+        inputs = [inputs_of(one, *parts) for parts in micro_batches(self, batch)]
+        return self.owner.losses(inputs).sum()
+
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        found = usage(counts, seconds, self.decoder, self.peak_tflops)
+        return {"answer_tokens": counts[0], **found}
+
+    def finish(self) -> None:
+        target = self.args.run_dir / EXPORT
+        if self.start < self.args.steps or not target.exists():
+            export(self.model, self.args.model, target)
+        say(f"{target} is ready for from_pretrained")
+
+
+@dataclass(kw_only=True)
+class ScheduledTuning(FineTuning):
+    """The same with a cp for each micro-batch: a step is a `ScheduledBatch`."""
+
+    def forward_backward(self, num_labels: Tensor, batch: ScheduledBatch) -> Tensor:
+        self.owner.num_micro_batches = len(batch.cps)
+        inputs = batch.inputs(self.device, transformers=True)
+        return batch.loss_of(self.owner.forward_backward(inputs))
+
+    def sum_of_losses(self, batch: ScheduledBatch) -> Tensor:
+        losses = self.owner.losses(batch.inputs(self.device, transformers=True))
+        return batch.loss_of(losses) * batch.num_labels
+
+
+def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each micro-batch, on the device."""
+    for parts in zip(*batch.tensors(), strict=True):
+        if not job.packs:  # rows end with the longest of their documents
+            T = int((~parts[2]).sum(1).max().clamp(min=1))
+            parts = tuple(part[:, :T].contiguous() for part in parts[:3])
+        yield [to_device(part, job.device) for part in parts]
+
+
+def reader_of(
+    args: argparse.Namespace, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
+) -> Callable[..., PackedSteps | ScheduledExamples]:
+    """Return what makes steps of this data rank, of examples, a shape and a seed of their order."""
+    if args.dynamic_cp is None:
+        return partial(packed_examples, data_rank=meshes.data_rank, packs=packs)
+    collator = ScheduledCollator(
+        max_tokens=args.dynamic_cp,
+        cost=DocumentCost() if decoder is None else document_cost(decoder),
+        data_rank=meshes.data_rank,
+        data_ranks=meshes.data_ranks,
+    )
+    return partial(ScheduledExamples, collator=collator)
+
+
+def build_job(args: argparse.Namespace) -> FineTuning:
+    """Read the data, put the model on the ranks and load the last checkpoint, if there is one."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    config = check(args, world_size)
+    make_run_dir(args.run_dir)
+    data, examples, held_out = read_data(args, vocab_size=config.get_text_config().vocab_size)
+    meshes = build_meshes(parallel_config(args, world_size, num_experts=num_experts(config)))
+    shape = batch_shape(args, meshes)
+    hf = build_hf(config, args.model, torch.bfloat16 if args.master_remainder else torch.float32)
+    packed_rows = packs(hf)  # of the whole model, of which a stage has a part
+    model = build_model(args, hf, meshes, shape)
+    what = f"{len(examples)} examples, digest {digest_of(examples)}"
+    if (problem := difference({"--data": what}, meshes.device_type)) is not None:
+        raise ValueError(f"{problem} on every rank: give all hosts the same files")
+    decoder = decoder_of(args.model)
+    read = reader_of(args, meshes, decoder, packs=packed_rows)
+    packed = read(examples, shape, seed=args.seed)
+    args.steps = args.max_steps or args.epochs * len(packed.sampler)
+    optimizer = AdamW(
+        model.parameters(),
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        moment_dtype=MOMENT_DTYPES[args.moment_dtype],
+        master_remainder=args.master_remainder,
+    )
+    if args.state_offload:
+        StateOffload(optimizer, model, fraction=args.state_offload)
+    job = FineTuning if args.dynamic_cp is None else ScheduledTuning
+    return job(
+        args=args,
+        meshes=meshes,
+        model=model,
+        optimizers=[optimizer],
+        shape=shape,
+        config=model.config.to_dict(),
+        facts={
+            "--seed": args.seed,
+            "--model": args.model.resolve().name,
+            "rows per step": shape.data_ranks * shape.grad_accum * shape.batch_size,
+            "--data": what,
+        },
+        packed=packed,
+        examples=examples,
+        held_out=held_out,
+        data=data,
+        packs=packed_rows,
+        decoder=decoder,
+        read=read,
+    )
+
+
+def read_data(
+    args: argparse.Namespace, *, vocab_size: int
+) -> tuple[Examples, list[Example], list[Example]]:
+    """Return what the files hold, what is trained on and what is held out."""
+    tokenizer = read_tokenizer(args.model)
+    data = read_examples(args.data, tokenizer, seq_len=args.seq_len)
+    examples, held_out = data.kept, []
+    if args.eval_data and args.eval_every:
+        where = {"seq_len": args.seq_len, "option": "--eval-data"}
+        held_out = read_examples(args.eval_data, tokenizer, **where).kept
+    elif args.eval_share and args.eval_every and len(examples) > 1:
+        examples, held_out = split_examples(examples, share=args.eval_share, seed=args.seed)
+    largest = max(int(example.tokens_T.max()) for example in (*examples, *held_out))
+    if largest >= vocab_size:
+        raise ValueError(
+            f"tokens ({largest}) of --model's tokenizer must be < vocab_size ({vocab_size}) of its "
+            "config.json: take both from the same model"
+        )
+    return data, examples, held_out
+
+
+def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: BatchShape) -> Any:
+    """Return this rank's shards of a model on meta, with the weights of the directory."""
+    device = torch.device(meshes.device_type)
+    if args.recompute:
+        recompute(model)
+    records = records_of(args) | {"fsdp": fsdp_of(args, meshes)}
+    for option, is_given in (
+        (f"--dynamic-cp ({args.dynamic_cp})", args.dynamic_cp is not None),
+        ("--cuda-graph", args.cuda_graph),
+    ):
+        if is_given and (other := packing_problem(model)) is not None:
+            raise ValueError(
+                f"{option} must be left out for {type(model).__name__}, because {other} needs rows "
+                "of one example each"
+            )
+    most = args.dynamic_cp or shape.batch_size * shape.seq_len // shape.cp
+    records["nvlink"] = nvlink_of(records, most // meshes.parallel.tp)
+    moe = MoEOverrides()
+    if args.aux_loss:
+        moe["balance"] = BalanceConfig(micro_batch_coef=args.aux_loss)
+    parallelize(model, meshes, args, records, moe=moe)
+    model.to_empty(device=device)
+    with naming("--model"):
+        load_hf(args.model, model)
+    return model
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the arguments of a run; None = those of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="moecore finetune",
+        description="Fine-tune a Hugging Face Mixture-of-Experts model on chats, prompts or text.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", type=Path, metavar="FILE", help="TOML; what is given beside it wins")
+    where = dict(type=Path, required=True, metavar="DIR", help="config, tokenizer and weights")
+    add("--model", "--hf-config", **where)
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help='.jsonl of "messages", "prompt" and "completion", or "text"; else plain text',
+    )
+    add("--eval-data", type=Path, nargs="+", default=[], metavar="FILE", help="held-out files")
+    add("--eval-share", type=share, default=0.05, help="of --data, held out without --eval-data")
+    add("--epochs", type=whole, default=1, help="times that all of --data is read")
+    add("--max-steps", type=whole, help="optimizer steps of the whole run (None = of --epochs)")
+    add("--recompute", action="store_true", help="activations again in backward: less memory")
+    add_common(parser, DEGREES)
+    add_state(parser)
+    add_records(parser, TABLES, without=TAKEN)
+    parser.set_defaults(
+        run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, lr=1e-5, eval_every=50
+    )
+    parser.set_defaults(schedule_steps=None, expert_loads_every=10)  # no options here
+    args = parse(parser, sys.argv[1:] if arguments is None else arguments)
+    args.dynamic_cp = given(args, "sharding").get("dynamic_cp")
+    return args
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"({text}) must be a number in [0, 1)")
+    return value
+
+
+def check(args: argparse.Namespace, world_size: int) -> Any:
+    """Return the config of the model; raise ValueError for arguments that do not fit it."""
+    config = read_config(args.model)
+    parallel = parallel_config(args, world_size, num_experts=num_experts(config))
+    parallel = parallel.resolve(world_size)
+    records_of(args)
+    check_graph(args, args.dynamic_cp)
+    if args.dynamic_cp is not None:
+        check_dynamic_cp(args, args.dynamic_cp, parallel)
+    check_rows(args, parallel)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_len > longest:
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be <= max_position_embeddings ({longest}) of --model"
+        )
+    check_wandb(args)
+    return config
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Start the ranks, or be one of them under torchrun."""
+    try:
+        args = parse_arguments(words)
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    return start(run_rank, args, partial(check, args))
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    """Build, train, save and export on this rank."""
+    return run(args, build_job)

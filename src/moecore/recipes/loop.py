@@ -1,0 +1,312 @@
+"""The loop of train.py, finetune_hf.py and grpo.py: ranks, steps, metrics, checkpoints and errors.
+
+`start` starts the ranks, `run` is one of them, `train` is its loop and `train_step` one optimizer
+step. A script builds a `Job`, whose methods are what differs: data, loss, and what a run leaves.
+
+Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
+So the host waits for nothing in a step, and reads a step's metrics when it has launched the one
+after it, or before a checkpoint. An overflow may be noticed a step later for that; it never gets
+into a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecore import Meshes, TrainStep
+from moecore.io import Saver
+from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.recipes.data import BatchShape, PackedSteps, to_device
+from moecore.recipes.errors import (
+    ARGUMENT_ERRORS,
+    RUN_ERRORS,
+    SAVES_MEMORY,
+    DivergedError,
+    print_error,
+    print_rank_error,
+    print_run_error,
+    printed_once,
+)
+from moecore.recipes.host import bind_to_gpu, collect, collecting_by_hand
+from moecore.recipes.interrupts import exit_at_interrupt
+from moecore.recipes.launch import check_environment, launch, leave
+from moecore.recipes.metrics import Launched, Metrics, Moment, memory_gib, peak_tflops
+from moecore.recipes.options import DEGREES, compute_dtype, loss_scale
+from moecore.recipes.profiling import check_profile, traced
+from moecore.recipes.report import Report, make_run_dir
+from moecore.recipes.resume import KEPT_CHECKPOINTS, checkpoint_dir, continuation, resume
+from moecore.recipes.schedule import is_due, lr_at
+
+CPU_RANKS = 2
+MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weights stay
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One rank's part of a run that is ready to train; loads the last checkpoint, if there is one.
+
+    A script's subclass has the methods that differ:
+
+        begin()                          prints what is trained, before the first step of a start
+        next_batch(step)                 -> StepBatch of this rank, or what else has such counts
+        forward_backward(labels, batch)  -> this rank's part of the mean loss over all data ranks'
+                                         labels, an int64 scalar, after backward
+        evaluate()                       -> metrics of held-out data, "eval_loss" among them, or
+                                         none; waits for the device
+        finish()                         leaves the result of a run whose steps are done
+
+    Attributes:
+        model: parallelized, with weights.
+        optimizers: of all its parameters.
+        config: of the model, for its checkpoints.
+        facts: name -> what a run that goes on must have in common with this one, see `resume`.
+        packed: the data, as steps read it; None = it has no position.
+        owner: of the optimizer steps.
+        start: steps that the loaded checkpoint has done; 0 = none was there.
+        reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
+            that has been launched. None on other devices.
+    """
+
+    args: argparse.Namespace
+    meshes: Meshes
+    model: Any
+    optimizers: list[torch.optim.Optimizer]
+    shape: BatchShape
+    config: Any
+    facts: Mapping[str, object]
+    packed: PackedSteps | None
+
+    unit = "token"  # of text, which the mean loss is of
+    saves_memory = SAVES_MEMORY  # options that lower the memory of a step
+    chosen_by = "--data, --seq-len, --eval-every and --tokens"  # options that rows depend on
+    then = ""  # what a finished run still does
+    num_nan = 0  # steps in turn
+
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.meshes.device_type)
+        torch.manual_seed(self.args.seed)
+        self.owner = TrainStep(
+            self.model,
+            self.optimizers,
+            max_norm=1.0,
+            num_micro_batches=self.args.grad_accum,
+            loss_scale=loss_scale(self.args, self.device),
+        )
+        sampler = self.packed.sampler if self.packed else None
+        restored = self.model, self.optimizers, self.facts, self.owner, sampler
+        self.start = resume(self.args, *restored, chosen_by=self.chosen_by)
+        self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
+        dtype = compute_dtype(self.args, self.device)
+        self.peak_tflops = self.args.peak_tflops or peak_tflops(self.device, dtype)
+
+    def position(self) -> Metrics:
+        """Return metrics of the data up to the batch that was last read."""
+        return {}
+
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return a script's own metrics of a step, whose batches have these counts together."""
+        return {}
+
+
+def start(
+    run_rank: Callable[[argparse.Namespace], int],
+    args: argparse.Namespace,
+    check: Callable[[int], None],
+) -> int:
+    """Start the ranks and return the exit code, or be one of them under torchrun.
+
+    Args:
+        run_rank: a function at the top of a script, which calls `run`.
+        args: of the run.
+        check: raises for arguments that do not fit so many ranks, before any of them starts.
+    """
+    if "RANK" in os.environ:
+        exit_at_interrupt()
+        leave(run_rank(args))
+    gpus = torch.cuda.device_count()
+    world_size = args.ranks or gpus or CPU_RANKS
+    try:
+        if gpus and world_size > gpus:
+            raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
+        check(world_size)
+        make_run_dir(args.run_dir)
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    code = launch(run_rank, args, world_size)
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        print(f"moecore: stopped: {continuation(args)}", file=sys.stderr, flush=True)
+    return code
+
+
+def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]) -> int:
+    """Build, train and finish a job on this rank; return the exit code."""
+    try:
+        check_environment()
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    try:
+        check_ranks(args)
+        job = build_job(args)
+        check_profile(args, job.start)
+        if not args.plain_host:
+            bind_to_gpu()
+    except ARGUMENT_ERRORS as error:
+        return print_rank_error(error, int(os.environ["RANK"]))
+    try:
+        if job.start < args.steps:
+            job.begin()
+            with printed_once():
+                train(job)
+        else:
+            say(f"{args.run_dir} is finished at step {job.start}{job.then}")
+        job.finish()
+    except RUN_ERRORS as error:
+        return print_run_error(error, args, saves_memory=job.saves_memory)
+    dist.barrier()
+    return 0
+
+
+def train(job: Job) -> None:
+    """Train to the last step, with metrics, evaluations and checkpoints on the way."""
+    args, running = job.args, deque[Launched]()
+    with (
+        open_report(job) as report,
+        Saver(
+            checkpoint_dir(args),
+            job.model,
+            job.optimizers,
+            keep=KEPT_CHECKPOINTS,
+            config=job.config,
+        ) as saver,
+        nullcontext() if args.plain_host else collecting_by_hand(),
+        traced(args) as end_of_step,
+    ):
+        for step in range(job.start + 1, args.steps + 1):
+            try:
+                running.append(train_step(job, step))
+                if is_due(step, every=args.eval_every, steps=args.steps):
+                    more = running[-1].more | job.evaluate()
+                    running[-1] = replace(running[-1], more=more)
+            except RUN_ERRORS:
+                log(job, running, report)
+                raise
+            saved = is_due(step, every=args.checkpoint_every, steps=args.steps)
+            log(
+                job,
+                running,
+                report,
+                keep=0 if saved or step in (job.start + 1, args.steps) else 1,
+            )
+            saver.check()  # a save that failed in the background ends the run here
+            if saved:
+                job.owner.check()  # no checkpoint of a step whose tokens got lost
+                extra = {"step": step, **job.facts, **job.owner.state_dict()}
+                if job.packed is not None:
+                    extra["data"] = job.packed.sampler.state_dict()
+                saver.save(step, extra, wait=False)
+            collect(step)
+            end_of_step()
+        job.owner.check()  # the last step's
+
+
+def open_report(job: Job) -> AbstractContextManager[Report | None]:
+    """Return the report of rank 0, and nothing on others; its error is raised on all ranks."""
+    reports: list[Report] = []
+    on_first_rank(lambda: reports.append(Report(job.args, start=job.start, unit=job.unit)))
+    return reports[0] if reports else nullcontext()
+
+
+def train_step(job: Job, step: int) -> Launched:
+    """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
+    args, began = job.args, Moment(job.device)
+    for group in (group for one in job.optimizers for group in one.param_groups):
+        lr = lr_at(step, peak=args.lr, steps=args.schedule_steps or args.steps)
+        group["lr"] = lr * group.get("width_factor", 1.0)
+    batch = job.next_batch(step)
+    copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
+    counts = to_device(batch.counts(), job.device)
+    dist.all_reduce(counts)
+    fetched = Moment(job.device)  # when the last rank has its data
+    counts //= copies
+    loss = job.forward_backward(counts[0].clamp(min=1), batch)
+    done = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
+    dist.all_reduce(loss)
+    loss = loss / copies
+    return Launched(
+        step=step,
+        began=began,
+        fetched=fetched,
+        ended=Moment(job.device),
+        loss=loss,
+        done=done,
+        counts=counts,
+        ep=job.meshes.parallel.ep,
+        expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
+        reader=job.reader,
+        more=job.position(),
+    )
+
+
+def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
+    """Wait for all but the newest `keep` steps and report them. Every rank waits."""
+    while len(running) > keep:
+        done = running.popleft()
+        metrics = done.metrics()
+        counts, seconds = done.read_counts(), done.began.seconds_until(done.ended)
+        metrics |= {"tokens_per_second": counts[1] / seconds, **memory_gib(job.device)}
+        metrics["data_wait_share"] = done.began.seconds_until(done.fetched) / seconds
+        metrics |= job.more_metrics(counts, seconds)
+        if report:
+            report.log(done.step, metrics, expert_loads=done.expert_loads)
+        job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
+        if job.num_nan == MOST_NAN:
+            raise DivergedError(
+                f"loss ({metrics['loss']}) of step {done.step} and of the {MOST_NAN - 1} before it "
+                "must be finite: lower --lr, or start again from a checkpoint before them"
+            )
+
+
+def check_ranks(args: argparse.Namespace) -> None:
+    """Raise ValueError where torchrun has started another number of ranks than --ranks."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if args.ranks not in (None, world_size):
+        raise ValueError(f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it")
+
+
+def batch_shape(args: argparse.Namespace, meshes: Meshes) -> BatchShape:
+    return BatchShape(
+        data_ranks=meshes.data_ranks,
+        grad_accum=args.grad_accum,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        cp=meshes.parallel.cp,
+    )
+
+
+def ranks_of(job: Job, *more: str) -> str:
+    """Return how many ranks of what kind there are, and the degrees above 1."""
+    p = job.meshes.parallel
+    degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
+    how = ", ".join([degrees or "no sharding", *more])
+    return f"{dist.get_world_size()} {job.device.type} ranks ({how})"
+
+
+def begins(job: Job, otherwise: str) -> str:
+    return f"from step {job.start}" if job.start else otherwise
+
+
+def say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)

@@ -1,0 +1,105 @@
+"""The native decoder on the ranks: what train.py and pretrain.py share.
+
+Legend: B rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore import MoELayer, TrainStep
+from moecore.models import Decoder
+from moecore.recipes.data import StepBatch, to_device
+from moecore.recipes.graphs import Graphed
+from moecore.recipes.loop import Job
+from moecore.recipes.metrics import Metrics, usage
+from moecore.recipes.options import MOMENT_DTYPES
+from moecore.train import (
+    AdamW,
+    Muon,
+    StateOffload,
+    WidthRates,
+    assign_matrices,
+)
+
+ForwardBackward = Callable[..., Tensor]
+
+
+@dataclass(kw_only=True)
+class DecoderJob(Job):
+    """A `Decoder` on rows of text.
+
+    Attributes:
+        run_micro_batches: see `make_forward_backward`.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.run_micro_batches = make_forward_backward(self.model, self.owner, self.args)
+
+    def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
+        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
+        return self.run_micro_batches(num_labels, *tensors)
+
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        return usage(counts, seconds, self.model.config, self.peak_tflops)
+
+
+def make_forward_backward(
+    model: Decoder, owner: TrainStep, args: argparse.Namespace
+) -> ForwardBackward:
+    """Return what runs a step's micro-batches: its part of the mean loss over all labels.
+
+    It takes the number of labels of all ranks and the tensors of a `StepBatch`.
+    """
+
+    def forward_backward(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+        return owner.forward_backward(inputs_of(num_labels, tensors, args.seq_len)).sum()
+
+    return Graphed(forward_backward, model) if args.cuda_graph else forward_backward
+
+
+def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> list[dict[str, Any]]:
+    """Return the decoder's inputs of each micro-batch of a `StepBatch`'s tensors."""
+    tensors = tuple(tensors)
+    names = ["tokens_BT", "labels_BT"]
+    of_all: dict[str, Any] = {"num_tokens": num_labels}
+    if len(tensors) > len(names):
+        names += ["padding_mask_BT", "cu_seqlens"]
+        of_all["max_seqlen"] = seq_len
+    return [dict(zip(names, row, strict=True)) | of_all for row in zip(*tensors, strict=True)]
+
+
+def make_optimizers(
+    model: Decoder,
+    args: argparse.Namespace,
+    *,
+    master_remainder: bool = False,
+    state_offload: float | None = None,
+    rates: WidthRates | None = None,
+) -> list[torch.optim.Optimizer]:
+    """Return AdamW, behind Muon for the matrices with --optimizer muon."""
+    assignment = assign_matrices(model) if args.optimizer else None
+    params = assignment.adamw_params if assignment else list(model.parameters())
+    moments = MOMENT_DTYPES[args.moment_dtype]
+    how: dict[str, Any] = {"moment_dtype": moments, "master_remainder": master_remainder}
+    adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, **how)
+    optimizers = [Muon(assignment), adamw] if assignment else [adamw]
+    if rates is not None:
+        for one in optimizers:
+            rates.regroup(one, model)
+    if state_offload:
+        StateOffload(adamw, model, fraction=state_offload)
+    return optimizers
+
+
+def dispatcher_of(model: Decoder) -> str:
+    """Return the dispatcher in use: "auto" has chosen by now."""
+    used = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
+    return "".join(used).removesuffix("Dispatcher").lower() or "dense"

@@ -1,0 +1,409 @@
+r"""Pre-train a Mixture-of-Experts decoder on a corpus: one command to a directory for transformers.
+
+    moecore pretrain --hf-config DIR --tokenizer DIR --seq-len 4096 --steps 100000 \
+        --data web_text_document,weight=0.7 code.jsonl,weight=0.3,field=content \
+        --validation held_out.jsonl,name=web --eval-every 500 --run-dir runs/mine
+    torchrun --nproc-per-node 8 -m moecore pretrain --config runs/mine/config.toml --ep 4 --cp 2
+    torchrun --nproc-per-node 8 -m moecore pretrain --config ... --seq-len 65536 --dynamic-cp 8192
+
+Documents are text or token ids: JSONL, Megatron's .bin and .idx, and data sets of Hugging Face, on
+disk or streamed. They are tokenized and packed into rows by workers ahead of the step, without
+attention across documents, and sources are mixed by their weights. docs/pretraining.md has all of
+it, and what happens to documents that are empty or bad.
+
+The model is that of a config.json (--hf-config), whose weights start at random, or a preset with
+fields of its own (--preset, --num-layers, ...). Every option of moecore's records has a flag, and a
+line in a TOML file (--config); RUN_DIR/config.toml has those of the run. `moecore plan --write
+FILE` writes such a file of a planned run.
+
+Started again with the same arguments, a run continues from its last whole checkpoint. On other
+ranks too it reads the tokens that are left, each once; docs/checkpointing.md has what changes then.
+Its result is RUN_DIR/export, with the tokenizer, where the config.json is known.
+
+loop.py has the steps, which train.py and finetune_hf.py share, sharding.py how a model is put onto
+the ranks, native.py the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore import (
+    BalanceConfig,
+    CapacityConfig,
+    Meshes,
+    MoEConfig,
+    build_meshes,
+)
+from moecore.io import decoder_config_from_hf, export_hf
+from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.models import Decoder, DecoderConfig, at_width, document_cost, preset
+from moecore.packing import CorpusOptions, ScheduledBatch
+from moecore.packing.split import multiple_of
+from moecore.recipes.corpora import (
+    BYTES,
+    CorpusSteps,
+    ScheduledSteps,
+    SourceOptions,
+    Tokenizer,
+    read_source,
+    source_of,
+    with_names,
+)
+from moecore.recipes.data import BatchShape, StepBatch, to_device
+from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
+from moecore.recipes.files import check_directory, naming
+from moecore.recipes.graphs import alike
+from moecore.recipes.loop import batch_shape, begins, ranks_of, run, say, start
+from moecore.recipes.metrics import Metrics
+from moecore.recipes.native import DecoderJob, dispatcher_of, inputs_of, make_optimizers
+from moecore.recipes.options import (
+    DEGREES,
+    add_common,
+    add_state,
+    check_dynamic_cp,
+    check_graph,
+    check_memory,
+    check_rows,
+    check_wandb,
+    compute_dtype,
+    count,
+    parallel_config,
+    whole,
+)
+from moecore.recipes.records import add_records, as_toml, build, given, parse
+from moecore.recipes.report import CONFIG, EXPORT, make_run_dir
+from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
+from moecore.train import WidthRates, width_rates
+
+RECORDS: dict[str, type] = {
+    "corpus": CorpusOptions,
+    "model": DecoderConfig,
+    "moe": MoEConfig,
+    "capacity": CapacityConfig,
+    "balance": BalanceConfig,
+    **TABLES,
+}
+# What another option says.
+TAKEN = ("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim")
+TAKEN = (*TAKEN, "balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic")
+TAKEN = (*TAKEN, "config", "row_factor")
+
+
+@dataclass(kw_only=True)
+class CorpusTraining(DecoderJob):
+    """A decoder on a corpus.
+
+    Attributes:
+        packed: steps of the corpus.
+        tokenizer: of its text.
+        validation: this rank's rows of each set.
+        bad_lines: lines of the sources that are left out because they are broken.
+    """
+
+    tokenizer: Tokenizer
+    validation: dict[str, Any]
+    bad_lines: int
+
+    chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
+
+    def begin(self) -> None:
+        args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
+        begin, name = begins(self, "from scratch"), args.hf_config or args.preset
+        say(f"training {name} {begin} to step {args.steps} on {ranks}: {len(args.data)} source(s)")
+
+    def next_batch(self, step: int) -> StepBatch:
+        batch = self.packed.next()
+        return alike(batch) if self.args.cuda_graph else batch
+
+    @torch.no_grad()
+    def evaluate(self) -> Metrics:
+        """Return the loss on each validation set, and their mean. Waits for the device."""
+        if not self.validation:
+            return {}
+        self.model.eval()
+        losses = {f"eval_loss/{name}": self._loss(rows) for name, rows in self.validation.items()}
+        self.model.train()
+        return {"eval_loss": sum(losses.values()) / len(losses), **losses}
+
+    def _loss(self, batch: StepBatch) -> float:
+        copies = dist.get_world_size() // self.meshes.data_ranks
+        num_labels = to_device(batch.num_labels.clone(), self.device)
+        dist.all_reduce(num_labels)
+        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
+        inputs = inputs_of((num_labels // copies).clamp(min=1), tensors, self.args.seq_len)
+        total = self.owner.losses(inputs).sum()
+        dist.all_reduce(total)
+        return float(total) / copies
+
+    def position(self) -> Metrics:
+        epochs = self.packed.sampler.epochs()
+        found = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
+        return found | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
+
+    def finish(self) -> None:
+        self.packed.sampler.close()
+        target = self.args.run_dir / EXPORT
+        if not self.args.hf_config:
+            return
+        if self.start < self.args.steps or not target.exists():
+            dtype = compute_dtype(self.args, self.device)
+            export(self.model, self.args.hf_config, dtype, self.tokenizer, target)
+        say(f"{target} is ready for from_pretrained")
+
+
+@dataclass(kw_only=True)
+class ScheduledTraining(CorpusTraining):
+    """The same with a cp for each micro-batch: a step is a `ScheduledBatch`."""
+
+    def forward_backward(self, num_labels: Tensor, batch: ScheduledBatch) -> Tensor:
+        self.owner.num_micro_batches = len(batch.cps)
+        return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
+
+    def _loss(self, batch: ScheduledBatch) -> float:
+        total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
+        dist.all_reduce(total)
+        return float(total) * self.meshes.data_ranks / dist.get_world_size()
+
+
+def export(
+    model: Decoder, config: Path, dtype: torch.dtype, tokenizer: Tokenizer, target: Path
+) -> None:
+    """Write a directory that transformers loads; a draft until all of it is there. Collective."""
+    draft = target.with_name(f".{target.name}.draft")
+    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
+    export_hf(model, draft, config=config, dtype=dtype)
+
+    def complete() -> None:
+        if tokenizer.hf is not None:
+            tokenizer.hf.save_pretrained(draft)
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+
+    on_first_rank(complete)
+
+
+def build_job(args: argparse.Namespace) -> CorpusTraining:
+    """Open the corpus, put the model on the ranks and load the last checkpoint, if there is one."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    config, tokenizer = check(args, world_size)
+    make_run_dir(args.run_dir)
+    sources = [read_source(options, tokenizer) for options in args.data]
+    held_out = [
+        read_source(options, tokenizer, option="--validation") for options in args.validation
+    ]
+    meshes = build_meshes(parallel_config(args, world_size, num_experts=config.moe.num_experts))
+    rows = corpus_options(args, config, meshes.parallel.cp)
+    records = records_of(args) | {"corpus": rows, "fsdp": fsdp_of(args, meshes)}
+    max_tokens = records["sharding"].dynamic_cp
+    if max_tokens is None:
+        check_memory(args, config, torch.device(meshes.device_type))
+    on_first_rank(lambda: write_config(args, config, records))
+    if max_tokens is not None:
+        records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
+    rates = rates_of(args, config)
+    model = build_model(args, config, meshes, records, rates)
+    shape = batch_shape(args, meshes)
+    steps: Any = partial(CorpusSteps, data_rank=meshes.data_rank)
+    if max_tokens is not None:
+        plan = {"max_tokens": max_tokens, "cost": document_cost(config)}
+        steps = partial(ScheduledSteps, data_rank=meshes.data_rank, **plan)
+    eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, partitions=1)
+    job = CorpusTraining if max_tokens is None else ScheduledTraining
+    return job(
+        args=args,
+        meshes=meshes,
+        model=model,
+        optimizers=make_optimizers(
+            model,
+            args,
+            master_remainder=args.master_remainder,
+            state_offload=args.state_offload,
+            rates=rates,
+        ),
+        shape=shape,
+        config=config,
+        facts={"--tokenizer": args.tokenizer},
+        packed=steps(sources, rows, shape, workers=args.workers),
+        tokenizer=tokenizer,
+        bad_lines=sum(getattr(source.documents, "num_invalid", 0) for source in sources),
+        validation={
+            source.name: steps([source], fixed, eval_shape, workers=0).next() for source in held_out
+        },
+    )
+
+
+def eval_shape_of(args: argparse.Namespace, shape: BatchShape) -> BatchShape:
+    """Return the shape of the rows of a validation set, in whole micro-batches of all ranks."""
+    return replace(shape, grad_accum=-(-args.eval_rows // (shape.data_ranks * shape.batch_size)))
+
+
+def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> CorpusOptions:
+    of_run = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
+    return CorpusOptions(**of_run, multiple=multiple_of(cp), **given(args, "corpus"))
+
+
+def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]) -> None:
+    """Write the options of the run to its directory, as --config reads them."""
+    if not args.hf_config:
+        moe = {"moe": config.moe, "capacity": config.moe.capacity, "balance": config.moe.balance}
+        records = {"model": config, **moe, **records}
+    present = {table: record for table, record in records.items() if record is not None}
+    (args.run_dir / CONFIG).write_text(as_toml(args, present, without=TAKEN))
+
+
+def rates_of(args: argparse.Namespace, config: DecoderConfig) -> WidthRates | None:
+    """Return the factors of --base-width."""
+    if args.base_width is None:
+        return None
+    base = at_width(config, args.base_width)
+    return width_rates(Decoder(config, device="meta"), Decoder(base, device="meta"))
+
+
+def build_model(
+    args: argparse.Namespace,
+    config: DecoderConfig,
+    meshes: Meshes,
+    records: dict[str, Any],
+    rates: WidthRates | None,
+) -> Decoder:
+    """Return this rank's shards of the model: the same weights on every layout."""
+    dtype = torch.bfloat16 if args.master_remainder else torch.float32
+    model = Decoder(config, device="meta", dtype=dtype)
+    parallelize(model, meshes, args, records)
+    model.to_empty(device=torch.device(meshes.device_type))
+    model.init_weights(args.seed)
+    if rates is not None:
+        rates.scale_weights(model)
+    return model
+
+
+def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
+    """Return config and tokenizer; raise ValueError for arguments that do not fit together."""
+    if not args.data:
+        raise ValueError("--data ([]) must have at least one source: name a file")
+    if args.eval_every and not args.validation:
+        raise ValueError(f"--eval-every ({args.eval_every}) must go with --validation: name a file")
+    max_tokens = records_of(args)["sharding"].dynamic_cp
+    check_graph(args, max_tokens)
+    config, tokenizer = model_config(args), Tokenizer(args.tokenizer)
+    if args.base_width is not None:
+        at_width(config, args.base_width)
+    if args.seq_len > config.max_seq_len:
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be <= max_seq_len ({config.max_seq_len}) of the model"
+        )
+    if tokenizer.size > config.vocab_size:
+        raise ValueError(
+            f"--tokenizer ({args.tokenizer}, {tokenizer.size} ids) must have <= vocab_size "
+            f"({config.vocab_size}) of the model: take the model's own, or raise vocab_size"
+        )
+    parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
+    check_rows(args, parallel.resolve(world_size))
+    if max_tokens is not None:
+        check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
+    if args.master_remainder and args.optimizer:
+        raise ValueError(
+            f"--master-remainder must not go with --optimizer ({args.optimizer}), which needs fp32 "
+            "weights: drop it"
+        )
+    check_wandb(args)
+    return config, tokenizer
+
+
+def model_config(args: argparse.Namespace) -> DecoderConfig:
+    """Return the decoder of config.json, or the preset with the fields that were given."""
+    fields = {table: given(args, table) for table in ("model", "moe", "capacity")}
+    if args.hf_config:
+        if any(fields.values()):
+            name = next(f"{table}.{name}" for table, of in fields.items() for name in of)
+            raise ValueError(f"{name} must be that of --hf-config ({args.hf_config}): set it there")
+        if not args.hf_config.exists():
+            raise ValueError(
+                f"--hf-config ({args.hf_config}) must be a config.json or its directory"
+            )
+        if args.hf_config.is_dir():
+            check_directory(args.hf_config, "--hf-config")
+        with naming("--hf-config"):
+            config = decoder_config_from_hf(args.hf_config)
+    else:
+        config = preset(args.preset)
+        capacity = build(args, "capacity", CapacityConfig) or config.moe.capacity
+        config = replace(config, **fields["model"])
+        moe = replace(config.moe, **fields["moe"], dim=config.dim, capacity=capacity)
+        config = replace(config, moe=moe)
+    balance = given(args, "balance")
+    if args.aux_loss is not None:
+        balance["micro_batch_coef"] = args.aux_loss
+    moe = replace(config.moe, balance=replace(config.moe.balance, **balance))
+    return replace(config, moe=moe)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the arguments of a run; None = those of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="moecore pretrain",
+        description="Pre-train a Mixture-of-Experts decoder on a corpus.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", type=Path, metavar="FILE", help="TOML; what is given beside it wins")
+    add("--data", type=source, nargs="+", default=[], metavar="PATH", help=SOURCE_HELP)
+    add("--validation", type=source, nargs="+", default=[], metavar="PATH", help="like --data")
+    add("--tokenizer", default=BYTES, help='directory or name on the hub, or "bytes"')
+    add("--workers", type=count, default=2, help="processes of a rank that read ahead; 0 = none")
+    add("--eval-rows", type=whole, default=64, help="of each validation set, all ranks together")
+    add("--hf-config", type=Path, metavar="PATH", help="config.json of the model")
+    add("--preset", default="tiny", help="without --hf-config, see moecore.models.PRESETS")
+    add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
+    add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
+    add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
+    add("--base-width", type=whole, help="dim of which --lr is, see width_rates (None = its own)")
+    add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
+    add_common(parser, DEGREES)
+    add_state(parser)
+    add_records(parser, RECORDS, without=TAKEN)
+    parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256, lr=3e-3)
+    parser.set_defaults(eval_every=0)
+    words = sys.argv[1:] if arguments is None else arguments
+    args = parse(parser, words, tables=("data", "validation"))
+    args.data, args.validation = with_names(args.data), with_names(args.validation)
+    args.row_factor = given(args, "nvlink").get("row_factor")
+    return args
+
+
+SOURCE_HELP = "PATH,weight=1,field=text,name=NAME,split=train,config=NAME,stream=true"
+
+
+def source(word: str) -> SourceOptions:
+    try:
+        return source_of(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Start the ranks, or be one of them under torchrun."""
+    try:
+        args = parse_arguments(words)
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    return start(run_rank, args, lambda world_size: check(args, world_size) and None)
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    """Build, train, save and export on this rank."""
+    return run(args, build_job)
