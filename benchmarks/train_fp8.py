@@ -67,7 +67,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.models.size import num_params
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.router import Router
-from moecore.recipes.schedule import lr_at
+from moecore.recipes.schedule import LearningRateSchedule
 from moecore.rl import RouterReplay
 from moecore.rl.choices import Choices
 from moecore.train import AdamW
@@ -357,7 +357,9 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
     grads: list[Tensor] = []
     for step in range(args.steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(step + 1, peak=args.lr, steps=args.steps)
+            group["lr"] = args.lr * LearningRateSchedule().factor(
+                step + 1, steps=args.steps, tokens_per_step=1
+            )
         tokens_BT, labels_BT = batches.at(step)
         is_probed = probe is not None and step % args.probe_every == 0
         with probe.recording() if is_probed else nullcontext(), owner.micro_batch():

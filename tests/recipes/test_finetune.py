@@ -225,7 +225,7 @@ def oracle(
     finetune: ModuleType, folder: Path, multiple: int = 1
 ) -> tuple[list[float], list[float], Any]:
     """Return the losses of all steps, the gradient norms, and the model that was trained."""
-    from moecore.recipes.schedule import lr_at
+    from moecore.recipes.schedule import LearningRateSchedule
 
     examples, _ = examples_of(finetune, folder)
     steps = steps_of(examples, multiple)
@@ -237,7 +237,9 @@ def oracle(
         loss = sum(part for part, _ in parts) / sum(n for _, n in parts)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.param_groups[0]["lr"] = lr_at(step, peak=3e-3, steps=STEPS)
+        optimizer.param_groups[0]["lr"] = 3e-3 * LearningRateSchedule().factor(
+            step, steps=STEPS, tokens_per_step=1
+        )
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))

@@ -17,6 +17,7 @@ from moecore import FSDPOptions, NVLinkOptions, ParallelConfig
 from moecore.cli import _parser, main
 from moecore.models import Decoder, preset
 from moecore.planning.flags import run_of_options
+from moecore.recipes.optimizer import optimizer_of
 
 FLAGS = (
     "--data a.jsonl,weight=0.5,field=body b,name=x,stream=true --cp 2 --lr 1e-4 --plain-host"
@@ -80,7 +81,7 @@ def test_a_run_saves_what_makes_the_same_run(pretrain: ModuleType, tmp_path: Pat
     assert pretrain.corpus_options(again, config, 2) == records["corpus"]
     assert pretrain.fsdp_of(again, meshes) == records["fsdp"]
     assert pretrain.records_of(again) == pretrain.records_of(args)
-    assert again.data == args.data and again.lr == args.lr
+    assert again.data == args.data and optimizer_of(again) == optimizer_of(args)
 
 
 def test_every_field_has_a_flag_or_another_option(
@@ -269,9 +270,10 @@ def test_a_planned_run_is_a_file_of_options(
     assert records["sharding"].fp8_dispatch == run.fp8_dispatch
     sizes = args.seq_len, args.batch_size, args.grad_accum
     assert sizes == (run.seq_len, run.batch_size, run.num_micro_batches)
-    found = args.moment_dtype, args.master_remainder, args.state_offload or 0.0
-    options = run.optimizer
-    assert found == (options.moment_dtype, options.master_remainder, options.offload_fraction)
+    found, planned = optimizer_of(args), run.optimizer
+    assert found.moment_dtype == planned.moment_dtype
+    assert found.master_remainder == planned.master_remainder
+    assert found.state_offload == planned.offload_fraction
     assert args.precision is None and args.dtype == "bfloat16"
 
 
@@ -285,13 +287,12 @@ def test_what_a_file_of_options_cannot_have(tmp_path: Path, capsys: Any) -> None
 
 def test_options_of_the_planned_optimizer(pretrain: ModuleType) -> None:
     model = Decoder(preset("tiny"), dtype=torch.bfloat16)
-    args = pretrain.parse_arguments(["--moment-dtype", "bfloat16"])
-    how: dict[str, Any] = {"master_remainder": True, "state_offload": 0.5}
-    (adamw,) = pretrain.make_optimizers(model, args, **how)
+    words = "--moment-dtype bfloat16 --master-remainder --state-offload 0.5"
+    (adamw,) = optimizer_of(pretrain.parse_arguments(words.split())).build(model)
     assert hasattr(adamw, "bring_state_back")  # of a StateOffload
     state = adamw.state_of(next(model.parameters()))
     assert {t.dtype for name, t in state.items() if name.startswith("exp")} == {torch.bfloat16}
     assert len(state) == 4  # the step, two moments and the remainder
     words = ["--data", __file__, "--master-remainder", "--optimizer", "muon"]
-    with pytest.raises(ValueError, match="--master-remainder must not go with --optimizer"):
+    with pytest.raises(ValueError, match=r"master_remainder \(True\) must be False with optimizer"):
         pretrain.check(pretrain.parse_arguments(words), 1)

@@ -68,11 +68,10 @@ from moecore.recipes.hf_model import (
 )
 from moecore.recipes.loop import Job, batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics, usage
+from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import (
     DEGREES,
-    MOMENT_DTYPES,
     add_common,
-    add_state,
     check_dynamic_cp,
     check_graph,
     check_rows,
@@ -83,7 +82,6 @@ from moecore.recipes.options import (
 from moecore.recipes.records import add_records, given, parse
 from moecore.recipes.report import EXPORT, make_run_dir
 from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
-from moecore.train import AdamW, StateOffload
 
 TAKEN = ("fsdp.param_dtype", "context.dynamic")  # what another option says
 
@@ -225,7 +223,9 @@ def build_job(args: argparse.Namespace) -> FineTuning:
     data, examples, held_out = read_data(args, vocab_size=config.get_text_config().vocab_size)
     meshes = build_meshes(parallel_config(args, world_size, num_experts=num_experts(config)))
     shape = batch_shape(args, meshes)
-    hf = build_hf(config, args.model, torch.bfloat16 if args.master_remainder else torch.float32)
+    hf = build_hf(
+        config, args.model, torch.bfloat16 if optimizer_of(args).master_remainder else torch.float32
+    )
     packed_rows = packs(hf)  # of the whole model, of which a stage has a part
     model = build_model(args, hf, meshes, shape)
     what = f"{len(examples)} examples, digest {digest_of(examples)}"
@@ -235,21 +235,12 @@ def build_job(args: argparse.Namespace) -> FineTuning:
     read = reader_of(args, meshes, decoder, packs=packed_rows)
     packed = read(examples, shape, seed=args.seed)
     args.steps = args.max_steps or args.epochs * len(packed.sampler)
-    optimizer = AdamW(
-        model.parameters(),
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-        moment_dtype=MOMENT_DTYPES[args.moment_dtype],
-        master_remainder=args.master_remainder,
-    )
-    if args.state_offload:
-        StateOffload(optimizer, model, fraction=args.state_offload)
     job = FineTuning if args.dynamic_cp is None else ScheduledTuning
     return job(
         args=args,
         meshes=meshes,
         model=model,
-        optimizers=[optimizer],
+        optimizers=optimizer_of(args).build(model),
         shape=shape,
         config=model.config.to_dict(),
         facts={
@@ -342,12 +333,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--max-steps", type=whole, help="optimizer steps of the whole run (None = of --epochs)")
     add("--recompute", action="store_true", help="activations again in backward: less memory")
     add_common(parser, DEGREES)
-    add_state(parser)
     add_records(parser, TABLES, without=TAKEN)
-    parser.set_defaults(
-        run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, lr=1e-5, eval_every=50
-    )
-    parser.set_defaults(schedule_steps=None, expert_loads_every=10)  # no options here
+    parser.set_defaults(run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, eval_every=50)
+    parser.set_defaults(**{"optimizer.lr": 1e-5, "optimizer.weight_decay": 0.0})
+    parser.set_defaults(expert_loads_every=10)  # no options here
     args = parse(parser, sys.argv[1:] if arguments is None else arguments)
     args.dynamic_cp = given(args, "sharding").get("dynamic_cp")
     return args
@@ -368,7 +357,7 @@ def check(args: argparse.Namespace, world_size: int) -> Any:
     config = read_config(args.model)
     parallel = parallel_config(args, world_size, num_experts=num_experts(config))
     parallel = parallel.resolve(world_size)
-    records_of(args)
+    optimizer_of(args), schedule_of(args), records_of(args)
     check_graph(args, args.dynamic_cp)
     if args.dynamic_cp is not None:
         check_dynamic_cp(args, args.dynamic_cp, parallel)

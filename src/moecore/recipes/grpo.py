@@ -39,10 +39,11 @@ from moecore.families import use_causal_attention
 from moecore.io import WeightStream
 from moecore.recipes.loop import Job, batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
-from moecore.recipes.options import add_degrees, count, parallel_config, positive, whole
+from moecore.recipes.optimizer import RECIPE, optimizer_of
+from moecore.recipes.options import add_degrees, count, parallel_config, whole
+from moecore.recipes.records import add_records
 from moecore.recipes.report import make_run_dir
 from moecore.rl import GRPO, Engine, Rollouts, group_advantages
-from moecore.train import AdamW
 
 PLUS, EQUALS, END, VOCABULARY = 10, 11, 12, 13  # digits are tokens 0 to 9
 SUMS = torch.tensor([(a, PLUS, b, EQUALS) for a in range(5) for b in range(5)])
@@ -195,7 +196,7 @@ def build_job(args: argparse.Namespace) -> Reinforcement:
         args=args,
         meshes=meshes,
         model=policy,
-        optimizers=[AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)],
+        optimizers=optimizer_of(args).build(policy),
         shape=batch_shape(args, meshes),
         config=config.to_dict(),
         facts={
@@ -223,13 +224,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add(
         "--seq-len", type=whole, default=256, help="tokens of a row, which rollouts are packed into"
     )
-    add("--lr", type=positive, default=4e-3, help="peak of warm-up and cosine")
     add("--seed", type=count, default=0, help="of first weights, prompts and samples")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
     add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     add_degrees(parser, ("ep", "dp_replicate"))
+    add_records(parser, RECIPE)
+    parser.set_defaults(**{"optimizer.lr": 4e-3, "optimizer.weight_decay": 0.0})
     # of the loop, no options here
-    parser.set_defaults(dtype=None, grad_accum=1, schedule_steps=None, eval_every=0)
+    parser.set_defaults(dtype=None, grad_accum=1, eval_every=0)
     parser.set_defaults(expert_loads_every=10, plain_host=False, wandb=None)
     parser.set_defaults(peak_tflops=None, profile=0)
     return parser.parse_args(arguments)

@@ -43,11 +43,12 @@ from moecore.recipes.host import bind_to_gpu, collect, collecting_by_hand
 from moecore.recipes.interrupts import exit_at_interrupt
 from moecore.recipes.launch import check_environment, launch, leave
 from moecore.recipes.metrics import Launched, Metrics, Moment, memory_gib, peak_tflops
+from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import DEGREES, compute_dtype, loss_scale
 from moecore.recipes.profiling import check_profile, traced
 from moecore.recipes.report import Report, make_run_dir
 from moecore.recipes.resume import KEPT_CHECKPOINTS, checkpoint_dir, continuation, resume
-from moecore.recipes.schedule import is_due, lr_at
+from moecore.recipes.schedule import is_due
 
 CPU_RANKS = 2
 MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weights stay
@@ -100,7 +101,7 @@ class Job:
         self.owner = TrainStep(
             self.model,
             self.optimizers,
-            max_norm=1.0,
+            max_norm=optimizer_of(self.args).max_norm,
             num_micro_batches=self.args.grad_accum,
             loss_scale=loss_scale(self.args, self.device),
         )
@@ -230,10 +231,9 @@ def open_report(job: Job) -> AbstractContextManager[Report | None]:
 
 def train_step(job: Job, step: int) -> Launched:
     """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
-    args, began = job.args, Moment(job.device)
+    args, began, lr = job.args, Moment(job.device), learning_rate(job, step)
     for group in (group for one in job.optimizers for group in one.param_groups):
-        lr = lr_at(step, peak=args.lr, steps=args.schedule_steps or args.steps)
-        group["lr"] = lr * group.get("width_factor", 1.0)
+        group["lr"] = lr * group["lr_factor"] * group.get("width_factor", 1.0)
     batch = job.next_batch(step)
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
     counts = to_device(batch.counts(), job.device)
@@ -257,6 +257,16 @@ def train_step(job: Job, step: int) -> Launched:
         reader=job.reader,
         more=job.position(),
     )
+
+
+def learning_rate(job: Job, step: int) -> float:
+    """Return the learning rate of a step, without the factors of param groups."""
+    shape = job.shape
+    rows = shape.data_ranks * shape.grad_accum * shape.batch_size
+    factor = schedule_of(job.args).factor(
+        step, steps=job.args.steps, tokens_per_step=rows * shape.seq_len
+    )
+    return optimizer_of(job.args).lr * factor
 
 
 def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int = 0) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moecore import MoELayer, TrainStep
@@ -19,14 +18,6 @@ from moecore.recipes.data import StepBatch, to_device
 from moecore.recipes.graphs import Graphed
 from moecore.recipes.loop import Job
 from moecore.recipes.metrics import Metrics, usage
-from moecore.recipes.options import MOMENT_DTYPES
-from moecore.train import (
-    AdamW,
-    Muon,
-    StateOffload,
-    WidthRates,
-    assign_matrices,
-)
 
 ForwardBackward = Callable[..., Tensor]
 
@@ -74,29 +65,6 @@ def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> li
         names += ["padding_mask_BT", "cu_seqlens"]
         of_all["max_seqlen"] = seq_len
     return [dict(zip(names, row, strict=True)) | of_all for row in zip(*tensors, strict=True)]
-
-
-def make_optimizers(
-    model: Decoder,
-    args: argparse.Namespace,
-    *,
-    master_remainder: bool = False,
-    state_offload: float | None = None,
-    rates: WidthRates | None = None,
-) -> list[torch.optim.Optimizer]:
-    """Return AdamW, behind Muon for the matrices with --optimizer muon."""
-    assignment = assign_matrices(model) if args.optimizer else None
-    params = assignment.adamw_params if assignment else list(model.parameters())
-    moments = MOMENT_DTYPES[args.moment_dtype]
-    how: dict[str, Any] = {"moment_dtype": moments, "master_remainder": master_remainder}
-    adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, **how)
-    optimizers = [Muon(assignment), adamw] if assignment else [adamw]
-    if rates is not None:
-        for one in optimizers:
-            rates.regroup(one, model)
-    if state_offload:
-        StateOffload(adamw, model, fraction=state_offload)
-    return optimizers
 
 
 def dispatcher_of(model: Decoder) -> str:

@@ -29,16 +29,12 @@ from moecore.packing.corpus.scheduled_batch import TILE
 from moecore.packing.split import multiple_of
 from moecore.recipes.data import VOCAB_SIZE
 from moecore.recipes.files import host_bytes
-from moecore.recipes.records import help_of
+from moecore.recipes.optimizer import RECIPE
+from moecore.recipes.records import add_records, help_of
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
 OPEN_DEGREES = tuple(field.name for field in fields(ParallelConfig) if field.default == -1)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MOMENT_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -53,7 +49,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--experts", default="auto", choices=get_args(ExpertBackend), help="how experts multiply")
     add("--data", type=Path, nargs="+", default=[], metavar="FILE", help='text, or jsonl "text"')
     add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
-    add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
     add("--bias-rate", type=float, help="step of the expert bias (None = the preset's)")
     add("--quantile", action="store_true", help="sigmoid scores, a bias solved for even loads")
     add("--bias-per-micro-batch", action="store_true", help="of --quantile: solved before choosing")
@@ -103,14 +98,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
     add("--graph-dense", action="store_true", help="CUDA graphs of what is between exchanges")
-    add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add("--prompt", type=some, default="def ", help="what the sample continues")
     add("--sample-bytes", type=count, default=200, help="length of the sample; 0 = none")
     add("--layout", help="of pipeline stages, such as 'Et*3|(tt|)*29m|L' (None = even)")
     add("--schedule", default="1f1b", choices=get_args(ScheduleName), help="of pipeline stages")
     add_common(parser, DEGREES)
-    parser.set_defaults(run_dir=Path("runs/demo"), batch_size=8, seq_len=256, lr=3e-3, eval_every=0)
+    parser.set_defaults(run_dir=Path("runs/demo"), batch_size=8, seq_len=256, eval_every=0)
+    parser.set_defaults(**{"optimizer.lr": 3e-3})
     return parser.parse_args(arguments)
 
 
@@ -121,7 +116,6 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
     add("--batch-size", type=whole, help="rows per data rank and micro-batch")
     add("--grad-accum", type=whole, default=1, help="micro-batches per step")
     add("--seq-len", type=whole, help="tokens of a row, and most of a document's piece")
-    add("--lr", type=positive, help="peak of warm-up and cosine")
     add("--aux-loss", type=float, help="balance loss coefficient (None = the model's)")
     add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
     add(
@@ -130,7 +124,6 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
         help="products in FP8, on Hopper (None = all in --dtype)",
     )
     add("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
-    add("--moment-dtype", default="float32", choices=MOMENT_DTYPES, help="of AdamW")
     add("--seed", type=count, default=0, help="of the order of the data, and of new weights")
     add("--eval-every", type=count, help="steps between losses on held-out data; 0 = none")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
@@ -144,6 +137,7 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
     add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     add("--plain-host", action="store_true", help="no CPUs beside the GPU, no garbage by hand")
     add_degrees(parser, degrees)
+    add_records(parser, RECIPE)
 
 
 def add_degrees(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
@@ -154,13 +148,6 @@ def add_degrees(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None
         default = "what is left" if degree in OPEN_DEGREES else default
         text = f"{texts[degree].removesuffix('.')} (None = {default})"
         parser.add_argument(f"--{degree.replace('_', '-')}", type=int, help=text, metavar="N")
-
-
-def add_state(parser: argparse.ArgumentParser) -> None:
-    """Add options by which weights and AdamW's state take less memory."""
-    add = parser.add_argument
-    add("--master-remainder", action="store_true", help="bf16 weights, see moecore.train.AdamW")
-    add("--state-offload", type=positive, help="of AdamW's state in host memory (None = nothing)")
 
 
 def whole(text: str, least: int = 1) -> int:

@@ -68,11 +68,11 @@ from moecore.recipes.files import check_directory, naming
 from moecore.recipes.graphs import alike
 from moecore.recipes.loop import batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
-from moecore.recipes.native import DecoderJob, dispatcher_of, inputs_of, make_optimizers
+from moecore.recipes.native import DecoderJob, dispatcher_of, inputs_of
+from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import (
     DEGREES,
     add_common,
-    add_state,
     check_dynamic_cp,
     check_graph,
     check_memory,
@@ -226,13 +226,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
         args=args,
         meshes=meshes,
         model=model,
-        optimizers=make_optimizers(
-            model,
-            args,
-            master_remainder=args.master_remainder,
-            state_offload=args.state_offload,
-            rates=rates,
-        ),
+        optimizers=optimizer_of(args).build(model, rates),
         shape=shape,
         config=config,
         facts={"--tokenizer": args.tokenizer},
@@ -260,15 +254,17 @@ def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[
     if not args.hf_config:
         moe = {"moe": config.moe, "capacity": config.moe.capacity, "balance": config.moe.balance}
         records = {"model": config, **moe, **records}
+    records |= {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
     present = {table: record for table, record in records.items() if record is not None}
     (args.run_dir / CONFIG).write_text(as_toml(args, present, without=TAKEN))
 
 
 def rates_of(args: argparse.Namespace, config: DecoderConfig) -> WidthRates | None:
     """Return the factors of --base-width."""
-    if args.base_width is None:
+    width = optimizer_of(args).base_width
+    if width is None:
         return None
-    base = at_width(config, args.base_width)
+    base = at_width(config, width)
     return width_rates(Decoder(config, device="meta"), Decoder(base, device="meta"))
 
 
@@ -280,7 +276,7 @@ def build_model(
     rates: WidthRates | None,
 ) -> Decoder:
     """Return this rank's shards of the model: the same weights on every layout."""
-    dtype = torch.bfloat16 if args.master_remainder else torch.float32
+    dtype = torch.bfloat16 if optimizer_of(args).master_remainder else torch.float32
     model = Decoder(config, device="meta", dtype=dtype)
     parallelize(model, meshes, args, records)
     model.to_empty(device=torch.device(meshes.device_type))
@@ -299,8 +295,10 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
     max_tokens = records_of(args)["sharding"].dynamic_cp
     check_graph(args, max_tokens)
     config, tokenizer = model_config(args), Tokenizer(args.tokenizer)
-    if args.base_width is not None:
-        at_width(config, args.base_width)
+    optimizer = optimizer_of(args)
+    schedule_of(args)
+    if optimizer.base_width is not None:
+        at_width(config, optimizer.base_width)
     if args.seq_len > config.max_seq_len:
         raise ValueError(
             f"--seq-len ({args.seq_len}) must be <= max_seq_len ({config.max_seq_len}) of the model"
@@ -314,11 +312,6 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
     check_rows(args, parallel.resolve(world_size))
     if max_tokens is not None:
         check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
-    if args.master_remainder and args.optimizer:
-        raise ValueError(
-            f"--master-remainder must not go with --optimizer ({args.optimizer}), which needs fp32 "
-            "weights: drop it"
-        )
     check_wandb(args)
     return config, tokenizer
 
@@ -369,15 +362,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--hf-config", type=Path, metavar="PATH", help="config.json of the model")
     add("--preset", default="tiny", help="without --hf-config, see moecore.models.PRESETS")
     add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
-    add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
-    add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
-    add("--base-width", type=whole, help="dim of which --lr is, see width_rates (None = its own)")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add_common(parser, DEGREES)
-    add_state(parser)
     add_records(parser, RECORDS, without=TAKEN)
-    parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256, lr=3e-3)
-    parser.set_defaults(eval_every=0)
+    parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256)
+    parser.set_defaults(eval_every=0, **{"optimizer.lr": 3e-3})
     words = sys.argv[1:] if arguments is None else arguments
     args = parse(parser, words, tables=("data", "validation"))
     args.data, args.validation = with_names(args.data), with_names(args.validation)

@@ -70,7 +70,8 @@ from moecore.recipes.data import (
 )
 from moecore.recipes.loop import batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
-from moecore.recipes.native import DecoderJob, dispatcher_of, make_optimizers
+from moecore.recipes.native import DecoderJob, dispatcher_of
+from moecore.recipes.optimizer import optimizer_of
 from moecore.recipes.options import (
     check_arguments,
     check_memory,
@@ -155,7 +156,7 @@ def build_job(args: argparse.Namespace) -> Pretraining:
         args=args,
         meshes=meshes,
         model=model,
-        optimizers=make_optimizers(model, args),
+        optimizers=optimizer_of(args).build(model),
         shape=shape,
         config=config,
         facts={"--seed": args.seed},  # the data position depends on it
