@@ -46,7 +46,7 @@ from moecore import (
 )
 from moecore.base.rank_checks import difference
 from moecore.families.transformers.packing import packing_problem
-from moecore.io import load_hf
+from moecore.io import init_adapters, load_hf
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledBatch, ScheduledCollator
 from moecore.recipes.batches import ScheduledExamples, digest_of, packed_examples, split_examples
@@ -67,6 +67,7 @@ from moecore.recipes.hf_model import (
     recompute,
 )
 from moecore.recipes.loop import Job, batch_shape, begins, ranks_of, run, say, start
+from moecore.recipes.lora import LoRAOptions, add_adapters, finish_adapters
 from moecore.recipes.metrics import Metrics, usage
 from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import (
@@ -79,7 +80,7 @@ from moecore.recipes.options import (
     parallel_config,
     whole,
 )
-from moecore.recipes.records import add_records, given, parse
+from moecore.recipes.records import add_records, build, given, parse
 from moecore.recipes.report import EXPORT, make_run_dir
 from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 
@@ -173,6 +174,8 @@ class FineTuning(Job):
     def finish(self) -> None:
         target = self.args.run_dir / EXPORT
         if self.start < self.args.steps or not target.exists():
+            if build(self.args, "lora", LoRAOptions) is not None:
+                finish_adapters(self.model, self.args.run_dir)
             export(self.model, self.args.model, target)
         say(f"{target} is ready for from_pretrained")
 
@@ -227,6 +230,11 @@ def build_job(args: argparse.Namespace) -> FineTuning:
         config, args.model, torch.bfloat16 if optimizer_of(args).master_remainder else torch.float32
     )
     packed_rows = packs(hf)  # of the whole model, of which a stage has a part
+    if args.recompute:
+        recompute(hf)
+    lora = build(args, "lora", LoRAOptions)
+    if lora is not None:
+        hf = add_adapters(hf, lora)
     model = build_model(args, hf, meshes, shape)
     what = f"{len(examples)} examples, digest {digest_of(examples)}"
     if (problem := difference({"--data": what}, meshes.device_type)) is not None:
@@ -283,8 +291,7 @@ def read_data(
 def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: BatchShape) -> Any:
     """Return this rank's shards of a model on meta, with the weights of the directory."""
     device = torch.device(meshes.device_type)
-    if args.recompute:
-        recompute(model)
+    has_adapters = build(args, "lora", LoRAOptions) is not None
     records = records_of(args) | {"fsdp": fsdp_of(args, meshes)}
     for option, is_given in (
         (f"--dynamic-cp ({args.dynamic_cp})", args.dynamic_cp is not None),
@@ -303,7 +310,9 @@ def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: Bat
     parallelize(model, meshes, args, records, moe=moe)
     model.to_empty(device=device)
     with naming("--model"):
-        load_hf(args.model, model)
+        load_hf(args.model, model, cast=has_adapters)
+    if has_adapters:
+        init_adapters(model, args.seed)
     return model
 
 
@@ -333,7 +342,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--max-steps", type=whole, help="optimizer steps of the whole run (None = of --epochs)")
     add("--recompute", action="store_true", help="activations again in backward: less memory")
     add_common(parser, DEGREES)
-    add_records(parser, TABLES, without=TAKEN)
+    add_records(parser, {**TABLES, "lora": LoRAOptions}, without=TAKEN, prefixed=("lora",))
     parser.set_defaults(run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, eval_every=50)
     parser.set_defaults(**{"optimizer.lr": 1e-5, "optimizer.weight_decay": 0.0})
     parser.set_defaults(expert_loads_every=10)  # no options here

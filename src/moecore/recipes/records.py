@@ -32,7 +32,11 @@ Records = Mapping[str, type]  # by the name of the table
 
 
 def add_records(
-    parser: argparse.ArgumentParser, records: Records, *, without: Sequence[str] = ()
+    parser: argparse.ArgumentParser,
+    records: Records,
+    *,
+    without: Sequence[str] = (),
+    prefixed: Sequence[str] = (),
 ) -> None:
     """Add a flag for each field; what is not given has no attribute in the namespace.
 
@@ -40,6 +44,7 @@ def add_records(
         parser: to add to.
         records: by table.
         without: "table.field" of what has no flag.
+        prefixed: tables whose flags begin with the name of the table.
     """
     names = Counter(
         name
@@ -55,7 +60,7 @@ def add_records(
             if f"{table}.{name}" in without:
                 continue
             flag = f"--{name.replace('_', '-')}"
-            if names[name] > 1 or flag in taken:
+            if names[name] > 1 or flag in taken or table in prefixed:
                 flag = f"--{table}-{name.replace('_', '-')}"
             group.add_argument(
                 flag,
