@@ -210,6 +210,13 @@ class Tokenizer:
             except ValueError as error:
                 raise ValueError(f"{named('--tokenizer', name)} {error}: use another") from None
 
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids."""
+        if self.hf is None:
+            return bytes(min(i, 255) for i in ids).decode(errors="replace")
+        text: str = self.hf.decode(ids)
+        return text
+
     def __call__(self, text: str) -> list[int]:
         """Return the ids of a document.
 

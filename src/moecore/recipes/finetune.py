@@ -40,6 +40,7 @@ from torch import Tensor
 
 from moecore import (
     BalanceConfig,
+    FSDPOptions,
     Meshes,
     MoEOverrides,
     build_meshes,
@@ -49,9 +50,11 @@ from moecore.families.transformers.packing import packing_problem
 from moecore.io import init_adapters, load_hf
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledBatch, ScheduledCollator
+from moecore.planning import TransformersModel
 from moecore.recipes.batches import ScheduledExamples, digest_of, packed_examples, split_examples
 from moecore.recipes.chat import Example, Examples, read_examples
 from moecore.recipes.data import BatchShape, PackedSteps, StepBatch, to_device
+from moecore.recipes.dry_run import add_dry_run, planned_run, print_batch, print_plan
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import naming
 from moecore.recipes.graphs import Graphed
@@ -66,7 +69,17 @@ from moecore.recipes.hf_model import (
     read_tokenizer,
     recompute,
 )
-from moecore.recipes.loop import Job, batch_shape, begins, ranks_of, run, say, start
+from moecore.recipes.loop import (
+    Job,
+    batch_shape,
+    begins,
+    ranks_of,
+    ranks_to_start,
+    run,
+    say,
+    shape_of,
+    start,
+)
 from moecore.recipes.lora import LoRAOptions, add_adapters, finish_adapters
 from moecore.recipes.metrics import Metrics, usage
 from moecore.recipes.optimizer import optimizer_of, schedule_of
@@ -80,11 +93,18 @@ from moecore.recipes.options import (
     parallel_config,
     whole,
 )
-from moecore.recipes.records import add_records, build, given, parse
+from moecore.recipes.records import add_records, as_toml, build, given, parse
 from moecore.recipes.report import EXPORT, make_run_dir
 from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 
-TAKEN = ("fsdp.param_dtype", "context.dynamic")  # what another option says
+TAKEN = (
+    "fsdp.param_dtype",
+    "context.dynamic",
+    "config",
+    "dynamic_cp",
+    "dry_run",
+    "gpu",
+)  # what another option says
 
 
 @dataclass(kw_only=True)
@@ -342,6 +362,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--max-steps", type=whole, help="optimizer steps of the whole run (None = of --epochs)")
     add("--recompute", action="store_true", help="activations again in backward: less memory")
     add_common(parser, DEGREES)
+    add_dry_run(parser)
     add_records(parser, {**TABLES, "lora": LoRAOptions}, without=TAKEN, prefixed=("lora",))
     parser.set_defaults(run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, eval_every=50)
     parser.set_defaults(**{"optimizer.lr": 1e-5, "optimizer.weight_decay": 0.0})
@@ -386,7 +407,40 @@ def main(words: Sequence[str] | None = None) -> int:
         args = parse_arguments(words)
     except ARGUMENT_ERRORS as error:
         return print_error(error)
+    if args.dry_run:
+        return dry_run(args)
     return start(run_rank, args, partial(check, args))
+
+
+def dry_run(args: argparse.Namespace) -> int:
+    """Print options, plan and first batch; return 0 if the plan fits the GPU, else 1."""
+    try:
+        world_size = ranks_to_start(args)
+        config = check(args, world_size)
+        data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
+        parallel = parallel_config(args, world_size, num_experts=num_experts(config))
+        parallel = parallel.resolve(world_size)
+        records = records_of(args) | {"fsdp": FSDPOptions(**given(args, "fsdp"))}
+        print(as_toml(args, tables_of(args, records), without=TAKEN))
+        model = TransformersModel.of(args.model)
+        if build(args, "lora", LoRAOptions) is not None:
+            print("the plan is that of training all weights: adapters need less")
+        fits = print_plan(args, planned_run(args, model, records, parallel, world_size))
+        packed_rows = packs(build_hf(config, args.model))
+        shape = shape_of(args, parallel)
+        steps = packed_examples(examples, shape, seed=args.seed, data_rank=0, packs=packed_rows)
+        print(f"{len(examples)} examples, {data.num_cut} cut, {data.num_dropped} dropped")
+        print_batch(steps.next(), read_tokenizer(args.model).decode)
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    return 0 if fits else 1
+
+
+def tables_of(args: argparse.Namespace, records: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of each table of the resolved options."""
+    lora = build(args, "lora", LoRAOptions)
+    records |= {"optimizer": optimizer_of(args), "schedule": schedule_of(args), "lora": lora}
+    return {table: record for table, record in records.items() if record is not None}
 
 
 def run_rank(args: argparse.Namespace) -> int:

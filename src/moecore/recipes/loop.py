@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecore import Meshes, TrainStep
+from moecore import Meshes, ParallelConfig, TrainStep
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.recipes.data import BatchShape, PackedSteps, to_device
@@ -137,7 +137,7 @@ def start(
         exit_at_interrupt()
         leave(run_rank(args))
     gpus = torch.cuda.device_count()
-    world_size = args.ranks or gpus or CPU_RANKS
+    world_size = ranks_to_start(args)
     try:
         if gpus and world_size > gpus:
             raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
@@ -149,6 +149,11 @@ def start(
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         print(f"moecore: stopped: {continuation(args)}", file=sys.stderr, flush=True)
     return code
+
+
+def ranks_to_start(args: argparse.Namespace) -> int:
+    """Return --ranks, else the number of GPUs, else two."""
+    return int(args.ranks or torch.cuda.device_count() or CPU_RANKS)
 
 
 def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]) -> int:
@@ -296,12 +301,18 @@ def check_ranks(args: argparse.Namespace) -> None:
 
 
 def batch_shape(args: argparse.Namespace, meshes: Meshes) -> BatchShape:
+    """Return the shape of a step's batch over all ranks."""
+    return shape_of(args, meshes.parallel)
+
+
+def shape_of(args: argparse.Namespace, parallel: ParallelConfig) -> BatchShape:
+    """Return the shape of a step's batch for degrees without -1."""
     return BatchShape(
-        data_ranks=meshes.data_ranks,
+        data_ranks=parallel.dp_replicate * parallel.dp_shard,
         grad_accum=args.grad_accum,
         batch_size=args.batch_size,
         seq_len=args.seq_len,
-        cp=meshes.parallel.cp,
+        cp=parallel.cp,
     )
 
 

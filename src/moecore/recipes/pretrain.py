@@ -43,6 +43,7 @@ from torch import Tensor
 from moecore import (
     BalanceConfig,
     CapacityConfig,
+    FSDPOptions,
     Meshes,
     MoEConfig,
     build_meshes,
@@ -63,10 +64,20 @@ from moecore.recipes.corpora import (
     with_names,
 )
 from moecore.recipes.data import BatchShape, StepBatch, to_device
+from moecore.recipes.dry_run import add_dry_run, planned_run, print_batch, print_plan
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import check_directory, naming
 from moecore.recipes.graphs import alike
-from moecore.recipes.loop import batch_shape, begins, ranks_of, run, say, start
+from moecore.recipes.loop import (
+    batch_shape,
+    begins,
+    ranks_of,
+    ranks_to_start,
+    run,
+    say,
+    shape_of,
+    start,
+)
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.native import DecoderJob, dispatcher_of, inputs_of
 from moecore.recipes.optimizer import optimizer_of, schedule_of
@@ -99,7 +110,7 @@ RECORDS: dict[str, type] = {
 # What another option says.
 TAKEN = ("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim")
 TAKEN = (*TAKEN, "balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic")
-TAKEN = (*TAKEN, "config", "row_factor")
+TAKEN = (*TAKEN, "config", "row_factor", "dry_run", "gpu")
 
 
 @dataclass(kw_only=True)
@@ -251,12 +262,20 @@ def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> 
 
 def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]) -> None:
     """Write the options of the run to its directory, as --config reads them."""
+    (args.run_dir / CONFIG).write_text(
+        as_toml(args, tables_of(args, config, records), without=TAKEN)
+    )
+
+
+def tables_of(
+    args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the record of each table of the resolved options."""
     if not args.hf_config:
         moe = {"moe": config.moe, "capacity": config.moe.capacity, "balance": config.moe.balance}
         records = {"model": config, **moe, **records}
     records |= {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
-    present = {table: record for table, record in records.items() if record is not None}
-    (args.run_dir / CONFIG).write_text(as_toml(args, present, without=TAKEN))
+    return {table: record for table, record in records.items() if record is not None}
 
 
 def rates_of(args: argparse.Namespace, config: DecoderConfig) -> WidthRates | None:
@@ -364,6 +383,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add_common(parser, DEGREES)
+    add_dry_run(parser)
     add_records(parser, RECORDS, without=TAKEN)
     parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256)
     parser.set_defaults(eval_every=0, **{"optimizer.lr": 3e-3})
@@ -390,7 +410,29 @@ def main(words: Sequence[str] | None = None) -> int:
         args = parse_arguments(words)
     except ARGUMENT_ERRORS as error:
         return print_error(error)
+    if args.dry_run:
+        return dry_run(args)
     return start(run_rank, args, lambda world_size: check(args, world_size) and None)
+
+
+def dry_run(args: argparse.Namespace) -> int:
+    """Print options, plan and first batch; return 0 if the plan fits the GPU, else 1."""
+    try:
+        world_size = ranks_to_start(args)
+        config, tokenizer = check(args, world_size)
+        sources = [read_source(options, tokenizer) for options in args.data]
+        parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
+        parallel = parallel.resolve(world_size)
+        rows = corpus_options(args, config, parallel.cp)
+        records = records_of(args) | {"corpus": rows, "fsdp": FSDPOptions(**given(args, "fsdp"))}
+        print(as_toml(args, tables_of(args, config, records), without=TAKEN))
+        fits = print_plan(args, planned_run(args, config, records, parallel, world_size))
+        shape = shape_of(args, parallel)
+        batch = CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
+        print_batch(batch, tokenizer.decode)
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    return 0 if fits else 1
 
 
 def run_rank(args: argparse.Namespace) -> int:

@@ -125,6 +125,8 @@ def parse(
             type than its flag's.
     """
     words = list(arguments)
+    if words and not words[0].startswith("-"):  # moecore pretrain config.toml
+        words.insert(0, option)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument(option, type=Path)
     file = vars(first.parse_known_args(words)[0])[option.lstrip("-")]
