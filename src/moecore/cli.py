@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -52,8 +52,13 @@ TRAINING = {
     "pretrain": "train a decoder on a corpus",
     "finetune": "fine-tune a Hugging Face model on chats, prompts or text",
     "grpo": "train a tiny model by reinforcement learning",
+    "generate": "continue a prompt with a trained model",
+    "evaluate": "measure the loss of a trained model on documents",
+    "recipes": "list, show and copy configs that are ready",
     "tiny-model": "make a tiny Hugging Face model and chats to try the other commands",
 }
+# Where those are whose module has another name.
+MODULES = {"evaluate": "generate:evaluate", "recipes": "library", "tiny-model": "tiny_model"}
 TARGETS = ("hf", "megatron", "dcp", "dcp-transformers", "native")
 MAX_ERROR_LENGTH = 400  # characters of a usage error
 USER_ERRORS = (
@@ -70,9 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words and words[0] in TRAINING:
             with _interrupts_end_the_process():
-                command = import_module(f"moecore.recipes.{words[0].replace('-', '_')}")
-            code: int = command.main(words[1:])
-            return code
+                run = _training_command(words[0])
+            return run(words[1:])
         args = _parser().parse_args(words)
         room, _, command = args.run.partition(":")  # what a command needs takes long to import
         with _interrupts_end_the_process():
@@ -92,6 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = f"this machine has too little memory for it ({text})"
         print(f"moecore: {bounded_line(text)}", file=sys.stderr)
         return code
+
+
+def _training_command(name: str) -> Callable[[Sequence[str]], int]:
+    """Return the function of a command of `TRAINING`."""
+    module, _, function = MODULES.get(name, name).partition(":")
+    command: Callable[[Sequence[str]], int]
+    command = getattr(import_module(f"moecore.recipes.{module}"), function or "main")
+    return command
 
 
 @contextmanager

@@ -25,12 +25,13 @@ from moecore.packing import (
 )
 from moecore.packing.corpus.files import cut
 from moecore.recipes.borders import Borders, borders_of
-from moecore.recipes.data import BatchShape, StepBatch, with_borders
+from moecore.recipes.data import BatchShape, StepBatch, standard_library, with_borders
 from moecore.recipes.files import check_directory, named
 from moecore.recipes.hf_model import TOKENIZER_FILES
 
 BYTES = "bytes"
 HUB = "hf:"
+STDLIB = "python:"  # sources of the Python standard library
 PARTITIONS_PER_ROW = 8  # so many workers of a rank tokenize documents of their own
 
 
@@ -40,7 +41,8 @@ class SourceOptions:
 
     Attributes:
         path: a .jsonl file; the prefix of Megatron's .bin and .idx; a directory of `save_to_disk`;
-            or hf:NAME, a data set of the Hugging Face hub or of another directory.
+            hf:NAME, a data set of the Hugging Face hub or of another directory; or python:, the
+            sources of the Python standard library, to try a command.
         weight: of the rows, over the sum of all weights.
         name: in metrics, errors and positions; "" = see `with_names`.
         field: of a row or line, which has the text or the token ids.
@@ -142,6 +144,8 @@ def _documents(options: SourceOptions, option: str) -> Any:
         raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_invalid")
     if options.path.startswith(HUB):
         return _from_datasets(options, option)
+    if options.path == STDLIB:
+        return [path.read_text(errors="replace") for path in standard_library()]
     if options.stream:
         raise ValueError(f"{name} must be {HUB}NAME to be streamed: drop stream")
     if path.suffix == ".jsonl":

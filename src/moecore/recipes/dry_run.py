@@ -33,6 +33,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     """Add --dry-run and the machine that it plans for."""
     add = parser.add_argument_group("dry run").add_argument
     add("--dry-run", action="store_true", help="print options, plan and first batch; train nothing")
+    add("--gpus", type=int, help="ranks of the plan (None = those that would start)")
     add("--gpu", choices=get_args(GpuName), default="h100-80", help="the GPU of the plan")
 
 

@@ -90,6 +90,7 @@ from moecore.recipes.options import (
     check_graph,
     check_rows,
     check_wandb,
+    compute_dtype,
     parallel_config,
     whole,
 )
@@ -246,13 +247,14 @@ def build_job(args: argparse.Namespace) -> FineTuning:
     data, examples, held_out = read_data(args, vocab_size=config.get_text_config().vocab_size)
     meshes = build_meshes(parallel_config(args, world_size, num_experts=num_experts(config)))
     shape = batch_shape(args, meshes)
-    hf = build_hf(
-        config, args.model, torch.bfloat16 if optimizer_of(args).master_remainder else torch.float32
-    )
+    lora = build(args, "lora", LoRAOptions)
+    dtype = torch.bfloat16 if optimizer_of(args).master_remainder else torch.float32
+    if lora is not None:  # frozen weights need no fp32
+        dtype = compute_dtype(args, torch.device(meshes.device_type))
+    hf = build_hf(config, args.model, dtype)
     packed_rows = packs(hf)  # of the whole model, of which a stage has a part
     if args.recompute:
         recompute(hf)
-    lora = build(args, "lora", LoRAOptions)
     if lora is not None:
         hf = add_adapters(hf, lora)
     model = build_model(args, hf, meshes, shape)
@@ -415,9 +417,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def dry_run(args: argparse.Namespace) -> int:
     """Print options, plan and first batch; return 0 if the plan fits the GPU, else 1."""
     try:
-        world_size = ranks_to_start(args)
+        world_size = args.gpus or ranks_to_start(args)
         config = check(args, world_size)
-        data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
         parallel = parallel_config(args, world_size, num_experts=num_experts(config))
         parallel = parallel.resolve(world_size)
         records = records_of(args) | {"fsdp": FSDPOptions(**given(args, "fsdp"))}
@@ -426,6 +427,7 @@ def dry_run(args: argparse.Namespace) -> int:
         if build(args, "lora", LoRAOptions) is not None:
             print("the plan is that of training all weights: adapters need less")
         fits = print_plan(args, planned_run(args, model, records, parallel, world_size))
+        data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
         packed_rows = packs(build_hf(config, args.model))
         shape = shape_of(args, parallel)
         steps = packed_examples(examples, shape, seed=args.seed, data_rank=0, packs=packed_rows)

@@ -110,7 +110,7 @@ RECORDS: dict[str, type] = {
 # What another option says.
 TAKEN = ("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim")
 TAKEN = (*TAKEN, "balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic")
-TAKEN = (*TAKEN, "config", "row_factor", "dry_run", "gpu")
+TAKEN = (*TAKEN, "config", "row_factor", "dry_run", "gpu", "gpus")
 
 
 @dataclass(kw_only=True)
@@ -418,9 +418,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def dry_run(args: argparse.Namespace) -> int:
     """Print options, plan and first batch; return 0 if the plan fits the GPU, else 1."""
     try:
-        world_size = ranks_to_start(args)
+        world_size = args.gpus or ranks_to_start(args)
         config, tokenizer = check(args, world_size)
-        sources = [read_source(options, tokenizer) for options in args.data]
         parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
         parallel = parallel.resolve(world_size)
         rows = corpus_options(args, config, parallel.cp)
@@ -428,6 +427,7 @@ def dry_run(args: argparse.Namespace) -> int:
         print(as_toml(args, tables_of(args, config, records), without=TAKEN))
         fits = print_plan(args, planned_run(args, config, records, parallel, world_size))
         shape = shape_of(args, parallel)
+        sources = [read_source(options, tokenizer) for options in args.data]
         batch = CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
         print_batch(batch, tokenizer.decode)
     except ARGUMENT_ERRORS as error:
