@@ -26,8 +26,7 @@ def packed_examples(
     """Return the steps of examples, whose answers are learned; see `PackedSteps`."""
     documents = [_document(example) for example in examples]
     lengths = [len(example.tokens_T) for example in examples]
-    where = {"seed": seed, "data_rank": data_rank, "packs": packs}
-    return PackedSteps(documents, lengths, shape, **where)
+    return PackedSteps(documents, lengths, shape, seed=seed, data_rank=data_rank, packs=packs)
 
 
 class ScheduledExamples:

@@ -78,14 +78,14 @@ from moecore.recipes.options import (
     check_rows,
     check_wandb,
     parallel_config,
-    whole,
+    positive_int,
 )
-from moecore.recipes.records import add_records, given, parse
+from moecore.recipes.records import add_records, parse, values_of
 from moecore.recipes.report import EXPORT, make_run_dir
 from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 from moecore.train import AdamW, StateOffload
 
-TAKEN = ("fsdp.param_dtype", "context.dynamic")  # what another option says
+EXCLUDED_FIELDS = ("fsdp.param_dtype", "context.dynamic")  # what another option says
 
 
 @dataclass(kw_only=True)
@@ -124,16 +124,16 @@ class FineTuning(Job):
         notes = {
             "held out": len(self.held_out),
             "cut": self.data.num_cut,
-            "dropped": self.data.num_dropped,
+            "dropped": self.data.num_empty,
         }
-        data += "".join(f", {count} {what}" for what, count in notes.items() if count)
+        data += "".join(f", {count} {label}" for label, count in notes.items() if count)
         say(f"fine-tuning {args.model} {begin} to step {args.steps} on {ranks_of(self)}: {data}")
         before = self.evaluate() if self.start == 0 else {}
         if before:
             say(f"eval loss {before['eval_loss']:.3f} before the first step")
 
     def next_batch(self, step: int) -> StepBatch:
-        return self.packed.next()
+        return self.batches.next()
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
         if self.graph is None:
@@ -164,13 +164,13 @@ class FineTuning(Job):
 
     def sum_of_losses(self, batch: StepBatch) -> Tensor:
         """Return this rank's part of the sum over the answers' tokens of a batch."""
-        one = torch.ones((), dtype=torch.int64, device=self.device)
-        inputs = [inputs_of(one, *parts) for parts in micro_batches(self, batch)]
+        divisor = torch.ones((), dtype=torch.int64, device=self.device)
+        inputs = [inputs_of(divisor, *parts) for parts in micro_batches(self, batch)]
         return self.owner.losses(inputs).sum()
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        found = usage(counts, seconds, self.decoder, self.peak_tflops)
-        return {"answer_tokens": counts[0], **found}
+        shares = usage(counts, seconds, self.decoder, self.peak_tflops)
+        return {"answer_tokens": counts[0], **shares}
 
     def finish(self) -> None:
         target = self.args.run_dir / EXPORT
@@ -228,13 +228,13 @@ def build_job(args: argparse.Namespace) -> FineTuning:
     hf = build_hf(config, args.model, torch.bfloat16 if args.master_remainder else torch.float32)
     packed_rows = packs(hf)  # of the whole model, of which a stage has a part
     model = build_model(args, hf, meshes, shape)
-    what = f"{len(examples)} examples, digest {digest_of(examples)}"
-    if (problem := difference({"--data": what}, meshes.device_type)) is not None:
+    data_facts = f"{len(examples)} examples, digest {digest_of(examples)}"
+    if (problem := difference({"--data": data_facts}, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     decoder = decoder_of(args.model)
     read = reader_of(args, meshes, decoder, packs=packed_rows)
-    packed = read(examples, shape, seed=args.seed)
-    args.steps = args.max_steps or args.epochs * len(packed.sampler)
+    batches = read(examples, shape, seed=args.seed)
+    args.steps = args.max_steps or args.epochs * len(batches.sampler)
     optimizer = AdamW(
         model.parameters(),
         betas=(0.9, 0.95),
@@ -256,9 +256,9 @@ def build_job(args: argparse.Namespace) -> FineTuning:
             "--seed": args.seed,
             "--model": args.model.resolve().name,
             "rows per step": shape.data_ranks * shape.grad_accum * shape.batch_size,
-            "--data": what,
+            "--data": data_facts,
         },
-        packed=packed,
+        packed=batches,
         examples=examples,
         held_out=held_out,
         data=data,
@@ -274,10 +274,11 @@ def read_data(
     """Return what the files hold, what is trained on and what is held out."""
     tokenizer = read_tokenizer(args.model)
     data = read_examples(args.data, tokenizer, seq_len=args.seq_len)
-    examples, held_out = data.kept, []
+    examples, held_out = data.examples, []
     if args.eval_data and args.eval_every:
-        where = {"seq_len": args.seq_len, "option": "--eval-data"}
-        held_out = read_examples(args.eval_data, tokenizer, **where).kept
+        held_out = read_examples(
+            args.eval_data, tokenizer, seq_len=args.seq_len, option="--eval-data"
+        ).examples
     elif args.eval_share and args.eval_every and len(examples) > 1:
         examples, held_out = split_examples(examples, share=args.eval_share, seed=args.seed)
     largest = max(int(example.tokens_T.max()) for example in (*examples, *held_out))
@@ -304,8 +305,8 @@ def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: Bat
                 f"{option} must be left out for {type(model).__name__}, because {other} needs rows "
                 "of one example each"
             )
-    most = args.dynamic_cp or shape.batch_size * shape.seq_len // shape.cp
-    records["nvlink"] = nvlink_of(records, most // meshes.parallel.tp)
+    max_tokens = args.dynamic_cp or shape.batch_size * shape.seq_len // shape.cp
+    records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
     moe = MoEOverrides()
     if args.aux_loss:
         moe["balance"] = BalanceConfig(micro_batch_coef=args.aux_loss)
@@ -326,8 +327,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", help="TOML; what is given beside it wins")
-    where = dict(type=Path, required=True, metavar="DIR", help="config, tokenizer and weights")
-    add("--model", "--hf-config", **where)
+    model_help = "config, tokenizer and weights"
+    add("--model", "--hf-config", type=Path, required=True, metavar="DIR", help=model_help)
     add(
         "--data",
         type=Path,
@@ -338,18 +339,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add("--eval-data", type=Path, nargs="+", default=[], metavar="FILE", help="held-out files")
     add("--eval-share", type=share, default=0.05, help="of --data, held out without --eval-data")
-    add("--epochs", type=whole, default=1, help="times that all of --data is read")
-    add("--max-steps", type=whole, help="optimizer steps of the whole run (None = of --epochs)")
+    add("--epochs", type=positive_int, default=1, help="times that all of --data is read")
+    add(
+        "--max-steps",
+        type=positive_int,
+        help="optimizer steps of the whole run (None = of --epochs)",
+    )
     add("--recompute", action="store_true", help="activations again in backward: less memory")
     add_common(parser, DEGREES)
     add_state(parser)
-    add_records(parser, TABLES, without=TAKEN)
+    add_records(parser, TABLES, without=EXCLUDED_FIELDS)
     parser.set_defaults(
         run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, lr=1e-5, eval_every=50
     )
     parser.set_defaults(schedule_steps=None, expert_loads_every=10)  # no options here
     args = parse(parser, sys.argv[1:] if arguments is None else arguments)
-    args.dynamic_cp = given(args, "sharding").get("dynamic_cp")
+    args.dynamic_cp = values_of(args, "sharding").get("dynamic_cp")
     return args
 
 

@@ -32,10 +32,10 @@ class Graphed:
         return loss
 
 
-def alike(batch: StepBatch) -> StepBatch:
+def pad_borders(batch: StepBatch) -> StepBatch:
     """Return the batch with as many borders as that of any rank. Collective, waits on the host."""
     if batch.cu_seqlens_An is None:
         return batch
-    most = torch.tensor(batch.cu_seqlens_An.shape[1])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return replace(batch, cu_seqlens_An=with_borders(batch.cu_seqlens_An, int(most)))
+    num_borders = torch.tensor(batch.cu_seqlens_An.shape[1])
+    dist.all_reduce(num_borders, op=dist.ReduceOp.MAX)
+    return replace(batch, cu_seqlens_An=with_borders(batch.cu_seqlens_An, int(num_borders)))

@@ -39,14 +39,14 @@ from moecore.families import use_causal_attention
 from moecore.io import WeightStream
 from moecore.recipes.loop import Job, batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
-from moecore.recipes.options import add_degrees, count, parallel_config, positive, whole
+from moecore.recipes.options import add_degrees, count, parallel_config, positive, positive_int
 from moecore.recipes.report import make_run_dir
 from moecore.rl import GRPO, Engine, Rollouts, group_advantages
 from moecore.train import AdamW
 
 PLUS, EQUALS, END, VOCABULARY = 10, 11, 12, 13  # digits are tokens 0 to 9
 SUMS = torch.tensor([(a, PLUS, b, EQUALS) for a in range(5) for b in range(5)])
-MOST_NEW_TOKENS = 3
+MAX_NEW_TOKENS = 3
 NUM_EXPERTS = 8
 
 
@@ -94,8 +94,8 @@ class Reinforcement(Job):
 
     def begin(self) -> None:
         prompts, group = self.args.batch_size, self.args.group
-        where = f"{begins(self, 'from scratch')} to step {self.args.steps} on {ranks_of(self)}"
-        say(f"GRPO {where}: {group} responses to each of {prompts} prompts per data rank")
+        progress = f"{begins(self, 'from scratch')} to step {self.args.steps} on {ranks_of(self)}"
+        say(f"GRPO {progress}: {group} responses to each of {prompts} prompts per data rank")
 
     def next_batch(self, step: int) -> Samples:
         """Sample and score. A step's random numbers are its own, so a run may stop behind any."""
@@ -117,18 +117,19 @@ class Reinforcement(Job):
     @torch.no_grad()
     def sync(self) -> None:
         """Give the sampler the policy's weights. Collective."""
-        own = self.sampler.state_dict()
+        state = self.sampler.state_dict()
         for name, tensor in self.weights:
-            own[name].copy_(tensor)
+            state[name].copy_(tensor)
 
     def generate(self, prompts_n4: Tensor, *, do_sample: bool) -> list[list[int]]:
         """Return a response to each prompt, with its end if it has one."""
-        how = {"do_sample": True, "top_k": 0} if do_sample else {"do_sample": False}
-        how["max_new_tokens"] = MOST_NEW_TOKENS
+        options: dict[str, Any] = {"do_sample": do_sample, "max_new_tokens": MAX_NEW_TOKENS}
+        if do_sample:
+            options["top_k"] = 0
         prompts_n4 = prompts_n4.to(self.device)
         mask_n4 = torch.ones_like(prompts_n4)
-        found = self.sampler.generate(prompts_n4, attention_mask=mask_n4, **how)
-        return [until_end(response) for response in found[:, prompts_n4.shape[1] :].tolist()]
+        ids_nT = self.sampler.generate(prompts_n4, attention_mask=mask_n4, **options)
+        return [until_end(response) for response in ids_nT[:, prompts_n4.shape[1] :].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
         """Train on the rollouts as the policy that has sampled them: ratios are 1."""
@@ -203,7 +204,7 @@ def build_job(args: argparse.Namespace) -> Reinforcement:
             "--group": args.group,
             "prompts of a step": meshes.data_ranks * args.batch_size,
         },
-        packed=None,
+        batches=None,
         sampler=sampler.to(meshes.device_type).eval(),
     )
 
@@ -217,16 +218,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--run-dir", type=Path, default=Path("runs/grpo"), help="all that a run leaves goes here")
-    add("--steps", type=whole, default=120, help="optimizer steps of the whole run")
-    add("--batch-size", type=whole, default=16, help="prompts per data rank and step")
-    add("--group", type=whole, default=16, help="responses to a prompt")
+    add("--steps", type=positive_int, default=120, help="optimizer steps of the whole run")
+    add("--batch-size", type=positive_int, default=16, help="prompts per data rank and step")
+    add("--group", type=positive_int, default=16, help="responses to a prompt")
     add(
-        "--seq-len", type=whole, default=256, help="tokens of a row, which rollouts are packed into"
+        "--seq-len",
+        type=positive_int,
+        default=256,
+        help="tokens of a row, which rollouts are packed into",
     )
     add("--lr", type=positive, default=4e-3, help="peak of warm-up and cosine")
     add("--seed", type=count, default=0, help="of first weights, prompts and samples")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
-    add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
+    add("--ranks", type=positive_int, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     add_degrees(parser, ("ep", "dp_replicate"))
     # of the loop, no options here
     parser.set_defaults(dtype=None, grad_accum=1, schedule_steps=None, eval_every=0)

@@ -39,11 +39,11 @@ def cpus_beside(place: str, system: Path = SYSTEM) -> set[int]:
         ranges = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
     except (OSError, ValueError):
         return set()
-    found: set[int] = set()
+    cpus: set[int] = set()
     for part in filter(None, ranges.split(",")):  # "0-15,32-47"
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 @contextmanager

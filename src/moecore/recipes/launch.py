@@ -89,14 +89,14 @@ def _wait(ranks: ProcessContext) -> int:
     except torch.multiprocessing.ProcessRaisedException:
         # A rank that left has printed why; the others raise when they miss it.
         codes = [process.exitcode for process in ranks.processes]
-        left = [
+        exit_codes = [
             code
             for code, trace in zip(codes, ranks.error_files, strict=True)
             if code > 0 and not os.path.exists(trace)
         ]
-        if not left:
+        if not exit_codes:
             raise
-        return left[0]
+        return exit_codes[0]
     return 0
 
 

@@ -37,7 +37,7 @@ from moecore.recipes.errors import (
     print_error,
     print_rank_error,
     print_run_error,
-    printed_once,
+    silence_background_errors,
 )
 from moecore.recipes.host import bind_to_gpu, collect, collecting_by_hand
 from moecore.recipes.interrupts import exit_at_interrupt
@@ -72,7 +72,7 @@ class Job:
         optimizers: of all its parameters.
         config: of the model, for its checkpoints.
         facts: name -> what a run that goes on must have in common with this one, see `resume`.
-        packed: the data, as steps read it; None = it has no position.
+        batches: the data, as steps read it; None = it has no position.
         owner: of the optimizer steps.
         start: steps that the loaded checkpoint has done; 0 = none was there.
         reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
@@ -86,12 +86,12 @@ class Job:
     shape: BatchShape
     config: Any
     facts: Mapping[str, object]
-    packed: PackedSteps | None
+    batches: PackedSteps | None
 
     unit = "token"  # of text, which the mean loss is of
     saves_memory = SAVES_MEMORY  # options that lower the memory of a step
     chosen_by = "--data, --seq-len, --eval-every and --tokens"  # options that rows depend on
-    then = ""  # what a finished run still does
+    finish_note = ""  # what a finished run still does
     num_nan = 0  # steps in turn
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class Job:
             num_micro_batches=self.args.grad_accum,
             loss_scale=loss_scale(self.args, self.device),
         )
-        sampler = self.packed.sampler if self.packed else None
+        sampler = self.batches.sampler if self.batches else None
         restored = self.model, self.optimizers, self.facts, self.owner, sampler
         self.start = resume(self.args, *restored, chosen_by=self.chosen_by)
         self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
@@ -167,10 +167,10 @@ def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]
     try:
         if job.start < args.steps:
             job.begin()
-            with printed_once():
+            with silence_background_errors():
                 train(job)
         else:
-            say(f"{args.run_dir} is finished at step {job.start}{job.then}")
+            say(f"{args.run_dir} is finished at step {job.start}{job.finish_note}")
         job.finish()
     except RUN_ERRORS as error:
         return print_run_error(error, args, saves_memory=job.saves_memory)
@@ -180,7 +180,7 @@ def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]
 
 def train(job: Job) -> None:
     """Train to the last step, with metrics, evaluations and checkpoints on the way."""
-    args, running = job.args, deque[Launched]()
+    args, queue = job.args, deque[Launched]()
     with (
         open_report(job) as report,
         Saver(
@@ -195,26 +195,26 @@ def train(job: Job) -> None:
     ):
         for step in range(job.start + 1, args.steps + 1):
             try:
-                running.append(train_step(job, step))
+                queue.append(train_step(job, step))
                 if is_due(step, every=args.eval_every, steps=args.steps):
-                    more = running[-1].more | job.evaluate()
-                    running[-1] = replace(running[-1], more=more)
+                    metrics = queue[-1].extra | job.evaluate()
+                    queue[-1] = replace(queue[-1], extra=metrics)
             except RUN_ERRORS:
-                log(job, running, report)
+                log(job, queue, report)
                 raise
-            saved = is_due(step, every=args.checkpoint_every, steps=args.steps)
+            is_checkpoint = is_due(step, every=args.checkpoint_every, steps=args.steps)
             log(
                 job,
-                running,
+                queue,
                 report,
-                keep=0 if saved or step in (job.start + 1, args.steps) else 1,
+                keep=0 if is_checkpoint or step in (job.start + 1, args.steps) else 1,
             )
             saver.check()  # a save that failed in the background ends the run here
-            if saved:
+            if is_checkpoint:
                 job.owner.check()  # no checkpoint of a step whose tokens got lost
                 extra = {"step": step, **job.facts, **job.owner.state_dict()}
-                if job.packed is not None:
-                    extra["data"] = job.packed.sampler.state_dict()
+                if job.batches is not None:
+                    extra["data"] = job.batches.sampler.state_dict()
                 saver.save(step, extra, wait=False)
             collect(step)
             end_of_step()
@@ -231,7 +231,7 @@ def open_report(job: Job) -> AbstractContextManager[Report | None]:
 def train_step(job: Job, step: int) -> Launched:
     """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
     args, began = job.args, Moment(job.device)
-    for group in (group for one in job.optimizers for group in one.param_groups):
+    for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):
         lr = lr_at(step, peak=args.lr, steps=args.schedule_steps or args.steps)
         group["lr"] = lr * group.get("width_factor", 1.0)
     batch = job.next_batch(step)
@@ -241,7 +241,7 @@ def train_step(job: Job, step: int) -> Launched:
     fetched = Moment(job.device)  # when the last rank has its data
     counts //= copies
     loss = job.forward_backward(counts[0].clamp(min=1), batch)
-    done = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
+    result = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
     dist.all_reduce(loss)
     loss = loss / copies
     return Launched(
@@ -250,30 +250,30 @@ def train_step(job: Job, step: int) -> Launched:
         fetched=fetched,
         ended=Moment(job.device),
         loss=loss,
-        done=done,
+        result=result,
         counts=counts,
         ep=job.meshes.parallel.ep,
         expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
         reader=job.reader,
-        more=job.position(),
+        extra=job.position(),
     )
 
 
-def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
+def log(job: Job, queue: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
     """Wait for all but the newest `keep` steps and report them. Every rank waits."""
-    while len(running) > keep:
-        done = running.popleft()
-        metrics = done.metrics()
-        counts, seconds = done.read_counts(), done.began.seconds_until(done.ended)
+    while len(queue) > keep:
+        launched = queue.popleft()
+        metrics = launched.metrics()
+        counts, seconds = launched.read_counts(), launched.began.seconds_until(launched.ended)
         metrics |= {"tokens_per_second": counts[1] / seconds, **memory_gib(job.device)}
-        metrics["data_wait_share"] = done.began.seconds_until(done.fetched) / seconds
+        metrics["data_wait_share"] = launched.began.seconds_until(launched.fetched) / seconds
         metrics |= job.more_metrics(counts, seconds)
         if report:
-            report.log(done.step, metrics, expert_loads=done.expert_loads)
+            report.log(launched.step, metrics, expert_loads=launched.expert_loads)
         job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
         if job.num_nan == MOST_NAN:
             raise DivergedError(
-                f"loss ({metrics['loss']}) of step {done.step} and of the {MOST_NAN - 1} before it "
+                f"loss ({metrics['loss']}) of step {launched.step} and of the {MOST_NAN - 1} before it "
                 "must be finite: lower --lr, or start again from a checkpoint before them"
             )
 
@@ -295,12 +295,12 @@ def batch_shape(args: argparse.Namespace, meshes: Meshes) -> BatchShape:
     )
 
 
-def ranks_of(job: Job, *more: str) -> str:
+def ranks_of(job: Job, *notes: str) -> str:
     """Return how many ranks of what kind there are, and the degrees above 1."""
     p = job.meshes.parallel
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
-    how = ", ".join([degrees or "no sharding", *more])
-    return f"{dist.get_world_size()} {job.device.type} ranks ({how})"
+    details = ", ".join([degrees or "no sharding", *notes])
+    return f"{dist.get_world_size()} {job.device.type} ranks ({details})"
 
 
 def begins(job: Job, otherwise: str) -> str:

@@ -101,5 +101,5 @@ def make_optimizers(
 
 def dispatcher_of(model: Decoder) -> str:
     """Return the dispatcher in use: "auto" has chosen by now."""
-    used = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
-    return "".join(used).removesuffix("Dispatcher").lower() or "dense"
+    names = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
+    return "".join(names).removesuffix("Dispatcher").lower() or "dense"

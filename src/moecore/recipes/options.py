@@ -52,12 +52,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--preset", default="tiny", help="which decoder, see moecore.models.PRESETS")
     add("--experts", default="auto", choices=get_args(ExpertBackend), help="how experts multiply")
     add("--data", type=Path, nargs="+", default=[], metavar="FILE", help='text, or jsonl "text"')
-    add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
-    add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
+    add("--steps", type=positive_int, default=400, help="optimizer steps of the whole run")
+    add("--schedule-steps", type=positive_int, help="steps of the LR schedule (None = --steps)")
     add("--bias-rate", type=float, help="step of the expert bias (None = the preset's)")
     add("--quantile", action="store_true", help="sigmoid scores, a bias solved for even loads")
     add("--bias-per-micro-batch", action="store_true", help="of --quantile: solved before choosing")
-    add("--layers", type=whole, help="cut the preset to so many layers (None = all)")
+    add("--layers", type=positive_int, help="cut the preset to so many layers (None = all)")
     add("--tokens", default="text", choices=("text", "random"), help="random: over the vocabulary")
     add(
         "--dispatcher",
@@ -88,7 +88,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--keep-experts", action="store_true", help="keep gathered or cast experts for backward")
     add(
         "--blocks-per-unit",
-        type=whole,
+        type=positive_int,
         default=1,
         help="blocks whose parameters are gathered together",
     )
@@ -105,7 +105,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--graph-dense", action="store_true", help="CUDA graphs of what is between exchanges")
     add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
-    add("--prompt", type=some, default="def ", help="what the sample continues")
+    add("--prompt", type=non_empty, default="def ", help="what the sample continues")
     add("--sample-bytes", type=count, default=200, help="length of the sample; 0 = none")
     add("--layout", help="of pipeline stages, such as 'Et*3|(tt|)*29m|L' (None = even)")
     add("--schedule", default="1f1b", choices=get_args(ScheduleName), help="of pipeline stages")
@@ -118,9 +118,9 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
     """Add what train.py and finetune_hf.py share; a script sets its defaults."""
     add = parser.add_argument
     add("--run-dir", type=Path, help="all that a run leaves goes here")
-    add("--batch-size", type=whole, help="rows per data rank and micro-batch")
-    add("--grad-accum", type=whole, default=1, help="micro-batches per step")
-    add("--seq-len", type=whole, help="tokens of a row, and most of a document's piece")
+    add("--batch-size", type=positive_int, help="rows per data rank and micro-batch")
+    add("--grad-accum", type=positive_int, default=1, help="micro-batches per step")
+    add("--seq-len", type=positive_int, help="tokens of a row, and most of a document's piece")
     add("--lr", type=positive, help="peak of warm-up and cosine")
     add("--aux-loss", type=float, help="balance loss coefficient (None = the model's)")
     add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
@@ -141,7 +141,7 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
         type=positive,
         help="of one device, for MFU (None = of an H100, H200 or A100 in bfloat16, else no MFU)",
     )
-    add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
+    add("--ranks", type=positive_int, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     add("--plain-host", action="store_true", help="no CPUs beside the GPU, no garbage by hand")
     add_degrees(parser, degrees)
 
@@ -163,18 +163,20 @@ def add_state(parser: argparse.ArgumentParser) -> None:
     add("--state-offload", type=positive, help="of AdamW's state in host memory (None = nothing)")
 
 
-def whole(text: str, least: int = 1) -> int:
+def positive_int(text: str, minimum: int = 1) -> int:
     # 18 digits fit into int64, which seeds and shapes are.
-    if not text.isdecimal() or len(text) > 18 or int(text) < least:
-        raise argparse.ArgumentTypeError(f"({text}) must be a whole number >= {least} and < 10^18")
+    if not text.isdecimal() or len(text) > 18 or int(text) < minimum:
+        raise argparse.ArgumentTypeError(
+            f"({text}) must be a whole number >= {minimum} and < 10^18"
+        )
     return int(text)
 
 
 def count(text: str) -> int:
-    return whole(text, least=0)
+    return positive_int(text, minimum=0)
 
 
-def some(text: str) -> str:
+def non_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return text
@@ -273,13 +275,13 @@ def check_rows(args: argparse.Namespace, parallel: ParallelConfig) -> None:
 def check_graph(args: argparse.Namespace, dynamic_cp: int | None = None) -> None:
     """Raise ValueError for options whose steps no graph holds."""
     pp = args.pp or 1
-    for name, other, why in (
+    for name, other, reason in (
         (f"--pp {pp}", pp > 1, "wait for other ranks"),
         (f"--dynamic-cp {dynamic_cp}", dynamic_cp is not None, "have shapes of their own"),
     ):
         if args.cuda_graph and other:
             raise ValueError(
-                f"--cuda-graph must not go with {name}, whose micro-batches {why}: drop it"
+                f"--cuda-graph must not go with {name}, whose micro-batches {reason}: drop it"
             )
 
 
@@ -333,8 +335,8 @@ def least_bytes(args: argparse.Namespace, config: DecoderConfig, device: torch.d
     tokens = args.batch_size * args.seq_len
     rows = tokens // max(1, args.tp or 1) // max(1, args.cp or 1)
     layers = config.num_layers // max(1, args.pp or 1)
-    kept = rows * layers * config.dim * compute_dtype(args, device).itemsize
-    return 2 * 8 * args.grad_accum * tokens + kept
+    activations = rows * layers * config.dim * compute_dtype(args, device).itemsize
+    return 2 * 8 * args.grad_accum * tokens + activations
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -381,8 +383,7 @@ def pipeline_config(args: argparse.Namespace) -> PipelineConfig | None:
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
     """Return the choices of the nvlink dispatcher; None = none is set."""
-    chosen = (args.row_factor, args.exact_rows, args.no_overlap)
-    if not any((*chosen, args.send_again)):
+    if not any((args.row_factor, args.exact_rows, args.no_overlap, args.send_again)):
         return None
     factor = "exact" if args.exact_rows else args.row_factor or NVLinkOptions().row_factor
     return NVLinkOptions(
@@ -398,12 +399,12 @@ def parallel_config(
     args: argparse.Namespace, world_size: int, *, num_experts: int
 ) -> ParallelConfig:
     """Return the degrees; without --ep the largest power of two up to 8 that fits."""
-    given = {name: getattr(args, name, None) for name in DEGREES}
-    given = {name: int(degree) for name, degree in given.items() if degree is not None}
-    if "ep" not in given:
-        taken = math.prod(
-            max(given.get(d, 1), 1) for d in ("pp", "etp", "edp_shard", "edp_replicate")
+    degrees = {name: getattr(args, name, None) for name in DEGREES}
+    degrees = {name: int(degree) for name, degree in degrees.items() if degree is not None}
+    if "ep" not in degrees:
+        product = math.prod(
+            max(degrees.get(d, 1), 1) for d in ("pp", "etp", "edp_shard", "edp_replicate")
         )
-        fits = [n for n in (1, 2, 4, 8) if world_size % (n * taken) == 0]
-        given["ep"] = max((n for n in fits if num_experts % n == 0), default=1)
-    return ParallelConfig(**given)
+        fits = [n for n in (1, 2, 4, 8) if world_size % (n * product) == 0]
+        degrees["ep"] = max((n for n in fits if num_experts % n == 0), default=1)
+    return ParallelConfig(**degrees)

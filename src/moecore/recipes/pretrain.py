@@ -65,7 +65,7 @@ from moecore.recipes.corpora import (
 from moecore.recipes.data import BatchShape, StepBatch, to_device
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import check_directory, naming
-from moecore.recipes.graphs import alike
+from moecore.recipes.graphs import pad_borders
 from moecore.recipes.loop import batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.native import DecoderJob, dispatcher_of, inputs_of, make_optimizers
@@ -81,9 +81,9 @@ from moecore.recipes.options import (
     compute_dtype,
     count,
     parallel_config,
-    whole,
+    positive_int,
 )
-from moecore.recipes.records import add_records, as_toml, build, given, parse
+from moecore.recipes.records import add_records, as_toml, build, parse, values_of
 from moecore.recipes.report import CONFIG, EXPORT, make_run_dir
 from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 from moecore.train import WidthRates, width_rates
@@ -97,9 +97,20 @@ RECORDS: dict[str, type] = {
     **TABLES,
 }
 # What another option says.
-TAKEN = ("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim")
-TAKEN = (*TAKEN, "balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic")
-TAKEN = (*TAKEN, "config", "row_factor")
+EXCLUDED_FIELDS = (
+    "corpus.row_tokens",
+    "corpus.multiple",
+    "corpus.vocab_size",
+    "corpus.seed",
+    "moe.dim",
+)
+EXCLUDED_FIELDS = (
+    *EXCLUDED_FIELDS,
+    "balance.micro_batch_coef",
+    "fsdp.param_dtype",
+    "context.dynamic",
+)
+EXCLUDED_FIELDS = (*EXCLUDED_FIELDS, "config", "row_factor")
 
 
 @dataclass(kw_only=True)
@@ -107,7 +118,7 @@ class CorpusTraining(DecoderJob):
     """A decoder on a corpus.
 
     Attributes:
-        packed: steps of the corpus.
+        batches: steps of the corpus.
         tokenizer: of its text.
         validation: this rank's rows of each set.
         bad_lines: lines of the sources that are left out because they are broken.
@@ -125,8 +136,8 @@ class CorpusTraining(DecoderJob):
         say(f"training {name} {begin} to step {args.steps} on {ranks}: {len(args.data)} source(s)")
 
     def next_batch(self, step: int) -> StepBatch:
-        batch = self.packed.next()
-        return alike(batch) if self.args.cuda_graph else batch
+        batch = self.batches.next()
+        return pad_borders(batch) if self.args.cuda_graph else batch
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -149,12 +160,12 @@ class CorpusTraining(DecoderJob):
         return float(total) / copies
 
     def position(self) -> Metrics:
-        epochs = self.packed.sampler.epochs()
-        found = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
-        return found | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
+        epochs = self.batches.sampler.epochs()
+        metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
+        return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
 
     def finish(self) -> None:
-        self.packed.sampler.close()
+        self.batches.sampler.close()
         target = self.args.run_dir / EXPORT
         if not self.args.hf_config:
             return
@@ -252,7 +263,7 @@ def eval_shape_of(args: argparse.Namespace, shape: BatchShape) -> BatchShape:
 
 def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> CorpusOptions:
     of_run = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
-    return CorpusOptions(**of_run, multiple=multiple_of(cp), **given(args, "corpus"))
+    return CorpusOptions(**of_run, multiple=multiple_of(cp), **values_of(args, "corpus"))
 
 
 def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]) -> None:
@@ -261,7 +272,7 @@ def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[
         moe = {"moe": config.moe, "capacity": config.moe.capacity, "balance": config.moe.balance}
         records = {"model": config, **moe, **records}
     present = {table: record for table, record in records.items() if record is not None}
-    (args.run_dir / CONFIG).write_text(as_toml(args, present, without=TAKEN))
+    (args.run_dir / CONFIG).write_text(as_toml(args, present, without=EXCLUDED_FIELDS))
 
 
 def rates_of(args: argparse.Namespace, config: DecoderConfig) -> WidthRates | None:
@@ -325,7 +336,7 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
 
 def model_config(args: argparse.Namespace) -> DecoderConfig:
     """Return the decoder of config.json, or the preset with the fields that were given."""
-    fields = {table: given(args, table) for table in ("model", "moe", "capacity")}
+    fields = {table: values_of(args, table) for table in ("model", "moe", "capacity")}
     if args.hf_config:
         if any(fields.values()):
             name = next(f"{table}.{name}" for table, of in fields.items() for name in of)
@@ -344,7 +355,7 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
         config = replace(config, **fields["model"])
         moe = replace(config.moe, **fields["moe"], dim=config.dim, capacity=capacity)
         config = replace(config, moe=moe)
-    balance = given(args, "balance")
+    balance = values_of(args, "balance")
     if args.aux_loss is not None:
         balance["micro_batch_coef"] = args.aux_loss
     moe = replace(config.moe, balance=replace(config.moe.balance, **balance))
@@ -365,23 +376,32 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--validation", type=source, nargs="+", default=[], metavar="PATH", help="like --data")
     add("--tokenizer", default=BYTES, help='directory or name on the hub, or "bytes"')
     add("--workers", type=count, default=2, help="processes of a rank that read ahead; 0 = none")
-    add("--eval-rows", type=whole, default=64, help="of each validation set, all ranks together")
+    add(
+        "--eval-rows",
+        type=positive_int,
+        default=64,
+        help="of each validation set, all ranks together",
+    )
     add("--hf-config", type=Path, metavar="PATH", help="config.json of the model")
     add("--preset", default="tiny", help="without --hf-config, see moecore.models.PRESETS")
-    add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
-    add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
+    add("--steps", type=positive_int, default=400, help="optimizer steps of the whole run")
+    add("--schedule-steps", type=positive_int, help="steps of the LR schedule (None = --steps)")
     add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
-    add("--base-width", type=whole, help="dim of which --lr is, see width_rates (None = its own)")
+    add(
+        "--base-width",
+        type=positive_int,
+        help="dim of which --lr is, see width_rates (None = its own)",
+    )
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add_common(parser, DEGREES)
     add_state(parser)
-    add_records(parser, RECORDS, without=TAKEN)
+    add_records(parser, RECORDS, without=EXCLUDED_FIELDS)
     parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256, lr=3e-3)
     parser.set_defaults(eval_every=0)
     words = sys.argv[1:] if arguments is None else arguments
     args = parse(parser, words, tables=("data", "validation"))
     args.data, args.validation = with_names(args.data), with_names(args.validation)
-    args.row_factor = given(args, "nvlink").get("row_factor")
+    args.row_factor = values_of(args, "nvlink").get("row_factor")
     return args
 
 

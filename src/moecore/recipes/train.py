@@ -103,7 +103,7 @@ class Pretraining(DecoderJob):
     held_out_N: Tensor | None
 
     unit = "byte"
-    then = ": only sampling"
+    finish_note = ": only sampling"
 
     def begin(self) -> None:
         args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
@@ -113,18 +113,28 @@ class Pretraining(DecoderJob):
         say(f"training {args.preset} {begin} to step {args.steps} on {ranks}, {data}")
 
     def next_batch(self, step: int) -> StepBatch:
-        if self.packed is not None:
-            return self.packed.next()
-        where = {"seed": self.args.seed, "step": step, "data_rank": self.meshes.data_rank}
-        return random_step(self.model.config.vocab_size, self.shape, **where)
+        if self.batches is not None:
+            return self.batches.next()
+        return random_step(
+            self.model.config.vocab_size,
+            self.shape,
+            seed=self.args.seed,
+            step=step,
+            data_rank=self.meshes.data_rank,
+        )
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
         """Return the loss on held-out text, the same windows every time. Waits for the device."""
         shape = replace(self.shape, grad_accum=EVAL_BATCHES)
-        where = {"seed": self.args.seed, "step": "eval", "data_rank": self.meshes.data_rank}
         names = "tokens_BT", "labels_BT"
-        batches = read_batches(self.held_out_N, shape, **where)
+        batches = read_batches(
+            self.held_out_N,
+            shape,
+            seed=self.args.seed,
+            step="eval",
+            data_rank=self.meshes.data_rank,
+        )
         on_device = ((to_device(part, self.device) for part in batch) for batch in batches)
         self.model.eval()
         inputs = [dict(zip(names, batch, strict=True)) for batch in on_device]
@@ -148,9 +158,9 @@ def build_job(args: argparse.Namespace) -> Pretraining:
     meshes = build_meshes(parallel_config(args, world_size, num_experts=config.moe.num_experts))
     check_memory(args, config, torch.device(meshes.device_type))
     model = build_model(args, config, meshes)
-    shape, packed = batch_shape(args, meshes), None
+    shape, batches = batch_shape(args, meshes), None
     if args.tokens == "text":
-        packed = packed_corpus(corpus, shape, seed=args.seed, data_rank=meshes.data_rank)
+        batches = packed_corpus(corpus, shape, seed=args.seed, data_rank=meshes.data_rank)
     return Pretraining(
         args=args,
         meshes=meshes,
@@ -159,7 +169,7 @@ def build_job(args: argparse.Namespace) -> Pretraining:
         shape=shape,
         config=config,
         facts={"--seed": args.seed},  # the data position depends on it
-        packed=packed,
+        batches=batches,
         corpus=corpus,
         held_out_N=held_out_N,
     )
