@@ -88,6 +88,6 @@ def digest_of(examples: Sequence[Example]) -> str:
     digest = hashlib.sha256()
     for example in examples:
         digest.update(len(example.tokens_T).to_bytes(8, "little"))
-        digest.update(example.tokens_T.numpy())
-        digest.update(example.is_answer_T.numpy())
+        digest.update(example.tokens_T.numpy().data)
+        digest.update(example.is_answer_T.numpy().data)
     return digest.hexdigest()[:12]

@@ -253,14 +253,16 @@ def _by_prefixes(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> 
     """Learn from where each prompt ends to where the rendering with its answer does."""
 
     def render(count: int, *, prompt: bool = False) -> str:
-        return tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             messages[:count], tools=tools, tokenize=False, add_generation_prompt=prompt
         )
+        return text
 
     def render_answer(count: int, content: str) -> str:
-        """With another content of the last message."""
+        """Render with another content of the last message."""
         changed = [*messages[:count], {**messages[count], "content": content}]
-        return tokenizer.apply_chat_template(changed, tools=tools, tokenize=False)
+        text: str = tokenizer.apply_chat_template(changed, tools=tools, tokenize=False)
+        return text
 
     turns = []
     for i, message in enumerate(messages):

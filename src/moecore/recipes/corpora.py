@@ -68,7 +68,9 @@ def source_of(word: str) -> SourceOptions:
         ValueError: for a key that there is not, or a value of another kind.
     """
     path, *pairs = word.split(",")
-    kinds = {field.name: type(field.default) for field in fields(SourceOptions)[1:]}
+    kinds: dict[str, type[Any]] = {
+        field.name: type(field.default) for field in fields(SourceOptions)[1:]
+    }
     values: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
@@ -248,6 +250,11 @@ class Tokens:
     field: str
 
     def __call__(self, document: Any) -> Any:
+        """Return the ids of a document.
+
+        Raises:
+            ValueError: for a row without the field.
+        """
         if isinstance(document, Mapping):
             if self.field not in document:
                 raise ValueError(

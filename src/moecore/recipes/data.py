@@ -1,6 +1,6 @@
 """Text as bytes, and which of them a step reads.
 
-Training reads documents, which are packed into rows: `PackedSteps`, of finetune_hf.py too. In a
+Training reads documents, which are packed into rows: `PackedSteps`, of `finetune` too. In a
 text a file is a document, and so is each text of a jsonl file; one longer than a row is cut into
 pieces. `read_batches` reads windows of the text instead, whatever borders are inside: a pure
 function of seed, step and data rank.
@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -161,6 +161,14 @@ class StepBatch:
         return torch.stack([self.num_labels, lengths.sum(), lengths.square().sum(), size])
 
 
+class Documents(Protocol):
+    """Documents by index: a list, a data set or `CutDocuments`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int, /) -> Any: ...
+
+
 class PackedSteps:
     """Reads the next step of this data rank: each document once per epoch, over all of them.
 
@@ -180,7 +188,7 @@ class PackedSteps:
 
     def __init__(
         self,
-        documents: Sequence[Any],
+        documents: Documents,
         lengths: Sequence[int] | Tensor,
         shape: BatchShape,
         *,

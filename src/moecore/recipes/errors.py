@@ -75,7 +75,9 @@ def print_run_error(
         leave_to_rank_0(rank)
         advice = disk_advice(error, args) if isinstance(error, OSError) else error
         return print_error(advice, code=1)
-    return print_error(memory_advice(error, rank, saves_memory))
+    if isinstance(error, torch.OutOfMemoryError):
+        error = memory_advice(error, rank, saves_memory)
+    return print_error(error)
 
 
 def memory_advice(
@@ -109,6 +111,7 @@ def disk_advice(error: OSError, args: argparse.Namespace) -> RuntimeError:
 
 
 def restart_advice(args: argparse.Namespace) -> str:
+    """Return from where to start again."""
     return "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
 
 

@@ -18,7 +18,7 @@ The loss of a step is the mean over the answers' tokens of all ranks and micro-b
 micro-batch gives a sum, divided by the step's number of tokens. So a run computes the same on any
 number of ranks that divides its batch. Padding reaches neither experts nor their counts.
 
-loop.py has the steps, which train.py shares, sharding.py how a model is put onto the ranks.
+loop.py has the steps, which all recipes share, sharding.py how a model is put onto the ranks.
 
 Legend: A micro-batches of a step, B rows, T tokens of a row.
 """
@@ -89,10 +89,11 @@ EXCLUDED_FIELDS = ("fsdp.param_dtype", "context.dynamic")  # what another option
 
 
 @dataclass(kw_only=True)
-class FineTuning(Job):
-    """A model of a Hugging Face directory on chats.
+class FineTuning(Job[StepBatch | ScheduledBatch]):
+    """A model of a Hugging Face directory on chats; with --dynamic-cp on `ScheduledBatch`.
 
     Attributes:
+        batches: steps of the examples.
         examples, held_out: of all ranks.
         data: what the examples came from.
         packs: whether rows may have several documents, which the model keeps apart.
@@ -100,6 +101,7 @@ class FineTuning(Job):
         read: see `reader_of`.
     """
 
+    batches: PackedSteps | ScheduledExamples
     examples: list[Example]
     held_out: list[Example]
     data: Examples
@@ -119,6 +121,7 @@ class FineTuning(Job):
         self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
 
     def begin(self) -> None:
+        """Print what is trained, and the loss on held-out data before the first step."""
         args, begin = self.args, begins(self, "from its weights")
         data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
         notes = {
@@ -132,10 +135,16 @@ class FineTuning(Job):
         if before:
             say(f"eval loss {before['eval_loss']:.3f} before the first step")
 
-    def next_batch(self, step: int) -> StepBatch:
+    def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
+        """Return the batch of this data rank."""
         return self.batches.next()
 
-    def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
+    def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
+        """Run the micro-batches and return this rank's part of the mean loss."""
+        if isinstance(batch, ScheduledBatch):
+            self.owner.num_micro_batches = len(batch.cps)
+            inputs = batch.inputs(self.device, transformers=True)
+            return batch.loss_of(self.owner.forward_backward(inputs))
         if self.graph is None:
             return self.train_on(num_labels, micro_batches(self, batch))
         return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
@@ -162,35 +171,26 @@ class FineTuning(Job):
         total, num_tokens = sums.tolist()
         return {"eval_loss": total / num_tokens}
 
-    def sum_of_losses(self, batch: StepBatch) -> Tensor:
+    def sum_of_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Return this rank's part of the sum over the answers' tokens of a batch."""
+        if isinstance(batch, ScheduledBatch):
+            losses = self.owner.losses(batch.inputs(self.device, transformers=True))
+            return batch.loss_of(losses) * batch.num_labels
         divisor = torch.ones((), dtype=torch.int64, device=self.device)
         inputs = [inputs_of(divisor, *parts) for parts in micro_batches(self, batch)]
         return self.owner.losses(inputs).sum()
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return the tokens of answers, the share of padding and MFU."""
         shares = usage(counts, seconds, self.decoder, self.peak_tflops)
         return {"answer_tokens": counts[0], **shares}
 
     def finish(self) -> None:
+        """Export a directory that `from_pretrained` loads."""
         target = self.args.run_dir / EXPORT
         if self.start < self.args.steps or not target.exists():
             export(self.model, self.args.model, target)
         say(f"{target} is ready for from_pretrained")
-
-
-@dataclass(kw_only=True)
-class ScheduledTuning(FineTuning):
-    """The same with a cp for each micro-batch: a step is a `ScheduledBatch`."""
-
-    def forward_backward(self, num_labels: Tensor, batch: ScheduledBatch) -> Tensor:
-        self.owner.num_micro_batches = len(batch.cps)
-        inputs = batch.inputs(self.device, transformers=True)
-        return batch.loss_of(self.owner.forward_backward(inputs))
-
-    def sum_of_losses(self, batch: ScheduledBatch) -> Tensor:
-        losses = self.owner.losses(batch.inputs(self.device, transformers=True))
-        return batch.loss_of(losses) * batch.num_labels
 
 
 def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
@@ -244,8 +244,7 @@ def build_job(args: argparse.Namespace) -> FineTuning:
     )
     if args.state_offload:
         StateOffload(optimizer, model, fraction=args.state_offload)
-    job = FineTuning if args.dynamic_cp is None else ScheduledTuning
-    return job(
+    return FineTuning(
         args=args,
         meshes=meshes,
         model=model,
@@ -258,7 +257,7 @@ def build_job(args: argparse.Namespace) -> FineTuning:
             "rows per step": shape.data_ranks * shape.grad_accum * shape.batch_size,
             "--data": data_facts,
         },
-        packed=batches,
+        batches=batches,
         examples=examples,
         held_out=held_out,
         data=data,
@@ -359,6 +358,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def share(text: str) -> float:
+    """Read a number in [0, 1)."""
     try:
         value = float(text)
     except ValueError:

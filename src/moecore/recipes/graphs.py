@@ -24,6 +24,7 @@ class Graphed:
         self._shapes: list[torch.Size] = []
 
     def __call__(self, *tensors: Tensor) -> Tensor:
+        """Return the loss of a step."""
         shapes = [tensor.shape for tensor in tensors]
         if shapes != self._shapes:
             self._graph.close()

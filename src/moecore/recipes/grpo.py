@@ -74,7 +74,7 @@ class Samples:
 
 
 @dataclass(kw_only=True)
-class Reinforcement(Job):
+class Reinforcement(Job[Samples]):
     """A policy on sums.
 
     Attributes:
@@ -93,6 +93,7 @@ class Reinforcement(Job):
         self.weights: WeightStream = self.engine.weights(bucket_bytes=1 << 24, layout="fused")
 
     def begin(self) -> None:
+        """Print what is trained."""
         prompts, group = self.args.batch_size, self.args.group
         progress = f"{begins(self, 'from scratch')} to step {self.args.steps} on {ranks_of(self)}"
         say(f"GRPO {progress}: {group} responses to each of {prompts} prompts per data rank")
@@ -110,7 +111,7 @@ class Reinforcement(Job):
         self.engine.onload("all")
         pairs = zip(prompts_n4.tolist(), responses, strict=True)
         rewards_n = torch.tensor([reward(prompt, response) for prompt, response in pairs])
-        rollouts = Rollouts.of(prompts_n4, responses)
+        rollouts = Rollouts.of(prompts_n4.tolist(), responses)
         advantages_N = rollouts.spread(group_advantages(rewards_n, groups_n))
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
@@ -137,10 +138,8 @@ class Reinforcement(Job):
         loss = self.engine.forward_backward(batch.rollouts, objective).loss
         return loss / self.meshes.data_ranks  # of the mean, which every rank has
 
-    def evaluate(self) -> Metrics:
-        return {}
-
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return the mean reward and length of responses."""
         response_tokens, _, responses, half_points = counts
         return {
             "reward": half_points / 2 / responses,
@@ -148,6 +147,7 @@ class Reinforcement(Job):
         }
 
     def finish(self) -> None:
+        """Print how many sums are right."""
         self.sync()
         responses = self.generate(SUMS, do_sample=False)
         right = sum(reward(*pair) == 1 for pair in zip(SUMS.tolist(), responses, strict=True))
@@ -155,6 +155,7 @@ class Reinforcement(Job):
 
 
 def until_end(response: list[int]) -> list[int]:
+    """Return the tokens of a response up to its end."""
     return response[: response.index(END) + 1] if END in response else response
 
 

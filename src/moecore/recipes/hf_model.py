@@ -97,7 +97,7 @@ def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.
 
     try:
         with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            hf: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ValueError as error:
         raise ValueError(
             f"--model ({path}) must be a causal language model of transformers: {_line(error)}"

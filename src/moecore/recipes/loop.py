@@ -1,7 +1,7 @@
-"""The loop of train.py, finetune_hf.py and grpo.py: ranks, steps, metrics, checkpoints and errors.
+"""The loop of all recipes: ranks, steps, metrics, checkpoints and errors.
 
 `start` starts the ranks, `run` is one of them, `train` is its loop and `train_step` one optimizer
-step. A script builds a `Job`, whose methods are what differs: data, loss, and what a run leaves.
+step. A recipe builds a `Job`, whose methods are what differs: data, loss, and what a run leaves.
 
 Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
 So the host waits for nothing in a step, and reads a step's metrics when it has launched the one
@@ -20,15 +20,17 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 
 from moecore import Meshes, TrainStep
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.recipes.data import BatchShape, PackedSteps, to_device
+from moecore.recipes.data import BatchShape, to_device
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
@@ -53,19 +55,29 @@ CPU_RANKS = 2
 MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weights stay
 
 
+class StepData(Protocol):
+    """What one data rank reads in a step."""
+
+    def counts(self) -> Tensor:
+        """Return int64 [4]; the first is what the mean loss is over, the second are tokens."""
+
+
+BatchT = TypeVar("BatchT", bound=StepData)
+
+
+class BatchReader(Protocol):
+    """What a job reads its steps from; the state of the sampler is the position in the data."""
+
+    @property
+    def sampler(self) -> Stateful:
+        """The order of the documents."""
+
+
 @dataclass(kw_only=True)
-class Job:
+class Job(Generic[BatchT]):
     """One rank's part of a run that is ready to train; loads the last checkpoint, if there is one.
 
-    A script's subclass has the methods that differ:
-
-        begin()                          prints what is trained, before the first step of a start
-        next_batch(step)                 -> StepBatch of this rank, or what else has such counts
-        forward_backward(labels, batch)  -> this rank's part of the mean loss over all data ranks'
-                                         labels, an int64 scalar, after backward
-        evaluate()                       -> metrics of held-out data, "eval_loss" among them, or
-                                         none; waits for the device
-        finish()                         leaves the result of a run whose steps are done
+    A recipe's subclass has data, loss and what a run leaves.
 
     Attributes:
         model: parallelized, with weights.
@@ -86,7 +98,7 @@ class Job:
     shape: BatchShape
     config: Any
     facts: Mapping[str, object]
-    batches: PackedSteps | None
+    batches: BatchReader | None
 
     unit = "token"  # of text, which the mean loss is of
     saves_memory = SAVES_MEMORY  # options that lower the memory of a step
@@ -111,12 +123,37 @@ class Job:
         dtype = compute_dtype(self.args, self.device)
         self.peak_tflops = self.args.peak_tflops or peak_tflops(self.device, dtype)
 
+    def begin(self) -> None:
+        """Print what is trained, before the first step of a start."""
+        raise NotImplementedError
+
+    def next_batch(self, step: int) -> BatchT:
+        """Return the batch of this data rank."""
+        raise NotImplementedError
+
+    def forward_backward(self, num_labels: Tensor, batch: BatchT) -> Tensor:
+        """Run backward and return this rank's part of the mean loss.
+
+        Args:
+            num_labels: int64 scalar, the labels of all data ranks.
+            batch: of this data rank.
+        """
+        raise NotImplementedError
+
+    def evaluate(self) -> Metrics:
+        """Return metrics of held-out data, such as "eval_loss". Waits for the device."""
+        return {}
+
+    def finish(self) -> None:
+        """Leave the result of a run whose steps are done."""
+        raise NotImplementedError
+
     def position(self) -> Metrics:
         """Return metrics of the data up to the batch that was last read."""
         return {}
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return a script's own metrics of a step, whose batches have these counts together."""
+        """Return a recipe's own metrics of a step, whose batches have these counts together."""
         return {}
 
 
@@ -128,7 +165,7 @@ def start(
     """Start the ranks and return the exit code, or be one of them under torchrun.
 
     Args:
-        run_rank: a function at the top of a script, which calls `run`.
+        run_rank: a function at the top of a recipe, which calls `run`.
         args: of the run.
         check: raises for arguments that do not fit so many ranks, before any of them starts.
     """
@@ -150,7 +187,7 @@ def start(
     return code
 
 
-def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]) -> int:
+def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job[Any]]) -> int:
     """Build, train and finish a job on this rank; return the exit code."""
     try:
         check_environment()
@@ -178,7 +215,7 @@ def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]
     return 0
 
 
-def train(job: Job) -> None:
+def train(job: Job[Any]) -> None:
     """Train to the last step, with metrics, evaluations and checkpoints on the way."""
     args, queue = job.args, deque[Launched]()
     with (
@@ -221,14 +258,14 @@ def train(job: Job) -> None:
         job.owner.check()  # the last step's
 
 
-def open_report(job: Job) -> AbstractContextManager[Report | None]:
+def open_report(job: Job[Any]) -> AbstractContextManager[Report | None]:
     """Return the report of rank 0, and nothing on others; its error is raised on all ranks."""
     reports: list[Report] = []
     on_first_rank(lambda: reports.append(Report(job.args, start=job.start, unit=job.unit)))
     return reports[0] if reports else nullcontext()
 
 
-def train_step(job: Job, step: int) -> Launched:
+def train_step(job: Job[Any], step: int) -> Launched:
     """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
     args, began = job.args, Moment(job.device)
     for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):
@@ -259,21 +296,22 @@ def train_step(job: Job, step: int) -> Launched:
     )
 
 
-def log(job: Job, queue: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
+def log(job: Job[Any], queue: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
     """Wait for all but the newest `keep` steps and report them. Every rank waits."""
     while len(queue) > keep:
         launched = queue.popleft()
+        step = launched.step
         metrics = launched.metrics()
         counts, seconds = launched.read_counts(), launched.began.seconds_until(launched.ended)
         metrics |= {"tokens_per_second": counts[1] / seconds, **memory_gib(job.device)}
         metrics["data_wait_share"] = launched.began.seconds_until(launched.fetched) / seconds
         metrics |= job.more_metrics(counts, seconds)
         if report:
-            report.log(launched.step, metrics, expert_loads=launched.expert_loads)
+            report.log(step, metrics, expert_loads=launched.expert_loads)
         job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
         if job.num_nan == MOST_NAN:
             raise DivergedError(
-                f"loss ({metrics['loss']}) of step {launched.step} and of the {MOST_NAN - 1} before it "
+                f"loss ({metrics['loss']}) of step {step} and of the {MOST_NAN - 1} before it "
                 "must be finite: lower --lr, or start again from a checkpoint before them"
             )
 
@@ -286,6 +324,7 @@ def check_ranks(args: argparse.Namespace) -> None:
 
 
 def batch_shape(args: argparse.Namespace, meshes: Meshes) -> BatchShape:
+    """Return what one optimizer step reads."""
     return BatchShape(
         data_ranks=meshes.data_ranks,
         grad_accum=args.grad_accum,
@@ -295,7 +334,7 @@ def batch_shape(args: argparse.Namespace, meshes: Meshes) -> BatchShape:
     )
 
 
-def ranks_of(job: Job, *notes: str) -> str:
+def ranks_of(job: Job[Any], *notes: str) -> str:
     """Return how many ranks of what kind there are, and the degrees above 1."""
     p = job.meshes.parallel
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
@@ -303,10 +342,12 @@ def ranks_of(job: Job, *notes: str) -> str:
     return f"{dist.get_world_size()} {job.device.type} ranks ({details})"
 
 
-def begins(job: Job, otherwise: str) -> str:
+def begins(job: Job[Any], otherwise: str) -> str:
+    """Return the step from which a run continues, or `otherwise` for a new one."""
     return f"from step {job.start}" if job.start else otherwise
 
 
 def say(line: str) -> None:
+    """Print a line on rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)

@@ -52,7 +52,8 @@ class Moment:
         """Return the time between two moments that have come."""
         if self.event is None or end.event is None:
             return end.time - self.time
-        return self.event.elapsed_time(end.event) / 1e3
+        milliseconds: float = self.event.elapsed_time(end.event)
+        return milliseconds / 1e3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""The native decoder on the ranks: what train.py and pretrain.py share.
+"""The native decoder on the ranks: what `moecore train` and `pretrain` share.
 
 Legend: B rows, T tokens of a row.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moecore import MoELayer, TrainStep
 from moecore.models import Decoder
+from moecore.packing import ScheduledBatch
 from moecore.recipes.data import StepBatch, to_device
 from moecore.recipes.graphs import Graphed
 from moecore.recipes.loop import Job
@@ -32,8 +33,8 @@ ForwardBackward = Callable[..., Tensor]
 
 
 @dataclass(kw_only=True)
-class DecoderJob(Job):
-    """A `Decoder` on rows of text.
+class DecoderJob(Job[StepBatch | ScheduledBatch]):
+    """A `Decoder` on rows of text; of a `ScheduledBatch` each micro-batch has its own cp.
 
     Attributes:
         run_micro_batches: see `make_forward_backward`.
@@ -43,11 +44,16 @@ class DecoderJob(Job):
         super().__post_init__()
         self.run_micro_batches = make_forward_backward(self.model, self.owner, self.args)
 
-    def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
+    def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
+        """Run the micro-batches and return this rank's part of the mean loss."""
+        if isinstance(batch, ScheduledBatch):
+            self.owner.num_micro_batches = len(batch.cps)
+            return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
         tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
         return self.run_micro_batches(num_labels, *tensors)
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return the share of padding and MFU."""
         return usage(counts, seconds, self.model.config, self.peak_tflops)
 
 
@@ -90,7 +96,7 @@ def make_optimizers(
     moments = MOMENT_DTYPES[args.moment_dtype]
     how: dict[str, Any] = {"moment_dtype": moments, "master_remainder": master_remainder}
     adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, **how)
-    optimizers = [Muon(assignment), adamw] if assignment else [adamw]
+    optimizers: list[torch.optim.Optimizer] = [Muon(assignment), adamw] if assignment else [adamw]
     if rates is not None:
         for one in optimizers:
             rates.regroup(one, model)

@@ -1,4 +1,4 @@
-"""The arguments of train.py, and the configs that they stand for."""
+"""The arguments of `moecore train`, and the configs that they stand for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -115,7 +115,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
-    """Add what train.py and finetune_hf.py share; a script sets its defaults."""
+    """Add what all recipes of text share; each sets its defaults."""
     add = parser.add_argument
     add("--run-dir", type=Path, help="all that a run leaves goes here")
     add("--batch-size", type=positive_int, help="rows per data rank and micro-batch")
@@ -164,6 +164,7 @@ def add_state(parser: argparse.ArgumentParser) -> None:
 
 
 def positive_int(text: str, minimum: int = 1) -> int:
+    """Read an integer >= a minimum."""
     # 18 digits fit into int64, which seeds and shapes are.
     if not text.isdecimal() or len(text) > 18 or int(text) < minimum:
         raise argparse.ArgumentTypeError(
@@ -173,16 +174,19 @@ def positive_int(text: str, minimum: int = 1) -> int:
 
 
 def count(text: str) -> int:
+    """Read an integer >= 0."""
     return positive_int(text, minimum=0)
 
 
 def non_empty(text: str) -> str:
+    """Read a text of at least one character."""
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return text
 
 
 def positive(text: str) -> float:
+    """Read a finite number > 0."""
     try:
         value = float(text)
     except ValueError:
@@ -212,7 +216,7 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
                 f"--preset {args.preset}"
             )
         config = replace(config, num_layers=args.layers)
-    moe = config.moe
+    moe = moe_of(config)
     if args.aux_loss is not None:
         moe = replace(moe, balance=replace(moe.balance, micro_batch_coef=args.aux_loss))
     if args.quantile or args.bias_per_micro_batch or args.bias_rate is not None:
@@ -220,17 +224,30 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
     return replace(config, moe=moe)
 
 
+def moe_of(config: DecoderConfig) -> MoEConfig:
+    """Return the config of the MoE layers.
+
+    Raises:
+        ValueError: for a dense model.
+    """
+    if config.moe is None:
+        raise ValueError("the model must have MoE layers: choose another --preset or --hf-config")
+    return config.moe
+
+
 def compute_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
+    """Return the dtype of activations."""
     return DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
 
 
 def loss_scale(args: argparse.Namespace, device: torch.device) -> DynamicLossScale | None:
+    """Return the loss scale of fp16, and None for other dtypes."""
     return DynamicLossScale() if compute_dtype(args, device) == torch.float16 else None
 
 
 def prompt_bytes(args: argparse.Namespace) -> bytes:
     """Return what the sample continues, UTF-8 or not."""
-    return args.prompt.encode(errors="surrogateescape")
+    return bytes(args.prompt.encode(errors="surrogateescape"))
 
 
 def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
@@ -312,6 +329,7 @@ def check_dynamic_cp(args: argparse.Namespace, max_tokens: int, parallel: Parall
 
 
 def check_wandb(args: argparse.Namespace) -> None:
+    """Raise ValueError where --wandb is set and wandb is missing."""
     if args.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError(f"--wandb ({args.wandb}) must have wandb installed: pip install wandb")
 
@@ -332,7 +350,7 @@ def least_bytes(args: argparse.Namespace, config: DecoderConfig, device: torch.d
 
     A step's tokens and labels are int64, and each layer keeps its input for backward.
     """
-    tokens = args.batch_size * args.seq_len
+    tokens: int = args.batch_size * args.seq_len
     rows = tokens // max(1, args.tp or 1) // max(1, args.cp or 1)
     layers = config.num_layers // max(1, args.pp or 1)
     activations = rows * layers * config.dim * compute_dtype(args, device).itemsize
@@ -342,7 +360,7 @@ def least_bytes(args: argparse.Namespace, config: DecoderConfig, device: torch.d
 def memory_bytes(device: torch.device) -> int:
     """Return the memory of a GPU, or of this host."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return int(torch.cuda.get_device_properties(device).total_memory)
     return host_bytes()
 
 
@@ -399,8 +417,8 @@ def parallel_config(
     args: argparse.Namespace, world_size: int, *, num_experts: int
 ) -> ParallelConfig:
     """Return the degrees; without --ep the largest power of two up to 8 that fits."""
-    degrees = {name: getattr(args, name, None) for name in DEGREES}
-    degrees = {name: int(degree) for name, degree in degrees.items() if degree is not None}
+    values = ((name, getattr(args, name, None)) for name in DEGREES)
+    degrees: dict[str, Any] = {name: int(value) for name, value in values if value is not None}
     if "ep" not in degrees:
         product = math.prod(
             max(degrees.get(d, 1), 1) for d in ("pp", "etp", "edp_shard", "edp_replicate")

@@ -20,7 +20,7 @@ Started again with the same arguments, a run continues from its last whole check
 ranks too it reads the tokens that are left, each once; docs/checkpointing.md has what changes then.
 Its result is RUN_DIR/export, with the tokenizer, where the config.json is known.
 
-loop.py has the steps, which train.py and finetune_hf.py share, sharding.py how a model is put onto
+loop.py has the steps, which all recipes share, sharding.py how a model is put onto
 the ranks, native.py the model.
 """
 
@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from moecore import (
     BalanceConfig,
@@ -80,6 +79,7 @@ from moecore.recipes.options import (
     check_wandb,
     compute_dtype,
     count,
+    moe_of,
     parallel_config,
     positive_int,
 )
@@ -98,24 +98,15 @@ RECORDS: dict[str, type] = {
 }
 # What another option says.
 EXCLUDED_FIELDS = (
-    "corpus.row_tokens",
-    "corpus.multiple",
-    "corpus.vocab_size",
-    "corpus.seed",
-    "moe.dim",
+    *(f"corpus.{name}" for name in ("row_tokens", "multiple", "vocab_size", "seed")),
+    *("moe.dim", "balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic"),
+    *("config", "row_factor"),
 )
-EXCLUDED_FIELDS = (
-    *EXCLUDED_FIELDS,
-    "balance.micro_batch_coef",
-    "fsdp.param_dtype",
-    "context.dynamic",
-)
-EXCLUDED_FIELDS = (*EXCLUDED_FIELDS, "config", "row_factor")
 
 
 @dataclass(kw_only=True)
 class CorpusTraining(DecoderJob):
-    """A decoder on a corpus.
+    """A decoder on a corpus; with --dynamic-cp on `ScheduledBatch`.
 
     Attributes:
         batches: steps of the corpus.
@@ -124,20 +115,25 @@ class CorpusTraining(DecoderJob):
         bad_lines: lines of the sources that are left out because they are broken.
     """
 
+    batches: CorpusSteps | ScheduledSteps
     tokenizer: Tokenizer
-    validation: dict[str, Any]
+    validation: dict[str, StepBatch | ScheduledBatch]
     bad_lines: int
 
     chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
 
     def begin(self) -> None:
+        """Print what is trained."""
         args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
         begin, name = begins(self, "from scratch"), args.hf_config or args.preset
         say(f"training {name} {begin} to step {args.steps} on {ranks}: {len(args.data)} source(s)")
 
-    def next_batch(self, step: int) -> StepBatch:
+    def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
+        """Return the batch of this data rank."""
         batch = self.batches.next()
-        return pad_borders(batch) if self.args.cuda_graph else batch
+        if self.args.cuda_graph and isinstance(batch, StepBatch):
+            return pad_borders(batch)
+        return batch
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -149,8 +145,12 @@ class CorpusTraining(DecoderJob):
         self.model.train()
         return {"eval_loss": sum(losses.values()) / len(losses), **losses}
 
-    def _loss(self, batch: StepBatch) -> float:
+    def _loss(self, batch: StepBatch | ScheduledBatch) -> float:
         copies = dist.get_world_size() // self.meshes.data_ranks
+        if isinstance(batch, ScheduledBatch):
+            total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
+            dist.all_reduce(total)
+            return float(total) / copies
         num_labels = to_device(batch.num_labels.clone(), self.device)
         dist.all_reduce(num_labels)
         tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
@@ -160,11 +160,13 @@ class CorpusTraining(DecoderJob):
         return float(total) / copies
 
     def position(self) -> Metrics:
+        """Return the epoch of each source, and the number of broken lines."""
         epochs = self.batches.sampler.epochs()
         metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
         return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
 
     def finish(self) -> None:
+        """End the workers and export a directory that `from_pretrained` loads."""
         self.batches.sampler.close()
         target = self.args.run_dir / EXPORT
         if not self.args.hf_config:
@@ -173,20 +175,6 @@ class CorpusTraining(DecoderJob):
             dtype = compute_dtype(self.args, self.device)
             export(self.model, self.args.hf_config, dtype, self.tokenizer, target)
         say(f"{target} is ready for from_pretrained")
-
-
-@dataclass(kw_only=True)
-class ScheduledTraining(CorpusTraining):
-    """The same with a cp for each micro-batch: a step is a `ScheduledBatch`."""
-
-    def forward_backward(self, num_labels: Tensor, batch: ScheduledBatch) -> Tensor:
-        self.owner.num_micro_batches = len(batch.cps)
-        return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
-
-    def _loss(self, batch: ScheduledBatch) -> float:
-        total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
-        dist.all_reduce(total)
-        return float(total) * self.meshes.data_ranks / dist.get_world_size()
 
 
 def export(
@@ -215,7 +203,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     held_out = [
         read_source(options, tokenizer, option="--validation") for options in args.validation
     ]
-    meshes = build_meshes(parallel_config(args, world_size, num_experts=config.moe.num_experts))
+    meshes = build_meshes(parallel_config(args, world_size, num_experts=moe_of(config).num_experts))
     rows = corpus_options(args, config, meshes.parallel.cp)
     records = records_of(args) | {"corpus": rows, "fsdp": fsdp_of(args, meshes)}
     max_tokens = records["sharding"].dynamic_cp
@@ -232,8 +220,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
         plan = {"max_tokens": max_tokens, "cost": document_cost(config)}
         steps = partial(ScheduledSteps, data_rank=meshes.data_rank, **plan)
     eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, partitions=1)
-    job = CorpusTraining if max_tokens is None else ScheduledTraining
-    return job(
+    return CorpusTraining(
         args=args,
         meshes=meshes,
         model=model,
@@ -247,7 +234,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
         shape=shape,
         config=config,
         facts={"--tokenizer": args.tokenizer},
-        packed=steps(sources, rows, shape, workers=args.workers),
+        batches=steps(sources, rows, shape, workers=args.workers),
         tokenizer=tokenizer,
         bad_lines=sum(getattr(source.documents, "num_invalid", 0) for source in sources),
         validation={
@@ -262,6 +249,7 @@ def eval_shape_of(args: argparse.Namespace, shape: BatchShape) -> BatchShape:
 
 
 def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> CorpusOptions:
+    """Return the options of [corpus] with those of the run."""
     of_run = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
     return CorpusOptions(**of_run, multiple=multiple_of(cp), **values_of(args, "corpus"))
 
@@ -269,8 +257,9 @@ def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> 
 def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]) -> None:
     """Write the options of the run to its directory, as --config reads them."""
     if not args.hf_config:
-        moe = {"moe": config.moe, "capacity": config.moe.capacity, "balance": config.moe.balance}
-        records = {"model": config, **moe, **records}
+        moe = moe_of(config)
+        tables = {"moe": moe, "capacity": moe.capacity, "balance": moe.balance}
+        records = {"model": config, **tables, **records}
     present = {table: record for table, record in records.items() if record is not None}
     (args.run_dir / CONFIG).write_text(as_toml(args, present, without=EXCLUDED_FIELDS))
 
@@ -321,7 +310,7 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
             f"--tokenizer ({args.tokenizer}, {tokenizer.size} ids) must have <= vocab_size "
             f"({config.vocab_size}) of the model: take the model's own, or raise vocab_size"
         )
-    parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
+    parallel = parallel_config(args, world_size, num_experts=moe_of(config).num_experts)
     check_rows(args, parallel.resolve(world_size))
     if max_tokens is not None:
         check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
@@ -351,14 +340,15 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
             config = decoder_config_from_hf(args.hf_config)
     else:
         config = preset(args.preset)
-        capacity = build(args, "capacity", CapacityConfig) or config.moe.capacity
+        capacity = build(args, "capacity", CapacityConfig) or moe_of(config).capacity
         config = replace(config, **fields["model"])
-        moe = replace(config.moe, **fields["moe"], dim=config.dim, capacity=capacity)
+        moe = replace(moe_of(config), **fields["moe"], dim=config.dim, capacity=capacity)
         config = replace(config, moe=moe)
     balance = values_of(args, "balance")
     if args.aux_loss is not None:
         balance["micro_batch_coef"] = args.aux_loss
-    moe = replace(config.moe, balance=replace(config.moe.balance, **balance))
+    moe = moe_of(config)
+    moe = replace(moe, balance=replace(moe.balance, **balance))
     return replace(config, moe=moe)
 
 
@@ -409,6 +399,7 @@ SOURCE_HELP = "PATH,weight=1,field=text,name=NAME,split=train,config=NAME,stream
 
 
 def source(word: str) -> SourceOptions:
+    """Read a source of --data."""
     try:
         return source_of(word)
     except ValueError as error:

@@ -19,8 +19,8 @@ def check_profile(args: argparse.Namespace, start: int) -> None:
     num_steps = args.steps - start - SETTLING
     if args.profile and start < args.steps and args.profile > num_steps:
         raise ValueError(
-            f"--profile ({args.profile}) must be <= {max(num_steps, 0)}, the steps that this start has "
-            f"after its first {SETTLING}: raise the number of steps, or drop it"
+            f"--profile ({args.profile}) must be <= {max(num_steps, 0)}, the steps that this start "
+            f"has after its first {SETTLING}: raise the number of steps, or drop it"
         )
 
 

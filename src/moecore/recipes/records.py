@@ -49,7 +49,8 @@ def add_records(
     )
     flags = {flag for action in parser._actions for flag in action.option_strings}
     for table, record in records.items():
-        group = parser.add_argument_group(f"[{table}]", inspect.getdoc(record).splitlines()[0])
+        summary = (inspect.getdoc(record) or "").partition("\n")[0]
+        group = parser.add_argument_group(f"[{table}]", summary)
         texts = help_of(record)
         for name, kinds in kinds_of(record).items():
             if f"{table}.{name}" in without:

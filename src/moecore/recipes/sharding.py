@@ -1,4 +1,4 @@
-"""How a run puts its model onto the ranks: what pretrain.py and finetune_hf.py share.
+"""How a run puts its model onto the ranks: what `pretrain` and `finetune` share.
 
 Each field of `TABLES` is a flag and a line of a file, see records.py.
 """
@@ -117,6 +117,7 @@ def nvlink_of(records: dict[str, Any], max_tokens: int) -> NVLinkOptions | None:
 
 
 def fsdp_of(args: argparse.Namespace, meshes: Meshes) -> FSDPOptions:
+    """Return the options of [fsdp] with the dtype of the run."""
     dtype = compute_dtype(args, torch.device(meshes.device_type))
     return FSDPOptions(param_dtype=dtype, **values_of(args, "fsdp"))
 

@@ -21,7 +21,7 @@ losses are scaled: docs/precision.md.
 
 Started again with the same arguments, a run continues from its last whole checkpoint, on CPU ranks
 with the bits of a run that never stopped. `build_job` puts the model onto the ranks, and loop.py
-has the steps, which finetune_hf.py shares. The text is bytes: the Python standard library's own
+has the steps, which all recipes share. The text is bytes: the Python standard library's own
 sources unless --data is given. Its documents (files, and each text of a jsonl file) are packed into
 rows, without attention across them: docs/sequences.md. The loss of a step is the mean over the
 labels of all ranks and micro-batches.
@@ -60,6 +60,7 @@ from moecore.base.options.precision import Precision
 from moecore.models import Decoder, DecoderConfig
 from moecore.recipes.data import (
     Corpus,
+    PackedSteps,
     StepBatch,
     hold_out,
     packed_corpus,
@@ -78,6 +79,7 @@ from moecore.recipes.options import (
     compute_dtype,
     memory_options,
     model_config,
+    moe_of,
     nvlink_options,
     parallel_config,
     parse_arguments,
@@ -99,6 +101,7 @@ class Pretraining(DecoderJob):
         held_out_N: uint8 bytes of the end of the text, with --eval-every.
     """
 
+    batches: PackedSteps | None
     corpus: Corpus
     held_out_N: Tensor | None
 
@@ -106,6 +109,7 @@ class Pretraining(DecoderJob):
     finish_note = ": only sampling"
 
     def begin(self) -> None:
+        """Print what is trained."""
         args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
         text = f"{self.corpus.text_N.numel() / 1e6:.1f} MB of text"
         data = "random tokens" if args.tokens == "random" else text
@@ -113,6 +117,7 @@ class Pretraining(DecoderJob):
         say(f"training {args.preset} {begin} to step {args.steps} on {ranks}, {data}")
 
     def next_batch(self, step: int) -> StepBatch:
+        """Return the batch of this data rank, of text or of random tokens."""
         if self.batches is not None:
             return self.batches.next()
         return random_step(
@@ -126,6 +131,8 @@ class Pretraining(DecoderJob):
     @torch.no_grad()
     def evaluate(self) -> Metrics:
         """Return the loss on held-out text, the same windows every time. Waits for the device."""
+        if self.held_out_N is None:
+            return {}
         shape = replace(self.shape, grad_accum=EVAL_BATCHES)
         names = "tokens_BT", "labels_BT"
         batches = read_batches(
@@ -144,6 +151,7 @@ class Pretraining(DecoderJob):
         return {"eval_loss": float(total) / (EVAL_BATCHES * dist.get_world_size())}
 
     def finish(self) -> None:
+        """Print a sample of the model."""
         if self.args.sample_bytes:
             steps, text = max(self.start, self.args.steps), sample(self)
             say(f"--- sample after {steps} steps ---\n{text}")
@@ -155,7 +163,7 @@ def build_job(args: argparse.Namespace) -> Pretraining:
     config = check(args, world_size)
     make_run_dir(args.run_dir)
     corpus, held_out_N = read_texts(args)
-    meshes = build_meshes(parallel_config(args, world_size, num_experts=config.moe.num_experts))
+    meshes = build_meshes(parallel_config(args, world_size, num_experts=moe_of(config).num_experts))
     check_memory(args, config, torch.device(meshes.device_type))
     model = build_model(args, config, meshes)
     shape, batches = batch_shape(args, meshes), None
@@ -226,7 +234,7 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
 def check(args: argparse.Namespace, world_size: int) -> DecoderConfig:
     """Return the config of the model; raise ValueError for arguments that do not fit together."""
     config = model_config(args)
-    parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
+    parallel = parallel_config(args, world_size, num_experts=moe_of(config).num_experts)
     check_rows(args, parallel.resolve(world_size))
     check_arguments(args, config)
     return config
