@@ -350,11 +350,12 @@ def least_bytes(args: argparse.Namespace, config: DecoderConfig, device: torch.d
 
     A step's tokens and labels are int64, and each layer keeps its input for backward.
     """
-    tokens: int = args.batch_size * args.seq_len
+    tokens = args.batch_size * args.seq_len
     rows = tokens // max(1, args.tp or 1) // max(1, args.cp or 1)
     layers = config.num_layers // max(1, args.pp or 1)
-    activations = rows * layers * config.dim * compute_dtype(args, device).itemsize
-    return 2 * 8 * args.grad_accum * tokens + activations
+    activations: int = rows * layers * config.dim * compute_dtype(args, device).itemsize
+    inputs: int = 2 * 8 * args.grad_accum * tokens
+    return inputs + activations
 
 
 def memory_bytes(device: torch.device) -> int:
