@@ -266,7 +266,7 @@ class Tokens:
         return self.tokenizer(document)
 
 
-class ScheduledSteps:
+class ScheduledCorpusSteps:
     """Reads the next step of this data rank: the documents of `CorpusSteps`' rows, by plan.
 
     Attributes:

@@ -38,17 +38,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore import (
-    BalanceConfig,
-    Meshes,
-    MoEOverrides,
-    build_meshes,
-)
+from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.rank_checks import difference
 from moecore.families.transformers.packing import packing_problem
 from moecore.io import load_hf
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledBatch, ScheduledCollator
+from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.recipes.batches import ScheduledExamples, digest_of, packed_examples, split_examples
 from moecore.recipes.chat import Example, Examples, read_examples
 from moecore.recipes.data import BatchShape, PackedSteps, StepBatch, to_device

@@ -34,9 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore import BalanceConfig, build_meshes, parallelize_moe
+from moecore.base.options.layer import BalanceConfig
 from moecore.families import use_causal_attention
 from moecore.io import WeightStream
+from moecore.parallel.mesh import build_meshes
+from moecore.parallelize import parallelize_moe
 from moecore.recipes.loop import Job, batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.options import add_degrees, count, parallel_config, positive, positive_int

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from moecore import Meshes, TrainStep
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.parallel.mesh import Meshes
 from moecore.recipes.data import BatchShape, to_device
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
@@ -50,6 +50,7 @@ from moecore.recipes.profiling import check_profile, traced
 from moecore.recipes.report import Report, make_run_dir
 from moecore.recipes.resume import KEPT_CHECKPOINTS, checkpoint_dir, continuation, resume
 from moecore.recipes.schedule import is_due, lr_at
+from moecore.train.step import TrainStep
 
 CPU_RANKS = 2
 MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weights stay

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore import StepResult
 from moecore.models import DecoderConfig, flops_per_token
+from moecore.train.step_result import StepResult
 
 Metrics = dict[str, float]
 # Dense bf16 products, from NVIDIA's data sheets; the first name that fits counts.

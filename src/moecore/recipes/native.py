@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore import MoELayer, TrainStep
 from moecore.models import Decoder
+from moecore.moe.layer import MoELayer
 from moecore.packing import ScheduledBatch
 from moecore.recipes.data import StepBatch, to_device
 from moecore.recipes.graphs import Graphed
@@ -28,6 +28,7 @@ from moecore.train import (
     WidthRates,
     assign_matrices,
 )
+from moecore.train.step import TrainStep
 
 ForwardBackward = Callable[..., Tensor]
 

@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 import torch
 
-from moecore import DynamicLossScale, MoEConfig, NVLinkOptions, ParallelConfig, PipelineConfig
-from moecore.base.options.dispatch import BuiltinDispatcher
+from moecore.base.options.dispatch import BuiltinDispatcher, NVLinkOptions
+from moecore.base.options.layer import MoEConfig
 from moecore.base.options.memory import (
     GEMM_LAST,
     OFFLOADED,
@@ -27,9 +27,12 @@ from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
 from moecore.packing.corpus.scheduled_batch import TILE
 from moecore.packing.split import multiple_of
+from moecore.parallel.mesh import ParallelConfig
+from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.recipes.data import VOCAB_SIZE
 from moecore.recipes.files import host_bytes
 from moecore.recipes.records import help_of
+from moecore.train.loss_scale import DynamicLossScale
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
 OPEN_DEGREES = tuple(field.name for field in fields(ParallelConfig) if field.default == -1)

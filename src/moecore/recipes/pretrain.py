@@ -39,22 +39,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecore import (
-    BalanceConfig,
-    CapacityConfig,
-    Meshes,
-    MoEConfig,
-    build_meshes,
-)
+from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io import decoder_config_from_hf, export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost, preset
 from moecore.packing import CorpusOptions, ScheduledBatch
 from moecore.packing.split import multiple_of
+from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.recipes.corpora import (
     BYTES,
     CorpusSteps,
-    ScheduledSteps,
+    ScheduledCorpusSteps,
     SourceOptions,
     Tokenizer,
     read_source,
@@ -115,7 +110,7 @@ class CorpusTraining(DecoderJob):
         bad_lines: lines of the sources that are left out because they are broken.
     """
 
-    batches: CorpusSteps | ScheduledSteps
+    batches: CorpusSteps | ScheduledCorpusSteps
     tokenizer: Tokenizer
     validation: dict[str, StepBatch | ScheduledBatch]
     bad_lines: int
@@ -218,7 +213,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     steps: Any = partial(CorpusSteps, data_rank=meshes.data_rank)
     if max_tokens is not None:
         plan = {"max_tokens": max_tokens, "cost": document_cost(config)}
-        steps = partial(ScheduledSteps, data_rank=meshes.data_rank, **plan)
+        steps = partial(ScheduledCorpusSteps, data_rank=meshes.data_rank, **plan)
     eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, partitions=1)
     return CorpusTraining(
         args=args,

@@ -218,10 +218,10 @@ def _argparse_options(kinds: tuple[Any, ...]) -> dict[str, Any]:
     plain = tuple(kind for kind in kinds if get_origin(kind) is not tuple)
     tuples = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
     if not tuples:
-        return {"type": _Reader(plain), "metavar": _metavar(plain)}
+        return {"type": _WordReader(plain), "metavar": _metavar(plain)}
     items = tuple(member for kind in tuples for member in _members(kind))
     return {
-        "type": _Reader((*plain, *items)),
+        "type": _WordReader((*plain, *items)),
         "nargs": "*",
         "action": _AsTuple,
         "metavar": _metavar(items),
@@ -237,7 +237,7 @@ class _AsTuple(argparse.Action):
         setattr(namespace, self.dest, values[0] if is_value else tuple(values))
 
 
-class _Reader:
+class _WordReader:
     """Reads a word as the first kind that it can be."""
 
     def __init__(self, kinds: tuple[Any, ...]) -> None:

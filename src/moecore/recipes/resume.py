@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from moecore import TrainStep
 from moecore.io import latest, load
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.recipes.report import CHECKPOINTS
+from moecore.train.step import TrainStep
 
 KEPT_CHECKPOINTS = 2
 

@@ -12,22 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from moecore import (
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.dense import DenseOptions
+from moecore.base.options.dispatch import (
     CloneOptions,
-    ContextOptions,
-    DenseOptions,
     DispatcherName,
     DispatchOptions,
-    ExpertBackend,
-    FSDPOptions,
-    MemoryOptions,
-    Meshes,
     NVLinkOptions,
-    PipelineConfig,
-    StashOptions,
-    parallelize_moe,
 )
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.base.options.precision import Precision, Recipe
+from moecore.moe.backends import ExpertBackend
+from moecore.parallel.mesh import Meshes
+from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallelize import parallelize_moe
 from moecore.recipes.options import compute_dtype
 from moecore.recipes.records import build, values_of
 

@@ -47,17 +47,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore import (
-    CloneOptions,
-    DenseOptions,
-    DispatchOptions,
-    FSDPOptions,
-    Meshes,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore.base.options.dense import DenseOptions
+from moecore.base.options.dispatch import CloneOptions, DispatchOptions
+from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.precision import Precision
 from moecore.models import Decoder, DecoderConfig
+from moecore.parallel.mesh import Meshes, build_meshes
+from moecore.parallelize import parallelize_moe
 from moecore.recipes.data import (
     Corpus,
     PackedSteps,
