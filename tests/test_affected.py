@@ -121,7 +121,7 @@ def test_tests_for_a_file_are_those_whose_imports_end_there() -> None:
     (bins,) = ROOT.glob("src/moecore/**/packing/bins.py")
     found = affected.tests_for(str(bins.relative_to(ROOT)))
     assert "tests/packing/test_bins.py" in found and "tests/parallel/test_mesh.py" not in found
-    assert affected.tests_for("examples/chat.py") == ["tests/examples"]
+    assert affected.tests_for("examples/first.py") == ["tests/examples"]
     assert affected.tests_for("docs/api.md") == []
 
 

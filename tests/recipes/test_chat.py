@@ -75,7 +75,7 @@ def listed(examples: list[Any]) -> list[tuple[list[int], list[bool]]]:
 
 
 def encoded(modules: SimpleNamespace, tokenizer: Any, record: Any, seq_len: int = 999) -> Any:
-    return listed(modules.chat.encode(record, tokenizer, seq_len=seq_len, where="line 1"))
+    return listed(modules.chat.encode(record, tokenizer, seq_len=seq_len, place="line 1"))
 
 
 def turn(role: str, content: str) -> str:
@@ -289,9 +289,9 @@ def test_files_are_cut_and_counted(
     plain = tmp_path / "b.txt"
     plain.write_text("Some text.")
     found = modules.chat.read_examples([chats, plain], tokenizer, seq_len=prompt + 3)
-    first, second = found.kept
+    first, second = found.examples
     assert len(first.tokens_T) == prompt + 3 and first.num_answers == 3
-    assert second.is_answer_T.all() and found.num_cut == 1 and found.num_dropped == 2
+    assert second.is_answer_T.all() and found.num_cut == 1 and found.num_empty == 2
     with pytest.raises(ValueError, match=r"--data .*a.jsonl\) must have a token to learn: none of"):
         modules.chat.read_examples([chats], tokenizer, seq_len=prompt)
 

@@ -150,10 +150,10 @@ def test_documents_begin_and_end_once(kind: str, pretrain: ModuleType, tmp_path:
     ids = [*begin, 3, 4, *end]
     for text in ("a b", f"a b {after}", f"{before} a b", f"{before} a b {after} {after}"):
         assert tokenizer(text) == ids, text
-        (whole,) = chat.encode({"text": text}, hf, seq_len=99, where="")
+        (whole,) = chat.encode({"text": text}, hf, seq_len=99, place="")
         first, _, second = text.rpartition(" b")
         both = {"prompt": first, "completion": f" b{second}"}
-        (answer,) = chat.encode(both, hf, seq_len=99, where="")
+        (answer,) = chat.encode(both, hf, seq_len=99, place="")
         for found, learned in ((whole, 2), (answer, 1)):
             assert found.tokens_T.tolist() == ids, text
             wanted = [False] * (len(begin) + 2 - learned) + [True] * (learned + len(end))

@@ -278,7 +278,7 @@ def test_one_rank_computes_the_same_and_routes_no_padding(
     launched = loop.Launched
 
     def seen(**fields: Any) -> Any:
-        counts_of = fields["done"].metrics.tokens_per_expert
+        counts_of = fields["result"].metrics.tokens_per_expert
         routed.extend(float(counts.sum()) for counts in counts_of.values())
         return launched(**fields)
 

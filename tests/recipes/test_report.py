@@ -72,8 +72,8 @@ def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path
     now, cpu = Moment(torch.device("cpu")), torch.tensor(1.5)
     done = SimpleNamespace(to_dict=dict, metrics=SimpleNamespace(tokens_per_expert={}))
     launched = Launched(
-        step=1, began=now, fetched=now, ended=now, loss=cpu, done=done, counts=cpu, ep=1,
-        expert_loads=True, reader=None, more={"tokens_per_second": 2.0},
+        step=1, began=now, fetched=now, ended=now, loss=cpu, result=done, counts=cpu, ep=1,
+        expert_loads=True, reader=None, extra={"tokens_per_second": 2.0},
     )  # fmt: skip
     args = argparse.Namespace(run_dir=tmp_path, steps=2, wandb=None)
     with report.Report(args, start=0) as shown:

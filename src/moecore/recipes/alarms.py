@@ -32,8 +32,8 @@ class Alarms:
 
     def of(self, step: int, metrics: Metrics) -> list[str]:
         """Return the lines of a step; of its metrics, with the load of each expert."""
-        found = [*self._loss(metrics), *self._experts(metrics), *self._gradient(metrics)]
-        return [f"alarm at step {step}: {line}" for line in found]
+        lines = [*self._loss(metrics), *self._experts(metrics), *self._gradient(metrics)]
+        return [f"alarm at step {step}: {line}" for line in lines]
 
     def _loss(self, metrics: Metrics) -> list[str]:
         loss, before, was_high = metrics["loss"], [*self._losses], self._is_high

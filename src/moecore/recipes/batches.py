@@ -26,8 +26,7 @@ def packed_examples(
     """Return the steps of examples, whose answers are learned; see `PackedSteps`."""
     documents = [_document(example) for example in examples]
     lengths = [len(example.tokens_T) for example in examples]
-    where = {"seed": seed, "data_rank": data_rank, "packs": packs}
-    return PackedSteps(documents, lengths, shape, **where)
+    return PackedSteps(documents, lengths, shape, seed=seed, data_rank=data_rank, packs=packs)
 
 
 class ScheduledExamples:
@@ -89,6 +88,6 @@ def digest_of(examples: Sequence[Example]) -> str:
     digest = hashlib.sha256()
     for example in examples:
         digest.update(len(example.tokens_T).to_bytes(8, "little"))
-        digest.update(example.tokens_T.numpy())
-        digest.update(example.is_answer_T.numpy())
+        digest.update(example.tokens_T.numpy().data)
+        digest.update(example.is_answer_T.numpy().data)
     return digest.hexdigest()[:12]

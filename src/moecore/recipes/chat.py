@@ -66,14 +66,14 @@ class Examples:
     """What files hold.
 
     Attributes:
-        kept: examples of at most seq_len tokens, each with an answer.
+        examples: examples of at most seq_len tokens, each with an answer.
         num_cut: how many of these were longer.
-        num_dropped: examples without a token to learn, or without one before the cut.
+        num_empty: examples without a token to learn, or without one before the cut.
     """
 
-    kept: list[Example]
+    examples: list[Example]
     num_cut: int
-    num_dropped: int
+    num_empty: int
 
 
 def read_examples(
@@ -90,34 +90,34 @@ def read_examples(
     Raises:
         ValueError: for a file or record that is none, and where no example is left.
     """
-    kept: list[Example] = []
-    num_cut = num_dropped = 0
-    for where, record in _records(files, option):
-        for example in encode(record, tokenizer, seq_len=seq_len, where=where):
-            cut = Example(example.tokens_T[:seq_len], example.is_answer_T[:seq_len])
-            if cut.num_answers:
-                kept.append(cut)
+    examples: list[Example] = []
+    num_cut = num_empty = 0
+    for place, record in _records(files, option):
+        for example in encode(record, tokenizer, seq_len=seq_len, place=place):
+            piece = Example(example.tokens_T[:seq_len], example.is_answer_T[:seq_len])
+            if piece.num_answers:
+                examples.append(piece)
                 num_cut += len(example.tokens_T) > seq_len
             else:
-                num_dropped += 1
-    if not kept:
+                num_empty += 1
+    if not examples:
         raise ValueError(
             f"{named(option, ' '.join(map(str, files)))} must have a token to learn: none of its "
-            f"{num_dropped} example(s) has an answer among the first --seq-len ({seq_len}) "
+            f"{num_empty} example(s) has an answer among the first --seq-len ({seq_len}) "
             "tokens: raise --seq-len, or look at the roles"
         )
-    return Examples(kept=kept, num_cut=num_cut, num_dropped=num_dropped)
+    return Examples(examples=examples, num_cut=num_cut, num_empty=num_empty)
 
 
-def encode(record: Any, tokenizer: Any, *, seq_len: int, where: str) -> list[Example]:
+def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Example]:
     """Return the examples that a record makes, as long as they are.
 
     Raises:
-        ValueError: names `where`, when the record has none of the three forms.
+        ValueError: names `place`, when the record has none of the three forms.
     """
     fields = record if isinstance(record, dict) else {}
     if _is_chat(fields.get("messages")):
-        return _chat(tokenizer, fields["messages"], fields.get("tools"), where)
+        return _chat(tokenizer, fields["messages"], fields.get("tools"), place)
     try:
         if isinstance(fields.get("prompt"), str) and isinstance(fields.get("completion"), str):
             return [_completion(tokenizer, fields["prompt"], fields["completion"])]
@@ -125,9 +125,9 @@ def encode(record: Any, tokenizer: Any, *, seq_len: int, where: str) -> list[Exa
             return _pieces(_completion(tokenizer, "", fields["text"]), seq_len)
     except Exception as error:  # of any kind, such as for half of a surrogate pair
         raise ValueError(
-            f"{where} must be text that the tokenizer of --model encodes: {_reason(error)}"
+            f"{place} must be text that the tokenizer of --model encodes: {_reason(error)}"
         ) from None
-    raise ValueError(f"{where} must be a JSON object with {FORMS}: {_shown(record)}")
+    raise ValueError(f"{place} must be a JSON object with {FORMS}: {_describe(record)}")
 
 
 def _is_chat(messages: Any) -> bool:
@@ -136,7 +136,7 @@ def _is_chat(messages: Any) -> bool:
     )
 
 
-def _shown(record: Any) -> str:
+def _describe(record: Any) -> str:
     if isinstance(record, dict):
         names = shown_path(", ".join(sorted(map(str, record))) or "nothing")
         return f"it has {names}, of other types or names"
@@ -159,19 +159,20 @@ def _borders(tokenizer: Any) -> Borders:
     return borders_of(tokenizer)
 
 
-def _pieces(whole: Example, seq_len: int) -> list[Example]:
+def _pieces(example: Example, seq_len: int) -> list[Example]:
     """Cut so that each token but the first is learned once: pieces share the token between."""
-    starts = range(0, max(1, len(whole.tokens_T) - 1), max(1, seq_len - 1))
+    starts = range(0, max(1, len(example.tokens_T) - 1), max(1, seq_len - 1))
     return [
-        Example(whole.tokens_T[s : s + seq_len], whole.is_answer_T[s : s + seq_len]) for s in starts
+        Example(example.tokens_T[s : s + seq_len], example.is_answer_T[s : s + seq_len])
+        for s in starts
     ]
 
 
-def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, where: str) -> list[Example]:
+def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, place: str) -> list[Example]:
     """Return a chat as one example, or one per answer: see Note "turns that change"."""
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{where} must have no messages, because the tokenizer of --model has no chat "
+            f"{place} must have no messages, because the tokenizer of --model has no chat "
             'template: add chat_template.jinja there, or use "prompt" and "completion"'
         )
     messages = [_without_end(tokenizer, message) for message in messages]
@@ -181,7 +182,7 @@ def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, where: str
         return _by_prefixes(tokenizer, messages, tools)
     except Exception as error:  # of any kind: a template is code
         raise ValueError(
-            f"{where} must fit the chat template of --model: {_reason(error)}"
+            f"{place} must fit the chat template of --model: {_reason(error)}"
         ) from None
 
 
@@ -206,15 +207,17 @@ def _marked(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> Examp
     """Learn what the template marks, and to end where the last answer alone does."""
     ids, is_answer = _as_marked(tokenizer, messages, tools)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    own, is_own = ids, is_answer
+    prefix_ids, is_prefix_answer = ids, is_answer
     if answers and answers[-1] + 1 < len(messages):
-        own, is_own = _as_marked(tokenizer, messages[: answers[-1] + 1], tools)
-    if not (any(is_answer) and any(is_own)):
+        prefix_ids, is_prefix_answer = _as_marked(tokenizer, messages[: answers[-1] + 1], tools)
+    if not (any(is_answer) and any(is_prefix_answer)):
         return _example(ids, is_answer)
-    last, at = _ends(tokenizer, own, is_own)[-1]
+    last, at = _ends(tokenizer, prefix_ids, is_prefix_answer)[-1]
     if at is None:
-        return _example([*own[: last + 1], _end_of(tokenizer)], [*is_own[: last + 1], True])
-    end = own[at]
+        return _example(
+            [*prefix_ids[: last + 1], _end_of(tokenizer)], [*is_prefix_answer[: last + 1], True]
+        )
+    end = prefix_ids[at]
     for last, at in _ends(tokenizer, ids, is_answer):
         if at is not None and ids[at] == end:
             is_answer[last + 1 : at + 1] = [True] * max(0, at - last)
@@ -225,10 +228,10 @@ def _as_marked(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens of a chat, and which of them the template marks."""
-    found = tokenizer.apply_chat_template(
+    encoding = tokenizer.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
-    return found["input_ids"], [bool(marked) for marked in found["assistant_masks"]]
+    return encoding["input_ids"], [bool(marked) for marked in encoding["assistant_masks"]]
 
 
 def _ends(tokenizer: Any, ids: list[int], is_answer: list[bool]) -> list[tuple[int, int | None]]:
@@ -236,48 +239,50 @@ def _ends(tokenizer: Any, ids: list[int], is_answer: list[bool]) -> list[tuple[i
 
     That is one of the run, or the first behind it and before the next run; None = there is none.
     """
-    special_ids, found = special_tokens(tokenizer), list[tuple[int, int | None]]()
+    special_ids, ends = special_tokens(tokenizer), list[tuple[int, int | None]]()
     groups = groupby(range(len(ids)), key=lambda t: is_answer[t])
     runs = [list(run) for learned, run in groups if learned]
     for run, after in zip(runs, [*runs[1:], [len(ids)]], strict=True):
-        own = _without_tail(tokenizer, ids, run, special_ids)[-1]
-        places = [own, *range(run[-1] + 1, after[0])]
-        found.append((run[-1], next((t for t in places if ids[t] in special_ids), None)))
-    return found
+        last = _without_tail(tokenizer, ids, run, special_ids)[-1]
+        places = [last, *range(run[-1] + 1, after[0])]
+        ends.append((run[-1], next((t for t in places if ids[t] in special_ids), None)))
+    return ends
 
 
 def _by_prefixes(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> list[Example]:
     """Learn from where each prompt ends to where the rendering with its answer does."""
 
-    def rendered(count: int, *, prompt: bool = False) -> str:
-        return tokenizer.apply_chat_template(
+    def render(count: int, *, prompt: bool = False) -> str:
+        text: str = tokenizer.apply_chat_template(
             messages[:count], tools=tools, tokenize=False, add_generation_prompt=prompt
         )
+        return text
 
-    def answered(count: int, content: str) -> str:
-        """With another content of the last message."""
+    def render_answer(count: int, content: str) -> str:
+        """Render with another content of the last message."""
         changed = [*messages[:count], {**messages[count], "content": content}]
-        return tokenizer.apply_chat_template(changed, tools=tools, tokenize=False)
+        text: str = tokenizer.apply_chat_template(changed, tools=tools, tokenize=False)
+        return text
 
     turns = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            text, prompt = rendered(i + 1), rendered(i, prompt=True)
+            text, prompt = render(i + 1), render(i, prompt=True)
             start = len(prompt)
             if not text.startswith(prompt):
-                others = [_shared(text, answered(i, letter)) for letter in "AB"]
-                start = min(_shared(text, prompt), *others)
-                if not text.startswith(rendered(i)):
+                lengths = [_shared(text, render_answer(i, letter)) for letter in "AB"]
+                start = min(_shared(text, prompt), *lengths)
+                if not text.startswith(render(i)):
                     raise ValueError(
                         "an assistant's message must be added behind those before it: mark it in "
                         "the template with {% generation %}"
                     )
             turns.append((text, (start, len(text))))
     if not turns:
-        return [_spanned(tokenizer, rendered(len(messages)), [])]
-    whole = turns[-1][0]
-    if all(whole.startswith(text) for text, _ in turns):
-        return [_spanned(tokenizer, whole, [span for _, span in turns])]
+        return [_spanned(tokenizer, render(len(messages)), [])]
+    full_text = turns[-1][0]
+    if all(full_text.startswith(text) for text, _ in turns):
+        return [_spanned(tokenizer, full_text, [span for _, span in turns])]
     return [_spanned(tokenizer, text, [span]) for text, span in turns]
 
 
@@ -313,8 +318,8 @@ def _tokens(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], li
         text: to encode.
         spans: of characters, sorted.
     """
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = found["input_ids"], found["offset_mapping"]
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
     is_answer = [False] * len(ids)
     special_ids = special_tokens(tokenizer)
     for start, end in spans:
@@ -357,8 +362,8 @@ def _records(files: Sequence[Path], option: str) -> Iterator[tuple[str, Any]]:
             continue
         for number, line in enumerate(content.split("\n"), start=1):
             if text := strip_line(line):
-                where = f"{named(option, path)} line {number}"
+                place = f"{named(option, path)} line {number}"
                 try:
-                    yield where, json.loads(text)
+                    yield place, json.loads(text)
                 except (ValueError, RecursionError):
-                    raise ValueError(f"{where} must be a JSON object with {FORMS}") from None
+                    raise ValueError(f"{place} must be a JSON object with {FORMS}") from None

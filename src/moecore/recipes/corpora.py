@@ -70,20 +70,22 @@ def source_of(word: str) -> SourceOptions:
         ValueError: for a key that there is not, or a value of another kind.
     """
     path, *pairs = word.split(",")
-    kinds = {field.name: type(field.default) for field in fields(SourceOptions)[1:]}
-    found: dict[str, Any] = {}
+    kinds: dict[str, type[Any]] = {
+        field.name: type(field.default) for field in fields(SourceOptions)[1:]
+    }
+    values: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key not in kinds:
-            known = ", ".join(kinds)
-            raise ValueError(f"{quote(word)} must have keys of {known}, not {quote(key)}")
+            names = ", ".join(kinds)
+            raise ValueError(f"{quote(word)} must have keys of {names}, not {quote(key)}")
         if kinds[key] is bool and value.lower() not in ("true", "false"):
             raise ValueError(f"{quote(word)} must have {key}=true or {key}=false")
         try:
-            found[key] = value.lower() == "true" if kinds[key] is bool else kinds[key](value)
+            values[key] = value.lower() == "true" if kinds[key] is bool else kinds[key](value)
         except ValueError:
             raise ValueError(f"{quote(word)} must have a number as {key}") from None
-    return SourceOptions(path=path, **found)
+    return SourceOptions(path=path, **values)
 
 
 def with_names(sources: Sequence[SourceOptions]) -> list[SourceOptions]:
@@ -96,8 +98,8 @@ def with_names(sources: Sequence[SourceOptions]) -> list[SourceOptions]:
     tails = [[source.name] if source.name else _tails(source.path) for source in sources]
 
     def is_free(index: int, tail: str) -> bool:
-        others = (of for other, of in enumerate(tails) if other != index)
-        return not any(tail in of for of in others)
+        other_tails = (of for other, of in enumerate(tails) if other != index)
+        return not any(tail in of for of in other_tails)
 
     return [
         replace(source, name=next((tail for tail in tails[i] if is_free(i, tail)), tails[i][-1]))
@@ -155,8 +157,8 @@ def _documents(options: SourceOptions, option: str) -> Any:
 
         check_directory(path, option)
         with _loading(name):
-            found = datasets.load_from_disk(str(path))
-            return found[options.split] if isinstance(found, datasets.DatasetDict) else found
+            dataset = datasets.load_from_disk(str(path))
+            return dataset[options.split] if isinstance(dataset, datasets.DatasetDict) else dataset
     if os.path.exists(f"{path.with_suffix('')}.idx") and path.suffix in (".bin", ".idx"):
         path = path.with_suffix("")
     if os.path.exists(f"{path}.idx"):
@@ -259,6 +261,11 @@ class Tokens:
     field: str
 
     def __call__(self, document: Any) -> Any:
+        """Return the ids of a document.
+
+        Raises:
+            ValueError: for a row without the field.
+        """
         if isinstance(document, Mapping):
             if self.field not in document:
                 raise ValueError(
@@ -270,7 +277,7 @@ class Tokens:
         return self.tokenizer(document)
 
 
-class ScheduledSteps:
+class ScheduledCorpusSteps:
     """Reads the next step of this data rank: the documents of `CorpusSteps`' rows, by plan.
 
     Attributes:
@@ -323,25 +330,31 @@ class CorpusSteps:
         workers: int,
     ) -> None:
         self._shape = shape
-        where = {"data_rank": data_rank, "data_ranks": shape.data_ranks, "workers": workers}
         # A function of the rows of a step: ranks and micro-batches share them as they like.
         rows = shape.data_ranks * shape.grad_accum * shape.batch_size
         options = replace(options, partitions=options.partitions or PARTITIONS_PER_ROW * rows)
-        self.sampler = CorpusLoader(sources, options, rows=shape.batch_size, **where)
-        self._most = 1  # borders of a micro-batch so far
+        self.sampler = CorpusLoader(
+            sources,
+            options,
+            rows=shape.batch_size,
+            data_rank=data_rank,
+            data_ranks=shape.data_ranks,
+            workers=workers,
+        )
+        self._num_borders = 1  # borders of a micro-batch so far
 
     def next(self) -> StepBatch:
         """Return the step behind the one before."""
         batches: list[PackedBatch] = [next(self.sampler) for _ in range(self._shape.grad_accum)]
-        most = max(len(batch["cu_seqlens"]) for batch in batches)
+        num_borders = max(len(batch["cu_seqlens"]) for batch in batches)
         # Few lengths in a run: what is compiled by shape is compiled seldom.
-        self._most = max(self._most, 1 << (most - 1).bit_length())
+        self._num_borders = max(self._num_borders, 1 << (num_borders - 1).bit_length())
         return StepBatch(
             tokens_ABT=torch.stack([batch["input_ids"] for batch in batches]),
             labels_ABT=torch.stack([batch["labels"] for batch in batches]),
             padding_ABT=torch.stack([batch["padding_mask"] for batch in batches]),
             cu_seqlens_An=torch.stack(
-                [with_borders(batch["cu_seqlens"], self._most) for batch in batches]
+                [with_borders(batch["cu_seqlens"], self._num_borders) for batch in batches]
             ),
             num_labels=torch.stack([batch["num_tokens"] for batch in batches]).sum(),
         )

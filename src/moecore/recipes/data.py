@@ -1,6 +1,6 @@
 """Text as bytes, and which of them a step reads.
 
-Training reads documents, which are packed into rows: `PackedSteps`, of finetune_hf.py too. In a
+Training reads documents, which are packed into rows: `PackedSteps`, of `finetune` too. In a
 text a file is a document, and so is each text of a jsonl file; one longer than a row is cut into
 pieces. `read_batches` reads windows of the text instead, whatever borders are inside: a pure
 function of seed, step and data rank.
@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +90,7 @@ def read_corpus(files: list[Path], *, seq_len: int) -> Corpus:
     text = b"\n".join(texts)
     if len(text) <= seq_len:
         raise ValueError(f"--data ({len(text)} bytes) must be longer than --seq-len ({seq_len})")
-    ends = torch.tensor([len(one) + 1 for one in texts]).cumsum(0)
+    ends = torch.tensor([len(document) + 1 for document in texts]).cumsum(0)
     ends[-1] -= 1  # no newline follows the last
     borders = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).unique()  # the last may be empty
     return Corpus(torch.frombuffer(bytearray(text), dtype=torch.uint8), borders)
@@ -109,8 +109,8 @@ def hold_out(corpus: Corpus, *, seq_len: int) -> tuple[Corpus, Tensor]:
             f"--data ({num_bytes} bytes) must be longer than two of --seq-len ({seq_len}) "
             "with --eval-every, which holds its end out: use more text, or --eval-every 0"
         )
-    kept, held_out = corpus.split(num_bytes - size)
-    return kept, held_out.text_N
+    training, held_out = corpus.split(num_bytes - size)
+    return training, held_out.text_N
 
 
 def standard_library() -> list[Path]:
@@ -144,8 +144,8 @@ class StepBatch:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return tokens and labels, and for packed documents padding and borders."""
-        found = (self.tokens_ABT, self.labels_ABT, self.padding_ABT, self.cu_seqlens_An)
-        return tuple(tensor for tensor in found if tensor is not None)
+        tensors = (self.tokens_ABT, self.labels_ABT, self.padding_ABT, self.cu_seqlens_An)
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     def counts(self) -> Tensor:
         """Return labels that count, tokens without padding, pairs, tokens with padding: int64 [4].
@@ -157,8 +157,16 @@ class StepBatch:
         else:
             tokens_AN = F.pad((~self.padding_ABT).flatten(1).cumsum(1), (1, 0))
             lengths = tokens_AN.gather(1, self.cu_seqlens_An.long()).diff()
-        held = torch.tensor(self.tokens_ABT.numel())
-        return torch.stack([self.num_labels, lengths.sum(), lengths.square().sum(), held])
+        size = torch.tensor(self.tokens_ABT.numel())
+        return torch.stack([self.num_labels, lengths.sum(), lengths.square().sum(), size])
+
+
+class IndexedDocuments(Protocol):
+    """Documents by index: a list, a data set or `CutDocuments`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int, /) -> Any: ...
 
 
 class PackedSteps:
@@ -180,7 +188,7 @@ class PackedSteps:
 
     def __init__(
         self,
-        documents: Sequence[Any],
+        documents: IndexedDocuments,
         lengths: Sequence[int] | Tensor,
         shape: BatchShape,
         *,
@@ -207,14 +215,14 @@ class PackedSteps:
 
     def next(self) -> StepBatch:
         """Return the step behind the one before, in the next epoch after the last of one."""
-        packed = self._collator([self._documents[number] for number in next(self._batches)])
+        rows = self._collator([self._documents[number] for number in next(self._batches)])
         size = (self._shape.grad_accum, self._shape.batch_size, self._shape.seq_len)
         return StepBatch(
-            tokens_ABT=packed["input_ids"].view(size),
-            labels_ABT=packed["labels"].view(size),
-            padding_ABT=packed["padding_mask"].view(size),
-            cu_seqlens_An=self._borders(packed["cu_seqlens"]),
-            num_labels=packed["num_tokens"],
+            tokens_ABT=rows["input_ids"].view(size),
+            labels_ABT=rows["labels"].view(size),
+            padding_ABT=rows["padding_mask"].view(size),
+            cu_seqlens_An=self._borders(rows["cu_seqlens"]),
+            num_labels=rows["num_tokens"],
         )
 
     def _all_batches(self) -> Iterator[list[int]]:
@@ -232,17 +240,17 @@ class PackedSteps:
         tokens = self._shape.batch_size * self._shape.seq_len
         of_all = []
         for number in range(self._shape.grad_accum):
-            found = cu_seqlens - number * tokens
-            found = found[(found >= 0) & (found <= tokens)]
-            of_all.append(with_borders(found, self._max_documents + 1))
+            borders = cu_seqlens - number * tokens
+            borders = borders[(borders >= 0) & (borders <= tokens)]
+            of_all.append(with_borders(borders, self._max_documents + 1))
         return torch.stack(of_all).int()
 
 
 def with_borders(cu_seqlens_n: Tensor, number: int) -> Tensor:
     """Return so many borders, [..., number]: the last is repeated, for documents without tokens."""
-    more = number - cu_seqlens_n.shape[-1]
+    num_copies = number - cu_seqlens_n.shape[-1]
     return torch.cat(
-        [cu_seqlens_n, cu_seqlens_n[..., -1:].expand(*cu_seqlens_n.shape[:-1], more)], -1
+        [cu_seqlens_n, cu_seqlens_n[..., -1:].expand(*cu_seqlens_n.shape[:-1], num_copies)], -1
     )
 
 
@@ -265,9 +273,9 @@ def read_batches(
     generator = generator_of(f"{seed}/{step}")
     num = shape.grad_accum * shape.data_ranks * shape.batch_size
     starts = torch.randint(corpus_N.numel() - shape.seq_len, (num,), generator=generator)
-    mine = starts.view(shape.grad_accum, shape.data_ranks, shape.batch_size)[:, data_rank]
+    starts_AB = starts.view(shape.grad_accum, shape.data_ranks, shape.batch_size)[:, data_rank]
     batches = []
-    for starts_B in mine:
+    for starts_B in starts_AB:
         rows_BT = corpus_N[starts_B[:, None] + torch.arange(shape.seq_len + 1)].long()
         batches.append((rows_BT[:, :-1], rows_BT[:, 1:]))
     return batches

@@ -75,7 +75,9 @@ def print_run_error(
         leave_to_rank_0(rank)
         advice = disk_advice(error, args) if isinstance(error, OSError) else error
         return print_error(advice, code=1)
-    return print_error(memory_advice(error, rank, saves_memory))
+    if isinstance(error, torch.OutOfMemoryError):
+        error = memory_advice(error, rank, saves_memory)
+    return print_error(error)
 
 
 def memory_advice(
@@ -92,11 +94,11 @@ def memory_advice(
 def exchange_advice(error: ExchangeError, args: argparse.Namespace, rank: int) -> RuntimeError:
     """Return the error as one line with what helps."""
     if error.row_factor is None:
-        return RuntimeError(f"rank {rank}: {error}: {again(args)}")
+        return RuntimeError(f"rank {rank}: {error}: {restart_advice(args)}")
     enough = math.ceil(100 * error.row_factor) / 100
     return RuntimeError(
         f"rank {rank}: --row-factor ({args.row_factor}) must be >= {enough} for its "
-        f"expert rows of one layer: {again(args)} with --row-factor {enough} or more"
+        f"expert rows of one layer: {restart_advice(args)} with --row-factor {enough} or more"
     )
 
 
@@ -104,16 +106,17 @@ def disk_advice(error: OSError, args: argparse.Namespace) -> RuntimeError:
     """Return the error as one line with what helps."""
     return RuntimeError(
         f"--run-dir ({args.run_dir}) must be writable, with space for checkpoints: {error}: "
-        f"mend it and {again(args)}"
+        f"mend it and {restart_advice(args)}"
     )
 
 
-def again(args: argparse.Namespace) -> str:
+def restart_advice(args: argparse.Namespace) -> str:
+    """Return from where to start again."""
     return "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
 
 
 @contextmanager
-def printed_once() -> Iterator[None]:
+def silence_background_errors() -> Iterator[None]:
     """Print no error of a background thread: `Saver.check` and TensorBoard raise the same one."""
 
     def is_no_error(record: logging.LogRecord) -> bool:

@@ -18,7 +18,7 @@ The loss of a step is the mean over the answers' tokens of all ranks and micro-b
 micro-batch gives a sum, divided by the step's number of tokens. So a run computes the same on any
 number of ranks that divides its batch. Padding reaches neither experts nor their counts.
 
-loop.py has the steps, which train.py shares, sharding.py how a model is put onto the ranks.
+loop.py has the steps, which all recipes share, sharding.py how a model is put onto the ranks.
 
 Legend: A micro-batches of a step, B rows, T tokens of a row.
 """
@@ -38,18 +38,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore import (
-    BalanceConfig,
-    FSDPOptions,
-    Meshes,
-    MoEOverrides,
-    build_meshes,
-)
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.rank_checks import difference
 from moecore.families.transformers.packing import packing_problem
 from moecore.io import init_adapters, load_hf
 from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledBatch, ScheduledCollator
+from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
 from moecore.recipes.batches import ScheduledExamples, digest_of, packed_examples, split_examples
 from moecore.recipes.chat import Example, Examples, read_examples
@@ -92,13 +88,13 @@ from moecore.recipes.options import (
     check_wandb,
     compute_dtype,
     parallel_config,
-    whole,
+    positive_int,
 )
-from moecore.recipes.records import add_records, as_toml, build, given, parse
+from moecore.recipes.records import add_records, as_toml, build, parse, values_of
 from moecore.recipes.report import EXPORT, make_run_dir
 from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 
-TAKEN = (
+EXCLUDED_FIELDS = (
     "fsdp.param_dtype",
     "context.dynamic",
     "config",
@@ -109,10 +105,11 @@ TAKEN = (
 
 
 @dataclass(kw_only=True)
-class FineTuning(Job):
-    """A model of a Hugging Face directory on chats.
+class FineTuning(Job[StepBatch | ScheduledBatch]):
+    """A model of a Hugging Face directory on chats; with --dynamic-cp on `ScheduledBatch`.
 
     Attributes:
+        batches: steps of the examples.
         examples, held_out: of all ranks.
         data: what the examples came from.
         packs: whether rows may have several documents, which the model keeps apart.
@@ -120,6 +117,7 @@ class FineTuning(Job):
         read: see `reader_of`.
     """
 
+    batches: PackedSteps | ScheduledExamples
     examples: list[Example]
     held_out: list[Example]
     data: Examples
@@ -139,23 +137,30 @@ class FineTuning(Job):
         self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
 
     def begin(self) -> None:
+        """Print what is trained, and the loss on held-out data before the first step."""
         args, begin = self.args, begins(self, "from its weights")
         data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
         notes = {
             "held out": len(self.held_out),
             "cut": self.data.num_cut,
-            "dropped": self.data.num_dropped,
+            "dropped": self.data.num_empty,
         }
-        data += "".join(f", {count} {what}" for what, count in notes.items() if count)
+        data += "".join(f", {count} {label}" for label, count in notes.items() if count)
         say(f"fine-tuning {args.model} {begin} to step {args.steps} on {ranks_of(self)}: {data}")
         before = self.evaluate() if self.start == 0 else {}
         if before:
             say(f"eval loss {before['eval_loss']:.3f} before the first step")
 
-    def next_batch(self, step: int) -> StepBatch:
-        return self.packed.next()
+    def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
+        """Return the batch of this data rank."""
+        return self.batches.next()
 
-    def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
+    def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
+        """Run the micro-batches and return this rank's part of the mean loss."""
+        if isinstance(batch, ScheduledBatch):
+            self.owner.num_micro_batches = len(batch.cps)
+            inputs = batch.inputs(self.device, transformers=True)
+            return batch.loss_of(self.owner.forward_backward(inputs))
         if self.graph is None:
             return self.train_on(num_labels, micro_batches(self, batch))
         return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
@@ -182,37 +187,28 @@ class FineTuning(Job):
         total, num_tokens = sums.tolist()
         return {"eval_loss": total / num_tokens}
 
-    def sum_of_losses(self, batch: StepBatch) -> Tensor:
+    def sum_of_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Return this rank's part of the sum over the answers' tokens of a batch."""
-        one = torch.ones((), dtype=torch.int64, device=self.device)
-        inputs = [inputs_of(one, *parts) for parts in micro_batches(self, batch)]
+        if isinstance(batch, ScheduledBatch):
+            losses = self.owner.losses(batch.inputs(self.device, transformers=True))
+            return batch.loss_of(losses) * batch.num_labels
+        divisor = torch.ones((), dtype=torch.int64, device=self.device)
+        inputs = [inputs_of(divisor, *parts) for parts in micro_batches(self, batch)]
         return self.owner.losses(inputs).sum()
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        found = usage(counts, seconds, self.decoder, self.peak_tflops)
-        return {"answer_tokens": counts[0], **found}
+        """Return the tokens of answers, the share of padding and MFU."""
+        shares = usage(counts, seconds, self.decoder, self.peak_tflops)
+        return {"answer_tokens": counts[0], **shares}
 
     def finish(self) -> None:
+        """Export a directory that `from_pretrained` loads."""
         target = self.args.run_dir / EXPORT
         if self.start < self.args.steps or not target.exists():
             if build(self.args, "lora", LoRAOptions) is not None:
                 finish_adapters(self.model, self.args.run_dir)
             export(self.model, self.args.model, target)
         say(f"{target} is ready for from_pretrained")
-
-
-@dataclass(kw_only=True)
-class ScheduledTuning(FineTuning):
-    """The same with a cp for each micro-batch: a step is a `ScheduledBatch`."""
-
-    def forward_backward(self, num_labels: Tensor, batch: ScheduledBatch) -> Tensor:
-        self.owner.num_micro_batches = len(batch.cps)
-        inputs = batch.inputs(self.device, transformers=True)
-        return batch.loss_of(self.owner.forward_backward(inputs))
-
-    def sum_of_losses(self, batch: ScheduledBatch) -> Tensor:
-        losses = self.owner.losses(batch.inputs(self.device, transformers=True))
-        return batch.loss_of(losses) * batch.num_labels
 
 
 def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
@@ -258,15 +254,14 @@ def build_job(args: argparse.Namespace) -> FineTuning:
     if lora is not None:
         hf = add_adapters(hf, lora)
     model = build_model(args, hf, meshes, shape)
-    what = f"{len(examples)} examples, digest {digest_of(examples)}"
-    if (problem := difference({"--data": what}, meshes.device_type)) is not None:
+    data_facts = f"{len(examples)} examples, digest {digest_of(examples)}"
+    if (problem := difference({"--data": data_facts}, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     decoder = decoder_of(args.model)
     read = reader_of(args, meshes, decoder, packs=packed_rows)
-    packed = read(examples, shape, seed=args.seed)
-    args.steps = args.max_steps or args.epochs * len(packed.sampler)
-    job = FineTuning if args.dynamic_cp is None else ScheduledTuning
-    return job(
+    batches = read(examples, shape, seed=args.seed)
+    args.steps = args.max_steps or args.epochs * len(batches.sampler)
+    return FineTuning(
         args=args,
         meshes=meshes,
         model=model,
@@ -277,9 +272,9 @@ def build_job(args: argparse.Namespace) -> FineTuning:
             "--seed": args.seed,
             "--model": args.model.resolve().name,
             "rows per step": shape.data_ranks * shape.grad_accum * shape.batch_size,
-            "--data": what,
+            "--data": data_facts,
         },
-        packed=packed,
+        batches=batches,
         examples=examples,
         held_out=held_out,
         data=data,
@@ -295,10 +290,11 @@ def read_data(
     """Return what the files hold, what is trained on and what is held out."""
     tokenizer = read_tokenizer(args.model)
     data = read_examples(args.data, tokenizer, seq_len=args.seq_len)
-    examples, held_out = data.kept, []
+    examples, held_out = data.examples, []
     if args.eval_data and args.eval_every:
-        where = {"seq_len": args.seq_len, "option": "--eval-data"}
-        held_out = read_examples(args.eval_data, tokenizer, **where).kept
+        held_out = read_examples(
+            args.eval_data, tokenizer, seq_len=args.seq_len, option="--eval-data"
+        ).examples
     elif args.eval_share and args.eval_every and len(examples) > 1:
         examples, held_out = split_examples(examples, share=args.eval_share, seed=args.seed)
     largest = max(int(example.tokens_T.max()) for example in (*examples, *held_out))
@@ -324,8 +320,8 @@ def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: Bat
                 f"{option} must be left out for {type(model).__name__}, because {other} needs rows "
                 "of one example each"
             )
-    most = args.dynamic_cp or shape.batch_size * shape.seq_len // shape.cp
-    records["nvlink"] = nvlink_of(records, most // meshes.parallel.tp)
+    max_tokens = args.dynamic_cp or shape.batch_size * shape.seq_len // shape.cp
+    records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
     moe = MoEOverrides()
     if args.aux_loss:
         moe["balance"] = BalanceConfig(micro_batch_coef=args.aux_loss)
@@ -348,8 +344,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", help="TOML; what is given beside it wins")
-    where = dict(type=Path, required=True, metavar="DIR", help="config, tokenizer and weights")
-    add("--model", "--hf-config", **where)
+    model_help = "config, tokenizer and weights"
+    add("--model", "--hf-config", type=Path, required=True, metavar="DIR", help=model_help)
     add(
         "--data",
         type=Path,
@@ -360,21 +356,28 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add("--eval-data", type=Path, nargs="+", default=[], metavar="FILE", help="held-out files")
     add("--eval-share", type=share, default=0.05, help="of --data, held out without --eval-data")
-    add("--epochs", type=whole, default=1, help="times that all of --data is read")
-    add("--max-steps", type=whole, help="optimizer steps of the whole run (None = of --epochs)")
+    add("--epochs", type=positive_int, default=1, help="times that all of --data is read")
+    add(
+        "--max-steps",
+        type=positive_int,
+        help="optimizer steps of the whole run (None = of --epochs)",
+    )
     add("--recompute", action="store_true", help="activations again in backward: less memory")
     add_common(parser, DEGREES)
     add_dry_run(parser)
-    add_records(parser, {**TABLES, "lora": LoRAOptions}, without=TAKEN, prefixed=("lora",))
+    add_records(
+        parser, {**TABLES, "lora": LoRAOptions}, without=EXCLUDED_FIELDS, prefixed=("lora",)
+    )
     parser.set_defaults(run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, eval_every=50)
     parser.set_defaults(**{"optimizer.lr": 1e-5, "optimizer.weight_decay": 0.0})
     parser.set_defaults(expert_loads_every=10)  # no options here
     args = parse(parser, sys.argv[1:] if arguments is None else arguments)
-    args.dynamic_cp = given(args, "sharding").get("dynamic_cp")
+    args.dynamic_cp = values_of(args, "sharding").get("dynamic_cp")
     return args
 
 
 def share(text: str) -> float:
+    """Read a number in [0, 1)."""
     try:
         value = float(text)
     except ValueError:
@@ -421,8 +424,8 @@ def dry_run(args: argparse.Namespace) -> int:
         config = check(args, world_size)
         parallel = parallel_config(args, world_size, num_experts=num_experts(config))
         parallel = parallel.resolve(world_size)
-        records = records_of(args) | {"fsdp": FSDPOptions(**given(args, "fsdp"))}
-        print(as_toml(args, tables_of(args, records), without=TAKEN))
+        records = records_of(args) | {"fsdp": FSDPOptions(**values_of(args, "fsdp"))}
+        print(as_toml(args, tables_of(args, records), without=EXCLUDED_FIELDS))
         model = TransformersModel.of(args.model)
         if build(args, "lora", LoRAOptions) is not None:
             print("the plan is that of training all weights: adapters need less")
@@ -431,7 +434,9 @@ def dry_run(args: argparse.Namespace) -> int:
         packed_rows = packs(build_hf(config, args.model))
         shape = shape_of(args, parallel)
         steps = packed_examples(examples, shape, seed=args.seed, data_rank=0, packs=packed_rows)
-        print(f"{len(examples)} examples, {data.num_cut} cut, {data.num_dropped} dropped")
+        print(
+            f"{len(examples)} examples, {data.num_cut} cut, {data.num_empty} without a token to learn"
+        )
         print_batch(steps.next(), read_tokenizer(args.model).decode)
     except ARGUMENT_ERRORS as error:
         return print_error(error)

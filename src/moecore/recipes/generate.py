@@ -16,7 +16,7 @@ from moecore.recipes.corpora import BYTES, Tokenizer, read_source, source_of
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import check_directory
 from moecore.recipes.hf_model import TOKENIZER_FILES
-from moecore.recipes.options import whole
+from moecore.recipes.options import positive_int
 from moecore.recipes.report import EXPORT
 
 
@@ -30,7 +30,7 @@ def main(words: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--prompt", required=True, help="the text to continue, or the user's message with --chat")
     add("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
-    add("--max-new-tokens", type=whole, default=128, help="tokens at most (default 128)")
+    add("--max-new-tokens", type=positive_int, default=128, help="tokens at most (default 128)")
     add("--temperature", type=float, default=0.0, help="0 = the most likely token (default)")
     add("--seed", type=int, default=0, help="of the samples (default 0)")
     args = parser.parse_args(words)
@@ -64,8 +64,10 @@ def evaluate(words: Sequence[str] | None = None) -> int:
     _add_model(parser)
     add = parser.add_argument
     add("--data", nargs="+", required=True, metavar="PATH", help="as of moecore pretrain")
-    add("--seq-len", type=whole, default=1024, help="longer documents are cut (default 1024)")
-    add("--max-documents", type=whole, help="of each source (None = all)")
+    add(
+        "--seq-len", type=positive_int, default=1024, help="longer documents are cut (default 1024)"
+    )
+    add("--max-documents", type=positive_int, help="of each source (None = all)")
     args = parser.parse_args(words)
     try:
         model, tokenizer = load_model(args.path)

@@ -24,6 +24,7 @@ class Graphed:
         self._shapes: list[torch.Size] = []
 
     def __call__(self, *tensors: Tensor) -> Tensor:
+        """Return the loss of a step."""
         shapes = [tensor.shape for tensor in tensors]
         if shapes != self._shapes:
             self._graph.close()
@@ -32,10 +33,10 @@ class Graphed:
         return loss
 
 
-def alike(batch: StepBatch) -> StepBatch:
+def pad_borders(batch: StepBatch) -> StepBatch:
     """Return the batch with as many borders as that of any rank. Collective, waits on the host."""
     if batch.cu_seqlens_An is None:
         return batch
-    most = torch.tensor(batch.cu_seqlens_An.shape[1])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return replace(batch, cu_seqlens_An=with_borders(batch.cu_seqlens_An, int(most)))
+    num_borders = torch.tensor(batch.cu_seqlens_An.shape[1])
+    dist.all_reduce(num_borders, op=dist.ReduceOp.MAX)
+    return replace(batch, cu_seqlens_An=with_borders(batch.cu_seqlens_An, int(num_borders)))

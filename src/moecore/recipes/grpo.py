@@ -34,20 +34,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore import BalanceConfig, build_meshes, parallelize_moe
+from moecore.base.options.layer import BalanceConfig
 from moecore.families import use_causal_attention
 from moecore.io import WeightStream
+from moecore.parallel.mesh import build_meshes
+from moecore.parallelize import parallelize_moe
 from moecore.recipes.loop import Job, batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.optimizer import RECIPE, optimizer_of
-from moecore.recipes.options import add_degrees, count, parallel_config, whole
+from moecore.recipes.options import (
+    add_degrees,
+    count,
+    parallel_config,
+    positive_int,
+)
 from moecore.recipes.records import add_records
 from moecore.recipes.report import make_run_dir
 from moecore.rl import GRPO, Engine, Rollouts, group_advantages
 
 PLUS, EQUALS, END, VOCABULARY = 10, 11, 12, 13  # digits are tokens 0 to 9
 SUMS = torch.tensor([(a, PLUS, b, EQUALS) for a in range(5) for b in range(5)])
-MOST_NEW_TOKENS = 3
+MAX_NEW_TOKENS = 3
 NUM_EXPERTS = 8
 
 
@@ -75,7 +82,7 @@ class Samples:
 
 
 @dataclass(kw_only=True)
-class Reinforcement(Job):
+class Reinforcement(Job[Samples]):
     """A policy on sums.
 
     Attributes:
@@ -94,9 +101,10 @@ class Reinforcement(Job):
         self.weights: WeightStream = self.engine.weights(bucket_bytes=1 << 24, layout="fused")
 
     def begin(self) -> None:
+        """Print what is trained."""
         prompts, group = self.args.batch_size, self.args.group
-        where = f"{begins(self, 'from scratch')} to step {self.args.steps} on {ranks_of(self)}"
-        say(f"GRPO {where}: {group} responses to each of {prompts} prompts per data rank")
+        progress = f"{begins(self, 'from scratch')} to step {self.args.steps} on {ranks_of(self)}"
+        say(f"GRPO {progress}: {group} responses to each of {prompts} prompts per data rank")
 
     def next_batch(self, step: int) -> Samples:
         """Sample and score. A step's random numbers are its own, so a run may stop behind any."""
@@ -111,25 +119,26 @@ class Reinforcement(Job):
         self.engine.onload("all")
         pairs = zip(prompts_n4.tolist(), responses, strict=True)
         rewards_n = torch.tensor([reward(prompt, response) for prompt, response in pairs])
-        rollouts = Rollouts.of(prompts_n4, responses)
+        rollouts = Rollouts.of(prompts_n4.tolist(), responses)
         advantages_N = rollouts.spread(group_advantages(rewards_n, groups_n))
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
 
     @torch.no_grad()
     def sync(self) -> None:
         """Give the sampler the policy's weights. Collective."""
-        own = self.sampler.state_dict()
+        state = self.sampler.state_dict()
         for name, tensor in self.weights:
-            own[name].copy_(tensor)
+            state[name].copy_(tensor)
 
     def generate(self, prompts_n4: Tensor, *, do_sample: bool) -> list[list[int]]:
         """Return a response to each prompt, with its end if it has one."""
-        how = {"do_sample": True, "top_k": 0} if do_sample else {"do_sample": False}
-        how["max_new_tokens"] = MOST_NEW_TOKENS
+        options: dict[str, Any] = {"do_sample": do_sample, "max_new_tokens": MAX_NEW_TOKENS}
+        if do_sample:
+            options["top_k"] = 0
         prompts_n4 = prompts_n4.to(self.device)
         mask_n4 = torch.ones_like(prompts_n4)
-        found = self.sampler.generate(prompts_n4, attention_mask=mask_n4, **how)
-        return [until_end(response) for response in found[:, prompts_n4.shape[1] :].tolist()]
+        ids_nT = self.sampler.generate(prompts_n4, attention_mask=mask_n4, **options)
+        return [until_end(response) for response in ids_nT[:, prompts_n4.shape[1] :].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
         """Train on the rollouts as the policy that has sampled them: ratios are 1."""
@@ -137,10 +146,8 @@ class Reinforcement(Job):
         loss = self.engine.forward_backward(batch.rollouts, objective).loss
         return loss / self.meshes.data_ranks  # of the mean, which every rank has
 
-    def evaluate(self) -> Metrics:
-        return {}
-
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return the mean reward and length of responses."""
         response_tokens, _, responses, half_points = counts
         return {
             "reward": half_points / 2 / responses,
@@ -148,6 +155,7 @@ class Reinforcement(Job):
         }
 
     def finish(self) -> None:
+        """Print how many sums are right."""
         self.sync()
         responses = self.generate(SUMS, do_sample=False)
         right = sum(reward(*pair) == 1 for pair in zip(SUMS.tolist(), responses, strict=True))
@@ -155,6 +163,7 @@ class Reinforcement(Job):
 
 
 def until_end(response: list[int]) -> list[int]:
+    """Return the tokens of a response up to its end."""
     return response[: response.index(END) + 1] if END in response else response
 
 
@@ -204,7 +213,7 @@ def build_job(args: argparse.Namespace) -> Reinforcement:
             "--group": args.group,
             "prompts of a step": meshes.data_ranks * args.batch_size,
         },
-        packed=None,
+        batches=None,
         sampler=sampler.to(meshes.device_type).eval(),
     )
 
@@ -218,15 +227,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--run-dir", type=Path, default=Path("runs/grpo"), help="all that a run leaves goes here")
-    add("--steps", type=whole, default=120, help="optimizer steps of the whole run")
-    add("--batch-size", type=whole, default=16, help="prompts per data rank and step")
-    add("--group", type=whole, default=16, help="responses to a prompt")
+    add("--steps", type=positive_int, default=120, help="optimizer steps of the whole run")
+    add("--batch-size", type=positive_int, default=16, help="prompts per data rank and step")
+    add("--group", type=positive_int, default=16, help="responses to a prompt")
     add(
-        "--seq-len", type=whole, default=256, help="tokens of a row, which rollouts are packed into"
+        "--seq-len",
+        type=positive_int,
+        default=256,
+        help="tokens of a row, which rollouts are packed into",
     )
     add("--seed", type=count, default=0, help="of first weights, prompts and samples")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
-    add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
+    add("--ranks", type=positive_int, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     add_degrees(parser, ("ep", "dp_replicate"))
     add_records(parser, RECIPE)
     parser.set_defaults(**{"optimizer.lr": 4e-3, "optimizer.weight_decay": 0.0})

@@ -22,7 +22,7 @@ from moecore.recipes.files import check_directory
 
 EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")  # one of these at least
-COPIED = (
+COPIED_FILES = (
     *TOKENIZER_FILES,
     "merges.txt",
     "special_tokens_map.json",
@@ -97,7 +97,7 @@ def build_hf(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> nn.
 
     try:
         with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            hf: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ValueError as error:
         raise ValueError(
             f"--model ({path}) must be a causal language model of transformers: {_line(error)}"
@@ -184,10 +184,10 @@ def _complete(hf: Any, source: Path, draft: Path, target: Path) -> None:
     """Add what is not the model's, and give the directory its name."""
     if not (source / "generation_config.json").is_file():
         hf.generation_config.save_pretrained(draft)
-    for name in COPIED:
-        for found in source.glob(name):
-            copy = shutil.copytree if found.is_dir() else shutil.copy2
-            copy(found, draft / found.name)
+    for name in COPIED_FILES:
+        for path in source.glob(name):
+            copy = shutil.copytree if path.is_dir() else shutil.copy2
+            copy(path, draft / path.name)
     if target.exists():
         shutil.rmtree(target)
     draft.rename(target)

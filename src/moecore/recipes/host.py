@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def bind_to_gpu(system: Path = SYSTEM) -> set[int] | None:
     """Run this process on the CPUs of its GPU's NUMA node; None = the system names no node."""
     if not torch.cuda.is_available():
         return None
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     cpus = cpus_beside(place, system) & os.sched_getaffinity(0)  # a scheduler may have given fewer
     if not cpus:
@@ -39,11 +40,11 @@ def cpus_beside(place: str, system: Path = SYSTEM) -> set[int]:
         ranges = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
     except (OSError, ValueError):
         return set()
-    found: set[int] = set()
+    cpus: set[int] = set()
     for part in filter(None, ranges.split(",")):  # "0-15,32-47"
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import connection
+from types import FrameType
 from typing import Any, NoReturn
 
 from moecore.recipes.interrupts import exit_at_interrupt
@@ -56,6 +57,7 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     ranks = torch.multiprocessing.spawn(
         _start_rank, (run_rank, args), nprocs=world_size, join=False
     )
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], Any]]
     handlers = {signal.SIGTERM: _raise_terminated, signal.SIGINT: signal.default_int_handler}
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a background job
         del handlers[signal.SIGINT]
@@ -89,14 +91,14 @@ def _wait(ranks: ProcessContext) -> int:
     except torch.multiprocessing.ProcessRaisedException:
         # A rank that left has printed why; the others raise when they miss it.
         codes = [process.exitcode for process in ranks.processes]
-        left = [
+        exit_codes: list[int] = [
             code
             for code, trace in zip(codes, ranks.error_files, strict=True)
             if code > 0 and not os.path.exists(trace)
         ]
-        if not left:
+        if not exit_codes:
             raise
-        return left[0]
+        return exit_codes[0]
     return 0
 
 

@@ -73,10 +73,10 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         if args.command == "list":
-            rows = [("NAME", "COMMAND", "MACHINE")]
+            rows: list[tuple[str, ...]] = [("NAME", "COMMAND", "MACHINE")]
             for recipe in map(ShippedRecipe.read, names()):
-                command = recipe.facts["command"].removeprefix("moecore ")
-                rows.append((recipe.name, command, recipe.facts["machine"]))
+                name = recipe.facts["command"].removeprefix("moecore ")
+                rows.append((recipe.name, name, recipe.facts["machine"]))
             print("\n".join(columns(rows)))
         elif args.command == "show":
             print((CONFIGS / f"{ShippedRecipe.read(args.name).name}.toml").read_text(), end="")

@@ -1,7 +1,7 @@
-"""The loop of train.py, finetune_hf.py and grpo.py: ranks, steps, metrics, checkpoints and errors.
+"""The loop of all recipes: ranks, steps, metrics, checkpoints and errors.
 
 `start` starts the ranks, `run` is one of them, `train` is its loop and `train_step` one optimizer
-step. A script builds a `Job`, whose methods are what differs: data, loss, and what a run leaves.
+step. A recipe builds a `Job`, whose methods are what differs: data, loss, and what a run leaves.
 
 Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
 So the host waits for nothing in a step, and reads a step's metrics when it has launched the one
@@ -20,15 +20,17 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 
-from moecore import Meshes, ParallelConfig, TrainStep
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.recipes.data import BatchShape, PackedSteps, to_device
+from moecore.parallel.mesh import Meshes, ParallelConfig
+from moecore.recipes.data import BatchShape, to_device
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
@@ -37,7 +39,7 @@ from moecore.recipes.errors import (
     print_error,
     print_rank_error,
     print_run_error,
-    printed_once,
+    silence_background_errors,
 )
 from moecore.recipes.host import bind_to_gpu, collect, collecting_by_hand
 from moecore.recipes.interrupts import exit_at_interrupt
@@ -49,31 +51,42 @@ from moecore.recipes.profiling import check_profile, traced
 from moecore.recipes.report import Report, make_run_dir
 from moecore.recipes.resume import KEPT_CHECKPOINTS, checkpoint_dir, continuation, resume
 from moecore.recipes.schedule import is_due
+from moecore.train.step import TrainStep
 
 CPU_RANKS = 2
 MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weights stay
 
 
+class StepData(Protocol):
+    """What one data rank reads in a step."""
+
+    def counts(self) -> Tensor:
+        """Return int64 [4]; the first is what the mean loss is over, the second are tokens."""
+
+
+BatchT = TypeVar("BatchT", bound=StepData)
+
+
+class BatchReader(Protocol):
+    """What a job reads its steps from; the state of the sampler is the position in the data."""
+
+    @property
+    def sampler(self) -> Stateful:
+        """The order of the documents."""
+
+
 @dataclass(kw_only=True)
-class Job:
+class Job(Generic[BatchT]):
     """One rank's part of a run that is ready to train; loads the last checkpoint, if there is one.
 
-    A script's subclass has the methods that differ:
-
-        begin()                          prints what is trained, before the first step of a start
-        next_batch(step)                 -> StepBatch of this rank, or what else has such counts
-        forward_backward(labels, batch)  -> this rank's part of the mean loss over all data ranks'
-                                         labels, an int64 scalar, after backward
-        evaluate()                       -> metrics of held-out data, "eval_loss" among them, or
-                                         none; waits for the device
-        finish()                         leaves the result of a run whose steps are done
+    A recipe's subclass has data, loss and what a run leaves.
 
     Attributes:
         model: parallelized, with weights.
         optimizers: of all its parameters.
         config: of the model, for its checkpoints.
         facts: name -> what a run that goes on must have in common with this one, see `resume`.
-        packed: the data, as steps read it; None = it has no position.
+        batches: the data, as steps read it; None = it has no position.
         owner: of the optimizer steps.
         start: steps that the loaded checkpoint has done; 0 = none was there.
         reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
@@ -87,12 +100,12 @@ class Job:
     shape: BatchShape
     config: Any
     facts: Mapping[str, object]
-    packed: PackedSteps | None
+    batches: BatchReader | None
 
     unit = "token"  # of text, which the mean loss is of
     saves_memory = SAVES_MEMORY  # options that lower the memory of a step
     chosen_by = "--data, --seq-len, --eval-every and --tokens"  # options that rows depend on
-    then = ""  # what a finished run still does
+    finish_note = ""  # what a finished run still does
     num_nan = 0  # steps in turn
 
     def __post_init__(self) -> None:
@@ -105,19 +118,44 @@ class Job:
             num_micro_batches=self.args.grad_accum,
             loss_scale=loss_scale(self.args, self.device),
         )
-        sampler = self.packed.sampler if self.packed else None
+        sampler = self.batches.sampler if self.batches else None
         restored = self.model, self.optimizers, self.facts, self.owner, sampler
         self.start = resume(self.args, *restored, chosen_by=self.chosen_by)
         self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
         dtype = compute_dtype(self.args, self.device)
         self.peak_tflops = self.args.peak_tflops or peak_tflops(self.device, dtype)
 
+    def begin(self) -> None:
+        """Print what is trained, before the first step of a start."""
+        raise NotImplementedError
+
+    def next_batch(self, step: int) -> BatchT:
+        """Return the batch of this data rank."""
+        raise NotImplementedError
+
+    def forward_backward(self, num_labels: Tensor, batch: BatchT) -> Tensor:
+        """Run backward and return this rank's part of the mean loss.
+
+        Args:
+            num_labels: int64 scalar, the labels of all data ranks.
+            batch: of this data rank.
+        """
+        raise NotImplementedError
+
+    def evaluate(self) -> Metrics:
+        """Return metrics of held-out data, such as "eval_loss". Waits for the device."""
+        return {}
+
+    def finish(self) -> None:
+        """Leave the result of a run whose steps are done."""
+        raise NotImplementedError
+
     def position(self) -> Metrics:
         """Return metrics of the data up to the batch that was last read."""
         return {}
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return a script's own metrics of a step, whose batches have these counts together."""
+        """Return a recipe's own metrics of a step, whose batches have these counts together."""
         return {}
 
 
@@ -129,7 +167,7 @@ def start(
     """Start the ranks and return the exit code, or be one of them under torchrun.
 
     Args:
-        run_rank: a function at the top of a script, which calls `run`.
+        run_rank: a function at the top of a recipe, which calls `run`.
         args: of the run.
         check: raises for arguments that do not fit so many ranks, before any of them starts.
     """
@@ -173,10 +211,10 @@ def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]
     try:
         if job.start < args.steps:
             job.begin()
-            with printed_once():
+            with silence_background_errors():
                 train(job)
         else:
-            say(f"{args.run_dir} is finished at step {job.start}{job.then}")
+            say(f"{args.run_dir} is finished at step {job.start}{job.finish_note}")
         job.finish()
     except RUN_ERRORS as error:
         return print_run_error(error, args, saves_memory=job.saves_memory)
@@ -184,9 +222,9 @@ def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]
     return 0
 
 
-def train(job: Job) -> None:
+def train(job: Job[Any]) -> None:
     """Train to the last step, with metrics, evaluations and checkpoints on the way."""
-    args, running = job.args, deque[Launched]()
+    args, queue = job.args, deque[Launched]()
     with (
         open_report(job) as report,
         Saver(
@@ -201,40 +239,40 @@ def train(job: Job) -> None:
     ):
         for step in range(job.start + 1, args.steps + 1):
             try:
-                running.append(train_step(job, step))
+                queue.append(train_step(job, step))
                 if is_due(step, every=args.eval_every, steps=args.steps):
-                    more = running[-1].more | job.evaluate()
-                    running[-1] = replace(running[-1], more=more)
+                    metrics = queue[-1].extra | job.evaluate()
+                    queue[-1] = replace(queue[-1], extra=metrics)
             except RUN_ERRORS:
-                log(job, running, report)
+                log(job, queue, report)
                 raise
-            saved = is_due(step, every=args.checkpoint_every, steps=args.steps)
+            is_checkpoint = is_due(step, every=args.checkpoint_every, steps=args.steps)
             log(
                 job,
-                running,
+                queue,
                 report,
-                keep=0 if saved or step in (job.start + 1, args.steps) else 1,
+                keep=0 if is_checkpoint or step in (job.start + 1, args.steps) else 1,
             )
             saver.check()  # a save that failed in the background ends the run here
-            if saved:
+            if is_checkpoint:
                 job.owner.check()  # no checkpoint of a step whose tokens got lost
                 extra = {"step": step, **job.facts, **job.owner.state_dict()}
-                if job.packed is not None:
-                    extra["data"] = job.packed.sampler.state_dict()
+                if job.batches is not None:
+                    extra["data"] = job.batches.sampler.state_dict()
                 saver.save(step, extra, wait=False)
             collect(step)
             end_of_step()
         job.owner.check()  # the last step's
 
 
-def open_report(job: Job) -> AbstractContextManager[Report | None]:
+def open_report(job: Job[Any]) -> AbstractContextManager[Report | None]:
     """Return the report of rank 0, and nothing on others; its error is raised on all ranks."""
     reports: list[Report] = []
     on_first_rank(lambda: reports.append(Report(job.args, start=job.start, unit=job.unit)))
     return reports[0] if reports else nullcontext()
 
 
-def train_step(job: Job, step: int) -> Launched:
+def train_step(job: Job[Any], step: int) -> Launched:
     """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
     args, began, lr = job.args, Moment(job.device), learning_rate(job, step)
     for group in (group for one in job.optimizers for group in one.param_groups):
@@ -246,7 +284,7 @@ def train_step(job: Job, step: int) -> Launched:
     fetched = Moment(job.device)  # when the last rank has its data
     counts //= copies
     loss = job.forward_backward(counts[0].clamp(min=1), batch)
-    done = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
+    result = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
     dist.all_reduce(loss)
     loss = loss / copies
     return Launched(
@@ -255,16 +293,16 @@ def train_step(job: Job, step: int) -> Launched:
         fetched=fetched,
         ended=Moment(job.device),
         loss=loss,
-        done=done,
+        result=result,
         counts=counts,
         ep=job.meshes.parallel.ep,
         expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
         reader=job.reader,
-        more=job.position(),
+        extra=job.position(),
     )
 
 
-def learning_rate(job: Job, step: int) -> float:
+def learning_rate(job: Job[Any], step: int) -> float:
     """Return the learning rate of a step, without the factors of param groups."""
     shape = job.shape
     rows = shape.data_ranks * shape.grad_accum * shape.batch_size
@@ -274,21 +312,22 @@ def learning_rate(job: Job, step: int) -> float:
     return optimizer_of(job.args).lr * factor
 
 
-def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
+def log(job: Job[Any], queue: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
     """Wait for all but the newest `keep` steps and report them. Every rank waits."""
-    while len(running) > keep:
-        done = running.popleft()
-        metrics = done.metrics()
-        counts, seconds = done.read_counts(), done.began.seconds_until(done.ended)
+    while len(queue) > keep:
+        launched = queue.popleft()
+        step = launched.step
+        metrics = launched.metrics()
+        counts, seconds = launched.read_counts(), launched.began.seconds_until(launched.ended)
         metrics |= {"tokens_per_second": counts[1] / seconds, **memory_gib(job.device)}
-        metrics["data_wait_share"] = done.began.seconds_until(done.fetched) / seconds
+        metrics["data_wait_share"] = launched.began.seconds_until(launched.fetched) / seconds
         metrics |= job.more_metrics(counts, seconds)
         if report:
-            report.log(done.step, metrics, expert_loads=done.expert_loads)
+            report.log(step, metrics, expert_loads=launched.expert_loads)
         job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
         if job.num_nan == MOST_NAN:
             raise DivergedError(
-                f"loss ({metrics['loss']}) of step {done.step} and of the {MOST_NAN - 1} before it "
+                f"loss ({metrics['loss']}) of step {step} and of the {MOST_NAN - 1} before it "
                 "must be finite: lower --lr, or start again from a checkpoint before them"
             )
 
@@ -316,18 +355,20 @@ def shape_of(args: argparse.Namespace, parallel: ParallelConfig) -> BatchShape:
     )
 
 
-def ranks_of(job: Job, *more: str) -> str:
+def ranks_of(job: Job[Any], *notes: str) -> str:
     """Return how many ranks of what kind there are, and the degrees above 1."""
     p = job.meshes.parallel
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
-    how = ", ".join([degrees or "no sharding", *more])
-    return f"{dist.get_world_size()} {job.device.type} ranks ({how})"
+    details = ", ".join([degrees or "no sharding", *notes])
+    return f"{dist.get_world_size()} {job.device.type} ranks ({details})"
 
 
-def begins(job: Job, otherwise: str) -> str:
+def begins(job: Job[Any], otherwise: str) -> str:
+    """Return the step from which a run continues, or `otherwise` for a new one."""
     return f"from step {job.start}" if job.start else otherwise
 
 
 def say(line: str) -> None:
+    """Print a line on rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)

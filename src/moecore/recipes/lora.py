@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from moecore.base.fields import CheckedRecord, Count, Positive
+from moecore.base.fields import CheckedRecord, Count
 from moecore.io import merge_adapters, save_adapters
 from moecore.train.optim.matrices import HEADS, ROUTERS
 
@@ -28,7 +28,7 @@ class LoRAOptions(CheckedRecord):
     """
 
     rank: Count = 16
-    alpha: Positive = 32.0
+    alpha: Count = 32
     target_modules: tuple[str, ...] = ()
     experts: bool = True
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore import StepResult
 from moecore.models import DecoderConfig, flops_per_token
+from moecore.train.step_result import StepResult
 
 Metrics = dict[str, float]
 # Dense bf16 products, from NVIDIA's data sheets; the first name that fits counts.
@@ -48,11 +48,12 @@ class Moment:
         if self.event is not None:
             self.event.synchronize()
 
-    def seconds_until(self, later: Moment) -> float:
+    def seconds_until(self, end: Moment) -> float:
         """Return the time between two moments that have come."""
-        if self.event is None or later.event is None:
-            return later.time - self.time
-        return self.event.elapsed_time(later.event) / 1e3
+        if self.event is None or end.event is None:
+            return end.time - self.time
+        milliseconds: float = self.event.elapsed_time(end.event)
+        return milliseconds / 1e3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +65,12 @@ class Launched:
         began, fetched, ended: when the host asks for its data, when all ranks have theirs, and when
             it is done.
         loss: mean over ranks, on the device.
-        done: what the step was, on the device.
+        result: what the step was, on the device.
         counts: of the step's batch over all data ranks, on the device.
         ep: ranks that share a layer's experts.
         expert_loads: whether the load of each expert is among those that are logged.
         reader: the stream that the host reads on, see `Job`.
-        more: metrics that are known already: of the data, and of an evaluation after the step.
+        extra: metrics that are known already: of the data, and of an evaluation after the step.
     """
 
     step: int
@@ -77,12 +78,12 @@ class Launched:
     fetched: Moment
     ended: Moment
     loss: Tensor
-    done: StepResult
+    result: StepResult
     counts: Tensor
     ep: int
     expert_loads: bool
     reader: torch.cuda.Stream | None
-    more: Metrics = field(default_factory=dict)
+    extra: Metrics = field(default_factory=dict)
 
     def read_counts(self) -> list[int]:
         """Wait for the step, and for none after it; return `counts`."""
@@ -93,12 +94,14 @@ class Launched:
     def metrics(self) -> Metrics:
         """Wait for the step, and for none after it; return its metrics, the same on every rank."""
         with self._read():
-            found = {"loss": self.loss.item(), **self.done.to_dict()}
-        loads = {layer: expert_loads(found, layer) for layer in self.done.metrics.tokens_per_expert}
+            values = {"loss": self.loss.item(), **self.result.to_dict()}
+        loads = {
+            layer: expert_loads(values, layer) for layer in self.result.metrics.tokens_per_expert
+        }
         if loads:  # else a dense model, or a pipeline stage without MoE layers
             of_ranks = [rank_load(of_E, self.ep) for of_E in loads.values()]
-            found["rank_load_max_over_mean"] = sum(of_ranks) / len(of_ranks)
-        return found | self.more
+            values["rank_load_max_over_mean"] = sum(of_ranks) / len(of_ranks)
+        return values | self.extra
 
     @contextmanager
     def _read(self) -> Iterator[None]:
@@ -159,12 +162,12 @@ def usage(
         config: of the model; None = its FLOPs are not known.
         peak: dense TFLOP/s of one device; None = not known.
     """
-    _, tokens, pairs, held = counts
-    found = {"padding_share": 1 - tokens / held}
+    _, tokens, pairs, size = counts
+    metrics = {"padding_share": 1 - tokens / size}
     if config is not None and peak:
         of_all = dist.get_world_size() * peak * 1e12
-        found["mfu"] = flops_of(config, tokens, pairs) / seconds / of_all
-    return found
+        metrics["mfu"] = flops_of(config, tokens, pairs) / seconds / of_all
+    return metrics
 
 
 def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
@@ -178,5 +181,5 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
-    found = (peak for model, peak in PEAK_TFLOPS.items() if re.search(rf"\b{model}\b", name))
-    return next(found, None)
+    peaks = (peak for model, peak in PEAK_TFLOPS.items() if re.search(rf"\b{model}\b", name))
+    return next(peaks, None)

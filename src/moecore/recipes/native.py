@@ -1,4 +1,4 @@
-"""The native decoder on the ranks: what train.py and pretrain.py share.
+"""The native decoder on the ranks: what `moecore train` and `pretrain` share.
 
 Legend: B rows, T tokens of a row.
 """
@@ -12,19 +12,21 @@ from typing import Any
 
 from torch import Tensor
 
-from moecore import MoELayer, TrainStep
 from moecore.models import Decoder
+from moecore.moe.layer import MoELayer
+from moecore.packing import ScheduledBatch
 from moecore.recipes.data import StepBatch, to_device
 from moecore.recipes.graphs import Graphed
 from moecore.recipes.loop import Job
 from moecore.recipes.metrics import Metrics, usage
+from moecore.train.step import TrainStep
 
 ForwardBackward = Callable[..., Tensor]
 
 
 @dataclass(kw_only=True)
-class DecoderJob(Job):
-    """A `Decoder` on rows of text.
+class DecoderJob(Job[StepBatch | ScheduledBatch]):
+    """A `Decoder` on rows of text; of a `ScheduledBatch` each micro-batch has its own cp.
 
     Attributes:
         run_micro_batches: see `make_forward_backward`.
@@ -34,11 +36,16 @@ class DecoderJob(Job):
         super().__post_init__()
         self.run_micro_batches = make_forward_backward(self.model, self.owner, self.args)
 
-    def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
+    def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
+        """Run the micro-batches and return this rank's part of the mean loss."""
+        if isinstance(batch, ScheduledBatch):
+            self.owner.num_micro_batches = len(batch.cps)
+            return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
         tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
         return self.run_micro_batches(num_labels, *tensors)
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return the share of padding and MFU."""
         return usage(counts, seconds, self.model.config, self.peak_tflops)
 
 
@@ -69,5 +76,5 @@ def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> li
 
 def dispatcher_of(model: Decoder) -> str:
     """Return the dispatcher in use: "auto" has chosen by now."""
-    used = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
-    return "".join(used).removesuffix("Dispatcher").lower() or "dense"
+    names = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
+    return "".join(names).removesuffix("Dispatcher").lower() or "dense"

@@ -12,7 +12,7 @@ from torch import nn
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Positive, PositiveOrZero, Rules, quote
 from moecore.base.options.names import MomentDtype
-from moecore.recipes.records import given
+from moecore.recipes.records import values_of
 from moecore.recipes.schedule import LearningRateSchedule, Share
 from moecore.train import AdamW, Muon, StateOffload, WidthRates, assign_matrices
 from moecore.train.optim.matrices import BIAS, EMBEDDING, VECTOR
@@ -165,9 +165,9 @@ RECIPE: dict[str, type] = {"optimizer": OptimizerConfig, "schedule": LearningRat
 
 def optimizer_of(args: argparse.Namespace) -> OptimizerConfig:
     """Return the options of [optimizer] of the arguments."""
-    return OptimizerConfig(**given(args, "optimizer"))
+    return OptimizerConfig(**values_of(args, "optimizer"))
 
 
 def schedule_of(args: argparse.Namespace) -> LearningRateSchedule:
     """Return the options of [schedule] of the arguments."""
-    return LearningRateSchedule(**given(args, "schedule"))
+    return LearningRateSchedule(**values_of(args, "schedule"))

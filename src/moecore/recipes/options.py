@@ -1,4 +1,4 @@
-"""The arguments of train.py, and the configs that they stand for."""
+"""The arguments of `moecore train`, and the configs that they stand for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
-from moecore import DynamicLossScale, MoEConfig, NVLinkOptions, ParallelConfig, PipelineConfig
-from moecore.base.options.dispatch import BuiltinDispatcher
+from moecore.base.options.dispatch import BuiltinDispatcher, NVLinkOptions
+from moecore.base.options.layer import MoEConfig
 from moecore.base.options.memory import (
     GEMM_LAST,
     OFFLOADED,
@@ -27,10 +27,13 @@ from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
 from moecore.packing.corpus.scheduled_batch import TILE
 from moecore.packing.split import multiple_of
+from moecore.parallel.mesh import ParallelConfig
+from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.recipes.data import VOCAB_SIZE
 from moecore.recipes.files import host_bytes
 from moecore.recipes.optimizer import RECIPE
 from moecore.recipes.records import add_records, help_of
+from moecore.train.loss_scale import DynamicLossScale
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
 OPEN_DEGREES = tuple(field.name for field in fields(ParallelConfig) if field.default == -1)
@@ -48,11 +51,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--preset", default="tiny", help="which decoder, see moecore.models.PRESETS")
     add("--experts", default="auto", choices=get_args(ExpertBackend), help="how experts multiply")
     add("--data", type=Path, nargs="+", default=[], metavar="FILE", help='text, or jsonl "text"')
-    add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
+    add("--steps", type=positive_int, default=400, help="optimizer steps of the whole run")
     add("--bias-rate", type=float, help="step of the expert bias (None = the preset's)")
     add("--quantile", action="store_true", help="sigmoid scores, a bias solved for even loads")
     add("--bias-per-micro-batch", action="store_true", help="of --quantile: solved before choosing")
-    add("--layers", type=whole, help="cut the preset to so many layers (None = all)")
+    add("--layers", type=positive_int, help="cut the preset to so many layers (None = all)")
     add("--tokens", default="text", choices=("text", "random"), help="random: over the vocabulary")
     add(
         "--dispatcher",
@@ -83,7 +86,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--keep-experts", action="store_true", help="keep gathered or cast experts for backward")
     add(
         "--blocks-per-unit",
-        type=whole,
+        type=positive_int,
         default=1,
         help="blocks whose parameters are gathered together",
     )
@@ -99,7 +102,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
     add("--graph-dense", action="store_true", help="CUDA graphs of what is between exchanges")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
-    add("--prompt", type=some, default="def ", help="what the sample continues")
+    add("--prompt", type=non_empty, default="def ", help="what the sample continues")
     add("--sample-bytes", type=count, default=200, help="length of the sample; 0 = none")
     add("--layout", help="of pipeline stages, such as 'Et*3|(tt|)*29m|L' (None = even)")
     add("--schedule", default="1f1b", choices=get_args(ScheduleName), help="of pipeline stages")
@@ -110,12 +113,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
-    """Add what train.py and finetune_hf.py share; a script sets its defaults."""
+    """Add what all recipes of text share; each sets its defaults."""
     add = parser.add_argument
     add("--run-dir", type=Path, help="all that a run leaves goes here")
-    add("--batch-size", type=whole, help="rows per data rank and micro-batch")
-    add("--grad-accum", type=whole, default=1, help="micro-batches per step")
-    add("--seq-len", type=whole, help="tokens of a row, and most of a document's piece")
+    add("--batch-size", type=positive_int, help="rows per data rank and micro-batch")
+    add("--grad-accum", type=positive_int, default=1, help="micro-batches per step")
+    add("--seq-len", type=positive_int, help="tokens of a row, and most of a document's piece")
     add("--aux-loss", type=float, help="balance loss coefficient (None = the model's)")
     add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
     add(
@@ -134,7 +137,7 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
         type=positive,
         help="of one device, for MFU (None = of an H100, H200 or A100 in bfloat16, else no MFU)",
     )
-    add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
+    add("--ranks", type=positive_int, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     add("--plain-host", action="store_true", help="no CPUs beside the GPU, no garbage by hand")
     add_degrees(parser, degrees)
     add_records(parser, RECIPE)
@@ -150,24 +153,30 @@ def add_degrees(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None
         parser.add_argument(f"--{degree.replace('_', '-')}", type=int, help=text, metavar="N")
 
 
-def whole(text: str, least: int = 1) -> int:
+def positive_int(text: str, minimum: int = 1) -> int:
+    """Read an integer >= a minimum."""
     # 18 digits fit into int64, which seeds and shapes are.
-    if not text.isdecimal() or len(text) > 18 or int(text) < least:
-        raise argparse.ArgumentTypeError(f"({text}) must be a whole number >= {least} and < 10^18")
+    if not text.isdecimal() or len(text) > 18 or int(text) < minimum:
+        raise argparse.ArgumentTypeError(
+            f"({text}) must be a whole number >= {minimum} and < 10^18"
+        )
     return int(text)
 
 
 def count(text: str) -> int:
-    return whole(text, least=0)
+    """Read an integer >= 0."""
+    return positive_int(text, minimum=0)
 
 
-def some(text: str) -> str:
+def non_empty(text: str) -> str:
+    """Read a text of at least one character."""
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return text
 
 
 def positive(text: str) -> float:
+    """Read a finite number > 0."""
     try:
         value = float(text)
     except ValueError:
@@ -197,7 +206,7 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
                 f"--preset {args.preset}"
             )
         config = replace(config, num_layers=args.layers)
-    moe = config.moe
+    moe = moe_of(config)
     if args.aux_loss is not None:
         moe = replace(moe, balance=replace(moe.balance, micro_batch_coef=args.aux_loss))
     if args.quantile or args.bias_per_micro_batch or args.bias_rate is not None:
@@ -205,17 +214,30 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
     return replace(config, moe=moe)
 
 
+def moe_of(config: DecoderConfig) -> MoEConfig:
+    """Return the config of the MoE layers.
+
+    Raises:
+        ValueError: for a dense model.
+    """
+    if config.moe is None:
+        raise ValueError("the model must have MoE layers: choose another --preset or --hf-config")
+    return config.moe
+
+
 def compute_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
+    """Return the dtype of activations."""
     return DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
 
 
 def loss_scale(args: argparse.Namespace, device: torch.device) -> DynamicLossScale | None:
+    """Return the loss scale of fp16, and None for other dtypes."""
     return DynamicLossScale() if compute_dtype(args, device) == torch.float16 else None
 
 
 def prompt_bytes(args: argparse.Namespace) -> bytes:
     """Return what the sample continues, UTF-8 or not."""
-    return args.prompt.encode(errors="surrogateescape")
+    return bytes(args.prompt.encode(errors="surrogateescape"))
 
 
 def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
@@ -260,13 +282,13 @@ def check_rows(args: argparse.Namespace, parallel: ParallelConfig) -> None:
 def check_graph(args: argparse.Namespace, dynamic_cp: int | None = None) -> None:
     """Raise ValueError for options whose steps no graph holds."""
     pp = args.pp or 1
-    for name, other, why in (
+    for name, other, reason in (
         (f"--pp {pp}", pp > 1, "wait for other ranks"),
         (f"--dynamic-cp {dynamic_cp}", dynamic_cp is not None, "have shapes of their own"),
     ):
         if args.cuda_graph and other:
             raise ValueError(
-                f"--cuda-graph must not go with {name}, whose micro-batches {why}: drop it"
+                f"--cuda-graph must not go with {name}, whose micro-batches {reason}: drop it"
             )
 
 
@@ -297,6 +319,7 @@ def check_dynamic_cp(args: argparse.Namespace, max_tokens: int, parallel: Parall
 
 
 def check_wandb(args: argparse.Namespace) -> None:
+    """Raise ValueError where --wandb is set and wandb is missing."""
     if args.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError(f"--wandb ({args.wandb}) must have wandb installed: pip install wandb")
 
@@ -320,14 +343,15 @@ def least_bytes(args: argparse.Namespace, config: DecoderConfig, device: torch.d
     tokens = args.batch_size * args.seq_len
     rows = tokens // max(1, args.tp or 1) // max(1, args.cp or 1)
     layers = config.num_layers // max(1, args.pp or 1)
-    kept = rows * layers * config.dim * compute_dtype(args, device).itemsize
-    return 2 * 8 * args.grad_accum * tokens + kept
+    activations: int = rows * layers * config.dim * compute_dtype(args, device).itemsize
+    inputs: int = 2 * 8 * args.grad_accum * tokens
+    return inputs + activations
 
 
 def memory_bytes(device: torch.device) -> int:
     """Return the memory of a GPU, or of this host."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return int(torch.cuda.get_device_properties(device).total_memory)
     return host_bytes()
 
 
@@ -368,8 +392,7 @@ def pipeline_config(args: argparse.Namespace) -> PipelineConfig | None:
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
     """Return the choices of the nvlink dispatcher; None = none is set."""
-    chosen = (args.row_factor, args.exact_rows, args.no_overlap)
-    if not any((*chosen, args.send_again)):
+    if not any((args.row_factor, args.exact_rows, args.no_overlap, args.send_again)):
         return None
     factor = "exact" if args.exact_rows else args.row_factor or NVLinkOptions().row_factor
     return NVLinkOptions(
@@ -385,12 +408,12 @@ def parallel_config(
     args: argparse.Namespace, world_size: int, *, num_experts: int
 ) -> ParallelConfig:
     """Return the degrees; without --ep the largest power of two up to 8 that fits."""
-    given = {name: getattr(args, name, None) for name in DEGREES}
-    given = {name: int(degree) for name, degree in given.items() if degree is not None}
-    if "ep" not in given:
-        taken = math.prod(
-            max(given.get(d, 1), 1) for d in ("pp", "etp", "edp_shard", "edp_replicate")
+    values = ((name, getattr(args, name, None)) for name in DEGREES)
+    degrees: dict[str, Any] = {name: int(value) for name, value in values if value is not None}
+    if "ep" not in degrees:
+        product = math.prod(
+            max(degrees.get(d, 1), 1) for d in ("pp", "etp", "edp_shard", "edp_replicate")
         )
-        fits = [n for n in (1, 2, 4, 8) if world_size % (n * taken) == 0]
-        given["ep"] = max((n for n in fits if num_experts % n == 0), default=1)
-    return ParallelConfig(**given)
+        fits = [n for n in (1, 2, 4, 8) if world_size % (n * product) == 0]
+        degrees["ep"] = max((n for n in fits if num_experts % n == 0), default=1)
+    return ParallelConfig(**degrees)

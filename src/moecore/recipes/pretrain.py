@@ -20,7 +20,7 @@ Started again with the same arguments, a run continues from its last whole check
 ranks too it reads the tokens that are left, each once; docs/checkpointing.md has what changes then.
 Its result is RUN_DIR/export, with the tokenizer, where the config.json is known.
 
-loop.py has the steps, which train.py and finetune_hf.py share, sharding.py how a model is put onto
+loop.py has the steps, which all recipes share, sharding.py how a model is put onto
 the ranks, native.py the model.
 """
 
@@ -38,25 +38,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from moecore import (
-    BalanceConfig,
-    CapacityConfig,
-    FSDPOptions,
-    Meshes,
-    MoEConfig,
-    build_meshes,
-)
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io import decoder_config_from_hf, export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost, preset
 from moecore.packing import CorpusOptions, ScheduledBatch
 from moecore.packing.split import multiple_of
+from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.recipes.corpora import (
     BYTES,
     CorpusSteps,
-    ScheduledSteps,
+    ScheduledCorpusSteps,
     SourceOptions,
     Tokenizer,
     read_source,
@@ -67,7 +61,7 @@ from moecore.recipes.data import BatchShape, StepBatch, to_device
 from moecore.recipes.dry_run import add_dry_run, planned_run, print_batch, print_plan
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import check_directory, naming
-from moecore.recipes.graphs import alike
+from moecore.recipes.graphs import pad_borders
 from moecore.recipes.loop import (
     batch_shape,
     begins,
@@ -91,10 +85,11 @@ from moecore.recipes.options import (
     check_wandb,
     compute_dtype,
     count,
+    moe_of,
     parallel_config,
-    whole,
+    positive_int,
 )
-from moecore.recipes.records import add_records, as_toml, build, given, parse
+from moecore.recipes.records import add_records, as_toml, build, parse, values_of
 from moecore.recipes.report import CONFIG, EXPORT, make_run_dir
 from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 from moecore.train import WidthRates, width_rates
@@ -108,36 +103,43 @@ RECORDS: dict[str, type] = {
     **TABLES,
 }
 # What another option says.
-TAKEN = ("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim")
-TAKEN = (*TAKEN, "balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic")
-TAKEN = (*TAKEN, "config", "row_factor", "dry_run", "gpu", "gpus")
+EXCLUDED_FIELDS = (
+    *("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim"),
+    *("balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic"),
+    *("config", "row_factor", "dry_run", "gpu", "gpus"),
+)
 
 
 @dataclass(kw_only=True)
 class CorpusTraining(DecoderJob):
-    """A decoder on a corpus.
+    """A decoder on a corpus; with --dynamic-cp on `ScheduledBatch`.
 
     Attributes:
-        packed: steps of the corpus.
+        batches: steps of the corpus.
         tokenizer: of its text.
         validation: this rank's rows of each set.
         bad_lines: lines of the sources that are left out because they are broken.
     """
 
+    batches: CorpusSteps | ScheduledCorpusSteps
     tokenizer: Tokenizer
-    validation: dict[str, Any]
+    validation: dict[str, StepBatch | ScheduledBatch]
     bad_lines: int
 
     chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
 
     def begin(self) -> None:
+        """Print what is trained."""
         args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
         begin, name = begins(self, "from scratch"), args.hf_config or args.preset
         say(f"training {name} {begin} to step {args.steps} on {ranks}: {len(args.data)} source(s)")
 
-    def next_batch(self, step: int) -> StepBatch:
-        batch = self.packed.next()
-        return alike(batch) if self.args.cuda_graph else batch
+    def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
+        """Return the batch of this data rank."""
+        batch = self.batches.next()
+        if self.args.cuda_graph and isinstance(batch, StepBatch):
+            return pad_borders(batch)
+        return batch
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -149,8 +151,12 @@ class CorpusTraining(DecoderJob):
         self.model.train()
         return {"eval_loss": sum(losses.values()) / len(losses), **losses}
 
-    def _loss(self, batch: StepBatch) -> float:
+    def _loss(self, batch: StepBatch | ScheduledBatch) -> float:
         copies = dist.get_world_size() // self.meshes.data_ranks
+        if isinstance(batch, ScheduledBatch):
+            total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
+            dist.all_reduce(total)
+            return float(total) / copies
         num_labels = to_device(batch.num_labels.clone(), self.device)
         dist.all_reduce(num_labels)
         tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
@@ -160,12 +166,14 @@ class CorpusTraining(DecoderJob):
         return float(total) / copies
 
     def position(self) -> Metrics:
-        epochs = self.packed.sampler.epochs()
-        found = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
-        return found | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
+        """Return the epoch of each source, and the number of broken lines."""
+        epochs = self.batches.sampler.epochs()
+        metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
+        return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
 
     def finish(self) -> None:
-        self.packed.sampler.close()
+        """End the workers and export a directory that `from_pretrained` loads."""
+        self.batches.sampler.close()
         target = self.args.run_dir / EXPORT
         if not self.args.hf_config:
             return
@@ -173,20 +181,6 @@ class CorpusTraining(DecoderJob):
             dtype = compute_dtype(self.args, self.device)
             export(self.model, self.args.hf_config, dtype, self.tokenizer, target)
         say(f"{target} is ready for from_pretrained")
-
-
-@dataclass(kw_only=True)
-class ScheduledTraining(CorpusTraining):
-    """The same with a cp for each micro-batch: a step is a `ScheduledBatch`."""
-
-    def forward_backward(self, num_labels: Tensor, batch: ScheduledBatch) -> Tensor:
-        self.owner.num_micro_batches = len(batch.cps)
-        return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
-
-    def _loss(self, batch: ScheduledBatch) -> float:
-        total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
-        dist.all_reduce(total)
-        return float(total) * self.meshes.data_ranks / dist.get_world_size()
 
 
 def export(
@@ -215,7 +209,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     held_out = [
         read_source(options, tokenizer, option="--validation") for options in args.validation
     ]
-    meshes = build_meshes(parallel_config(args, world_size, num_experts=config.moe.num_experts))
+    meshes = build_meshes(parallel_config(args, world_size, num_experts=moe_of(config).num_experts))
     rows = corpus_options(args, config, meshes.parallel.cp)
     records = records_of(args) | {"corpus": rows, "fsdp": fsdp_of(args, meshes)}
     max_tokens = records["sharding"].dynamic_cp
@@ -230,10 +224,9 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     steps: Any = partial(CorpusSteps, data_rank=meshes.data_rank)
     if max_tokens is not None:
         plan = {"max_tokens": max_tokens, "cost": document_cost(config)}
-        steps = partial(ScheduledSteps, data_rank=meshes.data_rank, **plan)
+        steps = partial(ScheduledCorpusSteps, data_rank=meshes.data_rank, **plan)
     eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, partitions=1)
-    job = CorpusTraining if max_tokens is None else ScheduledTraining
-    return job(
+    return CorpusTraining(
         args=args,
         meshes=meshes,
         model=model,
@@ -241,7 +234,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
         shape=shape,
         config=config,
         facts={"--tokenizer": args.tokenizer},
-        packed=steps(sources, rows, shape, workers=args.workers),
+        batches=steps(sources, rows, shape, workers=args.workers),
         tokenizer=tokenizer,
         bad_lines=sum(getattr(source.documents, "num_invalid", 0) for source in sources),
         validation={
@@ -256,14 +249,15 @@ def eval_shape_of(args: argparse.Namespace, shape: BatchShape) -> BatchShape:
 
 
 def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> CorpusOptions:
+    """Return the options of [corpus] with those of the run."""
     of_run = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
-    return CorpusOptions(**of_run, multiple=multiple_of(cp), **given(args, "corpus"))
+    return CorpusOptions(**of_run, multiple=multiple_of(cp), **values_of(args, "corpus"))
 
 
 def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]) -> None:
     """Write the options of the run to its directory, as --config reads them."""
     (args.run_dir / CONFIG).write_text(
-        as_toml(args, tables_of(args, config, records), without=TAKEN)
+        as_toml(args, tables_of(args, config, records), without=EXCLUDED_FIELDS)
     )
 
 
@@ -272,8 +266,9 @@ def tables_of(
 ) -> dict[str, Any]:
     """Return the record of each table of the resolved options."""
     if not args.hf_config:
-        moe = {"moe": config.moe, "capacity": config.moe.capacity, "balance": config.moe.balance}
-        records = {"model": config, **moe, **records}
+        moe = moe_of(config)
+        of_moe = {"moe": moe, "capacity": moe.capacity, "balance": moe.balance}
+        records = {"model": config, **of_moe, **records}
     records |= {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
     return {table: record for table, record in records.items() if record is not None}
 
@@ -327,7 +322,7 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
             f"--tokenizer ({args.tokenizer}, {tokenizer.size} ids) must have <= vocab_size "
             f"({config.vocab_size}) of the model: take the model's own, or raise vocab_size"
         )
-    parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
+    parallel = parallel_config(args, world_size, num_experts=moe_of(config).num_experts)
     check_rows(args, parallel.resolve(world_size))
     if max_tokens is not None:
         check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
@@ -337,7 +332,7 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
 
 def model_config(args: argparse.Namespace) -> DecoderConfig:
     """Return the decoder of config.json, or the preset with the fields that were given."""
-    fields = {table: given(args, table) for table in ("model", "moe", "capacity")}
+    fields = {table: values_of(args, table) for table in ("model", "moe", "capacity")}
     if args.hf_config:
         if any(fields.values()):
             name = next(f"{table}.{name}" for table, of in fields.items() for name in of)
@@ -352,14 +347,15 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
             config = decoder_config_from_hf(args.hf_config)
     else:
         config = preset(args.preset)
-        capacity = build(args, "capacity", CapacityConfig) or config.moe.capacity
+        capacity = build(args, "capacity", CapacityConfig) or moe_of(config).capacity
         config = replace(config, **fields["model"])
-        moe = replace(config.moe, **fields["moe"], dim=config.dim, capacity=capacity)
+        moe = replace(moe_of(config), **fields["moe"], dim=config.dim, capacity=capacity)
         config = replace(config, moe=moe)
-    balance = given(args, "balance")
+    balance = values_of(args, "balance")
     if args.aux_loss is not None:
         balance["micro_batch_coef"] = args.aux_loss
-    moe = replace(config.moe, balance=replace(config.moe.balance, **balance))
+    moe = moe_of(config)
+    moe = replace(moe, balance=replace(moe.balance, **balance))
     return replace(config, moe=moe)
 
 
@@ -377,20 +373,25 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--validation", type=source, nargs="+", default=[], metavar="PATH", help="like --data")
     add("--tokenizer", default=BYTES, help='directory or name on the hub, or "bytes"')
     add("--workers", type=count, default=2, help="processes of a rank that read ahead; 0 = none")
-    add("--eval-rows", type=whole, default=64, help="of each validation set, all ranks together")
+    add(
+        "--eval-rows",
+        type=positive_int,
+        default=64,
+        help="of each validation set, all ranks together",
+    )
     add("--hf-config", type=Path, metavar="PATH", help="config.json of the model")
     add("--preset", default="tiny", help="without --hf-config, see moecore.models.PRESETS")
-    add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
+    add("--steps", type=positive_int, default=400, help="optimizer steps of the whole run")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add_common(parser, DEGREES)
     add_dry_run(parser)
-    add_records(parser, RECORDS, without=TAKEN)
+    add_records(parser, RECORDS, without=EXCLUDED_FIELDS)
     parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256)
     parser.set_defaults(eval_every=0, **{"optimizer.lr": 3e-3})
     words = sys.argv[1:] if arguments is None else arguments
     args = parse(parser, words, tables=("data", "validation"))
     args.data, args.validation = with_names(args.data), with_names(args.validation)
-    args.row_factor = given(args, "nvlink").get("row_factor")
+    args.row_factor = values_of(args, "nvlink").get("row_factor")
     return args
 
 
@@ -398,6 +399,7 @@ SOURCE_HELP = "PATH,weight=1,field=text,name=NAME,split=train,config=NAME,stream
 
 
 def source(word: str) -> SourceOptions:
+    """Read a source of --data."""
     try:
         return source_of(word)
     except ValueError as error:
@@ -420,11 +422,14 @@ def dry_run(args: argparse.Namespace) -> int:
     try:
         world_size = args.gpus or ranks_to_start(args)
         config, tokenizer = check(args, world_size)
-        parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
+        parallel = parallel_config(args, world_size, num_experts=moe_of(config).num_experts)
         parallel = parallel.resolve(world_size)
         rows = corpus_options(args, config, parallel.cp)
-        records = records_of(args) | {"corpus": rows, "fsdp": FSDPOptions(**given(args, "fsdp"))}
-        print(as_toml(args, tables_of(args, config, records), without=TAKEN))
+        records = records_of(args) | {
+            "corpus": rows,
+            "fsdp": FSDPOptions(**values_of(args, "fsdp")),
+        }
+        print(as_toml(args, tables_of(args, config, records), without=EXCLUDED_FIELDS))
         fits = print_plan(args, planned_run(args, config, records, parallel, world_size))
         shape = shape_of(args, parallel)
         sources = [read_source(options, tokenizer) for options in args.data]

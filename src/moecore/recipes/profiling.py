@@ -16,11 +16,11 @@ SETTLING = 10  # steps of a start that compile, allocate and warm caches
 
 def check_profile(args: argparse.Namespace, start: int) -> None:
     """Raise ValueError where a start has too few steps to trace."""
-    left = args.steps - start - SETTLING
-    if args.profile and start < args.steps and args.profile > left:
+    num_steps = args.steps - start - SETTLING
+    if args.profile and start < args.steps and args.profile > num_steps:
         raise ValueError(
-            f"--profile ({args.profile}) must be <= {max(left, 0)}, the steps that this start has "
-            f"after its first {SETTLING}: raise the number of steps, or drop it"
+            f"--profile ({args.profile}) must be <= {max(num_steps, 0)}, the steps that this start "
+            f"has after its first {SETTLING}: raise the number of steps, or drop it"
         )
 
 

@@ -52,38 +52,39 @@ def add_records(
         for name in kinds_of(record)
         if f"{table}.{name}" not in without
     )
-    taken = {flag for action in parser._actions for flag in action.option_strings}
+    flags = {flag for action in parser._actions for flag in action.option_strings}
     for table, record in records.items():
-        group = parser.add_argument_group(f"[{table}]", inspect.getdoc(record).splitlines()[0])
+        summary = (inspect.getdoc(record) or "").partition("\n")[0]
+        group = parser.add_argument_group(f"[{table}]", summary)
         texts = help_of(record)
         for name, kinds in kinds_of(record).items():
             if f"{table}.{name}" in without:
                 continue
             flag = f"--{name.replace('_', '-')}"
-            if names[name] > 1 or flag in taken or table in prefixed:
+            if names[name] > 1 or flag in flags or table in prefixed:
                 flag = f"--{table}-{name.replace('_', '-')}"
             group.add_argument(
                 flag,
                 dest=f"{table}.{name}",
                 default=argparse.SUPPRESS,
                 help=texts.get(name, "").replace("%", "%%"),
-                **_how(kinds),
+                **_argparse_options(kinds),
             )
 
 
 def kinds_of(record: type) -> dict[str, tuple[Any, ...]]:
     """Return by field what a value may be; fields that are records of their own are left out."""
-    found = {
+    hints = {
         name: tuple(_members(hint))
         for name, hint in get_type_hints(record).items()
         if name in {field.name for field in dataclasses.fields(record)}
     }
     return {
-        name: kinds for name, kinds in found.items() if not any(_has_record(kind) for kind in kinds)
+        name: kinds for name, kinds in hints.items() if not any(_has_record(kind) for kind in kinds)
     }
 
 
-def given(args: argparse.Namespace, table: str) -> dict[str, Any]:
+def values_of(args: argparse.Namespace, table: str) -> dict[str, Any]:
     """Return the fields of a record that were given."""
     prefix = f"{table}."
     return {
@@ -93,9 +94,9 @@ def given(args: argparse.Namespace, table: str) -> dict[str, Any]:
     }
 
 
-def build(args: argparse.Namespace, table: str, record: Any, **more: Any) -> Any:
+def build(args: argparse.Namespace, table: str, record: Any, **extra: Any) -> Any:
     """Return the record of a table, or None where no field of it was given."""
-    values = given(args, table) | more
+    values = values_of(args, table) | extra
     if not values:
         return None
     for field in dataclasses.fields(record):
@@ -155,8 +156,8 @@ def words_of(
             hint = _hint(key, actions)
             raise ValueError(f"{name} must have no {shown_path(key)}, which no flag has: {hint}")
         if action.dest in keys:
-            both = f"{keys[action.dest]} and {key}"
-            raise ValueError(f"{name} must have one of {both}, which are one option: remove one")
+            pair = f"{keys[action.dest]} and {key}"
+            raise ValueError(f"{name} must have one of {pair}, which are one option: remove one")
         keys[action.dest] = key
         try:
             words += _words(parser, action, value, takes_tables=action.dest in tables)
@@ -172,13 +173,13 @@ def _actions(
     parser: argparse.ArgumentParser, *, without: Sequence[str]
 ) -> dict[str, argparse.Action]:
     """Return actions by key of a file: table.field, or a flag whose hyphens are underscores."""
-    found: dict[str, argparse.Action] = {}
+    actions: dict[str, argparse.Action] = {}
     for action in parser._actions:
         is_pair = isinstance(action, argparse.BooleanOptionalAction)  # --name and --no-name
         flags = action.option_strings[:1] if is_pair else action.option_strings
         names = (action.dest, *(flag.lstrip("-").replace("-", "_") for flag in flags))
-        found |= dict.fromkeys(names, action) if action.dest not in without else {}
-    return found
+        actions |= dict.fromkeys(names, action) if action.dest not in without else {}
+    return actions
 
 
 def _hint(key: str, actions: Mapping[str, argparse.Action]) -> str:
@@ -191,8 +192,8 @@ def as_toml(
     args: argparse.Namespace, records: Mapping[str, Any], *, without: Sequence[str] = ()
 ) -> str:
     """Return the lines that `parse` reads: options of the run, and of each table its record's."""
-    own = {name: value for name, value in vars(args).items() if "." not in name}
-    tables = {"": {name: value for name, value in own.items() if name not in without}}
+    options = {name: value for name, value in vars(args).items() if "." not in name}
+    tables = {"": {name: value for name, value in options.items() if name not in without}}
     for table, record in records.items():
         names = [n for n in kinds_of(type(record)) if f"{table}.{n}" not in without]
         tables[table] = {name: getattr(record, name) for name in names}
@@ -217,17 +218,17 @@ def help_of(record: type) -> dict[str, str]:
     }
 
 
-def _how(kinds: tuple[Any, ...]) -> dict[str, Any]:
+def _argparse_options(kinds: tuple[Any, ...]) -> dict[str, Any]:
     """Return how argparse reads a field."""
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
     plain = tuple(kind for kind in kinds if get_origin(kind) is not tuple)
     tuples = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
     if not tuples:
-        return {"type": _Reader(plain), "metavar": _metavar(plain)}
+        return {"type": _WordReader(plain), "metavar": _metavar(plain)}
     items = tuple(member for kind in tuples for member in _members(kind))
     return {
-        "type": _Reader((*plain, *items)),
+        "type": _WordReader((*plain, *items)),
         "nargs": "*",
         "action": _AsTuple,
         "metavar": _metavar(items),
@@ -239,11 +240,11 @@ class _AsTuple(argparse.Action):
     """Stores a tuple, or the one value where the field takes it as it is (`const`)."""
 
     def __call__(self, _: Any, namespace: Any, values: Any, option: Any = None) -> None:
-        alone = len(values) == 1 and _takes(self.const, values[0])
-        setattr(namespace, self.dest, values[0] if alone else tuple(values))
+        is_value = len(values) == 1 and _takes(self.const, values[0])
+        setattr(namespace, self.dest, values[0] if is_value else tuple(values))
 
 
-class _Reader:
+class _WordReader:
     """Reads a word as the first kind that it can be."""
 
     def __init__(self, kinds: tuple[Any, ...]) -> None:

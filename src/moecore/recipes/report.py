@@ -84,23 +84,23 @@ class Report:
                 self.writer.add_scalar(name, value, step)
         if self.wandb:
             self.wandb.log(metrics, step=step)
-        shown = {
+        postfix = {
             "loss": f"{metrics['loss']:.3f}",
             "tok/s": f"{metrics['tokens_per_second']:.0f}",
         }
         if LOAD in metrics:
-            shown["load"] = f"{metrics[LOAD]:.2f}"
+            postfix["load"] = f"{metrics[LOAD]:.2f}"
         if "reward" in metrics:
-            shown = {"reward": f"{metrics['reward']:.3f}", **shown}
+            postfix = {"reward": f"{metrics['reward']:.3f}", **postfix}
         if "eval_loss" in metrics:
-            shown["eval"] = f"{metrics['eval_loss']:.3f}"
+            postfix["eval"] = f"{metrics['eval_loss']:.3f}"
         if "mfu" in metrics:
-            shown["mfu"] = f"{metrics['mfu']:.1%}"
+            postfix["mfu"] = f"{metrics['mfu']:.1%}"
         if self.bar is not None:
-            self.bar.set_postfix(shown, refresh=False)
+            self.bar.set_postfix(postfix, refresh=False)
             self.bar.update()
         elif step % 20 == 0 or step in self.printed:
-            print(f"step {step}", *(f"{k} {v}" for k, v in shown.items()), flush=True)
+            print(f"step {step}", *(f"{k} {v}" for k, v in postfix.items()), flush=True)
 
     def __enter__(self) -> Report:
         return self
@@ -164,21 +164,21 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
     A kill can leave the last line half written, a power cut NUL bytes.
     """
     content = path.read_bytes() if path.exists() else b""
-    found = [_parse(line) for line in content.removesuffix(b"\n").split(b"\n") if content]
-    lines = [line for line in found if line is not None]
-    return lines, len(found) - len(lines)
+    records = [_parse(line) for line in content.removesuffix(b"\n").split(b"\n") if content]
+    lines = [line for line in records if line is not None]
+    return lines, len(records) - len(lines)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """Return a line's metrics; None = it has none."""
     try:
-        found = json.loads(line)
+        metrics = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or type(found.get("step")) is not int:
+    if not isinstance(metrics, dict) or type(metrics.get("step")) is not int:
         return None
-    drawn = found.get("loss"), found.get(LOAD, math.nan)
-    return found if all(isinstance(value, float) for value in drawn) else None
+    drawn = metrics.get("loss"), metrics.get(LOAD, math.nan)
+    return metrics if all(isinstance(value, float) for value in drawn) else None
 
 
 def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
@@ -209,9 +209,11 @@ def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
 def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any]]) -> None:
     """Draw the load of layers and of one layer's experts; only lines that have them all."""
     names = layer_names(lines[-1]) if lines else []
-    whole = [line for line in lines if names and all(f"expert_load/{n}" in line for n in names)]
-    rows = [[line[f"expert_load/{name}"] for line in whole] for name in names]
-    _draw_map(canvas, layers, whole, rows, vmin=1.0)
+    full_lines = [
+        line for line in lines if names and all(f"expert_load/{n}" in line for n in names)
+    ]
+    rows = [[line[f"expert_load/{name}"] for line in full_lines] for name in names]
+    _draw_map(canvas, layers, full_lines, rows, vmin=1.0)
     short = [name.partition("layers.")[2].removesuffix(".mlp") for name in names]
     layers.set(ylabel="MoE layer", title="busiest expert / mean")
     if len(names) <= MOST_TICKS:
@@ -219,22 +221,22 @@ def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any
     least_even = max(range(len(names)), key=lambda i: sum(rows[i]), default=None)
     if least_even is None:
         return
-    counted = [line for line in whole if expert_loads(line, names[least_even])]
-    loads = [expert_loads(line, names[least_even]) for line in counted]
+    expert_lines = [line for line in full_lines if expert_loads(line, names[least_even])]
+    loads = [expert_loads(line, names[least_even]) for line in expert_lines]
     by_expert = list(map(list, zip(*loads, strict=True)))
-    _draw_map(canvas, experts, counted, by_expert, vmin=0.0, vmax=2.0, cmap="RdBu_r")
+    _draw_map(canvas, experts, expert_lines, by_expert, vmin=0.0, vmax=2.0, cmap="RdBu_r")
     experts.set(ylabel="expert", title=f"load of each expert / mean, layer {short[least_even]}")
 
 
 def _draw_map(
-    canvas: Any, axes: Any, lines: list[dict[str, Any]], rows: list[list[float]], **how: Any
+    canvas: Any, axes: Any, lines: list[dict[str, Any]], rows: list[list[float]], **style: Any
 ) -> None:
     """Draw one row of colors per layer or expert; a map of one column would have no width."""
     if len(lines) < 2:
         return
     steps = [line["step"] for line in lines]
-    colors = axes.pcolormesh(steps, range(len(rows)), rows, shading="nearest", **how)
-    canvas.colorbar(colors, ax=axes, extend="max" if "vmax" in how else "neither")
+    colors = axes.pcolormesh(steps, range(len(rows)), rows, shading="nearest", **style)
+    canvas.colorbar(colors, ax=axes, extend="max" if "vmax" in style else "neither")
 
 
 def _import(name: str) -> ModuleType | None:

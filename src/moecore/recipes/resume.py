@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
-from moecore import TrainStep
 from moecore.io import latest, load
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.packing import CorpusLoader, PackedBatchSampler
 from moecore.recipes.report import CHECKPOINTS
+from moecore.train.step import TrainStep
 
 KEPT_CHECKPOINTS = 2
 
@@ -23,7 +23,7 @@ def resume(
     optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
     facts: Mapping[str, object],
     owner: TrainStep | None = None,
-    sampler: PackedBatchSampler | CorpusLoader | None = None,
+    sampler: Stateful | None = None,
     chosen_by: str = "--data",
 ) -> int:
     """Load the newest checkpoint of the run and return how many steps it has done; 0 = none.
@@ -65,7 +65,7 @@ def resume(
                 f"{chosen_by} must be as in {newest}, which this run would continue ({error}): use "
                 "those, or another --run-dir"
             ) from None
-    return extra["step"]
+    return int(extra["step"])
 
 
 def continuation(args: argparse.Namespace) -> str:
@@ -80,4 +80,5 @@ def continuation(args: argparse.Namespace) -> str:
 
 
 def checkpoint_dir(args: argparse.Namespace) -> Path:
-    return args.run_dir / CHECKPOINTS
+    """Return the directory of the checkpoints of a run."""
+    return Path(args.run_dir, CHECKPOINTS)

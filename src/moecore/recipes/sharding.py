@@ -1,4 +1,4 @@
-"""How a run puts its model onto the ranks: what pretrain.py and finetune_hf.py share.
+"""How a run puts its model onto the ranks: what `pretrain` and `finetune` share.
 
 Each field of `TABLES` is a flag and a line of a file, see records.py.
 """
@@ -12,24 +12,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from moecore import (
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.dense import DenseOptions
+from moecore.base.options.dispatch import (
     CloneOptions,
-    ContextOptions,
-    DenseOptions,
     DispatcherName,
     DispatchOptions,
-    ExpertBackend,
-    FSDPOptions,
-    MemoryOptions,
-    Meshes,
     NVLinkOptions,
-    PipelineConfig,
-    StashOptions,
-    parallelize_moe,
 )
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.base.options.precision import Precision, Recipe
+from moecore.moe.backends import ExpertBackend
+from moecore.parallel.mesh import Meshes
+from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallelize import parallelize_moe
 from moecore.recipes.options import compute_dtype
-from moecore.recipes.records import build, given
+from moecore.recipes.records import build, values_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +76,14 @@ RECORDS = "memory", "context", "pipeline", "fsdp"  # of parallelize_moe, beside 
 
 def records_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the records that flags or the file have given, by table."""
-    sharding = Sharding(**given(args, "sharding"))
+    sharding = Sharding(**values_of(args, "sharding"))
     context = build(args, "context", ContextOptions)
     if sharding.dynamic_cp is not None:
         context = replace(context or ContextOptions(), dynamic=True)
     stash = build(args, "stash", StashOptions) or (StashOptions() if sharding.stash else None)
     clones = build(args, "clones", CloneOptions) or (CloneOptions() if sharding.clones else None)
     recipe = build(args, "recipe", Recipe)
-    if given(args, "fp8") and recipe is None:
+    if values_of(args, "fp8") and recipe is None:
         recipe = Recipe()
     if recipe is not None and args.precision:
         raise ValueError(
@@ -92,18 +91,18 @@ def records_of(args: argparse.Namespace) -> dict[str, Any]:
             "are a recipe of their own: drop it"
         )
     stages = (args.pp or 1) > 1
-    if given(args, "pipeline") and not stages:
+    if values_of(args, "pipeline") and not stages:
         raise ValueError(f"--pp ({args.pp}) must be > 1 with options of [pipeline]: drop those")
     return {
         "sharding": sharding,
-        "memory": MemoryOptions(**given(args, "memory"), stash=stash),
+        "memory": MemoryOptions(**values_of(args, "memory"), stash=stash),
         "stash": stash,
         "clones": clones,
         "nvlink": build(args, "nvlink", NVLinkOptions),
         "context": context,
-        "pipeline": PipelineConfig(**given(args, "pipeline")) if stages else None,
+        "pipeline": PipelineConfig(**values_of(args, "pipeline")) if stages else None,
         "recipe": recipe,
-        "fp8": recipe and Precision(recipe=recipe, **given(args, "fp8")),
+        "fp8": recipe and Precision(recipe=recipe, **values_of(args, "fp8")),
     }
 
 
@@ -117,8 +116,9 @@ def nvlink_of(records: dict[str, Any], max_tokens: int) -> NVLinkOptions | None:
 
 
 def fsdp_of(args: argparse.Namespace, meshes: Meshes) -> FSDPOptions:
+    """Return the options of [fsdp] with the dtype of the run."""
     dtype = compute_dtype(args, torch.device(meshes.device_type))
-    return FSDPOptions(param_dtype=dtype, **given(args, "fsdp"))
+    return FSDPOptions(param_dtype=dtype, **values_of(args, "fsdp"))
 
 
 def parallelize(
@@ -126,7 +126,7 @@ def parallelize(
     meshes: Meshes,
     args: argparse.Namespace,
     records: dict[str, Any],
-    **more: Any,
+    **options: Any,
 ) -> None:
     """Put a model onto the ranks, as the records and --precision say."""
     sharding = records["sharding"]
@@ -148,5 +148,5 @@ def parallelize(
         precision=records["fp8"] or args.precision,
         loss="sum",
         **{name: records[name] for name in RECORDS},
-        **more,
+        **options,
     )

@@ -21,7 +21,7 @@ losses are scaled: docs/precision.md.
 
 Started again with the same arguments, a run continues from its last whole checkpoint, on CPU ranks
 with the bits of a run that never stopped. `build_job` puts the model onto the ranks, and loop.py
-has the steps, which finetune_hf.py shares. The text is bytes: the Python standard library's own
+has the steps, which all recipes share. The text is bytes: the Python standard library's own
 sources unless --data is given. Its documents (files, and each text of a jsonl file) are packed into
 rows, without attention across them: docs/sequences.md. The loss of a step is the mean over the
 labels of all ranks and micro-batches.
@@ -47,19 +47,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore import (
-    CloneOptions,
-    DenseOptions,
-    DispatchOptions,
-    FSDPOptions,
-    Meshes,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore.base.options.dense import DenseOptions
+from moecore.base.options.dispatch import CloneOptions, DispatchOptions
+from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.precision import Precision
 from moecore.models import Decoder, DecoderConfig
+from moecore.parallel.mesh import Meshes, build_meshes
+from moecore.parallelize import parallelize_moe
 from moecore.recipes.data import (
     Corpus,
+    PackedSteps,
     StepBatch,
     hold_out,
     packed_corpus,
@@ -79,6 +76,7 @@ from moecore.recipes.options import (
     compute_dtype,
     memory_options,
     model_config,
+    moe_of,
     nvlink_options,
     parallel_config,
     parse_arguments,
@@ -100,13 +98,15 @@ class Pretraining(DecoderJob):
         held_out_N: uint8 bytes of the end of the text, with --eval-every.
     """
 
+    batches: PackedSteps | None
     corpus: Corpus
     held_out_N: Tensor | None
 
     unit = "byte"
-    then = ": only sampling"
+    finish_note = ": only sampling"
 
     def begin(self) -> None:
+        """Print what is trained."""
         args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
         text = f"{self.corpus.text_N.numel() / 1e6:.1f} MB of text"
         data = "random tokens" if args.tokens == "random" else text
@@ -114,18 +114,31 @@ class Pretraining(DecoderJob):
         say(f"training {args.preset} {begin} to step {args.steps} on {ranks}, {data}")
 
     def next_batch(self, step: int) -> StepBatch:
-        if self.packed is not None:
-            return self.packed.next()
-        where = {"seed": self.args.seed, "step": step, "data_rank": self.meshes.data_rank}
-        return random_step(self.model.config.vocab_size, self.shape, **where)
+        """Return the batch of this data rank, of text or of random tokens."""
+        if self.batches is not None:
+            return self.batches.next()
+        return random_step(
+            self.model.config.vocab_size,
+            self.shape,
+            seed=self.args.seed,
+            step=step,
+            data_rank=self.meshes.data_rank,
+        )
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
         """Return the loss on held-out text, the same windows every time. Waits for the device."""
+        if self.held_out_N is None:
+            return {}
         shape = replace(self.shape, grad_accum=EVAL_BATCHES)
-        where = {"seed": self.args.seed, "step": "eval", "data_rank": self.meshes.data_rank}
         names = "tokens_BT", "labels_BT"
-        batches = read_batches(self.held_out_N, shape, **where)
+        batches = read_batches(
+            self.held_out_N,
+            shape,
+            seed=self.args.seed,
+            step="eval",
+            data_rank=self.meshes.data_rank,
+        )
         on_device = ((to_device(part, self.device) for part in batch) for batch in batches)
         self.model.eval()
         inputs = [dict(zip(names, batch, strict=True)) for batch in on_device]
@@ -135,6 +148,7 @@ class Pretraining(DecoderJob):
         return {"eval_loss": float(total) / (EVAL_BATCHES * dist.get_world_size())}
 
     def finish(self) -> None:
+        """Print a sample of the model."""
         if self.args.sample_bytes:
             steps, text = max(self.start, self.args.steps), sample(self)
             say(f"--- sample after {steps} steps ---\n{text}")
@@ -146,12 +160,12 @@ def build_job(args: argparse.Namespace) -> Pretraining:
     config = check(args, world_size)
     make_run_dir(args.run_dir)
     corpus, held_out_N = read_texts(args)
-    meshes = build_meshes(parallel_config(args, world_size, num_experts=config.moe.num_experts))
+    meshes = build_meshes(parallel_config(args, world_size, num_experts=moe_of(config).num_experts))
     check_memory(args, config, torch.device(meshes.device_type))
     model = build_model(args, config, meshes)
-    shape, packed = batch_shape(args, meshes), None
+    shape, batches = batch_shape(args, meshes), None
     if args.tokens == "text":
-        packed = packed_corpus(corpus, shape, seed=args.seed, data_rank=meshes.data_rank)
+        batches = packed_corpus(corpus, shape, seed=args.seed, data_rank=meshes.data_rank)
     return Pretraining(
         args=args,
         meshes=meshes,
@@ -160,7 +174,7 @@ def build_job(args: argparse.Namespace) -> Pretraining:
         shape=shape,
         config=config,
         facts={"--seed": args.seed},  # the data position depends on it
-        packed=packed,
+        batches=batches,
         corpus=corpus,
         held_out_N=held_out_N,
     )
@@ -217,7 +231,7 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
 def check(args: argparse.Namespace, world_size: int) -> DecoderConfig:
     """Return the config of the model; raise ValueError for arguments that do not fit together."""
     config = model_config(args)
-    parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
+    parallel = parallel_config(args, world_size, num_experts=moe_of(config).num_experts)
     check_rows(args, parallel.resolve(world_size))
     check_arguments(args, config)
     return config
