@@ -76,7 +76,7 @@ def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path
         expert_loads=True, reader=None, extra={"tokens_per_second": 2.0},
     )  # fmt: skip
     args = argparse.Namespace(run_dir=tmp_path, steps=2, wandb=None)
-    with report.Report(args, start=0) as shown:
+    with report.RunReport(args, start=0) as shown:
         shown.log(1, launched.metrics())
         shown.log(2, launched.metrics())
     assert len(report.read_metrics(tmp_path / "metrics.jsonl")[0]) == 2
@@ -259,7 +259,7 @@ def test_without_a_bar_the_first_step_is_printed_at_once(
     monkeypatch.setattr(report, "_import", lambda name: None)
     args = argparse.Namespace(run_dir=tmp_path, steps=50, wandb=None)
     measured = {"loss": 1.0, "tokens_per_second": 2.0, "expert_load_max_over_mean": 1.5}
-    with report.Report(args, start=7) as shown:
+    with report.RunReport(args, start=7) as shown:
         for step in (8, 9, 20):
             shown.log(step, {**measured, "eval_loss": 3.25})
     lines = capsys.readouterr().out.splitlines()[1:]

@@ -380,7 +380,7 @@ def rank_without_agent(
     waits = patch.object(errors.time, "sleep", side_effect=AssertionError("a rank waits"))
     report = patch.object(
         sys.modules["moecore.recipes.loop"],
-        "Report",
+        "RunReport",
         side_effect=OSError("no space") if no_report else None,
     )
     with redirect_stdout(StringIO()), redirect_stderr(said), waits, report:

@@ -161,7 +161,7 @@ class StepBatch:
         return torch.stack([self.num_labels, lengths.sum(), lengths.square().sum(), size])
 
 
-class IndexedDocuments(Protocol):
+class DocumentSequence(Protocol):
     """Documents by index: a list, a data set or `CutDocuments`."""
 
     def __len__(self) -> int: ...
@@ -188,7 +188,7 @@ class PackedSteps:
 
     def __init__(
         self,
-        documents: IndexedDocuments,
+        documents: DocumentSequence,
         lengths: Sequence[int] | Tensor,
         shape: BatchShape,
         *,

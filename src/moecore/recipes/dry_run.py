@@ -9,11 +9,12 @@ from typing import Any, get_args
 
 import torch
 
-from moecore import NVLinkOptions, ParallelConfig
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
 from moecore.base.tables import shown_bytes
 from moecore.models import DecoderConfig
+from moecore.parallel.mesh import ParallelConfig
 from moecore.planning import (
     OptimizerOptions,
     TrainingRun,

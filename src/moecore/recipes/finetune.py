@@ -28,15 +28,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
@@ -44,21 +41,20 @@ from moecore.base.rank_checks import difference
 from moecore.families.transformers.packing import packing_problem
 from moecore.io import init_adapters, load_hf
 from moecore.models import DecoderConfig, document_cost
-from moecore.packing import DocumentCost, ScheduledBatch, ScheduledCollator
+from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
 from moecore.recipes.batches import ScheduledExamples, digest_of, packed_examples, split_examples
 from moecore.recipes.chat import Example, Examples, read_examples
-from moecore.recipes.data import BatchShape, PackedSteps, StepBatch, to_device
+from moecore.recipes.checks import check_dynamic_cp, check_graph, check_rows, check_wandb
+from moecore.recipes.data import BatchShape, PackedSteps
 from moecore.recipes.dry_run import add_dry_run, planned_run, print_batch, print_plan
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import naming
-from moecore.recipes.graphs import Graphed
+from moecore.recipes.finetuning import FineTuning
 from moecore.recipes.hf_model import (
     build_hf,
     decoder_of,
-    export,
-    inputs_of,
     num_experts,
     packs,
     read_config,
@@ -66,32 +62,23 @@ from moecore.recipes.hf_model import (
     recompute,
 )
 from moecore.recipes.loop import (
-    Job,
     batch_shape,
-    begins,
-    ranks_of,
     ranks_to_start,
     run,
-    say,
     shape_of,
     start,
 )
-from moecore.recipes.lora import LoRAOptions, add_adapters, finish_adapters
-from moecore.recipes.metrics import Metrics, usage
+from moecore.recipes.lora import LoRAOptions, add_adapters
 from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import (
     DEGREES,
     add_common,
-    check_dynamic_cp,
-    check_graph,
-    check_rows,
-    check_wandb,
     compute_dtype,
     parallel_config,
     positive_int,
 )
 from moecore.recipes.records import add_records, as_toml, build, parse, values_of
-from moecore.recipes.report import EXPORT, make_run_dir
+from moecore.recipes.report import make_run_dir
 from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 
 EXCLUDED_FIELDS = (
@@ -102,122 +89,6 @@ EXCLUDED_FIELDS = (
     "dry_run",
     "gpu",
 )  # what another option says
-
-
-@dataclass(kw_only=True)
-class FineTuning(Job[StepBatch | ScheduledBatch]):
-    """A model of a Hugging Face directory on chats; with --dynamic-cp on `ScheduledBatch`.
-
-    Attributes:
-        batches: steps of the examples.
-        examples, held_out: of all ranks.
-        data: what the examples came from.
-        packs: whether rows may have several documents, which the model keeps apart.
-        decoder: the native config of the model, for FLOPs; None = there is none.
-        read: see `reader_of`.
-    """
-
-    batches: PackedSteps | ScheduledExamples
-    examples: list[Example]
-    held_out: list[Example]
-    data: Examples
-    packs: bool
-    decoder: DecoderConfig | None
-    read: Callable[..., PackedSteps | ScheduledExamples]
-
-    saves_memory = "add --recompute, lower --seq-len"
-    chosen_by = "--data, --seq-len, --eval-every and --cp"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
-        def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-            return self.train_on(num_labels, zip(*tensors, strict=True))
-
-        self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
-
-    def begin(self) -> None:
-        """Print what is trained, and the loss on held-out data before the first step."""
-        args, begin = self.args, begins(self, "from its weights")
-        data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
-        notes = {
-            "held out": len(self.held_out),
-            "cut": self.data.num_cut,
-            "dropped": self.data.num_empty,
-        }
-        data += "".join(f", {count} {label}" for label, count in notes.items() if count)
-        say(f"fine-tuning {args.model} {begin} to step {args.steps} on {ranks_of(self)}: {data}")
-        before = self.evaluate() if self.start == 0 else {}
-        if before:
-            say(f"eval loss {before['eval_loss']:.3f} before the first step")
-
-    def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
-        """Return the batch of this data rank."""
-        return self.batches.next()
-
-    def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches and return this rank's part of the mean loss."""
-        if isinstance(batch, ScheduledBatch):
-            self.owner.num_micro_batches = len(batch.cps)
-            inputs = batch.inputs(self.device, transformers=True)
-            return batch.loss_of(self.owner.forward_backward(inputs))
-        if self.graph is None:
-            return self.train_on(num_labels, micro_batches(self, batch))
-        return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
-
-    def train_on(self, num_labels: Tensor, of_step: Iterable[Sequence[Tensor]]) -> Tensor:
-        """Run micro-batches forward and backward; return this rank's part of the loss."""
-        inputs = [inputs_of(num_labels, *parts) for parts in of_step]
-        return self.owner.forward_backward(inputs).sum()
-
-    @torch.no_grad()
-    def evaluate(self) -> Metrics:
-        """Return the mean loss over the answers' tokens of all that is held out."""
-        if not self.held_out:
-            return {}
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        steps = self.read(self.held_out, replace(self.shape, grad_accum=1), seed=None)
-        self.model.eval()
-        for _ in range(len(steps.sampler)):
-            batch = steps.next()
-            sums[0] += self.sum_of_losses(batch)
-            sums[1] += to_device(batch.counts()[0], self.device)
-        self.model.train()
-        dist.all_reduce(sums)
-        total, num_tokens = sums.tolist()
-        return {"eval_loss": total / num_tokens}
-
-    def sum_of_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Return this rank's part of the sum over the answers' tokens of a batch."""
-        if isinstance(batch, ScheduledBatch):
-            losses = self.owner.losses(batch.inputs(self.device, transformers=True))
-            return batch.loss_of(losses) * batch.num_labels
-        divisor = torch.ones((), dtype=torch.int64, device=self.device)
-        inputs = [inputs_of(divisor, *parts) for parts in micro_batches(self, batch)]
-        return self.owner.losses(inputs).sum()
-
-    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return the tokens of answers, the share of padding and MFU."""
-        shares = usage(counts, seconds, self.decoder, self.peak_tflops)
-        return {"answer_tokens": counts[0], **shares}
-
-    def finish(self) -> None:
-        """Export a directory that `from_pretrained` loads."""
-        target = self.args.run_dir / EXPORT
-        if self.start < self.args.steps or not target.exists():
-            if build(self.args, "lora", LoRAOptions) is not None:
-                finish_adapters(self.model, self.args.run_dir)
-            export(self.model, self.args.model, target)
-        say(f"{target} is ready for from_pretrained")
-
-
-def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each micro-batch, on the device."""
-    for parts in zip(*batch.tensors(), strict=True):
-        if not job.packs:  # rows end with the longest of their documents
-            T = int((~parts[2]).sum(1).max().clamp(min=1))
-            parts = tuple(part[:, :T].contiguous() for part in parts[:3])
-        yield [to_device(part, job.device) for part in parts]
 
 
 def reader_of(
@@ -434,9 +305,7 @@ def dry_run(args: argparse.Namespace) -> int:
         packed_rows = packs(build_hf(config, args.model))
         shape = shape_of(args, parallel)
         steps = packed_examples(examples, shape, seed=args.seed, data_rank=0, packs=packed_rows)
-        print(
-            f"{len(examples)} examples, {data.num_cut} cut, {data.num_empty} without a token to learn"
-        )
+        print(f"{len(examples)} examples, {data.num_cut} cut, {data.num_empty} without an answer")
         print_batch(steps.next(), read_tokenizer(args.model).decode)
     except ARGUMENT_ERRORS as error:
         return print_error(error)

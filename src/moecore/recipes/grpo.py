@@ -39,7 +39,7 @@ from moecore.families import use_causal_attention
 from moecore.io import WeightStream
 from moecore.parallel.mesh import build_meshes
 from moecore.parallelize import parallelize_moe
-from moecore.recipes.loop import Job, batch_shape, begins, ranks_of, run, say, start
+from moecore.recipes.loop import TrainingJob, batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.optimizer import RECIPE, optimizer_of
 from moecore.recipes.options import (
@@ -82,7 +82,7 @@ class Samples:
 
 
 @dataclass(kw_only=True)
-class Reinforcement(Job[Samples]):
+class Reinforcement(TrainingJob[Samples]):
     """A policy on sums.
 
     Attributes:

@@ -1,7 +1,7 @@
 """The loop of all recipes: ranks, steps, metrics, checkpoints and errors.
 
 `start` starts the ranks, `run` is one of them, `train` is its loop and `train_step` one optimizer
-step. A recipe builds a `Job`, whose methods are what differs: data, loss, and what a run leaves.
+step. A recipe builds a `TrainingJob`, whose methods are what differs: data, loss and results.
 
 Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
 So the host waits for nothing in a step, and reads a step's metrics when it has launched the one
@@ -48,7 +48,7 @@ from moecore.recipes.metrics import Launched, Metrics, Moment, memory_gib, peak_
 from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import DEGREES, compute_dtype, loss_scale
 from moecore.recipes.profiling import check_profile, traced
-from moecore.recipes.report import Report, make_run_dir
+from moecore.recipes.report import RunReport, make_run_dir
 from moecore.recipes.resume import KEPT_CHECKPOINTS, checkpoint_dir, continuation, resume
 from moecore.recipes.schedule import is_due
 from moecore.train.step import TrainStep
@@ -76,7 +76,7 @@ class BatchReader(Protocol):
 
 
 @dataclass(kw_only=True)
-class Job(Generic[BatchT]):
+class TrainingJob(Generic[BatchT]):
     """One rank's part of a run that is ready to train; loads the last checkpoint, if there is one.
 
     A recipe's subclass has data, loss and what a run leaves.
@@ -194,7 +194,7 @@ def ranks_to_start(args: argparse.Namespace) -> int:
     return int(args.ranks or torch.cuda.device_count() or CPU_RANKS)
 
 
-def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]) -> int:
+def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], TrainingJob]) -> int:
     """Build, train and finish a job on this rank; return the exit code."""
     try:
         check_environment()
@@ -222,7 +222,7 @@ def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]
     return 0
 
 
-def train(job: Job[Any]) -> None:
+def train(job: TrainingJob[Any]) -> None:
     """Train to the last step, with metrics, evaluations and checkpoints on the way."""
     args, queue = job.args, deque[Launched]()
     with (
@@ -265,17 +265,17 @@ def train(job: Job[Any]) -> None:
         job.owner.check()  # the last step's
 
 
-def open_report(job: Job[Any]) -> AbstractContextManager[Report | None]:
+def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
     """Return the report of rank 0, and nothing on others; its error is raised on all ranks."""
-    reports: list[Report] = []
-    on_first_rank(lambda: reports.append(Report(job.args, start=job.start, unit=job.unit)))
+    reports: list[RunReport] = []
+    on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
     return reports[0] if reports else nullcontext()
 
 
-def train_step(job: Job[Any], step: int) -> Launched:
+def train_step(job: TrainingJob[Any], step: int) -> Launched:
     """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
     args, began, lr = job.args, Moment(job.device), learning_rate(job, step)
-    for group in (group for one in job.optimizers for group in one.param_groups):
+    for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):
         group["lr"] = lr * group["lr_factor"] * group.get("width_factor", 1.0)
     batch = job.next_batch(step)
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
@@ -302,7 +302,7 @@ def train_step(job: Job[Any], step: int) -> Launched:
     )
 
 
-def learning_rate(job: Job[Any], step: int) -> float:
+def learning_rate(job: TrainingJob[Any], step: int) -> float:
     """Return the learning rate of a step, without the factors of param groups."""
     shape = job.shape
     rows = shape.data_ranks * shape.grad_accum * shape.batch_size
@@ -312,7 +312,9 @@ def learning_rate(job: Job[Any], step: int) -> float:
     return optimizer_of(job.args).lr * factor
 
 
-def log(job: Job[Any], queue: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
+def log(
+    job: TrainingJob[Any], queue: deque[Launched], report: RunReport | None, *, keep: int = 0
+) -> None:
     """Wait for all but the newest `keep` steps and report them. Every rank waits."""
     while len(queue) > keep:
         launched = queue.popleft()
@@ -355,7 +357,7 @@ def shape_of(args: argparse.Namespace, parallel: ParallelConfig) -> BatchShape:
     )
 
 
-def ranks_of(job: Job[Any], *notes: str) -> str:
+def ranks_of(job: TrainingJob[Any], *notes: str) -> str:
     """Return how many ranks of what kind there are, and the degrees above 1."""
     p = job.meshes.parallel
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
@@ -363,7 +365,7 @@ def ranks_of(job: Job[Any], *notes: str) -> str:
     return f"{dist.get_world_size()} {job.device.type} ranks ({details})"
 
 
-def begins(job: Job[Any], otherwise: str) -> str:
+def begins(job: TrainingJob[Any], otherwise: str) -> str:
     """Return the step from which a run continues, or `otherwise` for a new one."""
     return f"from step {job.start}" if job.start else otherwise
 

@@ -69,7 +69,7 @@ class Launched:
         counts: of the step's batch over all data ranks, on the device.
         ep: ranks that share a layer's experts.
         expert_loads: whether the load of each expert is among those that are logged.
-        reader: the stream that the host reads on, see `Job`.
+        reader: the stream that the host reads on, see `TrainingJob`.
         extra: metrics that are known already: of the data, and of an evaluation after the step.
     """
 

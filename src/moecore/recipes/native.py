@@ -17,7 +17,7 @@ from moecore.moe.layer import MoELayer
 from moecore.packing import ScheduledBatch
 from moecore.recipes.data import StepBatch, to_device
 from moecore.recipes.graphs import Graphed
-from moecore.recipes.loop import Job
+from moecore.recipes.loop import TrainingJob
 from moecore.recipes.metrics import Metrics, usage
 from moecore.train.step import TrainStep
 
@@ -25,7 +25,7 @@ ForwardBackward = Callable[..., Tensor]
 
 
 @dataclass(kw_only=True)
-class DecoderJob(Job[StepBatch | ScheduledBatch]):
+class DecoderJob(TrainingJob[StepBatch | ScheduledBatch]):
     """A `Decoder` on rows of text; of a `ScheduledBatch` each micro-batch has its own cp.
 
     Attributes:

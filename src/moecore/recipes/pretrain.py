@@ -40,13 +40,19 @@ import torch
 import torch.distributed as dist
 
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
-from moecore.io import decoder_config_from_hf, export_hf
+from moecore.io import export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.models import Decoder, DecoderConfig, at_width, document_cost, preset
+from moecore.models import Decoder, DecoderConfig, at_width, document_cost
 from moecore.packing import CorpusOptions, ScheduledBatch
 from moecore.packing.split import multiple_of
 from moecore.parallel.mesh import Meshes, build_meshes
+from moecore.recipes.checks import (
+    check_dynamic_cp,
+    check_graph,
+    check_memory,
+    check_rows,
+    check_wandb,
+)
 from moecore.recipes.corpora import (
     BYTES,
     CorpusSteps,
@@ -58,9 +64,9 @@ from moecore.recipes.corpora import (
     with_names,
 )
 from moecore.recipes.data import BatchShape, StepBatch, to_device
+from moecore.recipes.decoder_config import EXCLUDED_FIELDS, RECORDS, model_config, tables_of
 from moecore.recipes.dry_run import add_dry_run, planned_run, print_batch, print_plan
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
-from moecore.recipes.files import check_directory, naming
 from moecore.recipes.graphs import pad_borders
 from moecore.recipes.loop import (
     batch_shape,
@@ -78,36 +84,16 @@ from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import (
     DEGREES,
     add_common,
-    check_dynamic_cp,
-    check_graph,
-    check_memory,
-    check_rows,
-    check_wandb,
     compute_dtype,
     count,
     moe_of,
     parallel_config,
     positive_int,
 )
-from moecore.recipes.records import add_records, as_toml, build, parse, values_of
+from moecore.recipes.records import add_records, as_toml, parse, values_of
 from moecore.recipes.report import CONFIG, EXPORT, make_run_dir
-from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
+from moecore.recipes.sharding import fsdp_of, nvlink_of, parallelize, records_of
 from moecore.train import WidthRates, width_rates
-
-RECORDS: dict[str, type] = {
-    "corpus": CorpusOptions,
-    "model": DecoderConfig,
-    "moe": MoEConfig,
-    "capacity": CapacityConfig,
-    "balance": BalanceConfig,
-    **TABLES,
-}
-# What another option says.
-EXCLUDED_FIELDS = (
-    *("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim"),
-    *("balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic"),
-    *("config", "row_factor", "dry_run", "gpu", "gpus"),
-)
 
 
 @dataclass(kw_only=True)
@@ -261,18 +247,6 @@ def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[
     )
 
 
-def tables_of(
-    args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the record of each table of the resolved options."""
-    if not args.hf_config:
-        moe = moe_of(config)
-        of_moe = {"moe": moe, "capacity": moe.capacity, "balance": moe.balance}
-        records = {"model": config, **of_moe, **records}
-    records |= {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
-    return {table: record for table, record in records.items() if record is not None}
-
-
 def rates_of(args: argparse.Namespace, config: DecoderConfig) -> WidthRates | None:
     """Return the factors of --base-width."""
     width = optimizer_of(args).base_width
@@ -328,35 +302,6 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
         check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
     check_wandb(args)
     return config, tokenizer
-
-
-def model_config(args: argparse.Namespace) -> DecoderConfig:
-    """Return the decoder of config.json, or the preset with the fields that were given."""
-    fields = {table: values_of(args, table) for table in ("model", "moe", "capacity")}
-    if args.hf_config:
-        if any(fields.values()):
-            name = next(f"{table}.{name}" for table, of in fields.items() for name in of)
-            raise ValueError(f"{name} must be that of --hf-config ({args.hf_config}): set it there")
-        if not args.hf_config.exists():
-            raise ValueError(
-                f"--hf-config ({args.hf_config}) must be a config.json or its directory"
-            )
-        if args.hf_config.is_dir():
-            check_directory(args.hf_config, "--hf-config")
-        with naming("--hf-config"):
-            config = decoder_config_from_hf(args.hf_config)
-    else:
-        config = preset(args.preset)
-        capacity = build(args, "capacity", CapacityConfig) or moe_of(config).capacity
-        config = replace(config, **fields["model"])
-        moe = replace(moe_of(config), **fields["moe"], dim=config.dim, capacity=capacity)
-        config = replace(config, moe=moe)
-    balance = values_of(args, "balance")
-    if args.aux_loss is not None:
-        balance["micro_batch_coef"] = args.aux_loss
-    moe = moe_of(config)
-    moe = replace(moe, balance=replace(moe.balance, **balance))
-    return replace(config, moe=moe)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

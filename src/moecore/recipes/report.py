@@ -33,7 +33,7 @@ NAMES = {
 }
 
 
-class Report:
+class RunReport:
     """The record of one run, kept by rank 0.
 
     Args:
@@ -102,7 +102,7 @@ class Report:
         elif step % 20 == 0 or step in self.printed:
             print(f"step {step}", *(f"{k} {v}" for k, v in postfix.items()), flush=True)
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> RunReport:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:

@@ -11,11 +11,11 @@ from moecore.base.fields import Bound, CheckedRecord, Count, CountOrZero, Rules
 
 Share = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 Shape = Literal["linear", "cosine", "1-sqrt"]
-# From 1 to 0 over the decay; the argument is the share of the decay that is done.
+# From 1 to 0 over the decay; the argument is the completed share of the decay.
 SHAPES: dict[Shape, Callable[[float], float]] = {
-    "linear": lambda done: 1 - done,
-    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-    "1-sqrt": lambda done: 1 - math.sqrt(done),
+    "linear": lambda share: 1 - share,
+    "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
+    "1-sqrt": lambda share: 1 - math.sqrt(share),
 }
 
 
@@ -68,8 +68,8 @@ class LearningRateSchedule(CheckedRecord):
         begin = warmup
         if self.lr_schedule == "wsd":
             begin = max(warmup, total - (self.decay_steps or max(1, round(0.1 * total))))
-        done = min(1.0, max(0, step - begin) / max(1, total - begin))
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * SHAPES[shape](done)
+        share = min(1.0, max(0, step - begin) / max(1, total - begin))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * SHAPES[shape](share)
 
     def _warmup(self, total: int, tokens_per_step: int) -> int:
         if self.warmup_tokens is not None:

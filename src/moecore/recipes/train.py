@@ -54,6 +54,7 @@ from moecore.base.options.precision import Precision
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.parallelize import parallelize_moe
+from moecore.recipes.checks import check_arguments, check_memory, check_rows
 from moecore.recipes.data import (
     Corpus,
     PackedSteps,
@@ -70,9 +71,6 @@ from moecore.recipes.metrics import Metrics
 from moecore.recipes.native import DecoderJob, dispatcher_of
 from moecore.recipes.optimizer import optimizer_of
 from moecore.recipes.options import (
-    check_arguments,
-    check_memory,
-    check_rows,
     compute_dtype,
     memory_options,
     model_config,
