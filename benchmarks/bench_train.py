@@ -49,6 +49,7 @@ from moecore.recipes.errors import ARGUMENT_ERRORS, RUN_ERRORS, print_rank_error
 from moecore.recipes.host import bind_to_gpu
 from moecore.recipes.loop import train_step
 from moecore.recipes.metrics import Launched, Metrics, Moment
+from moecore.recipes.optimizer import optimizer_of
 from moecore.recipes.options import parse_arguments
 
 CEILING_SIDE = 8192
@@ -79,8 +80,6 @@ SHOWN = (
     "gather_once",
     "keep_experts",
     "precision",
-    "optimizer",
-    "moment_dtype",
     "blocks_per_unit",
     "fp8_gather",
     "no_overlap",
@@ -254,6 +253,7 @@ def describe_run(job: train.Pretraining, seconds: list[float], metrics: list[Met
         stats = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         peak = torch.tensor(stats, dtype=torch.float64, device=job.device) / 2**30
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    optimizer = optimizer_of(job.args)
     return {
         "op": "train",
         "preset": job.args.preset,
@@ -261,6 +261,8 @@ def describe_run(job: train.Pretraining, seconds: list[float], metrics: list[Met
         "parameters": num_params(config),
         "active_parameters": active_params(config),
         **{name: getattr(job.args, name) for name in SHOWN},
+        "optimizer": optimizer.optimizer,
+        "moment_dtype": optimizer.moment_dtype,
         "ep": job.meshes.parallel.ep,
         "tokens_per_step": _tokens(job.shape),
         "step_ms": step_s * 1e3,

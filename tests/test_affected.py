@@ -12,7 +12,7 @@ import pytest
 from tools import affected
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ["tests/benchmarks", "tests/examples", "tests/integrations"]
+SCRIPTS = ["tests/benchmarks", "tests/examples", "tests/recipes", "tests/integrations"]
 COMPILED = [name for name in affected.ONLY_AFTER if name.endswith("compile.py")]
 
 
@@ -23,7 +23,7 @@ def test_only_what_no_change_concerns_is_left_out() -> None:
     assert affected.leave_out(["docs/api.md", "examples/first.py"]) == [
         name for name in every if name != "tests/examples"
     ]
-    assert affected.leave_out(["src/moecore/families/adopt.py"]) == [*SCRIPTS[:2], *COMPILED]
+    assert affected.leave_out(["src/moecore/families/adopt.py"]) == [*SCRIPTS[:3], *COMPILED]
     assert affected.leave_out(["benchmarks/harness.py"]) == every[1:]
     assert affected.leave_out(["src/moecore/kernels/common.py"]) == SCRIPTS
     assert affected.leave_out(["tests/helpers/ranks.py"]) == []

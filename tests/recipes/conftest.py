@@ -19,19 +19,25 @@ ONE_RANK = {
 @pytest.fixture
 def train(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, whose rank is this process alone."""
-    return importlib.import_module("moecore.recipes.train")
+    from moecore.recipes import train
+
+    return train
 
 
 @pytest.fixture
 def finetune(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, whose rank is this process alone."""
-    return importlib.import_module("moecore.recipes.finetune")
+    from moecore.recipes import finetune
+
+    return finetune
 
 
 @pytest.fixture
 def pretrain(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, whose rank is this process alone."""
-    return importlib.import_module("moecore.recipes.pretrain")
+    from moecore.recipes import pretrain
+
+    return pretrain
 
 
 @pytest.fixture

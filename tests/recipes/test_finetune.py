@@ -40,6 +40,7 @@ from moecore.parallel.model.parallel_state import parallel_state
 from moecore.planning.recipe import recipe_of
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.transformers import TransformersModel
+from moecore.recipes import finetuning, hf_model, optimizer
 from tests.families.transformers.family_models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.recipes.graph_stand_in import GraphStandIn
@@ -134,11 +135,11 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     torch.distributed.barrier()
     with (
         patch.object(script, "FineTuning", wraps=script.FineTuning) as job,
-        patch.object(script, "StateOffload", wraps=script.StateOffload) as away,
+        patch.object(optimizer, "StateOffload", wraps=optimizer.StateOffload) as offload,
     ):
         start("small", f"--config {file} --checkpoint-every 0")
     check_planned(planned, **job.call_args.kwargs)
-    assert away.call_args.kwargs == {"fraction": 1.0}
+    assert offload.call_args.kwargs == {"fraction": 1.0}
     train_step = loop.train_step
 
     def stops(job: Any, step: int) -> Any:
@@ -413,7 +414,7 @@ def test_stock_transformers_reload_it_with_equal_logits(
     job.model.register_forward_hook(lambda m, args, out: seen.append(out.logits))
     job.model.eval()
     with torch.no_grad():
-        job.model(**finetune.inputs_of(torch.ones((), dtype=torch.int64), ids, ids, ids < 0))
+        job.model(**hf_model.inputs_of(torch.ones((), dtype=torch.int64), ids, ids, ids < 0))
         assert (seen[0] - reloaded(ids).logits).abs().max() < 1e-5 and job.start == STEPS
     _, held_out = examples_of(finetune, folder)
     wanted = metrics(folder / "straight")[-1]["eval_loss"]
@@ -463,7 +464,7 @@ def test_the_loss_is_the_models_own(finetune: ModuleType) -> None:
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), loss="sum")
     next_BT = F.pad(labels_BT[:, 1:], (0, 1), value=-100)
     given = tokens_BT, next_BT, torch.zeros_like(tokens_BT, dtype=torch.bool)
-    found = model(**finetune.inputs_of(count, *given)).loss
+    found = model(**hf_model.inputs_of(count, *given)).loss
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
@@ -494,9 +495,9 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
         where = {"seed": None, "data_rank": 0, "packs": packs}
         for group in groups:
             batch = packed_examples(group, shape, **where).next()
-            for parts in finetune.micro_batches(job, batch):
+            for parts in finetuning.micro_batches(job, batch):
                 with step.micro_batch():
-                    loss = model(**finetune.inputs_of(torch.tensor(3), *parts)).loss
+                    loss = model(**hf_model.inputs_of(torch.tensor(3), *parts)).loss
                     loss.backward()
                 total += float(loss.detach())
         grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}

@@ -28,7 +28,7 @@ def test_one_rank_overflows_and_both_end(tmp_path: Path) -> None:
     assert code == 1, said
     line = rf"rank 1: {NEEDED} from the last checkpoint with --row-factor 1.37 or more"
     errors = [text for text in said.splitlines() if "error" in text]
-    assert len(errors) == 1 and re.fullmatch(rf".*overflowing.py: error: {line}", errors[0]), said
+    assert len(errors) == 1 and re.fullmatch(rf".*moecore: error: {line}", errors[0]), said
     assert "Traceback" not in said
 
 

@@ -18,6 +18,7 @@ from moecore.cli import _parser, main
 from moecore.models import Decoder, preset
 from moecore.planning.flags import run_of_options
 from moecore.recipes.optimizer import optimizer_of
+from moecore.recipes.records import values_of
 
 FLAGS = (
     "--data a.jsonl,weight=0.5,field=body b,name=x,stream=true --cp 2 --lr 1e-4 --plain-host"
@@ -259,7 +260,7 @@ def test_a_planned_run_is_a_file_of_options(
     parallel = pretrain.parallel_config(args, 2, num_experts=config.moe.num_experts)
     assert parallel.resolve(2) == run.resolved
     records = pretrain.records_of(args)
-    fsdp = FSDPOptions(param_dtype=torch.bfloat16, **pretrain.given(args, "fsdp"))
+    fsdp = FSDPOptions(param_dtype=torch.bfloat16, **values_of(args, "fsdp"))
     assert fsdp == run.fsdp and records["memory"] == run.memory
     assert records["pipeline"] == run.pipeline
     assert (records["nvlink"] or NVLinkOptions()) == (run.nvlink or NVLinkOptions())

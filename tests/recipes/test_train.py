@@ -296,7 +296,7 @@ ERRORS = {
     "--checkpoint-every -1": "argument --checkpoint-every: (-1) must be a whole number >= 0",
     "--row-factor 0": "argument --row-factor: (0) must be a number > 0",
     "--steps 0": r"argument --steps: (0) must be a whole number >= 1",
-    "--lr fast": r"argument --lr: (fast) must be a number > 0",
+    "--lr fast": "argument --lr: (fast) must be a number",
     "--dtype int8": "argument --dtype: invalid choice: 'int8'",
     "--precision fp4": "argument --precision: invalid choice: 'fp4'",
     "--preset huge": "preset ('huge') must be one of",
@@ -336,12 +336,11 @@ def error_of(
     capsys: pytest.CaptureFixture[str],
 ) -> str:
     """Return what the script prints to stderr when it ends with code 2."""
-    words = f"train.py --run-dir {run_dir} {MICRO} {arguments}".split()
-    monkeypatch.setattr(sys, "argv", words)
+    words = f"--run-dir {run_dir} {MICRO} {arguments}".split()
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     try:
-        code = script.main()
+        code = script.main(words)
     except SystemExit as end:  # argparse's own
         code = end.code
     assert code == 2
@@ -358,7 +357,7 @@ def test_wrong_arguments_are_one_line(
 ) -> None:
     printed = error_of(script, tmp_path, arguments, monkeypatch, capsys)
     assert ERRORS[arguments] in printed
-    assert printed.strip().splitlines()[-1].startswith("moecore: error: ")
+    assert re.match(r"moecore( train)?: error: ", printed.strip().splitlines()[-1])
 
 
 def test_a_wrong_argument_ends_the_process(tmp_path: Path) -> None:

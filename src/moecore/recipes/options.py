@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 
-from moecore.base.options.dispatch import BuiltinDispatcher, NVLinkOptions
+from moecore.base.options.dispatch import DISPATCHERS, NVLinkOptions
 from moecore.base.options.layer import MoEConfig
 from moecore.base.options.memory import (
     GEMM_LAST,
@@ -23,7 +23,7 @@ from moecore.base.options.memory import (
 from moecore.base.options.names import ScheduleName
 from moecore.base.options.precision import PrecisionName
 from moecore.models import DecoderConfig, preset
-from moecore.moe.backends import ExpertBackend
+from moecore.moe.backends import EXPERT_BACKENDS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.recipes.data import VOCAB_SIZE
@@ -45,7 +45,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--preset", default="tiny", help="which decoder, see moecore.models.PRESETS")
-    add("--experts", default="auto", choices=get_args(ExpertBackend), help="how experts multiply")
+    add("--experts", default="auto", choices=EXPERT_BACKENDS, help="how experts multiply")
     add("--data", type=Path, nargs="+", default=[], metavar="FILE", help='text, or jsonl "text"')
     add("--steps", type=positive_int, default=400, help="optimizer steps of the whole run")
     add("--bias-rate", type=float, help="step of the expert bias (None = the preset's)")
@@ -56,7 +56,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add(
         "--dispatcher",
         default="auto",
-        choices=get_args(BuiltinDispatcher),
+        choices=DISPATCHERS,
         help="how tokens travel",
     )
     add("--row-factor", type=positive, help="of nvlink: capacity over even loads (None = 2)")
