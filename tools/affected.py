@@ -43,7 +43,10 @@ ONLY_AFTER = {
         *RUNS,
     ),
     "tests/examples": (r"(tests/)?examples/.*", *RUNS),
-    "tests/recipes": (r"(src/moecore|tests)/recipes/.*", r"(tests/)?examples/.*", *RUNS),
+    "tests/recipes": (
+        *(r"(src/moecore|tests)/recipes/.*", r"examples/cluster(/.*)?"),
+        *RUNS,
+    ),
     "tests/integrations": (r"(src/moecore|tests)/(integrations|families)/.*", *RUNS),
     "tests/kernels/test_compile.py": COMPILED,
     "tests/kernels/exchange/test_exchange_compile.py": COMPILED,

@@ -37,6 +37,7 @@ def job(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "moecore").mkdir()  # torchrun -m finds it first
+    (tmp_path / "moecore" / "__init__.py").touch()
     (tmp_path / "moecore" / "__main__.py").write_text(TRAIN)
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}

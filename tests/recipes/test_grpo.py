@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from statistics import mean
 from types import ModuleType
@@ -20,7 +19,9 @@ STEPS, SAVED = 30, 24
 @pytest.fixture
 def grpo(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, whose rank is this process alone."""
-    return importlib.import_module("moecore.recipes.grpo")
+    from moecore.recipes import grpo
+
+    return grpo
 
 
 @pytest.mark.slow

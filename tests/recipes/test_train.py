@@ -296,7 +296,7 @@ ERRORS = {
     "--checkpoint-every -1": "argument --checkpoint-every: (-1) must be a whole number >= 0",
     "--row-factor 0": "argument --row-factor: (0) must be a number > 0",
     "--steps 0": r"argument --steps: (0) must be a whole number >= 1",
-    "--lr fast": "argument --lr: (fast) must be a number",
+    "--lr fast": "argument --lr: (fast) must be float",
     "--dtype int8": "argument --dtype: invalid choice: 'int8'",
     "--precision fp4": "argument --precision: invalid choice: 'fp4'",
     "--preset huge": "preset ('huge') must be one of",
