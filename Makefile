@@ -75,7 +75,7 @@ quick-ranks: $(READY)  ## run those and a step and the golden paths on ranks
 	$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $(QUICK) $(QUICK_RANKS) $(ARGS)
 
 demo: $(READY)  ## train the tiny preset into runs/demo
-	$(PY) examples/train.py --preset tiny --eval-every 50 --run-dir runs/demo $(ARGS)
+	$(PY) -m moecore train --preset tiny --eval-every 50 --run-dir runs/demo $(ARGS)
 
 bench: $(READY)  ## run the benchmarks (on a GPU; else a smoke), then: make bench-docs
 	$(PY) -m pytest -q benchmarks $(ARGS)

@@ -470,4 +470,4 @@ def measure_step(args: argparse.Namespace, step: TrainStep, model: Decoder, toke
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # without destructors, see examples/launch.py
+    os._exit(code)  # without destructors, see moecore/recipes/launch.py

@@ -299,4 +299,4 @@ def timed(variant: Variant, inputs: Inputs) -> tuple[float, float]:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # without destructors, see examples/launch.py
+    os._exit(code)  # without destructors, see moecore/recipes/launch.py

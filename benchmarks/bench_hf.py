@@ -39,7 +39,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.gate import ROOT
 from benchmarks.records import append_rows, results_path
 from moecore import (
     DenseOptions,
@@ -57,11 +56,8 @@ from moecore.base.options.precision import Precision, PrecisionName
 from moecore.families import use_causal_attention
 from moecore.io import init_hf
 from moecore.models import DecoderConfig, flops_per_token, preset
+from moecore.recipes.metrics import Moment
 from moecore.train import AdamW, GraphedForwardBackward
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-from metrics import Moment
 
 Row = dict[str, Any]
 MAX_NORM = 1.0
@@ -313,4 +309,4 @@ def line_of(row: Row, first: Row) -> str:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # without destructors, see examples/launch.py
+    os._exit(code)  # without destructors, see moecore/recipes/launch.py

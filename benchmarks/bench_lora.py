@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bench_hf import MAX_NORM, compute_dtype, qwen3_config, summary
-from benchmarks.gate import ROOT
 from benchmarks.records import append_rows, results_path
 from moecore import (
     DenseOptions,
@@ -39,11 +38,8 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.io import init_adapters, init_hf
 from moecore.models import preset
 from moecore.precision import store_experts_in_fp8
+from moecore.recipes.metrics import Moment
 from moecore.train import AdamW
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-from metrics import Moment
 
 Row = dict[str, Any]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -184,4 +180,4 @@ def line_of(row: Row) -> str:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # without destructors, see examples/launch.py
+    os._exit(code)  # without destructors, see moecore/recipes/launch.py

@@ -367,4 +367,4 @@ def _arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # without destructors, see examples/launch.py
+    os._exit(code)  # without destructors, see moecore/recipes/launch.py

@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gate import ROOT
 from benchmarks.records import append_rows, results_path
 from moecore import (
     DenseOptions,
@@ -46,11 +45,8 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig, preset
+from moecore.recipes.metrics import Moment
 from moecore.train import AdamW, HostAdamW, StateOffload
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-from metrics import Moment
 
 Row = dict[str, Any]
 MAX_NORM = 1.0
@@ -246,4 +242,4 @@ def _local(tensor: Any) -> Tensor:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # without destructors, see examples/launch.py
+    os._exit(code)  # without destructors, see moecore/recipes/launch.py

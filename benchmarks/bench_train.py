@@ -8,7 +8,7 @@ r"""A whole training step: tokens/s, TFLOP/s, share of the dense ceiling, memory
         --compile --gather-once --seq-len 4096 --batch-size 2 --quantile --bias-per-micro-batch \
         --lr 3e-4 --schedule-steps 400 --precision blockwise --against-bf16
 
-It is the loop of examples/train.py with that script's arguments; `--routing`, `--warm-up`,
+It is the loop of `moecore train` with that command's arguments; `--routing`, `--warm-up`,
 `--timed`, `--against-bf16`, `--trace` and `--results` are its own. As there, ranks do not meet
 between steps and the host is a step ahead. A step's time is that from the end of the one before it
 to its own, on the device, so the times add up to that of all steps, data and metrics included; it
@@ -38,22 +38,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gate import ROOT
 from benchmarks.power import PowerLog
 from benchmarks.records import RESULTS, Environment, append_row, results_path
 from benchmarks.trace import Breakdown, table, trace
 from moecore.models.size import active_params, flops_per_token, num_params
 from moecore.moe.forced import force_even_load, force_load
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-import train
-from data import BatchShape
-from errors import ARGUMENT_ERRORS, RUN_ERRORS, print_rank_error, print_run_error
-from host import bind_to_gpu
-from loop import train_step
-from metrics import Launched, Metrics, Moment
-from options import parse_arguments
+from moecore.recipes import train
+from moecore.recipes.data import BatchShape
+from moecore.recipes.errors import ARGUMENT_ERRORS, RUN_ERRORS, print_rank_error, print_run_error
+from moecore.recipes.host import bind_to_gpu
+from moecore.recipes.loop import train_step
+from moecore.recipes.metrics import Launched, Metrics, Moment
+from moecore.recipes.optimizer import optimizer_of
+from moecore.recipes.options import parse_arguments
 
 CEILING_SIDE = 8192
 CEILING_SECONDS = 2.0
@@ -83,8 +80,6 @@ SHOWN = (
     "gather_once",
     "keep_experts",
     "precision",
-    "optimizer",
-    "moment_dtype",
     "blocks_per_unit",
     "fp8_gather",
     "no_overlap",
@@ -186,10 +181,10 @@ def shares_of(routing: str) -> dict[int, float]:
 
 
 def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return this script's arguments and those of examples/train.py."""
+    """Return this script's arguments and those of moecore train."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
-        epilog="All other options are those of examples/train.py: see its --help.",
+        epilog="All other options are those of moecore train: see its --help.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -258,6 +253,7 @@ def describe_run(job: train.Pretraining, seconds: list[float], metrics: list[Met
         stats = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         peak = torch.tensor(stats, dtype=torch.float64, device=job.device) / 2**30
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    optimizer = optimizer_of(job.args)
     return {
         "op": "train",
         "preset": job.args.preset,
@@ -265,6 +261,8 @@ def describe_run(job: train.Pretraining, seconds: list[float], metrics: list[Met
         "parameters": num_params(config),
         "active_parameters": active_params(config),
         **{name: getattr(job.args, name) for name in SHOWN},
+        "optimizer": optimizer.optimizer,
+        "moment_dtype": optimizer.moment_dtype,
         "ep": job.meshes.parallel.ep,
         "tokens_per_step": _tokens(job.shape),
         "step_ms": step_s * 1e3,
@@ -367,4 +365,4 @@ def _short(value: Any) -> Any:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # without destructors, see examples/launch.py
+    os._exit(code)  # without destructors, see moecore/recipes/launch.py

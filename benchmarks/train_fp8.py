@@ -50,7 +50,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.fp8_runs import BASE, GATHERED, Run, load_runs, points, summary, write
-from benchmarks.gate import ROOT
 from benchmarks.records import results_path
 from benchmarks.text import Text, installed_folders, read_text
 from moecore import (
@@ -68,13 +67,10 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.models.size import num_params
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.router import Router
+from moecore.recipes.schedule import LearningRateSchedule
 from moecore.rl import RouterReplay
 from moecore.rl.choices import Choices
 from moecore.train import AdamW
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-from schedule import lr_at
 
 WIDE_HIDDEN = Precision(recipe=Recipe(keep_hidden="wide"), roles=("experts",))
 
@@ -361,7 +357,9 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
     grads: list[Tensor] = []
     for step in range(args.steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(step + 1, peak=args.lr, steps=args.steps)
+            group["lr"] = args.lr * LearningRateSchedule().factor(
+                step + 1, steps=args.steps, tokens_per_step=1
+            )
         tokens_BT, labels_BT = batches.at(step)
         is_probed = probe is not None and step % args.probe_every == 0
         with probe.recording() if is_probed else nullcontext(), owner.micro_batch():

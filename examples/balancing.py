@@ -8,19 +8,16 @@ prints.
 
 from __future__ import annotations
 
-if __name__ in ("__main__", "__mp_main__"):
-    import interrupts  # noqa: F401 (first: the imports below take seconds)
-
 import argparse
 import importlib.util
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from data import BatchShape, read_batches, read_corpus
 
 from moecore import BalanceConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig, preset
+from moecore.recipes.data import BatchShape, read_batches, read_corpus
 
 SHAPE = BatchShape(data_ranks=1, grad_accum=1, batch_size=8, seq_len=64)
 LAST = 50  # steps that the table's means are over

@@ -12,7 +12,7 @@ import pytest
 from tools import affected
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ["tests/benchmarks", "tests/examples", "tests/integrations"]
+SCRIPTS = ["tests/benchmarks", "tests/examples", "tests/recipes", "tests/integrations"]
 COMPILED = [name for name in affected.ONLY_AFTER if name.endswith("compile.py")]
 
 
@@ -20,10 +20,10 @@ def test_only_what_no_change_concerns_is_left_out() -> None:
     every = [*SCRIPTS, *COMPILED]
     assert affected.leave_out(None) == []
     assert affected.leave_out([]) == affected.leave_out(["docs/api.md", "README.md"]) == every
-    assert affected.leave_out(["docs/api.md", "examples/train.py"]) == [
+    assert affected.leave_out(["docs/api.md", "examples/first.py"]) == [
         name for name in every if name != "tests/examples"
     ]
-    assert affected.leave_out(["src/moecore/families/adopt.py"]) == [*SCRIPTS[:2], *COMPILED]
+    assert affected.leave_out(["src/moecore/families/adopt.py"]) == [*SCRIPTS[:3], *COMPILED]
     assert affected.leave_out(["benchmarks/harness.py"]) == every[1:]
     assert affected.leave_out(["src/moecore/kernels/common.py"]) == SCRIPTS
     assert affected.leave_out(["tests/helpers/ranks.py"]) == []
@@ -121,7 +121,7 @@ def test_tests_for_a_file_are_those_whose_imports_end_there() -> None:
     (bins,) = ROOT.glob("src/moecore/**/packing/bins.py")
     found = affected.tests_for(str(bins.relative_to(ROOT)))
     assert "tests/packing/test_bins.py" in found and "tests/parallel/test_mesh.py" not in found
-    assert affected.tests_for("examples/chat.py") == ["tests/examples"]
+    assert affected.tests_for("examples/first.py") == ["tests/examples"]
     assert affected.tests_for("docs/api.md") == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_tiny(rank: int, device: torch.device, path: str) -> None:
-    sys.path.insert(0, str(ROOT / "examples"))
-    importlib.import_module("tiny_hf").make(Path(path))
+    importlib.import_module("moecore.recipes.tiny_model").make(Path(path))
 
 
 def worker(rank: int, device: torch.device, root: str, code: str) -> list[str]:

@@ -24,7 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # Scripts and other trainers put these together: a step, a parallelized model, checkpoints.
 RUNS = (
-    r"src/moecore/(.*/)?(step|parallelize|cli)\.py",
+    r"src/moecore/(.*/)?(step|parallelize)\.py",
+    r"src/moecore/cli/.*",
     r"src/moecore/(.*/)?(checkpoint|hf)/.*",
     r"tests/(conftest|helpers/.*)\.py",
     r"pyproject\.toml|constraints\.txt|Makefile|tools/affected\.py",
@@ -37,8 +38,15 @@ COMPILED = (
     r"pyproject\.toml|constraints\.txt|Makefile|tools/affected\.py",
 )
 ONLY_AFTER = {
-    "tests/benchmarks": (r"(tests/)?benchmarks/.*\.py", r"tests/golden/.*\.py", *RUNS),
+    "tests/benchmarks": (
+        *(r"(tests/)?benchmarks/.*\.py", r"src/moecore/recipes/.*", r"tests/golden/.*\.py"),
+        *RUNS,
+    ),
     "tests/examples": (r"(tests/)?examples/.*", *RUNS),
+    "tests/recipes": (
+        *(r"(src/moecore|tests)/recipes/.*", r"examples/cluster(/.*)?"),
+        *RUNS,
+    ),
     "tests/integrations": (r"(src/moecore|tests)/(integrations|families)/.*", *RUNS),
     "tests/kernels/test_compile.py": COMPILED,
     "tests/kernels/exchange/test_exchange_compile.py": COMPILED,

@@ -28,8 +28,8 @@ from torchft.coordination import LighthouseServer
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder
 from moecore.train import AdamW, QKClip
-from tests.examples.test_cluster import free_port
 from tests.integrations.torchft_runs import MODEL, NUM_RANKS, ROWS, SEQ_LEN, batch_of, main
+from tests.recipes.test_cluster import free_port
 
 SERVER = multiprocessing.get_context("forkserver")  # imports once what each rank imports
 SERVER.set_forkserver_preload(["moecore.integrations.torchft", main.__module__])

@@ -13,7 +13,8 @@ import pytest
 
 from moecore import NVLinkOptions
 from moecore.base.options.precision import Precision, Recipe
-from moecore.cli import add_run_options, main
+from moecore.cli import main
+from moecore.cli.plans import add_run_options
 from moecore.models import preset
 from moecore.planning import (
     CostTable,

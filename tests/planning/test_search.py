@@ -17,7 +17,8 @@ import pytest
 
 from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.base.options.names import GpuName, PresetName
-from moecore.cli import DEGREES, add_plan, main
+from moecore.cli import main
+from moecore.cli.plans import DEGREES, add_plan
 from moecore.models import PRESETS, num_params, preset
 from moecore.planning import (
     CostTable,

@@ -1,10 +1,10 @@
-"""A planned run as text: flags of `moecore plan`, Python calls, and TOML for the examples.
+"""A planned run as text: flags of `moecore plan`, Python calls, and TOML for recipes.
 
     flags_of    -> the command that plans the run
     call_of     -> the Python that builds the run on GPUs
-    recipe_of   -> TOML for --config of examples/pretrain.py and finetune_hf.py
+    recipe_of   -> TOML for `moecore pretrain` and `moecore finetune`
 
-The names in a TOML are those of the examples' flags and of the records of options. A field with its
+The names in a TOML are those of the commands' flags and of the records of options. A field with its
 default value is left out. Data, tokenizer, steps and learning rate are not part of a plan, so they
 are given beside the file.
 """
@@ -164,7 +164,7 @@ def recipe_of(run: TrainingRun, config: Path | None = None) -> str:
     """Return the TOML of a run.
 
     Args:
-        run: any; examples/pretrain.py trains native decoders.
+        run: any; `moecore pretrain` trains native decoders.
         config: the config.json of its model, or the directory; None = the model is a preset.
 
     Raises:

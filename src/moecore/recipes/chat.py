@@ -1,0 +1,369 @@
+"""Chats, prompts and texts as tokens, and which of them a model learns to write.
+
+A file's records are lines of JSON (.jsonl), each in one of three forms, or one plain text:
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"prompt": "...", "completion": "..."}       text as it is, without a chat template
+    {"text": "..."}                              learned as a whole, in pieces of --seq-len
+
+Of a chat the assistant's messages are learned. A template that marks them with {% generation %}
+decides itself which tokens these are. Else an answer begins where the prompt of the messages before
+it ends, as the model will see that prompt, and ends where the template's last special token does,
+or behind the last answer with the end of the sequence. So does an answer whose mark ends before,
+or no answer of the model would ever end. What a prompt begins of the answer, such as reasoning,
+belongs to the prompt if the answer has all of it.
+
+Note "turns that change": some templates render a message otherwise once others follow it, such as
+those that drop the reasoning of earlier turns. A chat whose renderings do not grow in place becomes
+one example per answer, each rendered up to that answer, which alone is learned.
+
+Legend: T tokens of an example.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.packing.corpus.json_lines import strip_line
+from moecore.recipes.borders import Borders, borders_of
+from moecore.recipes.files import named, read_text, shown_path
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+FORMS = '"messages", "prompt" and "completion", or "text"'
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A sequence to learn from.
+
+    Attributes:
+        tokens_T: int32.
+        is_answer_T: bool, the tokens that are learned.
+    """
+
+    tokens_T: Tensor
+    is_answer_T: Tensor
+
+    @property
+    def num_answers(self) -> int:
+        """Tokens that are learned; the first token follows nothing."""
+        return int(self.is_answer_T[1:].sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examples:
+    """What files hold.
+
+    Attributes:
+        examples: examples of at most seq_len tokens, each with an answer.
+        num_cut: how many of these were longer.
+        num_empty: examples without a token to learn, or without one before the cut.
+    """
+
+    examples: list[Example]
+    num_cut: int
+    num_empty: int
+
+
+def read_examples(
+    files: Sequence[Path], tokenizer: Any, *, seq_len: int, option: str = "--data"
+) -> Examples:
+    """Return all examples of the files, in order.
+
+    Args:
+        files: .jsonl, or plain text.
+        tokenizer: a fast one of transformers.
+        seq_len: most tokens that a model reads at once.
+        option: that names the files, for errors.
+
+    Raises:
+        ValueError: for a file or record that is none, and where no example is left.
+    """
+    examples: list[Example] = []
+    num_cut = num_empty = 0
+    for place, record in _records(files, option):
+        for example in encode(record, tokenizer, seq_len=seq_len, place=place):
+            piece = Example(example.tokens_T[:seq_len], example.is_answer_T[:seq_len])
+            if piece.num_answers:
+                examples.append(piece)
+                num_cut += len(example.tokens_T) > seq_len
+            else:
+                num_empty += 1
+    if not examples:
+        raise ValueError(
+            f"{named(option, ' '.join(map(str, files)))} must have a token to learn: none of its "
+            f"{num_empty} example(s) has an answer among the first --seq-len ({seq_len}) "
+            "tokens: raise --seq-len, or look at the roles"
+        )
+    return Examples(examples=examples, num_cut=num_cut, num_empty=num_empty)
+
+
+def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Example]:
+    """Return the examples that a record makes, as long as they are.
+
+    Raises:
+        ValueError: names `place`, when the record has none of the three forms.
+    """
+    fields = record if isinstance(record, dict) else {}
+    if _is_chat(fields.get("messages")):
+        return _chat(tokenizer, fields["messages"], fields.get("tools"), place)
+    try:
+        if isinstance(fields.get("prompt"), str) and isinstance(fields.get("completion"), str):
+            return [_completion(tokenizer, fields["prompt"], fields["completion"])]
+        if isinstance(fields.get("text"), str):
+            return _pieces(_completion(tokenizer, "", fields["text"]), seq_len)
+    except Exception as error:  # of any kind, such as for half of a surrogate pair
+        raise ValueError(
+            f"{place} must be text that the tokenizer of --model encodes: {_reason(error)}"
+        ) from None
+    raise ValueError(f"{place} must be a JSON object with {FORMS}: {_describe(record)}")
+
+
+def _is_chat(messages: Any) -> bool:
+    return isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+    )
+
+
+def _describe(record: Any) -> str:
+    if isinstance(record, dict):
+        names = shown_path(", ".join(sorted(map(str, record))) or "nothing")
+        return f"it has {names}, of other types or names"
+    return f"it is of type {type(record).__name__}"
+
+
+def _completion(tokenizer: Any, prompt: str, completion: str) -> Example:
+    """Learn what follows the prompt, and to end there. The borders of a document stand once."""
+    text, borders = prompt + completion, _borders(tokenizer)
+    ids, is_answer = _tokens(tokenizer, text, [(len(prompt), len(text))])
+    content = borders.content(ids)
+    return _example(
+        [*borders.begin, *ids[content], *borders.end],
+        [False] * len(borders.begin) + is_answer[content] + [True] * len(borders.end),
+    )
+
+
+@lru_cache(maxsize=1)
+def _borders(tokenizer: Any) -> Borders:
+    return borders_of(tokenizer)
+
+
+def _pieces(example: Example, seq_len: int) -> list[Example]:
+    """Cut so that each token but the first is learned once: pieces share the token between."""
+    starts = range(0, max(1, len(example.tokens_T) - 1), max(1, seq_len - 1))
+    return [
+        Example(example.tokens_T[s : s + seq_len], example.is_answer_T[s : s + seq_len])
+        for s in starts
+    ]
+
+
+def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, place: str) -> list[Example]:
+    """Return a chat as one example, or one per answer: see Note "turns that change"."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{place} must have no messages, because the tokenizer of --model has no chat "
+            'template: add chat_template.jinja there, or use "prompt" and "completion"'
+        )
+    messages = [_without_end(tokenizer, message) for message in messages]
+    try:
+        if GENERATION.search(tokenizer.get_chat_template(tools=tools)):
+            return [_marked(tokenizer, messages, tools)]
+        return _by_prefixes(tokenizer, messages, tools)
+    except Exception as error:  # of any kind: a template is code
+        raise ValueError(
+            f"{place} must fit the chat template of --model: {_reason(error)}"
+        ) from None
+
+
+def _without_end(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer without the end-of-sequence token, which the template writes behind it."""
+    end, content = tokenizer.eos_token, message.get("content")
+    if message["role"] != "assistant" or not end or not isinstance(content, str):
+        return message
+    while content.endswith(end):
+        content = content.removesuffix(end)
+    return {**message, "content": content}
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong in one line of at most 200 characters."""
+    text = " ".join(str(error).split()) or "no reason given"
+    is_known = isinstance(error, ValueError | TypeError) or "jinja2" in type(error).__module__
+    return (text if is_known else f"{type(error).__name__}: {text}")[:200]
+
+
+def _marked(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> Example:
+    """Learn what the template marks, and to end where the last answer alone does."""
+    ids, is_answer = _as_marked(tokenizer, messages, tools)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    prefix_ids, is_prefix_answer = ids, is_answer
+    if answers and answers[-1] + 1 < len(messages):
+        prefix_ids, is_prefix_answer = _as_marked(tokenizer, messages[: answers[-1] + 1], tools)
+    if not (any(is_answer) and any(is_prefix_answer)):
+        return _example(ids, is_answer)
+    last, at = _ends(tokenizer, prefix_ids, is_prefix_answer)[-1]
+    if at is None:
+        return _example(
+            [*prefix_ids[: last + 1], _end_of(tokenizer)], [*is_prefix_answer[: last + 1], True]
+        )
+    end = prefix_ids[at]
+    for last, at in _ends(tokenizer, ids, is_answer):
+        if at is not None and ids[at] == end:
+            is_answer[last + 1 : at + 1] = [True] * max(0, at - last)
+    return _example(ids, is_answer)
+
+
+def _as_marked(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any
+) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a chat, and which of them the template marks."""
+    encoding = tokenizer.apply_chat_template(
+        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return encoding["input_ids"], [bool(marked) for marked in encoding["assistant_masks"]]
+
+
+def _ends(tokenizer: Any, ids: list[int], is_answer: list[bool]) -> list[tuple[int, int | None]]:
+    """Return of each run of learned tokens the last one, and the special token that ends it.
+
+    That is one of the run, or the first behind it and before the next run; None = there is none.
+    """
+    special_ids, ends = special_tokens(tokenizer), list[tuple[int, int | None]]()
+    groups = groupby(range(len(ids)), key=lambda t: is_answer[t])
+    runs = [list(run) for learned, run in groups if learned]
+    for run, after in zip(runs, [*runs[1:], [len(ids)]], strict=True):
+        last = _without_tail(tokenizer, ids, run, special_ids)[-1]
+        places = [last, *range(run[-1] + 1, after[0])]
+        ends.append((run[-1], next((t for t in places if ids[t] in special_ids), None)))
+    return ends
+
+
+def _by_prefixes(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> list[Example]:
+    """Learn from where each prompt ends to where the rendering with its answer does."""
+
+    def render(count: int, *, prompt: bool = False) -> str:
+        text: str = tokenizer.apply_chat_template(
+            messages[:count], tools=tools, tokenize=False, add_generation_prompt=prompt
+        )
+        return text
+
+    def render_answer(count: int, content: str) -> str:
+        """Render with another content of the last message."""
+        changed = [*messages[:count], {**messages[count], "content": content}]
+        text: str = tokenizer.apply_chat_template(changed, tools=tools, tokenize=False)
+        return text
+
+    turns = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            text, prompt = render(i + 1), render(i, prompt=True)
+            start = len(prompt)
+            if not text.startswith(prompt):
+                lengths = [_shared(text, render_answer(i, letter)) for letter in "AB"]
+                start = min(_shared(text, prompt), *lengths)
+                if not text.startswith(render(i)):
+                    raise ValueError(
+                        "an assistant's message must be added behind those before it: mark it in "
+                        "the template with {% generation %}"
+                    )
+            turns.append((text, (start, len(text))))
+    if not turns:
+        return [_spanned(tokenizer, render(len(messages)), [])]
+    full_text = turns[-1][0]
+    if all(full_text.startswith(text) for text, _ in turns):
+        return [_spanned(tokenizer, full_text, [span for _, span in turns])]
+    return [_spanned(tokenizer, text, [span]) for text, span in turns]
+
+
+def _shared(text: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+
+
+def _spanned(tokenizer: Any, text: str, spans: list[Span]) -> Example:
+    """Learn spans; behind one that ends the text also to end, where the template has no token."""
+    ids, is_answer = _tokens(tokenizer, text, spans)
+    if ids and is_answer[-1] and ids[-1] not in special_tokens(tokenizer):
+        ids, is_answer = [*ids, _end_of(tokenizer)], [*is_answer, True]
+    return _example(ids, is_answer)
+
+
+def _end_of(tokenizer: Any) -> int:
+    """Return the token that ends an answer for which the template has none."""
+    end: int | None = tokenizer.eos_token_id
+    if end is None:
+        raise ValueError("an answer must end with a token, and the tokenizer has no eos_token")
+    return end
+
+
+def _tokens(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a text, and which of them hold a character of a span.
+
+    The tokenizer adds no begin and end of its own: templates have theirs.
+
+    Args:
+        tokenizer: fast.
+        text: to encode.
+        spans: of characters, sorted.
+    """
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+    is_answer = [False] * len(ids)
+    special_ids = special_tokens(tokenizer)
+    for start, end in spans:
+        inside = [t for t, (a, b) in enumerate(offsets) if a < end and b > start and b > a]
+        for t in _without_tail(tokenizer, ids, inside, special_ids):
+            is_answer[t] = True
+    return ids, is_answer
+
+
+def _without_tail(
+    tokenizer: Any, ids: list[int], inside: list[int], special_ids: set[int]
+) -> list[int]:
+    """Leave out the white space that a template adds behind its own end of an answer."""
+    for count in range(len(inside), 0, -1):
+        token = ids[inside[count - 1]]
+        if token in special_ids:
+            return inside[:count]
+        if tokenizer.decode([token]).strip():
+            break
+    return inside
+
+
+@lru_cache(maxsize=1)
+def special_tokens(tokenizer: Any) -> set[int]:
+    """Return the ids of tokens that no text makes."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+
+
+def _example(ids: Sequence[int], is_answer: Sequence[int | bool]) -> Example:
+    return Example(torch.tensor(ids, dtype=torch.int32), torch.tensor(is_answer, dtype=torch.bool))
+
+
+def _records(files: Sequence[Path], option: str) -> Iterator[tuple[str, Any]]:
+    """Yield where a record stands and what it is."""
+    for path in files:
+        content = read_text(path, option)
+        if path.suffix != ".jsonl":
+            yield named(option, path), {"text": content}
+            continue
+        for number, line in enumerate(content.split("\n"), start=1):
+            if text := strip_line(line):
+                place = f"{named(option, path)} line {number}"
+                try:
+                    yield place, json.loads(text)
+                except (ValueError, RecursionError):
+                    raise ValueError(f"{place} must be a JSON object with {FORMS}") from None

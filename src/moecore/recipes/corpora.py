@@ -1,0 +1,360 @@
+"""Where a corpus lies, what makes tokens of it, and steps of its rows: the data of pretrain.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moecore.base.fields import quote
+from moecore.packing import (
+    CorpusLoader,
+    CorpusOptions,
+    CorpusSource,
+    DocumentCost,
+    JsonLines,
+    MegatronDocuments,
+    PackedBatch,
+    ScheduledBatch,
+    ScheduledLoader,
+)
+from moecore.packing.corpus.files import cut
+from moecore.recipes.borders import Borders, borders_of
+from moecore.recipes.data import BatchShape, StepBatch, standard_library, with_borders
+from moecore.recipes.files import check_directory, named
+from moecore.recipes.hf_model import TOKENIZER_FILES
+
+BYTES = "bytes"
+HUB = "hf:"
+STDLIB = "python:"  # sources of the Python standard library
+PARTITIONS_PER_ROW = 8  # so many workers of a rank tokenize documents of their own
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """A source of documents: PATH,key=value,... or a table of a TOML file.
+
+    Attributes:
+        path: a .jsonl file; the prefix of Megatron's .bin and .idx; a directory of `save_to_disk`;
+            hf:NAME, a data set of the Hugging Face hub or of another directory; or python:, the
+            sources of the Python standard library, to try a command.
+        weight: of the rows, over the sum of all weights.
+        name: in metrics, errors and positions; "" = see `with_names`.
+        field: of a row or line, which has the text or the token ids.
+        split: of a Hugging Face data set.
+        config: of a Hugging Face data set that has several; "" = its only one.
+        stream: read hf:NAME without storing it.
+        skip_invalid: leave out lines of a .jsonl file that are not objects with the field. Metrics
+            count these lines as bad_lines.
+    """
+
+    path: str
+    weight: float = 1.0
+    name: str = ""
+    field: str = "text"
+    split: str = "train"
+    config: str = ""
+    stream: bool = False
+    skip_invalid: bool = False
+
+
+def source_of(word: str) -> SourceOptions:
+    """Return the options of PATH,key=value,...
+
+    Raises:
+        ValueError: for a key that there is not, or a value of another kind.
+    """
+    path, *pairs = word.split(",")
+    kinds: dict[str, type[Any]] = {
+        field.name: type(field.default) for field in fields(SourceOptions)[1:]
+    }
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key not in kinds:
+            names = ", ".join(kinds)
+            raise ValueError(f"{quote(word)} must have keys of {names}, not {quote(key)}")
+        if kinds[key] is bool and value.lower() not in ("true", "false"):
+            raise ValueError(f"{quote(word)} must have {key}=true or {key}=false")
+        try:
+            values[key] = value.lower() == "true" if kinds[key] is bool else kinds[key](value)
+        except ValueError:
+            raise ValueError(f"{quote(word)} must have a number as {key}") from None
+    return SourceOptions(path=path, **values)
+
+
+def with_names(sources: Sequence[SourceOptions]) -> list[SourceOptions]:
+    """Return the sources, each with a name.
+
+    A source without a name is called as its file, without the suffix. Where other sources have the
+    same name, as many folders as are needed stand in front: a/web.jsonl and b/web.jsonl are "a/web"
+    and "b/web".
+    """
+    tails = [[source.name] if source.name else _tails(source.path) for source in sources]
+
+    def is_free(index: int, tail: str) -> bool:
+        other_tails = (of for other, of in enumerate(tails) if other != index)
+        return not any(tail in of for of in other_tails)
+
+    return [
+        replace(source, name=next((tail for tail in tails[i] if is_free(i, tail)), tails[i][-1]))
+        for i, source in enumerate(sources)
+    ]
+
+
+def _tails(path: str) -> list[str]:
+    """Return names of a path, from the shortest: of a/b.jsonl "b", "a/b" and "a/b.jsonl"."""
+    plain = Path(path.removeprefix(HUB))
+    parts = (plain.with_suffix("") if plain.suffix in (".jsonl", ".bin", ".idx") else plain).parts
+    return [*("/".join(parts[-n:]) for n in range(1, len(parts) + 1)), path]
+
+
+def read_source(
+    options: SourceOptions, tokenizer: Tokenizer, *, option: str = "--data"
+) -> CorpusSource:
+    """Return a source of rows.
+
+    Args:
+        options: of the source.
+        tokenizer: of its texts.
+        option: that names the source, for errors.
+
+    Raises:
+        ValueError: for files that are missing or broken.
+    """
+    try:
+        documents = _documents(options, option)
+    except ValueError as error:
+        line = str(error)
+        raise ValueError(line if line.startswith(option) else f"{option}: {line}") from None
+    return CorpusSource(
+        name=options.name or options.path,
+        documents=documents,
+        tokenize=Tokens(tokenizer, options.field),
+        weight=options.weight,
+    )
+
+
+def _documents(options: SourceOptions, option: str) -> Any:
+    path, name = Path(options.path), named(option, options.path)
+    if options.skip_invalid and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
+        raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_invalid")
+    if options.path.startswith(HUB):
+        return _from_datasets(options, option)
+    if options.path == STDLIB:
+        return [path.read_text(errors="replace") for path in standard_library()]
+    if options.stream:
+        raise ValueError(f"{name} must be {HUB}NAME to be streamed: drop stream")
+    if path.suffix == ".jsonl":
+        return JsonLines(path, options.field, skip_invalid=options.skip_invalid)
+    if any(os.path.lexists(path / file) for file in ("state.json", "dataset_dict.json")):
+        import datasets
+
+        check_directory(path, option)
+        with _loading(name):
+            dataset = datasets.load_from_disk(str(path))
+            return dataset[options.split] if isinstance(dataset, datasets.DatasetDict) else dataset
+    if os.path.exists(f"{path.with_suffix('')}.idx") and path.suffix in (".bin", ".idx"):
+        path = path.with_suffix("")
+    if os.path.exists(f"{path}.idx"):
+        return MegatronDocuments(path)
+    raise ValueError(
+        f"{name} must be a .jsonl file, the prefix of a .bin and a .idx, or a directory of "
+        f"save_to_disk: others, and data sets of the hub, are {HUB}NAME"
+    )
+
+
+def _from_datasets(options: SourceOptions, option: str) -> Any:
+    import datasets
+
+    name = options.path.removeprefix(HUB)
+    if os.path.isdir(name):
+        check_directory(Path(name), option)
+    with _loading(named(option, options.path)):
+        return datasets.load_dataset(
+            name, options.config or None, split=options.split, streaming=options.stream
+        )
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn an error of any kind, of files, networks and builders, into one line."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{name} must be a data set that loads: {cut(error)}") from None
+
+
+class Tokenizer:
+    """Makes token ids of text: that of a model, or bytes.
+
+    Args:
+        name: a directory, a name of the hub, or "bytes".
+
+    Attributes:
+        size: ids are below it.
+        hf: the tokenizer of transformers; None = bytes.
+        borders: with which a document begins and ends; None = bytes, which have none.
+
+    Raises:
+        ValueError: when there is none.
+    """
+
+    def __init__(self, name: str) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loaders have workers instead
+        self.hf: Any = None if name == BYTES else _load(name)
+        self.size = 256 if self.hf is None else len(self.hf)
+        self.borders: Borders | None = None
+        if self.hf is not None:
+            try:
+                self.borders = borders_of(self.hf)
+            except ValueError as error:
+                raise ValueError(f"{named('--tokenizer', name)} {error}: use another") from None
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids."""
+        if self.hf is None:
+            return bytes(min(i, 255) for i in ids).decode(errors="replace")
+        text: str = self.hf.decode(ids)
+        return text
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the ids of a document.
+
+        The tokens that the tokenizer adds before a text begin the document once. Those that it adds
+        after a text, and its end-of-sequence token, end the document once. A text may spell them.
+        """
+        if self.borders is None:
+            return list(text.encode())
+        ids: list[int] = self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if not ids:
+            return []
+        return [*self.borders.begin, *ids[self.borders.content(ids)], *self.borders.end]
+
+
+def _load(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    label, path = named("--tokenizer", name), Path(name)
+    if path.is_dir():
+        check_directory(path, "--tokenizer")
+        if not any(file.is_file() for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
+            raise ValueError(f"{label} must have a tokenizer: copy tokenizer.json there")
+    elif path.exists():
+        raise ValueError(f"{label} must be a directory, or a name of the hub: name its directory")
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # of any kind: transformers reads what the files have
+        raise ValueError(f"{label} must be a tokenizer that loads: {cut(error)}") from None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Makes token ids of a document: a row with a field, text, or ids, which stay as they are."""
+
+    tokenizer: Tokenizer
+    field: str
+
+    def __call__(self, document: Any) -> Any:
+        """Return the ids of a document.
+
+        Raises:
+            ValueError: for a row without the field.
+        """
+        if isinstance(document, Mapping):
+            if self.field not in document:
+                raise ValueError(
+                    f"a row with {quote(list(document))} must have {quote(self.field)}: set field"
+                )
+            document = document[self.field]
+        if not isinstance(document, str):
+            return document
+        return self.tokenizer(document)
+
+
+class ScheduledCorpusSteps:
+    """Reads the next step of this data rank: the documents of `CorpusSteps`' rows, by plan.
+
+    Attributes:
+        sampler: its state is the position in the data, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[CorpusSource],
+        options: CorpusOptions,
+        shape: BatchShape,
+        *,
+        max_tokens: int,
+        cost: DocumentCost,
+        data_rank: int,
+        workers: int,
+    ) -> None:
+        self.sampler = ScheduledLoader(
+            sources,
+            options,
+            rows=shape.data_ranks * shape.grad_accum * shape.batch_size,
+            max_tokens=max_tokens,
+            cost=cost,
+            data_rank=data_rank,
+            data_ranks=shape.data_ranks,
+            workers=workers,
+        )
+
+    def next(self) -> ScheduledBatch:
+        """Return the step behind the one before."""
+        return next(self.sampler)
+
+
+class CorpusSteps:
+    """Reads the next step of this data rank.
+
+    The rows of a step are the same however ranks and micro-batches share them.
+
+    Attributes:
+        sampler: its state is the position in the data, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[CorpusSource],
+        options: CorpusOptions,
+        shape: BatchShape,
+        *,
+        data_rank: int,
+        workers: int,
+    ) -> None:
+        self._shape = shape
+        # A function of the rows of a step: ranks and micro-batches share them as they like.
+        rows = shape.data_ranks * shape.grad_accum * shape.batch_size
+        options = replace(options, partitions=options.partitions or PARTITIONS_PER_ROW * rows)
+        self.sampler = CorpusLoader(
+            sources,
+            options,
+            rows=shape.batch_size,
+            data_rank=data_rank,
+            data_ranks=shape.data_ranks,
+            workers=workers,
+        )
+        self._num_borders = 1  # borders of a micro-batch so far
+
+    def next(self) -> StepBatch:
+        """Return the step behind the one before."""
+        batches: list[PackedBatch] = [next(self.sampler) for _ in range(self._shape.grad_accum)]
+        num_borders = max(len(batch["cu_seqlens"]) for batch in batches)
+        # Few lengths in a run: what is compiled by shape is compiled seldom.
+        self._num_borders = max(self._num_borders, 1 << (num_borders - 1).bit_length())
+        return StepBatch(
+            tokens_ABT=torch.stack([batch["input_ids"] for batch in batches]),
+            labels_ABT=torch.stack([batch["labels"] for batch in batches]),
+            padding_ABT=torch.stack([batch["padding_mask"] for batch in batches]),
+            cu_seqlens_An=torch.stack(
+                [with_borders(batch["cu_seqlens"], self._num_borders) for batch in batches]
+            ),
+            num_labels=torch.stack([batch["num_tokens"] for batch in batches]).sum(),
+        )

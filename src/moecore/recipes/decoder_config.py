@@ -1,0 +1,77 @@
+"""The decoder of `moecore pretrain`, and the tables of its options."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
+from moecore.io import decoder_config_from_hf
+from moecore.models import DecoderConfig, preset
+from moecore.packing import CorpusOptions
+from moecore.recipes.files import check_directory, naming
+from moecore.recipes.optimizer import optimizer_of, schedule_of
+from moecore.recipes.options import (
+    moe_of,
+)
+from moecore.recipes.records import build, values_of
+from moecore.recipes.sharding import TABLES
+
+RECORDS: dict[str, type] = {
+    "corpus": CorpusOptions,
+    "model": DecoderConfig,
+    "moe": MoEConfig,
+    "capacity": CapacityConfig,
+    "balance": BalanceConfig,
+    **TABLES,
+}
+
+
+# What another option says.
+EXCLUDED_FIELDS = (
+    *("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim"),
+    *("balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic"),
+    *("config", "row_factor", "dry_run", "gpu", "gpus"),
+)
+
+
+def tables_of(
+    args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the record of each table of the resolved options."""
+    if not args.hf_config:
+        moe = moe_of(config)
+        of_moe = {"moe": moe, "capacity": moe.capacity, "balance": moe.balance}
+        records = {"model": config, **of_moe, **records}
+    records |= {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
+    return {table: record for table, record in records.items() if record is not None}
+
+
+def model_config(args: argparse.Namespace) -> DecoderConfig:
+    """Return the decoder of config.json, or the preset with the fields that were given."""
+    fields = {table: values_of(args, table) for table in ("model", "moe", "capacity")}
+    if args.hf_config:
+        if any(fields.values()):
+            name = next(f"{table}.{name}" for table, of in fields.items() for name in of)
+            raise ValueError(f"{name} must be that of --hf-config ({args.hf_config}): set it there")
+        if not args.hf_config.exists():
+            raise ValueError(
+                f"--hf-config ({args.hf_config}) must be a config.json or its directory"
+            )
+        if args.hf_config.is_dir():
+            check_directory(args.hf_config, "--hf-config")
+        with naming("--hf-config"):
+            config = decoder_config_from_hf(args.hf_config)
+    else:
+        config = preset(args.preset)
+        capacity = build(args, "capacity", CapacityConfig) or moe_of(config).capacity
+        config = replace(config, **fields["model"])
+        moe = replace(moe_of(config), **fields["moe"], dim=config.dim, capacity=capacity)
+        config = replace(config, moe=moe)
+    balance = values_of(args, "balance")
+    if args.aux_loss is not None:
+        balance["micro_batch_coef"] = args.aux_loss
+    moe = moe_of(config)
+    moe = replace(moe, balance=replace(moe.balance, **balance))
+    return replace(config, moe=moe)

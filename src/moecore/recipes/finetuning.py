@@ -1,0 +1,147 @@
+"""FineTuning: one rank's part of `moecore finetune`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.models import DecoderConfig
+from moecore.packing import ScheduledBatch
+from moecore.recipes.batches import ScheduledExamples
+from moecore.recipes.chat import Example, Examples
+from moecore.recipes.data import PackedSteps, StepBatch, to_device
+from moecore.recipes.graphs import Graphed
+from moecore.recipes.hf_model import (
+    export,
+    inputs_of,
+)
+from moecore.recipes.loop import (
+    TrainingJob,
+    begins,
+    ranks_of,
+    say,
+)
+from moecore.recipes.lora import LoRAOptions, finish_adapters
+from moecore.recipes.metrics import Metrics, usage
+from moecore.recipes.records import build
+from moecore.recipes.report import EXPORT
+
+
+@dataclass(kw_only=True)
+class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
+    """A model of a Hugging Face directory on chats; with --dynamic-cp on `ScheduledBatch`.
+
+    Attributes:
+        batches: steps of the examples.
+        examples, held_out: of all ranks.
+        data: what the examples came from.
+        packs: whether rows may have several documents, which the model keeps apart.
+        decoder: the native config of the model, for FLOPs; None = there is none.
+        read: see `reader_of`.
+    """
+
+    batches: PackedSteps | ScheduledExamples
+    examples: list[Example]
+    held_out: list[Example]
+    data: Examples
+    packs: bool
+    decoder: DecoderConfig | None
+    read: Callable[..., PackedSteps | ScheduledExamples]
+
+    saves_memory = "add --recompute, lower --seq-len"
+    chosen_by = "--data, --seq-len, --eval-every and --cp"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+        def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+            return self.train_on(num_labels, zip(*tensors, strict=True))
+
+        self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
+
+    def begin(self) -> None:
+        """Print what is trained, and the loss on held-out data before the first step."""
+        args, begin = self.args, begins(self, "from its weights")
+        data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
+        notes = {
+            "held out": len(self.held_out),
+            "cut": self.data.num_cut,
+            "dropped": self.data.num_empty,
+        }
+        data += "".join(f", {count} {label}" for label, count in notes.items() if count)
+        say(f"fine-tuning {args.model} {begin} to step {args.steps} on {ranks_of(self)}: {data}")
+        before = self.evaluate() if self.start == 0 else {}
+        if before:
+            say(f"eval loss {before['eval_loss']:.3f} before the first step")
+
+    def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
+        """Return the batch of this data rank."""
+        return self.batches.next()
+
+    def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
+        """Run the micro-batches and return this rank's part of the mean loss."""
+        if isinstance(batch, ScheduledBatch):
+            self.owner.num_micro_batches = len(batch.cps)
+            inputs = batch.inputs(self.device, transformers=True)
+            return batch.loss_of(self.owner.forward_backward(inputs))
+        if self.graph is None:
+            return self.train_on(num_labels, micro_batches(self, batch))
+        return self.graph(num_labels, *(to_device(x, self.device) for x in batch.tensors()))
+
+    def train_on(self, num_labels: Tensor, of_step: Iterable[Sequence[Tensor]]) -> Tensor:
+        """Run micro-batches forward and backward; return this rank's part of the loss."""
+        inputs = [inputs_of(num_labels, *parts) for parts in of_step]
+        return self.owner.forward_backward(inputs).sum()
+
+    @torch.no_grad()
+    def evaluate(self) -> Metrics:
+        """Return the mean loss over the answers' tokens of all that is held out."""
+        if not self.held_out:
+            return {}
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        steps = self.read(self.held_out, replace(self.shape, grad_accum=1), seed=None)
+        self.model.eval()
+        for _ in range(len(steps.sampler)):
+            batch = steps.next()
+            sums[0] += self.sum_of_losses(batch)
+            sums[1] += to_device(batch.counts()[0], self.device)
+        self.model.train()
+        dist.all_reduce(sums)
+        total, num_tokens = sums.tolist()
+        return {"eval_loss": total / num_tokens}
+
+    def sum_of_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
+        """Return this rank's part of the sum over the answers' tokens of a batch."""
+        if isinstance(batch, ScheduledBatch):
+            losses = self.owner.losses(batch.inputs(self.device, transformers=True))
+            return batch.loss_of(losses) * batch.num_labels
+        divisor = torch.ones((), dtype=torch.int64, device=self.device)
+        inputs = [inputs_of(divisor, *parts) for parts in micro_batches(self, batch)]
+        return self.owner.losses(inputs).sum()
+
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return the tokens of answers, the share of padding and MFU."""
+        shares = usage(counts, seconds, self.decoder, self.peak_tflops)
+        return {"answer_tokens": counts[0], **shares}
+
+    def finish(self) -> None:
+        """Export a directory that `from_pretrained` loads."""
+        target = self.args.run_dir / EXPORT
+        if self.start < self.args.steps or not target.exists():
+            if build(self.args, "lora", LoRAOptions) is not None:
+                finish_adapters(self.model, self.args.run_dir)
+            export(self.model, self.args.model, target)
+        say(f"{target} is ready for from_pretrained")
+
+
+def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each micro-batch, on the device."""
+    for parts in zip(*batch.tensors(), strict=True):
+        if not job.packs:  # rows end with the longest of their documents
+            T = int((~parts[2]).sum(1).max().clamp(min=1))
+            parts = tuple(part[:, :T].contiguous() for part in parts[:3])
+        yield [to_device(part, job.device) for part in parts]

@@ -1,0 +1,150 @@
+"""Start the ranks of a job on this host, as torchrun would."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import connection
+from types import FrameType
+from typing import Any, NoReturn
+
+from moecore.recipes.interrupts import exit_at_interrupt
+
+if multiprocessing.parent_process() is not None:
+    exit_at_interrupt()  # a rank; torch takes seconds to import
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessContext
+
+END_S = 10  # for a rank to end after SIGTERM
+
+
+class Terminated(BaseException):
+    """SIGTERM came."""
+
+
+def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
+    """Run `run_rank(args)` in so many processes, with torchrun's environment, and wait for them.
+
+    No rank outlives this process, whatever ends it: SIGTERM and Ctrl-C reach the ranks first.
+
+    Args:
+        run_rank: a function at the top of a module; returns an exit code.
+        args: what it gets; must pickle.
+        world_size: number of processes.
+
+    Returns:
+        0, the exit code of a rank that left by itself with one other than 0, or 128 + the signal.
+
+    Raises:
+        ProcessRaisedException: with the traceback of a rank that raised, when none has left.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is here, not in rank 0
+        WORLD_SIZE=str(world_size),
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    ranks = torch.multiprocessing.spawn(
+        _start_rank, (run_rank, args), nprocs=world_size, join=False
+    )
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], Any]]
+    handlers = {signal.SIGTERM: _raise_terminated, signal.SIGINT: signal.default_int_handler}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a background job
+        del handlers[signal.SIGINT]
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        return _wait(ranks)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Terminated:
+        return 128 + signal.SIGTERM
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _end(ranks)
+
+
+def _wait(ranks: ProcessContext) -> int:
+    """Return the exit code of the job when all ranks have ended, or one has failed."""
+    try:
+        while not ranks.join():
+            pass
+    except torch.multiprocessing.ProcessExitedException as error:
+        if error.exit_code > 0:
+            return error.exit_code
+        rank = error.error_index
+        cause = (
+            ": the host may have too little memory" if error.exit_code == -signal.SIGKILL else ""
+        )
+        print(f"moecore: error: rank {rank} ended by {error.signal_name}{cause}", file=sys.stderr)
+        return 1
+    except torch.multiprocessing.ProcessRaisedException:
+        # A rank that left has printed why; the others raise when they miss it.
+        codes = [process.exitcode for process in ranks.processes]
+        exit_codes: list[int] = [
+            code
+            for code, trace in zip(codes, ranks.error_files, strict=True)
+            if code > 0 and not os.path.exists(trace)
+        ]
+        if not exit_codes:
+            raise
+        return exit_codes[0]
+    return 0
+
+
+def _end(ranks: ProcessContext) -> None:
+    for process in ranks.processes:
+        process.terminate()
+    for process in ranks.processes:
+        process.join(END_S)
+        process.kill()
+        process.join()
+
+
+def _raise_terminated(*_: object) -> None:
+    raise Terminated
+
+
+def _start_rank(rank: int, run_rank: Callable[[Any], int], args: Any) -> None:
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    leave(run_rank(args))
+
+
+def _end_with_launcher() -> None:
+    """End this rank when the launcher has: torch's own SIGINT for that may be ignored."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None, "ranks are children"
+    connection.wait([launcher.sentinel])
+    os._exit(1)
+
+
+def check_environment() -> None:
+    """Raise ValueError unless the environment is that of a rank, such as torchrun makes."""
+    for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0")):
+        value = os.environ.get(name, default)
+        if not value.isdecimal():
+            raise ValueError(
+                f"{name} ({value!r}) must be a whole number where the environment has RANK: start "
+                "with torchrun, or unset RANK"
+            )
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if int(rank) >= int(world_size):
+        raise ValueError(f"RANK ({rank}) must be < WORLD_SIZE ({world_size})")
+
+
+def leave(code: int) -> NoReturn:
+    """End this rank without destructors: gloo's threads may outlive what they use and abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,376 @@
+"""The loop of all recipes: ranks, steps, metrics, checkpoints and errors.
+
+`start` starts the ranks, `run` is one of them, `train` is its loop and `train_step` one optimizer
+step. A recipe builds a `TrainingJob`, whose methods are what differs: data, loss and results.
+
+Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
+So the host waits for nothing in a step, and reads a step's metrics when it has launched the one
+after it, or before a checkpoint. An overflow may be noticed a step later for that; it never gets
+into a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+
+from moecore.io import Saver
+from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.parallel.mesh import Meshes, ParallelConfig
+from moecore.recipes.data import BatchShape, to_device
+from moecore.recipes.errors import (
+    ARGUMENT_ERRORS,
+    RUN_ERRORS,
+    SAVES_MEMORY,
+    DivergedError,
+    print_error,
+    print_rank_error,
+    print_run_error,
+    silence_background_errors,
+)
+from moecore.recipes.host import bind_to_gpu, collect, collecting_by_hand
+from moecore.recipes.interrupts import exit_at_interrupt
+from moecore.recipes.launch import check_environment, launch, leave
+from moecore.recipes.metrics import Launched, Metrics, Moment, memory_gib, peak_tflops
+from moecore.recipes.optimizer import optimizer_of, schedule_of
+from moecore.recipes.options import DEGREES, compute_dtype, loss_scale
+from moecore.recipes.profiling import check_profile, traced
+from moecore.recipes.report import RunReport, make_run_dir
+from moecore.recipes.resume import KEPT_CHECKPOINTS, checkpoint_dir, continuation, resume
+from moecore.recipes.schedule import is_due
+from moecore.train.step import TrainStep
+
+CPU_RANKS = 2
+MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weights stay
+
+
+class StepData(Protocol):
+    """What one data rank reads in a step."""
+
+    def counts(self) -> Tensor:
+        """Return int64 [4]; the first is what the mean loss is over, the second are tokens."""
+
+
+BatchT = TypeVar("BatchT", bound=StepData)
+
+
+class BatchReader(Protocol):
+    """What a job reads its steps from; the state of the sampler is the position in the data."""
+
+    @property
+    def sampler(self) -> Stateful:
+        """The order of the documents."""
+
+
+@dataclass(kw_only=True)
+class TrainingJob(Generic[BatchT]):
+    """One rank's part of a run that is ready to train; loads the last checkpoint, if there is one.
+
+    A recipe's subclass has data, loss and what a run leaves.
+
+    Attributes:
+        model: parallelized, with weights.
+        optimizers: of all its parameters.
+        config: of the model, for its checkpoints.
+        facts: name -> what a run that goes on must have in common with this one, see `resume`.
+        batches: the data, as steps read it; None = it has no position.
+        owner: of the optimizer steps.
+        start: steps that the loaded checkpoint has done; 0 = none was there.
+        reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
+            that has been launched. None on other devices.
+    """
+
+    args: argparse.Namespace
+    meshes: Meshes
+    model: Any
+    optimizers: list[torch.optim.Optimizer]
+    shape: BatchShape
+    config: Any
+    facts: Mapping[str, object]
+    batches: BatchReader | None
+
+    unit = "token"  # of text, which the mean loss is of
+    saves_memory = SAVES_MEMORY  # options that lower the memory of a step
+    chosen_by = "--data, --seq-len, --eval-every and --tokens"  # options that rows depend on
+    finish_note = ""  # what a finished run still does
+    num_nan = 0  # steps in turn
+
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.meshes.device_type)
+        torch.manual_seed(self.args.seed)
+        self.owner = TrainStep(
+            self.model,
+            self.optimizers,
+            max_norm=optimizer_of(self.args).max_norm,
+            num_micro_batches=self.args.grad_accum,
+            loss_scale=loss_scale(self.args, self.device),
+        )
+        sampler = self.batches.sampler if self.batches else None
+        restored = self.model, self.optimizers, self.facts, self.owner, sampler
+        self.start = resume(self.args, *restored, chosen_by=self.chosen_by)
+        self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
+        dtype = compute_dtype(self.args, self.device)
+        self.peak_tflops = self.args.peak_tflops or peak_tflops(self.device, dtype)
+
+    def begin(self) -> None:
+        """Print what is trained, before the first step of a start."""
+        raise NotImplementedError
+
+    def next_batch(self, step: int) -> BatchT:
+        """Return the batch of this data rank."""
+        raise NotImplementedError
+
+    def forward_backward(self, num_labels: Tensor, batch: BatchT) -> Tensor:
+        """Run backward and return this rank's part of the mean loss.
+
+        Args:
+            num_labels: int64 scalar, the labels of all data ranks.
+            batch: of this data rank.
+        """
+        raise NotImplementedError
+
+    def evaluate(self) -> Metrics:
+        """Return metrics of held-out data, such as "eval_loss". Waits for the device."""
+        return {}
+
+    def finish(self) -> None:
+        """Leave the result of a run whose steps are done."""
+        raise NotImplementedError
+
+    def position(self) -> Metrics:
+        """Return metrics of the data up to the batch that was last read."""
+        return {}
+
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return a recipe's own metrics of a step, whose batches have these counts together."""
+        return {}
+
+
+def start(
+    run_rank: Callable[[argparse.Namespace], int],
+    args: argparse.Namespace,
+    check: Callable[[int], None],
+) -> int:
+    """Start the ranks and return the exit code, or be one of them under torchrun.
+
+    Args:
+        run_rank: a function at the top of a recipe, which calls `run`.
+        args: of the run.
+        check: raises for arguments that do not fit so many ranks, before any of them starts.
+    """
+    if "RANK" in os.environ:
+        exit_at_interrupt()
+        leave(run_rank(args))
+    gpus = torch.cuda.device_count()
+    world_size = ranks_to_start(args)
+    try:
+        if gpus and world_size > gpus:
+            raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
+        check(world_size)
+        make_run_dir(args.run_dir)
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    code = launch(run_rank, args, world_size)
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        print(f"moecore: stopped: {continuation(args)}", file=sys.stderr, flush=True)
+    return code
+
+
+def ranks_to_start(args: argparse.Namespace) -> int:
+    """Return --ranks, else the number of GPUs, else two."""
+    return int(args.ranks or torch.cuda.device_count() or CPU_RANKS)
+
+
+def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], TrainingJob]) -> int:
+    """Build, train and finish a job on this rank; return the exit code."""
+    try:
+        check_environment()
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    try:
+        check_ranks(args)
+        job = build_job(args)
+        check_profile(args, job.start)
+        if not args.plain_host:
+            bind_to_gpu()
+    except ARGUMENT_ERRORS as error:
+        return print_rank_error(error, int(os.environ["RANK"]))
+    try:
+        if job.start < args.steps:
+            job.begin()
+            with silence_background_errors():
+                train(job)
+        else:
+            say(f"{args.run_dir} is finished at step {job.start}{job.finish_note}")
+        job.finish()
+    except RUN_ERRORS as error:
+        return print_run_error(error, args, saves_memory=job.saves_memory)
+    dist.barrier()
+    return 0
+
+
+def train(job: TrainingJob[Any]) -> None:
+    """Train to the last step, with metrics, evaluations and checkpoints on the way."""
+    args, queue = job.args, deque[Launched]()
+    with (
+        open_report(job) as report,
+        Saver(
+            checkpoint_dir(args),
+            job.model,
+            job.optimizers,
+            keep=KEPT_CHECKPOINTS,
+            config=job.config,
+        ) as saver,
+        nullcontext() if args.plain_host else collecting_by_hand(),
+        traced(args) as end_of_step,
+    ):
+        for step in range(job.start + 1, args.steps + 1):
+            try:
+                queue.append(train_step(job, step))
+                if is_due(step, every=args.eval_every, steps=args.steps):
+                    metrics = queue[-1].extra | job.evaluate()
+                    queue[-1] = replace(queue[-1], extra=metrics)
+            except RUN_ERRORS:
+                log(job, queue, report)
+                raise
+            is_checkpoint = is_due(step, every=args.checkpoint_every, steps=args.steps)
+            log(
+                job,
+                queue,
+                report,
+                keep=0 if is_checkpoint or step in (job.start + 1, args.steps) else 1,
+            )
+            saver.check()  # a save that failed in the background ends the run here
+            if is_checkpoint:
+                job.owner.check()  # no checkpoint of a step whose tokens got lost
+                extra = {"step": step, **job.facts, **job.owner.state_dict()}
+                if job.batches is not None:
+                    extra["data"] = job.batches.sampler.state_dict()
+                saver.save(step, extra, wait=False)
+            collect(step)
+            end_of_step()
+        job.owner.check()  # the last step's
+
+
+def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
+    """Return the report of rank 0, and nothing on others; its error is raised on all ranks."""
+    reports: list[RunReport] = []
+    on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
+    return reports[0] if reports else nullcontext()
+
+
+def train_step(job: TrainingJob[Any], step: int) -> Launched:
+    """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
+    args, began, lr = job.args, Moment(job.device), learning_rate(job, step)
+    for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):
+        group["lr"] = lr * group["lr_factor"] * group.get("width_factor", 1.0)
+    batch = job.next_batch(step)
+    copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
+    counts = to_device(batch.counts(), job.device)
+    dist.all_reduce(counts)
+    fetched = Moment(job.device)  # when the last rank has its data
+    counts //= copies
+    loss = job.forward_backward(counts[0].clamp(min=1), batch)
+    result = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
+    dist.all_reduce(loss)
+    loss = loss / copies
+    return Launched(
+        step=step,
+        began=began,
+        fetched=fetched,
+        ended=Moment(job.device),
+        loss=loss,
+        result=result,
+        counts=counts,
+        ep=job.meshes.parallel.ep,
+        expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
+        reader=job.reader,
+        extra=job.position(),
+    )
+
+
+def learning_rate(job: TrainingJob[Any], step: int) -> float:
+    """Return the learning rate of a step, without the factors of param groups."""
+    shape = job.shape
+    rows = shape.data_ranks * shape.grad_accum * shape.batch_size
+    factor = schedule_of(job.args).factor(
+        step, steps=job.args.steps, tokens_per_step=rows * shape.seq_len
+    )
+    return optimizer_of(job.args).lr * factor
+
+
+def log(
+    job: TrainingJob[Any], queue: deque[Launched], report: RunReport | None, *, keep: int = 0
+) -> None:
+    """Wait for all but the newest `keep` steps and report them. Every rank waits."""
+    while len(queue) > keep:
+        launched = queue.popleft()
+        step = launched.step
+        metrics = launched.metrics()
+        counts, seconds = launched.read_counts(), launched.began.seconds_until(launched.ended)
+        metrics |= {"tokens_per_second": counts[1] / seconds, **memory_gib(job.device)}
+        metrics["data_wait_share"] = launched.began.seconds_until(launched.fetched) / seconds
+        metrics |= job.more_metrics(counts, seconds)
+        if report:
+            report.log(step, metrics, expert_loads=launched.expert_loads)
+        job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
+        if job.num_nan == MOST_NAN:
+            raise DivergedError(
+                f"loss ({metrics['loss']}) of step {step} and of the {MOST_NAN - 1} before it "
+                "must be finite: lower --lr, or start again from a checkpoint before them"
+            )
+
+
+def check_ranks(args: argparse.Namespace) -> None:
+    """Raise ValueError where torchrun has started another number of ranks than --ranks."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if args.ranks not in (None, world_size):
+        raise ValueError(f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it")
+
+
+def batch_shape(args: argparse.Namespace, meshes: Meshes) -> BatchShape:
+    """Return the shape of a step's batch over all ranks."""
+    return shape_of(args, meshes.parallel)
+
+
+def shape_of(args: argparse.Namespace, parallel: ParallelConfig) -> BatchShape:
+    """Return the shape of a step's batch for degrees without -1."""
+    return BatchShape(
+        data_ranks=parallel.dp_replicate * parallel.dp_shard,
+        grad_accum=args.grad_accum,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        cp=parallel.cp,
+    )
+
+
+def ranks_of(job: TrainingJob[Any], *notes: str) -> str:
+    """Return how many ranks of what kind there are, and the degrees above 1."""
+    p = job.meshes.parallel
+    degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
+    details = ", ".join([degrees or "no sharding", *notes])
+    return f"{dist.get_world_size()} {job.device.type} ranks ({details})"
+
+
+def begins(job: TrainingJob[Any], otherwise: str) -> str:
+    """Return the step from which a run continues, or `otherwise` for a new one."""
+    return f"from step {job.start}" if job.start else otherwise
+
+
+def say(line: str) -> None:
+    """Print a line on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)

@@ -1,0 +1,173 @@
+"""OptimizerConfig: the optimizers of a run and their options by parameter."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import nn
+
+from moecore.base.fields import Bound, CheckedRecord, Count, Positive, PositiveOrZero, Rules, quote
+from moecore.base.options.names import MomentDtype
+from moecore.recipes.records import values_of
+from moecore.recipes.schedule import LearningRateSchedule, Share
+from moecore.train import AdamW, Muon, StateOffload, WidthRates, assign_matrices
+from moecore.train.optim.matrices import BIAS, EMBEDDING, VECTOR
+
+Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]
+NOT_DECAYED = (VECTOR, BIAS, EMBEDDING)  # kinds of parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamGroup(CheckedRecord):
+    """Options of the parameters whose names match a pattern.
+
+    Attributes:
+        pattern: of parameter names, as `fnmatch` reads it, such as "*.router.*".
+        lr_factor: their learning rate over `OptimizerConfig.lr`.
+        weight_decay: None = as without the group.
+    """
+
+    pattern: str
+    lr_factor: PositiveOrZero = 1.0
+    weight_decay: PositiveOrZero | None = None
+
+    @classmethod
+    def of(cls, text: str) -> ParamGroup:
+        """Return the group of a text such as "*.router.*,lr_factor=0.1,weight_decay=0"."""
+        pattern, *pairs = text.split(",")
+        try:
+            values = {name: float(value) for name, value in (pair.split("=") for pair in pairs)}
+            return cls(pattern=pattern, **values)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"param_groups ({quote(text)}) must be PATTERN,lr_factor=NUMBER,weight_decay=NUMBER"
+                ": correct it"
+            ) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig(CheckedRecord):
+    """The optimizers of a run.
+
+    Attributes:
+        optimizer: "adamw", or "muon" for matrices, with AdamW for all other parameters.
+        lr: the peak of the learning rate.
+        beta1: AdamW's decay of the first moment.
+        beta2: AdamW's decay of the second moment.
+        eps: AdamW's addend of the denominator.
+        weight_decay: decoupled weight decay.
+        decay_all: whether norms, biases and embeddings decay too.
+        param_groups: rules by name, the first match counts: "PATTERN,lr_factor=0.1,weight_decay=0".
+        max_norm: the gradient's global norm is clipped to this value; inf = no clipping.
+        momentum: Muon's decay of the momentum.
+        muon_beta2: NorMuon's decay of the second moment per output; None = plain Muon.
+        moment_dtype: the dtype of AdamW's moments.
+        master_remainder: whether parameters are bf16 and AdamW's state completes fp32 masters.
+        state_offload: the share of AdamW's state that is in host memory between steps.
+        base_width: the model dim for which lr is chosen, see `width_rates`; None = the model's own.
+    """
+
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: Positive = 3e-4
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Positive = 1e-8
+    weight_decay: PositiveOrZero = 0.1
+    decay_all: bool = False
+    param_groups: tuple[str, ...] = ()
+    max_norm: Positive = 1.0
+    momentum: Decay = 0.95
+    muon_beta2: Decay | None = None
+    moment_dtype: MomentDtype = "float32"
+    master_remainder: bool = False
+    state_offload: Share = 0.0
+    base_width: Count | None = None
+
+    def _rules(self) -> Rules:
+        if self.optimizer == "muon" and self.master_remainder:
+            yield (
+                "master_remainder",
+                "be False with optimizer 'muon', which needs fp32 weights: drop it",
+            )
+        if self.muon_beta2 is not None and self.optimizer != "muon":
+            yield "muon_beta2", "be None without optimizer 'muon': drop it"
+        for text in self.param_groups:
+            ParamGroup.of(text)
+
+    def build(
+        self, model: nn.Module, rates: WidthRates | None = None
+    ) -> list[torch.optim.Optimizer]:
+        """Return the optimizers of all trained parameters of a parallelized model.
+
+        Every rank returns the same groups; groups without parameters on this rank are empty.
+        """
+        assignment = assign_matrices(model)
+        is_muon = self.optimizer == "muon"
+        trained = [decision.param for decision in assignment.decisions.values()]
+        adamw = AdamW(
+            assignment.adamw_params if is_muon else trained,
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            moment_dtype=getattr(torch, self.moment_dtype),
+            master_remainder=self.master_remainder,
+        )
+        optimizers: list[torch.optim.Optimizer] = [adamw]
+        if is_muon:
+            muon = Muon(
+                assignment,
+                lr=self.lr,
+                weight_decay=self.weight_decay,
+                momentum=self.momentum,
+                beta2=self.muon_beta2,
+            )
+            optimizers.insert(0, muon)
+        kinds = {d.param: (name, d.reason) for name, d in assignment.decisions.items()}
+        for optimizer in optimizers:
+            self._split(optimizer, kinds)
+            if rates is not None:
+                rates.regroup(optimizer, model)
+        if self.state_offload:
+            StateOffload(adamw, model, fraction=self.state_offload)
+        return optimizers
+
+    def _split(
+        self, optimizer: torch.optim.Optimizer, kinds: dict[nn.Parameter, tuple[str, str]]
+    ) -> None:
+        """Split the group of a new optimizer by `param_groups` and by weight decay, in place."""
+        rules = [ParamGroup.of(text) for text in self.param_groups]
+        rules.append(ParamGroup(pattern="*"))
+        (group,) = optimizer.param_groups
+        groups: dict[tuple[int, bool], dict[str, Any]] = {}
+        for number, rule in enumerate(rules):
+            for decays in (True, False):
+                decay = self.weight_decay if decays else 0.0
+                groups[number, decays] = group | {
+                    "params": [],
+                    "lr_factor": rule.lr_factor,
+                    "weight_decay": decay if rule.weight_decay is None else rule.weight_decay,
+                }
+        for param in group["params"]:
+            name, kind = kinds[param]
+            number = next(n for n, rule in enumerate(rules) if fnmatchcase(name, rule.pattern))
+            decays = self.decay_all or kind not in NOT_DECAYED
+            groups[number, decays]["params"].append(param)
+        optimizer.param_groups = list(groups.values())
+
+
+RECIPE: dict[str, type] = {"optimizer": OptimizerConfig, "schedule": LearningRateSchedule}
+
+
+def optimizer_of(args: argparse.Namespace) -> OptimizerConfig:
+    """Return the options of [optimizer] of the arguments."""
+    return OptimizerConfig(**values_of(args, "optimizer"))
+
+
+def schedule_of(args: argparse.Namespace) -> LearningRateSchedule:
+    """Return the options of [schedule] of the arguments."""
+    return LearningRateSchedule(**values_of(args, "schedule"))

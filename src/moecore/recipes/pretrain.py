@@ -1,0 +1,390 @@
+r"""Pre-train a Mixture-of-Experts decoder on a corpus: one command to a directory for transformers.
+
+    moecore pretrain --hf-config DIR --tokenizer DIR --seq-len 4096 --steps 100000 \
+        --data web_text_document,weight=0.7 code.jsonl,weight=0.3,field=content \
+        --validation held_out.jsonl,name=web --eval-every 500 --run-dir runs/mine
+    torchrun --nproc-per-node 8 -m moecore pretrain --config runs/mine/config.toml --ep 4 --cp 2
+    torchrun --nproc-per-node 8 -m moecore pretrain --config ... --seq-len 65536 --dynamic-cp 8192
+
+Documents are text or token ids: JSONL, Megatron's .bin and .idx, and data sets of Hugging Face, on
+disk or streamed. They are tokenized and packed into rows by workers ahead of the step, without
+attention across documents, and sources are mixed by their weights. docs/pretraining.md has all of
+it, and what happens to documents that are empty or bad.
+
+The model is that of a config.json (--hf-config), whose weights start at random, or a preset with
+fields of its own (--preset, --num-layers, ...). Every option of moecore's records has a flag, and a
+line in a TOML file (--config); RUN_DIR/config.toml has those of the run. `moecore plan --write
+FILE` writes such a file of a planned run.
+
+Started again with the same arguments, a run continues from its last whole checkpoint. On other
+ranks too it reads the tokens that are left, each once; docs/checkpointing.md has what changes then.
+Its result is RUN_DIR/export, with the tokenizer, where the config.json is known.
+
+loop.py has the steps, which all recipes share, sharding.py how a model is put onto
+the ranks, native.py the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.io import export_hf
+from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.models import Decoder, DecoderConfig, at_width, document_cost
+from moecore.packing import CorpusOptions, ScheduledBatch
+from moecore.packing.split import multiple_of
+from moecore.parallel.mesh import Meshes, build_meshes
+from moecore.recipes.checks import (
+    check_dynamic_cp,
+    check_graph,
+    check_memory,
+    check_rows,
+    check_wandb,
+)
+from moecore.recipes.corpora import (
+    BYTES,
+    CorpusSteps,
+    ScheduledCorpusSteps,
+    SourceOptions,
+    Tokenizer,
+    read_source,
+    source_of,
+    with_names,
+)
+from moecore.recipes.data import BatchShape, StepBatch, to_device
+from moecore.recipes.decoder_config import EXCLUDED_FIELDS, RECORDS, model_config, tables_of
+from moecore.recipes.dry_run import add_dry_run, planned_run, print_batch, print_plan
+from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
+from moecore.recipes.graphs import pad_borders
+from moecore.recipes.loop import (
+    batch_shape,
+    begins,
+    ranks_of,
+    ranks_to_start,
+    run,
+    say,
+    shape_of,
+    start,
+)
+from moecore.recipes.metrics import Metrics
+from moecore.recipes.native import DecoderJob, dispatcher_of, inputs_of
+from moecore.recipes.optimizer import optimizer_of, schedule_of
+from moecore.recipes.options import (
+    DEGREES,
+    add_common,
+    compute_dtype,
+    count,
+    moe_of,
+    parallel_config,
+    positive_int,
+)
+from moecore.recipes.records import add_records, as_toml, parse, values_of
+from moecore.recipes.report import CONFIG, EXPORT, make_run_dir
+from moecore.recipes.sharding import fsdp_of, nvlink_of, parallelize, records_of
+from moecore.train import WidthRates, width_rates
+
+
+@dataclass(kw_only=True)
+class CorpusTraining(DecoderJob):
+    """A decoder on a corpus; with --dynamic-cp on `ScheduledBatch`.
+
+    Attributes:
+        batches: steps of the corpus.
+        tokenizer: of its text.
+        validation: this rank's rows of each set.
+        bad_lines: lines of the sources that are left out because they are broken.
+    """
+
+    batches: CorpusSteps | ScheduledCorpusSteps
+    tokenizer: Tokenizer
+    validation: dict[str, StepBatch | ScheduledBatch]
+    bad_lines: int
+
+    chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
+
+    def begin(self) -> None:
+        """Print what is trained."""
+        args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
+        begin, name = begins(self, "from scratch"), args.hf_config or args.preset
+        say(f"training {name} {begin} to step {args.steps} on {ranks}: {len(args.data)} source(s)")
+
+    def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
+        """Return the batch of this data rank."""
+        batch = self.batches.next()
+        if self.args.cuda_graph and isinstance(batch, StepBatch):
+            return pad_borders(batch)
+        return batch
+
+    @torch.no_grad()
+    def evaluate(self) -> Metrics:
+        """Return the loss on each validation set, and their mean. Waits for the device."""
+        if not self.validation:
+            return {}
+        self.model.eval()
+        losses = {f"eval_loss/{name}": self._loss(rows) for name, rows in self.validation.items()}
+        self.model.train()
+        return {"eval_loss": sum(losses.values()) / len(losses), **losses}
+
+    def _loss(self, batch: StepBatch | ScheduledBatch) -> float:
+        copies = dist.get_world_size() // self.meshes.data_ranks
+        if isinstance(batch, ScheduledBatch):
+            total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
+            dist.all_reduce(total)
+            return float(total) / copies
+        num_labels = to_device(batch.num_labels.clone(), self.device)
+        dist.all_reduce(num_labels)
+        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
+        inputs = inputs_of((num_labels // copies).clamp(min=1), tensors, self.args.seq_len)
+        total = self.owner.losses(inputs).sum()
+        dist.all_reduce(total)
+        return float(total) / copies
+
+    def position(self) -> Metrics:
+        """Return the epoch of each source, and the number of broken lines."""
+        epochs = self.batches.sampler.epochs()
+        metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
+        return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
+
+    def finish(self) -> None:
+        """End the workers and export a directory that `from_pretrained` loads."""
+        self.batches.sampler.close()
+        target = self.args.run_dir / EXPORT
+        if not self.args.hf_config:
+            return
+        if self.start < self.args.steps or not target.exists():
+            dtype = compute_dtype(self.args, self.device)
+            export(self.model, self.args.hf_config, dtype, self.tokenizer, target)
+        say(f"{target} is ready for from_pretrained")
+
+
+def export(
+    model: Decoder, config: Path, dtype: torch.dtype, tokenizer: Tokenizer, target: Path
+) -> None:
+    """Write a directory that transformers loads; a draft until all of it is there. Collective."""
+    draft = target.with_name(f".{target.name}.draft")
+    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
+    export_hf(model, draft, config=config, dtype=dtype)
+
+    def complete() -> None:
+        if tokenizer.hf is not None:
+            tokenizer.hf.save_pretrained(draft)
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+
+    on_first_rank(complete)
+
+
+def build_job(args: argparse.Namespace) -> CorpusTraining:
+    """Open the corpus, put the model on the ranks and load the last checkpoint, if there is one."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    config, tokenizer = check(args, world_size)
+    make_run_dir(args.run_dir)
+    sources = [read_source(options, tokenizer) for options in args.data]
+    held_out = [
+        read_source(options, tokenizer, option="--validation") for options in args.validation
+    ]
+    meshes = build_meshes(parallel_config(args, world_size, num_experts=moe_of(config).num_experts))
+    rows = corpus_options(args, config, meshes.parallel.cp)
+    records = records_of(args) | {"corpus": rows, "fsdp": fsdp_of(args, meshes)}
+    max_tokens = records["sharding"].dynamic_cp
+    if max_tokens is None:
+        check_memory(args, config, torch.device(meshes.device_type))
+    on_first_rank(lambda: write_config(args, config, records))
+    if max_tokens is not None:
+        records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
+    rates = rates_of(args, config)
+    model = build_model(args, config, meshes, records, rates)
+    shape = batch_shape(args, meshes)
+    steps: Any = partial(CorpusSteps, data_rank=meshes.data_rank)
+    if max_tokens is not None:
+        plan = {"max_tokens": max_tokens, "cost": document_cost(config)}
+        steps = partial(ScheduledCorpusSteps, data_rank=meshes.data_rank, **plan)
+    eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, partitions=1)
+    return CorpusTraining(
+        args=args,
+        meshes=meshes,
+        model=model,
+        optimizers=optimizer_of(args).build(model, rates),
+        shape=shape,
+        config=config,
+        facts={"--tokenizer": args.tokenizer},
+        batches=steps(sources, rows, shape, workers=args.workers),
+        tokenizer=tokenizer,
+        bad_lines=sum(getattr(source.documents, "num_invalid", 0) for source in sources),
+        validation={
+            source.name: steps([source], fixed, eval_shape, workers=0).next() for source in held_out
+        },
+    )
+
+
+def eval_shape_of(args: argparse.Namespace, shape: BatchShape) -> BatchShape:
+    """Return the shape of the rows of a validation set, in whole micro-batches of all ranks."""
+    return replace(shape, grad_accum=-(-args.eval_rows // (shape.data_ranks * shape.batch_size)))
+
+
+def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> CorpusOptions:
+    """Return the options of [corpus] with those of the run."""
+    of_run = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
+    return CorpusOptions(**of_run, multiple=multiple_of(cp), **values_of(args, "corpus"))
+
+
+def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]) -> None:
+    """Write the options of the run to its directory, as --config reads them."""
+    (args.run_dir / CONFIG).write_text(
+        as_toml(args, tables_of(args, config, records), without=EXCLUDED_FIELDS)
+    )
+
+
+def rates_of(args: argparse.Namespace, config: DecoderConfig) -> WidthRates | None:
+    """Return the factors of --base-width."""
+    width = optimizer_of(args).base_width
+    if width is None:
+        return None
+    base = at_width(config, width)
+    return width_rates(Decoder(config, device="meta"), Decoder(base, device="meta"))
+
+
+def build_model(
+    args: argparse.Namespace,
+    config: DecoderConfig,
+    meshes: Meshes,
+    records: dict[str, Any],
+    rates: WidthRates | None,
+) -> Decoder:
+    """Return this rank's shards of the model: the same weights on every layout."""
+    dtype = torch.bfloat16 if optimizer_of(args).master_remainder else torch.float32
+    model = Decoder(config, device="meta", dtype=dtype)
+    parallelize(model, meshes, args, records)
+    model.to_empty(device=torch.device(meshes.device_type))
+    model.init_weights(args.seed)
+    if rates is not None:
+        rates.scale_weights(model)
+    return model
+
+
+def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
+    """Return config and tokenizer; raise ValueError for arguments that do not fit together."""
+    if not args.data:
+        raise ValueError("--data ([]) must have at least one source: name a file")
+    if args.eval_every and not args.validation:
+        raise ValueError(f"--eval-every ({args.eval_every}) must go with --validation: name a file")
+    max_tokens = records_of(args)["sharding"].dynamic_cp
+    check_graph(args, max_tokens)
+    config, tokenizer = model_config(args), Tokenizer(args.tokenizer)
+    optimizer = optimizer_of(args)
+    schedule_of(args)
+    if optimizer.base_width is not None:
+        at_width(config, optimizer.base_width)
+    if args.seq_len > config.max_seq_len:
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be <= max_seq_len ({config.max_seq_len}) of the model"
+        )
+    if tokenizer.size > config.vocab_size:
+        raise ValueError(
+            f"--tokenizer ({args.tokenizer}, {tokenizer.size} ids) must have <= vocab_size "
+            f"({config.vocab_size}) of the model: take the model's own, or raise vocab_size"
+        )
+    parallel = parallel_config(args, world_size, num_experts=moe_of(config).num_experts)
+    check_rows(args, parallel.resolve(world_size))
+    if max_tokens is not None:
+        check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
+    check_wandb(args)
+    return config, tokenizer
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the arguments of a run; None = those of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="moecore pretrain",
+        description="Pre-train a Mixture-of-Experts decoder on a corpus.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", type=Path, metavar="FILE", help="TOML; what is given beside it wins")
+    add("--data", type=source, nargs="+", default=[], metavar="PATH", help=SOURCE_HELP)
+    add("--validation", type=source, nargs="+", default=[], metavar="PATH", help="like --data")
+    add("--tokenizer", default=BYTES, help='directory or name on the hub, or "bytes"')
+    add("--workers", type=count, default=2, help="processes of a rank that read ahead; 0 = none")
+    add(
+        "--eval-rows",
+        type=positive_int,
+        default=64,
+        help="of each validation set, all ranks together",
+    )
+    add("--hf-config", type=Path, metavar="PATH", help="config.json of the model")
+    add("--preset", default="tiny", help="without --hf-config, see moecore.models.PRESETS")
+    add("--steps", type=positive_int, default=400, help="optimizer steps of the whole run")
+    add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
+    add_common(parser, DEGREES)
+    add_dry_run(parser)
+    add_records(parser, RECORDS, without=EXCLUDED_FIELDS)
+    parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256)
+    parser.set_defaults(eval_every=0, **{"optimizer.lr": 3e-3})
+    words = sys.argv[1:] if arguments is None else arguments
+    args = parse(parser, words, tables=("data", "validation"))
+    args.data, args.validation = with_names(args.data), with_names(args.validation)
+    args.row_factor = values_of(args, "nvlink").get("row_factor")
+    return args
+
+
+SOURCE_HELP = "PATH,weight=1,field=text,name=NAME,split=train,config=NAME,stream=true"
+
+
+def source(word: str) -> SourceOptions:
+    """Read a source of --data."""
+    try:
+        return source_of(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Start the ranks, or be one of them under torchrun."""
+    try:
+        args = parse_arguments(words)
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    if args.dry_run:
+        return dry_run(args)
+    return start(run_rank, args, lambda world_size: check(args, world_size) and None)
+
+
+def dry_run(args: argparse.Namespace) -> int:
+    """Print options, plan and first batch; return 0 if the plan fits the GPU, else 1."""
+    try:
+        world_size = args.gpus or ranks_to_start(args)
+        config, tokenizer = check(args, world_size)
+        parallel = parallel_config(args, world_size, num_experts=moe_of(config).num_experts)
+        parallel = parallel.resolve(world_size)
+        rows = corpus_options(args, config, parallel.cp)
+        records = records_of(args) | {
+            "corpus": rows,
+            "fsdp": FSDPOptions(**values_of(args, "fsdp")),
+        }
+        print(as_toml(args, tables_of(args, config, records), without=EXCLUDED_FIELDS))
+        fits = print_plan(args, planned_run(args, config, records, parallel, world_size))
+        shape = shape_of(args, parallel)
+        sources = [read_source(options, tokenizer) for options in args.data]
+        batch = CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
+        print_batch(batch, tokenizer.decode)
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    return 0 if fits else 1
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    """Build, train, save and export on this rank."""
+    return run(args, build_job)

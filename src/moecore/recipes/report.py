@@ -1,0 +1,246 @@
+"""What a run shows and leaves behind: a bar, metrics.jsonl, TensorBoard, W&B and curves.png.
+
+tqdm, TensorBoard and matplotlib are optional: what is missing is named once and left out. W&B is
+for who asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from moecore.recipes.alarms import Alarms
+from moecore.recipes.files import named
+from moecore.recipes.metrics import Metrics, expert_loads, layer_names, without_experts
+
+METRICS, CURVES, CHECKPOINTS = "metrics.jsonl", "curves.png", "checkpoints"
+CONFIG, EXPORT = "config.toml", "export"
+FILES = (METRICS, CURVES, CONFIG, "metrics.tmp")  # of a run; the last is a draft of the first
+FOLDERS = (CHECKPOINTS, EXPORT, f".{EXPORT}.draft", "tensorboard")
+LOAD = "expert_load_max_over_mean"  # of models, and stages, with MoE layers
+MOST_TICKS = 16  # layers that are named beside the map
+NAMES = {
+    "tqdm": "tqdm",
+    "torch.utils.tensorboard": "tensorboard",
+    "matplotlib.figure": "matplotlib",
+}
+
+
+class RunReport:
+    """The record of one run, kept by rank 0.
+
+    Args:
+        args: of the run; its directory is where metrics.jsonl, tensorboard/ and curves.png go.
+        start: steps that the checkpoint has done; later lines of an earlier run are cut off.
+        unit: of text, whose mean loss is drawn, where metrics have no reward.
+    """
+
+    def __init__(self, args: argparse.Namespace, *, start: int, unit: str = "byte") -> None:
+        modules = {name: _import(name) for name in NAMES}
+        missing = [NAMES[name] for name, module in modules.items() if module is None]
+        if missing:
+            print(f"going on without {', '.join(missing)} (pip install {' '.join(missing)})")
+        self.path, self.steps, self.unit = args.run_dir / METRICS, args.steps, unit
+        self.printed = {start + 1, self.steps}  # besides every twentieth
+        cut_metrics(self.path, start)
+        self.file = self.path.open("ab", buffering=0)
+        tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
+        self.figure = modules["matplotlib.figure"]
+        self.writer = self.wandb = None
+        if tensorboard:
+            folder = str(args.run_dir / "tensorboard")
+            self.writer = tensorboard.SummaryWriter(folder, purge_step=start + 1)
+        if args.wandb:
+            config = json.loads(json.dumps(vars(args), default=str))
+            self.wandb = importlib.import_module("wandb").init(
+                project=args.wandb, name=args.run_dir.name, dir=args.run_dir, config=config
+            )
+        if tqdm:  # its default lock is a semaphore between processes, which a rank would leave
+            tqdm.tqdm.set_lock(threading.RLock())
+        self.bar = tqdm.tqdm(total=self.steps, initial=start, unit="step") if tqdm else None
+        self.alarms = Alarms()
+
+    def log(self, step: int, metrics: Metrics, *, expert_loads: bool = True) -> None:
+        """Add one step. Its line is out of this process before a checkpoint of the step begins.
+
+        Args:
+            step: its number.
+            metrics: of the step, with the load of each expert, for alarms.
+            expert_loads: whether these loads are logged.
+        """
+        for line in self.alarms.of(step, metrics):
+            print(line, flush=True) if self.bar is None else self.bar.write(line)
+        metrics = metrics if expert_loads else without_experts(metrics)
+        self.file.write(json.dumps({"step": step, **metrics}).encode() + b"\n")
+        if self.writer:
+            for name, value in metrics.items():
+                self.writer.add_scalar(name, value, step)
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+        postfix = {
+            "loss": f"{metrics['loss']:.3f}",
+            "tok/s": f"{metrics['tokens_per_second']:.0f}",
+        }
+        if LOAD in metrics:
+            postfix["load"] = f"{metrics[LOAD]:.2f}"
+        if "reward" in metrics:
+            postfix = {"reward": f"{metrics['reward']:.3f}", **postfix}
+        if "eval_loss" in metrics:
+            postfix["eval"] = f"{metrics['eval_loss']:.3f}"
+        if "mfu" in metrics:
+            postfix["mfu"] = f"{metrics['mfu']:.1%}"
+        if self.bar is not None:
+            self.bar.set_postfix(postfix, refresh=False)
+            self.bar.update()
+        elif step % 20 == 0 or step in self.printed:
+            print(f"step {step}", *(f"{k} {v}" for k, v in postfix.items()), flush=True)
+
+    def __enter__(self) -> RunReport:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Finish the files and draw the curves; after an error only the bar's line ends."""
+        if self.bar is not None:
+            self.bar.close()
+        if error is not None:
+            return
+        self.file.close()
+        if self.writer:
+            self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        if self.figure:
+            draw_curves(self.figure, self.path, self.unit)
+
+
+def make_run_dir(path: Path) -> None:
+    """Make the directory of a run, and check all that a run writes there before it trains.
+
+    Raises:
+        ValueError: names --run-dir, for a directory that cannot be made or written, and for a part
+            of another kind: a FIFO would be waited for, a link or a file would fail at the end.
+    """
+    name = named("--run-dir", path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        may_write = os.access(path, os.W_OK | os.X_OK)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{name} must be a directory to write: {reason}") from None
+    if not may_write:
+        raise ValueError(f"{name} must be a directory to write: Permission denied")
+    for part in FILES:
+        if os.path.lexists(path / part) and not (path / part).is_file():
+            raise ValueError(f"{name} must have a plain file as {part}: move it away")
+    for part in FOLDERS:
+        if os.path.lexists(path / part) and not (path / part).is_dir():
+            raise ValueError(f"{name} must have a directory as {part}: move it away")
+    if (path / EXPORT).is_symlink():  # an export replaces the one before it
+        raise ValueError(f"{name} must have a directory as {EXPORT}, not a link: move it away")
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop the lines after `step`, so that a resumed run's file equals an uninterrupted one's."""
+    lines, num_damaged = read_metrics(path)
+    if num_damaged:
+        print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)
+    draft = path.with_suffix(".tmp")
+    draft.unlink(missing_ok=True)
+    with draft.open("x") as file:  # never through a link
+        file.writelines(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
+    draft.replace(path)
+
+
+def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a metrics file, and how many others are no metrics.
+
+    A kill can leave the last line half written, a power cut NUL bytes.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    records = [_parse(line) for line in content.removesuffix(b"\n").split(b"\n") if content]
+    lines = [line for line in records if line is not None]
+    return lines, len(records) - len(lines)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return a line's metrics; None = it has none."""
+    try:
+        metrics = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(metrics, dict) or type(metrics.get("step")) is not int:
+        return None
+    drawn = metrics.get("loss"), metrics.get(LOAD, math.nan)
+    return metrics if all(isinstance(value, float) for value in drawn) else None
+
+
+def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
+    """Draw loss or reward, load and two heat maps over the steps into curves.png beside metrics.
+
+    The maps show each layer's busiest expert, and all experts of the layer that is least even.
+    """
+    lines, _ = read_metrics(metrics)
+    steps = [line["step"] for line in lines]
+    canvas = figure.Figure(figsize=(11, 6.5), layout="constrained")
+    (loss, layers), (load, experts) = canvas.subplots(2, 2, sharex=True)
+    curve = "reward" if lines and "reward" in lines[-1] else "loss"
+    loss.plot(steps, [line[curve] for line in lines], linewidth=1, label="training")
+    evaluated = [line for line in lines if "eval_loss" in line]
+    if evaluated:
+        points = [line["step"] for line in evaluated], [line["eval_loss"] for line in evaluated]
+        loss.plot(*points, marker="o", markersize=4, label="held out")
+        loss.legend()
+    loss.set(ylabel=f"loss (nats per {unit})" if curve == "loss" else "mean reward of a response")
+    load.plot(steps, [line.get(LOAD, math.nan) for line in lines], linewidth=1)
+    load.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
+    load.set(ylabel="busiest expert / mean\n(worst layer)", xlabel="step")
+    _draw_maps(canvas, layers, experts, lines)
+    experts.set(xlabel="step")
+    canvas.savefig(metrics.with_name(CURVES), dpi=110)
+
+
+def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any]]) -> None:
+    """Draw the load of layers and of one layer's experts; only lines that have them all."""
+    names = layer_names(lines[-1]) if lines else []
+    full_lines = [
+        line for line in lines if names and all(f"expert_load/{n}" in line for n in names)
+    ]
+    rows = [[line[f"expert_load/{name}"] for line in full_lines] for name in names]
+    _draw_map(canvas, layers, full_lines, rows, vmin=1.0)
+    short = [name.partition("layers.")[2].removesuffix(".mlp") for name in names]
+    layers.set(ylabel="MoE layer", title="busiest expert / mean")
+    if len(names) <= MOST_TICKS:
+        layers.set_yticks(range(len(names)), short)
+    least_even = max(range(len(names)), key=lambda i: sum(rows[i]), default=None)
+    if least_even is None:
+        return
+    expert_lines = [line for line in full_lines if expert_loads(line, names[least_even])]
+    loads = [expert_loads(line, names[least_even]) for line in expert_lines]
+    by_expert = list(map(list, zip(*loads, strict=True)))
+    _draw_map(canvas, experts, expert_lines, by_expert, vmin=0.0, vmax=2.0, cmap="RdBu_r")
+    experts.set(ylabel="expert", title=f"load of each expert / mean, layer {short[least_even]}")
+
+
+def _draw_map(
+    canvas: Any, axes: Any, lines: list[dict[str, Any]], rows: list[list[float]], **style: Any
+) -> None:
+    """Draw one row of colors per layer or expert; a map of one column would have no width."""
+    if len(lines) < 2:
+        return
+    steps = [line["step"] for line in lines]
+    colors = axes.pcolormesh(steps, range(len(rows)), rows, shading="nearest", **style)
+    canvas.colorbar(colors, ax=axes, extend="max" if "vmax" in style else "neither")
+
+
+def _import(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None

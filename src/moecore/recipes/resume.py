@@ -1,0 +1,84 @@
+"""From where a run goes on: the last whole checkpoint in its directory."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+from moecore.io import latest, load
+from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.recipes.report import CHECKPOINTS
+from moecore.train.step import TrainStep
+
+KEPT_CHECKPOINTS = 2
+
+
+def resume(
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+    facts: Mapping[str, object],
+    owner: TrainStep | None = None,
+    sampler: Stateful | None = None,
+    chosen_by: str = "--data",
+) -> int:
+    """Load the newest checkpoint of the run and return how many steps it has done; 0 = none.
+
+    Args:
+        args: of the run.
+        model: to fill.
+        optimizer: to fill.
+        facts: name -> what the run that saved must have had in common with this one, or it would
+            go on with other data, or at another place in it; a checkpoint has them.
+        owner: of the steps, which goes on with the loss scale of the checkpoint.
+        sampler: of the data, which goes on behind the checkpoint's, its `extra["data"]`.
+        chosen_by: the options that rows depend on.
+
+    Raises:
+        ValueError: for a checkpoint of another script, for a fact or data that differ, and where a
+            loss scale is wanted, for a checkpoint without.
+    """
+    # On one rank: a slow file system may show another one, or none, to another rank.
+    newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
+    if newest is None:
+        return 0
+    extra = load(newest, model, optimizer)
+    if not {"step", *facts} <= extra.keys():
+        raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
+    for name, value in facts.items():
+        if value != extra[name]:
+            raise ValueError(
+                f"{name} ({value}) must be {extra[name]} as in {newest}, which this run would "
+                "continue: use that, or another --run-dir"
+            )
+    if owner is not None:
+        owner.load_state_dict(extra)
+    if sampler is not None:
+        try:
+            sampler.load_state_dict(extra.get("data", {}))
+        except ValueError as error:
+            raise ValueError(
+                f"{chosen_by} must be as in {newest}, which this run would continue ({error}): use "
+                "those, or another --run-dir"
+            ) from None
+    return int(extra["step"])
+
+
+def continuation(args: argparse.Namespace) -> str:
+    """Return from where the same command would go on, for the user who has stopped a run."""
+    try:
+        newest = latest(checkpoint_dir(args))
+    except (OSError, ValueError) as error:
+        return str(error)
+    if newest is None:
+        return "there is no checkpoint yet, so the same command starts from the beginning"
+    return f"the same command continues from {newest}"
+
+
+def checkpoint_dir(args: argparse.Namespace) -> Path:
+    """Return the directory of the checkpoints of a run."""
+    return Path(args.run_dir, CHECKPOINTS)

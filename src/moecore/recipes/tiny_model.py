@@ -1,0 +1,150 @@
+r"""Make a tiny Qwen3-MoE with random weights, a tokenizer of its own and chats to train it on.
+
+    moecore tiny-model runs/tiny
+
+The directory is one of Hugging Face's: config.json, generation_config.json, model.safetensors and
+the tokenizer, whose chat template marks answers with {% generation %}. In chats.jsonl are questions
+about functions of Python's standard library, and what their docstrings answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moecore.recipes.data import standard_library
+from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
+
+CHATS = "chats.jsonl"
+END, PAD = "<|im_end|>", "<|endoftext|>"
+VOCAB_SIZE = 2048
+NUM_QUESTIONS = 200  # few enough to be learned by heart in minutes
+TURNS = 2  # most questions of a chat
+TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+{%- else %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+
+
+def make(out: Path, **sizes: int) -> None:
+    """Write the directory.
+
+    Args:
+        out: must not exist.
+        sizes: fields of Qwen3MoeConfig in place of the tiny ones.
+
+    Raises:
+        ValueError: when the directory is there.
+    """
+    if os.path.lexists(out):
+        raise ValueError(f"OUT ({out}) must not exist yet: choose another, or remove it")
+    pairs = list(islice(questions(), NUM_QUESTIONS))
+    tokenizer = make_tokenizer(pairs)
+    make_model(tokenizer, **sizes).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    with (out / CHATS).open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"messages": chat}) + "\n" for chat in chats(pairs))
+
+
+def questions() -> Iterator[tuple[str, str]]:
+    """Yield a question about each documented function of single-file modules, and its answer."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in standard_library():
+        if path.parent == root and not path.stem.startswith("_"):
+            for node in ast.parse(path.read_bytes()).body:
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                    answer = (ast.get_docstring(node) or "").partition("\n\n")[0]
+                    if 20 <= len(answer) <= 200:
+                        question = f"What does {path.stem}.{node.name} do?"
+                        yield question, " ".join(answer.split())
+
+
+def chats(pairs: list[tuple[str, str]]) -> Iterator[list[dict[str, str]]]:
+    """Yield chats of one question and of several in turn, until every question was in one."""
+    first = count = 0
+    while first < len(pairs):
+        count = count % TURNS + 1
+        yield [
+            {"role": role, "content": content}
+            for pair in pairs[first : first + count]
+            for role, content in zip(("user", "assistant"), pair, strict=True)
+        ]
+        first += count
+
+
+def make_tokenizer(pairs: list[tuple[str, str]]) -> Any:
+    """Return a byte-level BPE tokenizer that has learned these words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD, "<|im_start|>", END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((text for pair in pairs for text in pair), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END, pad_token=PAD, model_max_length=1024
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_model(tokenizer: Any, **sizes: int) -> Any:
+    """Return a model whose weights are the same in each call."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tiny = dict(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=1024,
+    )
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(vocab_size=len(tokenizer), bos_token_id=None, **ids, **tiny | sizes)
+    )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Make the directory that the command line names."""
+    parser = argparse.ArgumentParser(
+        prog="moecore tiny-model", description="Make a tiny Hugging Face MoE model and chats."
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
+    out = parser.parse_args(words).out
+    try:
+        make(out)
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    print(f"{out} has a tiny Qwen3-MoE with its tokenizer, {out / CHATS} chats to train it on")
+    return 0

@@ -1,0 +1,45 @@
+"""A rank of moecore train; in its second step rank 1 overflows.
+
+The other rank is in a collective then. No GPU: the exchange is a stub.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from moecore.moe.dispatch.exchange import ExchangeError
+from moecore.parallel.model.parallel_state import capacity_of
+from moecore.recipes import train
+
+
+class Overflowing:
+    """Stands for a model's exchanges; the second poll finds what it was given."""
+
+    factor, shortages, watch = None, (), None
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.polls = error, 0
+
+    def poll(self, *, is_error: bool) -> None:
+        self.polls += 1
+        if self.polls == 2:
+            raise self.error
+
+    check = poll
+
+
+def too_many_rows() -> ExchangeError:
+    return ExchangeError("NVLinkOptions.row_factor (1.05) must be >= 1.361", 1.3605)
+
+
+def run_rank(args: object) -> int:
+    build = train.build_job
+
+    def build_job(args: object) -> train.Pretraining:
+        job = build(args)
+        if dist.get_rank() == 1:
+            capacity_of(job.model).holders = (Overflowing(too_many_rows()),)
+        return job
+
+    train.build_job = build_job
+    return train.run_rank(args)

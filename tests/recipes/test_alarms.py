@@ -1,0 +1,127 @@
+"""Alarms of examples: spikes of the loss, experts without tokens, gradients that are not finite."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from moecore.planning import report_trace
+
+LAYER = "model.layers.0.mlp"
+RUN = "--preset tiny-qwen3 --tokens random --layers 1 --batch-size 1 --seq-len 16 --sample-bytes 0"
+
+
+@pytest.fixture
+def alarms(train: ModuleType) -> ModuleType:
+    from moecore.recipes import alarms
+
+    return alarms
+
+
+def lines_of(alarms: ModuleType, metrics: list[dict[str, float]]) -> dict[int, list[str]]:
+    """Return the lines by step, of steps with any."""
+    watched = alarms.Alarms()
+    found = {step: watched.of(step, one) for step, one in enumerate(metrics, start=1)}
+    return {step: lines for step, lines in found.items() if lines}
+
+
+def falling(count: int) -> list[float]:
+    noise = random.Random(0)
+    return [2 + 3 / (1 + step / 20) + noise.gauss(0, 0.05) for step in range(count)]
+
+
+def test_a_spike_of_the_loss_is_one_line(alarms: ModuleType) -> None:
+    """By hand: the median of 1, 2, 3, 4, ... 40 is 20.5, and that of distances from it is 10."""
+    losses = [float(n) for n in range(1, 41)]
+    below, above = ({"loss": loss} for loss in (20.5 + 100, 20.5 + 100.01))
+    rising = [{"loss": loss} for loss in losses]
+    assert lines_of(alarms, [*rising, below]) == {}
+    assert lines_of(alarms, [*rising, above, above]) == {
+        41: [
+            "alarm at step 41: loss (120.5) is more than 10 median absolute deviations (10) above "
+            "20.5, the median of the 40 before it"
+        ]
+    }
+    assert lines_of(alarms, [{**one, "reward": 1.0} for one in [*rising, above]]) == {}
+
+
+def test_losses_that_fall_raise_no_alarm(alarms: ModuleType) -> None:
+    losses = falling(2000)
+    assert lines_of(alarms, [{"loss": loss} for loss in losses]) == {}
+    losses[700:703], losses[900], losses[20] = [4.0] * 3, math.nan, 60.0  # 20: too few before it
+    assert [*lines_of(alarms, [{"loss": loss} for loss in losses])] == [701]
+
+
+def test_experts_without_tokens_are_named_once(alarms: ModuleType) -> None:
+    def loads(step: int) -> dict[str, float]:
+        idle = {f"expert_load/b/{e}": float(step in (150, 160)) for e in range(12)}
+        return {
+            "loss": 1.0,
+            "expert_load/a": 2.0,
+            "expert_load/a/0": 1.0,
+            "expert_load/b": 9.0,
+        } | idle
+
+    found = lines_of(alarms, [loads(step) for step in range(1, 300)])
+    names = "0, 1, 2, 3, 4, 5, 6, 7 and 4 more of b"
+    line = f"no token of 100 steps has chosen experts {names}"
+    assert found == {n: [f"alarm at step {n}: {line}"] for n in (100, 260)}
+
+
+def test_a_gradient_that_is_not_finite_was_skipped(alarms: ModuleType) -> None:
+    steps: list[dict[str, float]] = [
+        {"loss": 1.0, "grad_norm": norm} for norm in (1.0, math.inf, math.nan)
+    ]
+    line = "is not finite, so the step was skipped"
+    wanted = {
+        n: [f"alarm at step {n}: grad_norm ({what}) {line}"] for n, what in ((2, "inf"), (3, "nan"))
+    }
+    assert lines_of(alarms, steps) == wanted
+    assert lines_of(alarms, [{**one, "loss_scale": 2.0} for one in steps]) == {}
+
+
+def test_a_run_is_traced_and_warned_of(
+    train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A learning rate that breaks the model, and experts that are idle after one step."""
+    from moecore.recipes import alarms, profiling
+    from moecore.recipes.metrics import expert_loads
+
+    monkeypatch.setattr(alarms, "IDLE_STEPS", 1)
+    monkeypatch.setattr(profiling, "SETTLING", 2)
+    words = f"{RUN} --steps 5 --lr 1e30 --profile 2 --expert-loads-every 1 --checkpoint-every 0"
+    assert train.run_rank(train.parse_arguments([*words.split(), "--run-dir", str(tmp_path)])) == 0
+    said = capsys.readouterr()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    idle = [e for e, load in enumerate(expert_loads(lines[1], LAYER)) if not load]
+    said_of = [line for line in (said.out + said.err).splitlines() if line.startswith("alarm")]
+    assert all(line["skipped"] for line in lines[1:]) and len(idle) > 1  # of a router of nan
+    experts = ", ".join(map(str, idle))
+    assert (
+        f"alarm at step 2: no token of 1 steps has chosen experts {experts} of {LAYER}" in said_of
+    )
+    skips = [f"alarm at step {n}: grad_norm (nan) is not finite, so the step" for n in range(2, 6)]
+    assert [line.removesuffix(" was skipped") for line in said_of if "grad_norm" in line] == skips
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    steps = {e["name"] for e in events if str(e.get("name", "")).startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
+    with pytest.raises(ValueError, match=r"must .*GPU"):  # of a CPU, it has no kernels
+        report_trace(tmp_path / "trace.json.gz")
+
+
+def test_too_few_steps_to_trace_are_refused(
+    train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{RUN} --steps 12 --profile 3 --checkpoint-every 0 --run-dir {tmp_path}"
+    assert train.run_rank(train.parse_arguments(words.split())) == 2
+    error = capsys.readouterr().err
+    assert (
+        "error: --profile (3) must be <= 2, the steps that this start has after its first" in error
+    )

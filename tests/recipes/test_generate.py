@@ -1,0 +1,99 @@
+"""moecore generate and evaluate against transformers' own generation and a loss by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from moecore.cli import main
+from moecore.recipes import generate, tiny_model
+
+transformers = pytest.importorskip("transformers", minversion="5")
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 8, "moe_intermediate_size": 16}
+TEXTS = ["def f():\n    return 1\n", "one two three"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generate")
+    tiny_model.make(folder / "tiny", **SIZES)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (folder / "texts.jsonl").write_text(lines)
+    return folder / "tiny"
+
+
+def stock(path: Path) -> tuple[Any, Any]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_greedy_tokens_are_those_of_transformers(is_chat: bool, tiny: Path, capsys: Any) -> None:
+    words = ["generate", str(tiny), "--prompt", "What is ast?", "--max-new-tokens", "6"]
+    assert main([*words, *["--chat"] * is_chat]) == 0
+    printed = capsys.readouterr().out
+    model, tokenizer = stock(tiny)
+    ids = tokenizer("What is ast?", return_tensors="pt")["input_ids"]
+    if is_chat:
+        chat = [{"role": "user", "content": "What is ast?"}]
+        ids = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+    out = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    answer = tokenizer.decode(out)
+    assert printed == ("" if is_chat else "What is ast?") + answer + "\n"
+
+
+@torch.no_grad()
+def test_the_loss_is_that_of_each_document_alone(tiny: Path, capsys: Any) -> None:
+    words = ["evaluate", str(tiny), "--data", str(tiny.parent / "texts.jsonl"), "--seq-len", "8"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    model, tokens = stock(tiny)[0], generate.Tokenizer(str(tiny))
+    losses = list[float]()
+    for text in TEXTS:
+        ids = torch.tensor([tokens(text)[:8]])
+        logits = model(ids).logits[0, :-1].float()
+        losses += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
+    mean = sum(losses) / len(losses)
+    found = re.findall(r"[\d.]+", printed.partition(": ")[2])
+    assert [float(found[0]), int(found[2])] == [pytest.approx(mean, abs=1e-4), len(losses)]
+    assert float(found[1]) == pytest.approx(math.exp(mean), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("generate missing --prompt a", "PATH (missing) must be a Hugging Face directory"),
+        ("generate TINY --prompt=", "--prompt must have at least one token"),
+        ("evaluate TINY --data missing.jsonl", "missing.jsonl must be a readable file"),
+        ("evaluate TINY --data a,weight=x", "'a,weight=x' must have a number as weight"),
+    ],
+)
+def test_wrong_arguments_are_one_line(words: str, message: str, tiny: Path, capsys: Any) -> None:
+    assert main(words.replace("TINY", str(tiny)).split()) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("moecore: error: ") and message in line
+
+
+def test_adapters_are_those_of_the_merged_export(
+    finetune: ModuleType, tiny: Path, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    words = f"--model {tiny} --data {tiny}/chats.jsonl --max-steps 3 --seq-len 128 --batch-size 1"
+    words += f" --lr 1e-2 --checkpoint-every 0 --eval-share 0 --lora-rank 4 --run-dir {tmp_path}"
+    assert finetune.run_rank(finetune.parse_arguments(words.split())) == 0
+    base, tokenizer = stock(tiny)
+    ids = tokenizer("What does ast.parse do?", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        before = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()(ids).logits
+        merged = stock(tmp_path / "export")[0](ids).logits
+    assert (merged - adapted).abs().max() < 1e-5 < 1e-3 < (merged - before).abs().max()

@@ -1,0 +1,161 @@
+"""moecore recipes: what ships is complete, and its plans are those of its comments."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.cli import main
+from moecore.models import DecoderConfig, preset
+from moecore.planning import plan_memory, plan_time
+from moecore.planning.costs import CostTable
+from moecore.planning.gpus import gpu_of
+from moecore.recipes import finetune, pretrain
+from moecore.recipes.decoder_config import model_config
+from moecore.recipes.dry_run import planned_run
+from moecore.recipes.library import CONFIGS, ShippedRecipe, names
+from moecore.recipes.options import moe_of, parallel_config
+from moecore.recipes.records import values_of
+from moecore.recipes.sharding import records_of
+
+COMMANDS = {"moecore pretrain": pretrain, "moecore finetune": finetune}
+# The native decoder has the sizes of the Hugging Face model, whose files are not here.
+PRESETS = {"qwen3": "qwen3-30b-a3b", "moonlight": "moonlight-16b-a3b", "gpt-oss": "gpt-oss-20b"}
+LARGE = re.compile(r"(256|1024)x|next|gpt-oss|qwen3-30b")  # plans of over ten seconds
+PLANNED = [
+    pytest.param(name, marks=pytest.mark.nightly if LARGE.search(name) else [])
+    for name in names()
+    if ShippedRecipe.read(name).facts["result"].startswith("planned ")
+]
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_recipe_says_what_it_needs_and_parses(name: str) -> None:
+    recipe = ShippedRecipe.read(name)
+    assert recipe.title.endswith(".") and {"machine", "data", "result"} < recipe.facts.keys()
+    command = COMMANDS[recipe.facts["command"]]
+    args = command.parse_arguments([str(CONFIGS / f"{name}.toml")])
+    assert args.run_dir == Path("runs") / name
+    if args.gpus is not None:
+        assert recipe.facts["machine"] == f"{args.gpus} x {args.gpu}"
+
+
+def test_recipes_are_of_all_commands_and_families() -> None:
+    assert len(names()) >= 12
+    assert {ShippedRecipe.read(name).facts["command"] for name in names()} == COMMANDS.keys()
+
+
+def model_of(name: str, command: object, args: object) -> DecoderConfig:
+    if command is pretrain:
+        return model_config(args)  # type: ignore[arg-type]
+    return preset(next(of for family, of in PRESETS.items() if name.startswith(family)))
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_is_that_of_the_comment(name: str) -> None:
+    recipe = ShippedRecipe.read(name)
+    command = COMMANDS[recipe.facts["command"]]
+    args = command.parse_arguments([str(CONFIGS / f"{name}.toml")])
+    config = model_of(name, command, args)
+    parallel = parallel_config(args, args.gpus, num_experts=moe_of(config).num_experts)
+    records = records_of(args) | {"fsdp": FSDPOptions(**values_of(args, "fsdp"))}
+    run = planned_run(args, config, records, parallel.resolve(args.gpus), args.gpus)
+    peak = plan_memory(run).largest.num_bytes
+    assert peak <= gpu_of(args.gpu).memory
+    told = recipe.facts["result"]
+    assert float(re.findall(r"([\d.]+) GB", told)[0]) == pytest.approx(peak / 1e9, rel=0.02)
+    if "tokens/s" in told:
+        rate = float(re.findall(r"([\d,]+) tokens/s", told)[0].replace(",", ""))
+        seconds = plan_time(run, CostTable.of(args.gpu)).seconds
+        tokens = args.seq_len * args.batch_size * args.grad_accum
+        p = run.resolved
+        assert rate == pytest.approx(tokens / seconds / (p.tp * p.cp * p.pp), rel=0.02)
+
+
+def test_a_copy_trains_and_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", "copy", "tiny"]) == 0
+    assert capsys.readouterr().out == "run it with: moecore pretrain tiny.toml\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.json", "tiny.toml"]
+    assert main(["recipes", "copy", "tiny"]) == 2
+    assert "must not exist yet" in capsys.readouterr().err
+    assert main(["recipes", "show", "tiny"]) == 0
+    assert capsys.readouterr().out == (tmp_path / "tiny.toml").read_text()
+    assert main(["pretrain", "tiny.toml", "--dry-run", "--gpu", "h100-80"]) == 0
+    printed = capsys.readouterr().out
+    assert "[optimizer]" in printed and "peak memory" in printed
+    assert "first batch of rank 0: 1 micro-batch(es) of 4 row(s) of 256 tokens" in printed
+    assert not (tmp_path / "runs").exists()
+
+
+def test_recipes_that_there_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "show", "gpt-9"]) == 2
+    assert "NAME (gpt-9) must be a recipe" in capsys.readouterr().err
+    assert main(["recipes", "list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(names())
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_in_an_empty_directory(tmp_path: Path) -> None:
+    """Built, unpacked and run without the repository: killed, started again, exported."""
+    wheel, site, work = (tmp_path / name for name in ("wheel", "site", "work"))
+    root = Path(__file__).parents[2]
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "-w", str(wheel), str(root)], check=True)
+    (archive,) = wheel.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(archive), str(site)], check=True)
+    work.mkdir()
+
+    def moecore(words: str, code: int = 0) -> str:
+        environ = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "moecore", *words.split()],
+            cwd=work,
+            env=environ,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == code, done.stderr[-3000:]
+        return done.stdout
+
+    moecore("recipes copy tiny")
+    size = "--steps 4 --seq-len 64 --batch-size 1 --checkpoint-every 2 --workers 0"
+    straight = f"pretrain tiny.toml {size} --run-dir straight"
+    moecore(straight)
+    stopped = f"pretrain tiny.toml {size} --run-dir stopped"
+    (work / "stop.py").write_text(KILL)
+    subprocess.run(
+        [sys.executable, "stop.py", *stopped.split()],
+        cwd=work,
+        env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        check=False,
+        capture_output=True,
+    )
+    assert not (work / "stopped" / "export").exists()
+    moecore(stopped)
+    losses = [
+        re.findall(r'"loss": ([\d.]+)', (work / run / "metrics.jsonl").read_text())
+        for run in ("straight", "stopped")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    answer = moecore("generate stopped --prompt abc --max-new-tokens 4")
+    assert answer.startswith("abc")
+    assert "perplexity" in moecore("evaluate stopped --data python: --max-documents 1")
+
+
+# Kills the command and its ranks as soon as a checkpoint is there.
+KILL = """
+import os, pathlib, signal, subprocess, sys, time
+run = subprocess.Popen([sys.executable, "-m", "moecore", *sys.argv[1:]], start_new_session=True)
+while run.poll() is None and not list(pathlib.Path("stopped/checkpoints").glob("step-*2")):
+    time.sleep(0.02)
+os.killpg(run.pid, signal.SIGKILL)
+run.wait()
+"""

@@ -1,0 +1,299 @@
+"""Flags and TOML files of the records of options: each other's, and those that a run has saved."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moecore import FSDPOptions, NVLinkOptions, ParallelConfig
+from moecore.cli import _parser, main
+from moecore.models import Decoder, preset
+from moecore.planning.flags import run_of_options
+from moecore.recipes.optimizer import optimizer_of
+from moecore.recipes.records import values_of
+
+FLAGS = (
+    "--data a.jsonl,weight=0.5,field=body b,name=x,stream=true --cp 2 --lr 1e-4 --plain-host"
+    " --offload attention norm --offload-fraction 0.5 --recompute gemm_last --row-factor exact"
+    " --no-overlap-weight-grads --reduce-dtype bfloat16 --documents whole --scaling tensorwise"
+    " --num-heads 8 --top-k 4 --capacity-factor 1.5 --dp-shard -1"
+)
+FILE = """
+data = [{path = "a.jsonl", weight = 0.5, field = "body"}, "b,name=x,stream=true"]
+cp = 2
+lr = 1e-4
+plain_host = true
+dp_shard = -1
+[memory]
+offload = ["attention", "norm"]
+offload_fraction = 0.5
+recompute = "gemm_last"
+[nvlink]
+row_factor = "exact"
+overlap_weight_grads = false
+[fsdp]
+reduce_dtype = "bfloat16"
+[corpus]
+documents = "whole"
+[recipe]
+scaling = "tensorwise"
+[model]
+num_heads = 8
+[moe]
+top_k = 4
+[capacity]
+factor = 1.5
+"""
+
+
+def test_a_file_stands_for_flags_and_flags_win(pretrain: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(FILE)
+    of_flags = vars(pretrain.parse_arguments(FLAGS.split()))
+    config = ["--config", str(tmp_path / "a.toml")]
+    of_file = vars(pretrain.parse_arguments(config)) | {"config": None}
+    assert of_file == of_flags
+    assert of_flags["memory.offload"] == ("attention", "norm")
+    assert of_flags["memory.recompute"] == "gemm_last" and of_flags["nvlink.row_factor"] == "exact"
+    assert of_flags["nvlink.overlap_weight_grads"] is False and of_flags["dp_shard"] == -1
+    assert of_flags["fsdp.reduce_dtype"] == torch.bfloat16 and of_flags["plain_host"] is True
+    both = pretrain.parse_arguments([*config, "--cp", "4", "--offload", "--num-heads", "2"])
+    assert (both.cp, vars(both)["memory.offload"], vars(both)["model.num_heads"]) == (4, (), 2)
+
+
+def test_a_run_saves_what_makes_the_same_run(pretrain: ModuleType, tmp_path: Path) -> None:
+    args = pretrain.parse_arguments([*FLAGS.split(), "--run-dir", str(tmp_path), "--aux-loss", "1"])
+    config = pretrain.model_config(args)
+    meshes = SimpleNamespace(device_type="cpu")
+    records = pretrain.records_of(args) | {
+        "corpus": pretrain.corpus_options(args, config, 2),
+        "fsdp": pretrain.fsdp_of(args, meshes),
+    }
+    pretrain.write_config(args, config, records)
+    again = pretrain.parse_arguments(["--config", str(tmp_path / "config.toml")])
+    assert pretrain.model_config(again) == config and config.moe.capacity.factor == 1.5
+    assert pretrain.corpus_options(again, config, 2) == records["corpus"]
+    assert pretrain.fsdp_of(again, meshes) == records["fsdp"]
+    assert pretrain.records_of(again) == pretrain.records_of(args)
+    assert again.data == args.data and optimizer_of(again) == optimizer_of(args)
+
+
+def test_every_field_has_a_flag_or_another_option(
+    pretrain: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records inside of records have tables of their own; kinds of attention are a preset's."""
+    records = importlib.import_module("moecore.recipes.records")
+    args = pretrain.parse_arguments
+    inside = {"moe", "mla", "yarn", "capacity", "balance", "stash", "recipe", "overrides"}
+    inside.add("linear_attention")
+    for table, record in pretrain.RECORDS.items():
+        fields = set(record.__dataclass_fields__)
+        left = fields - set(records.kinds_of(record)) - inside
+        assert not left, (table, left)
+        texts = records.help_of(record)
+        assert set(records.kinds_of(record)) <= set(texts), table
+    with pytest.raises(SystemExit):
+        args(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for degree, text in records.help_of(ParallelConfig).items():  # each has a text of its own
+        assert f"--{degree.replace('_', '-')} N {text.removesuffix('.')} (None = " in said
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"cp = ", "must be TOML: "),
+        (b"cp = 1\ncp = 1", "must be TOML: "),
+        (b"cp = " + b"9" * 5000, "must be TOML: "),
+        (b"cp = '\xff'", "must be UTF-8: invalid start byte at byte 6"),
+        (b"data = " + b"[" * 3000 + b"]" * 3000, "must be TOML that nests less deeply"),
+        (b"steppes = 3", "must have no steppes, which no flag has: did you mean steps"),
+        (b"config = 'b.toml'", "must have no config, which no flag has"),
+        (b"no_plain_host = true", "must have no no_plain_host, .*: did you mean plain_host"),
+        (b"hf_config = 'a'\nhf-config = 'a'", "must have one of hf_config and hf-config"),
+        (b"[memory]\noffloads = []", "must have no memory.offloads, which no flag has"),
+        (b"[memory]\noffload = {a = 1}", "memory.offload .* must be a value, not a table"),
+        (b"[memory]\noffload = {path = 'norm'}", "memory.offload .* must be a value, not a table"),
+        (b"[memory]\noffload = [['norm']]", "memory.offload .* must be a string, a number"),
+        (b"[nvlink]\noverlap_weight_grads = 'no'", "overlap_weight_grads .* must be true or false"),
+        (b"data = [{weight = 1}]", "data .* must have a path, which is a string"),
+        (b"data = [{path = 'a', weight = {}}]", "data .* must have no table or array inside"),
+        (b"data = ['--steps=3']", "data .* must have no value that begins with -"),
+        (b"data = [{path = 'a', weight = 'x'}]", "data .* must be valid: .*a number as weight"),
+        (b"plain_host = 1", r"plain_host \(1\) must be true or false"),
+        (b"steps = [1]", r"steps \(\[1\]\) must be one value, not an array"),
+        (b"steps = 1.5", r"steps \(1.5\) must be a whole number >= 1"),
+        (b"run_dir = 3", r"run_dir \(3\) must be a string"),
+        (b"lr = 1979-05-27", "lr .* must be a string, a number, true or false"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, bytes) else "",
+)
+def test_a_wrong_file_is_one_line(
+    content: bytes, message: str, pretrain: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "a.toml").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"--config \(.*a.toml\).*{message}") as error:
+        pretrain.parse_arguments(["--config", str(tmp_path / "a.toml")])
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_key_may_be_spelled_as_its_flag(pretrain: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("hf-config = 'a'\n[memory]\noffload-fraction = 0.5")
+    args = pretrain.parse_arguments(["--config", str(tmp_path / "a.toml")])
+    assert (args.hf_config, vars(args)["memory.offload_fraction"]) == (Path("a"), 0.5)
+
+
+SPECIAL_FILES = {
+    "fifo": "must be a plain file",
+    "socket": "must be a readable file: No such device",
+    "folder": "must be a plain file",
+    "missing": "must be a readable file: No such file",
+    "large": "must have <= [0-9]+ bytes, not 1099511627776",
+    "nul\0": "must be a plain file",
+    "x" * 5000: "must be a readable file: File name too long",
+    "/dev/zero": "must be a plain file",
+}
+
+
+@pytest.fixture
+def special(tmp_path: Path) -> Path:
+    """A folder with files that no script can read."""
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(os.path.relpath(tmp_path / "socket"))
+    (tmp_path / "folder").mkdir()
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SPECIAL_FILES, ids=lambda name: name[:9].strip("\0"))
+def test_a_special_file_is_one_line_for_each_reader(
+    name: str, pretrain: ModuleType, special: Path
+) -> None:
+    """A reader that opened the FIFO would wait for ever."""
+    chat, data = (
+        importlib.import_module("moecore.recipes.chat"),
+        importlib.import_module("moecore.recipes.data"),
+    )
+    path = special / name
+    for option, read in (
+        ("--config", lambda: pretrain.parse_arguments(["--config", str(path)])),
+        ("--data", lambda: data.read_corpus([path], seq_len=1)),
+        ("--eval-data", lambda: chat.read_examples([path], None, seq_len=9, option="--eval-data")),
+    ):
+        with pytest.raises(ValueError, match=rf"^{option} \(.*{SPECIAL_FILES[name]}") as error:
+            read()
+        assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "large"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "added/a.jinja"])
+def test_a_special_file_of_a_directory_is_one_line(
+    kind: str, name: str, pretrain: ModuleType, special: Path
+) -> None:
+    """transformers opens the files by itself, without a check."""
+    hf_model = importlib.import_module("moecore.recipes.hf_model")
+    folder = special / "folder"
+    (folder / "added").mkdir()
+    for plain in ("config.json", "tokenizer.json", "state.json"):
+        (folder / plain).write_text("{}")
+    (special / kind).rename(folder / name)
+    for option, read in (
+        ("--model", lambda: hf_model.read_config(folder)),
+        ("--tokenizer", lambda: pretrain.Tokenizer(str(folder))),
+        (
+            "--validation",
+            lambda: pretrain.read_source(
+                pretrain.source_of(str(folder)), None, option="--validation"
+            ),
+        ),
+        (
+            "--hf-config",
+            lambda: pretrain.model_config(pretrain.parse_arguments(["--hf-config", str(folder)])),
+        ),
+    ):
+        with pytest.raises(ValueError, match=rf"^{option} \(.*\) must have .*{name}") as error:
+            read()
+        assert "\n" not in str(error.value)
+
+
+def test_a_wrong_value_is_one_of_the_flag(pretrain: ModuleType, capsys: Any) -> None:
+    for words, message in (
+        ("--offload attic", "argument --offload: (attic) must be norm|attention|mlp"),
+        ("--prefetch-blocks x", "argument --prefetch-blocks: (x) must be int"),
+        ("--reduce-dtype quick", "argument --reduce-dtype: (quick) must be dtype"),
+    ):
+        with pytest.raises(SystemExit):
+            pretrain.parse_arguments(words.split())
+        assert message in capsys.readouterr().err
+
+
+PLANNED = (
+    "--pp 2 --schedule interleaved --chunks 1 --micro-batches 4",
+    "--ep 2 --recompute gemm_last --offload experts --dense-strategy optim --moments bfloat16",
+    "--ep 2 --row-factor 3 --fp8-dispatch --master-remainder --state-offload 0.5 --batch-size 2",
+    "--dp-replicate 2 --tp 1 --experts-strategy optim_grads",
+)
+
+
+@pytest.mark.parametrize("flags", PLANNED)
+def test_a_planned_run_is_a_file_of_options(
+    pretrain: ModuleType, tmp_path: Path, flags: str
+) -> None:
+    """Every field of the planned run comes back from the file."""
+    file = tmp_path / "plan.toml"
+    command = f"plan --preset tiny --gpus 2 --seq-len 128 {flags} --call --write {file}"
+    words = command.split()
+    assert main(words) == 0
+    run = run_of_options(_parser().parse_args(words))
+    args = pretrain.parse_arguments(["--config", str(file), "--data", __file__])
+    config, _ = pretrain.check(args, 2)
+    assert replace(config, max_seq_len=run.model.max_seq_len) == run.model
+    parallel = pretrain.parallel_config(args, 2, num_experts=config.moe.num_experts)
+    assert parallel.resolve(2) == run.resolved
+    records = pretrain.records_of(args)
+    fsdp = FSDPOptions(param_dtype=torch.bfloat16, **values_of(args, "fsdp"))
+    assert fsdp == run.fsdp and records["memory"] == run.memory
+    assert records["pipeline"] == run.pipeline
+    assert (records["nvlink"] or NVLinkOptions()) == (run.nvlink or NVLinkOptions())
+    sent = run.resolved.ep > 1
+    # "auto" is "nvlink" on the planned GPUs, and CPU ranks take it too.
+    has_stash = run.memory.stash is not None
+    assert records["sharding"].dispatcher == ("nvlink" if sent and has_stash else "auto")
+    assert records["sharding"].fp8_dispatch == run.fp8_dispatch
+    sizes = args.seq_len, args.batch_size, args.grad_accum
+    assert sizes == (run.seq_len, run.batch_size, run.num_micro_batches)
+    found, planned = optimizer_of(args), run.optimizer
+    assert found.moment_dtype == planned.moment_dtype
+    assert found.master_remainder == planned.master_remainder
+    assert found.state_offload == planned.offload_fraction
+    assert args.precision is None and args.dtype == "bfloat16"
+
+
+def test_what_a_file_of_options_cannot_have(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "plan.toml"
+    command = f"plan --preset tiny --gpus 2 --ep 2 --seq-len 128 --stash --write {file}"
+    assert main(command.split()) == 1
+    assert "nvlink.row_factor (None) must be a number" in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_options_of_the_planned_optimizer(pretrain: ModuleType) -> None:
+    model = Decoder(preset("tiny"), dtype=torch.bfloat16)
+    words = "--moment-dtype bfloat16 --master-remainder --state-offload 0.5"
+    (adamw,) = optimizer_of(pretrain.parse_arguments(words.split())).build(model)
+    assert hasattr(adamw, "bring_state_back")  # of a StateOffload
+    state = adamw.state_of(next(model.parameters()))
+    assert {t.dtype for name, t in state.items() if name.startswith("exp")} == {torch.bfloat16}
+    assert len(state) == 4  # the step, two moments and the remainder
+    words = ["--data", __file__, "--master-remainder", "--optimizer", "muon"]
+    with pytest.raises(ValueError, match=r"master_remainder \(True\) must be False with optimizer"):
+        pretrain.check(pretrain.parse_arguments(words), 1)

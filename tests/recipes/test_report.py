@@ -1,0 +1,308 @@
+"""What a run of moecore train measures and where it goes; a run directory that is damaged."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moecore.models import flops_per_token
+
+ARGUMENTS = "--preset tiny-qwen3 --tokens random --layers 2 --batch-size 1 --seq-len 16 --steps 2"
+WANDB = """
+calls = []
+
+class Run:
+    def log(self, metrics, step): calls.append((step, metrics))
+    def finish(self): calls.append("finish")
+
+def init(**options):
+    calls.append(options)
+    return Run()
+"""
+
+
+def run(train: ModuleType, run_dir: Path, arguments: str) -> int:
+    words = f"{ARGUMENTS} --sample-bytes 0 --checkpoint-every 1 {arguments}"
+    return train.run_rank(train.parse_arguments([*words.split(), "--run-dir", str(run_dir)]))
+
+
+def test_loads_of_layers_and_mfu_reach_every_log(
+    train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run_dir = tmp_path / "run"
+    assert run(train, run_dir, "--wandb mine --peak-tflops 2") == 0
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    config = train.model_config(train.parse_arguments(ARGUMENTS.split()))
+    flops = flops_per_token(config, 16)
+    for line in lines:
+        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / 2e12)
+        loads = [line[f"expert_load/model.layers.{n}.mlp"] for n in range(2)]
+        assert max(loads) == line["expert_load_max_over_mean"] and min(loads) >= 1
+        assert line["memory_rss_gib"] > 0.1 and line["skipped"] == 0
+    of_experts = {f"expert_load/model.layers.{n}.mlp/{e}" for n in range(2) for e in range(8)}
+    assert of_experts <= lines[1].keys() and not of_experts & lines[0].keys()
+    assert lines[1]["rank_load_max_over_mean"] == pytest.approx(1)  # of one rank
+    start, *logged, end = sys.modules["wandb"].calls
+    assert start["project"] == "mine" and start["config"]["preset"] == "tiny-qwen3"
+    assert [{"step": step, **metrics} for step, metrics in logged] == lines and end == "finish"
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = events.EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    assert set(found.Tags()["scalars"]) == lines[1].keys() - {"step"}
+
+
+def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path: Path) -> None:
+    """A dense one, or a pipeline stage whose layers are dense."""
+    pytest.importorskip("matplotlib", reason="it draws the curves")
+    from moecore.recipes import report
+    from moecore.recipes.metrics import Launched, Moment
+
+    now, cpu = Moment(torch.device("cpu")), torch.tensor(1.5)
+    done = SimpleNamespace(to_dict=dict, metrics=SimpleNamespace(tokens_per_expert={}))
+    launched = Launched(
+        step=1, began=now, fetched=now, ended=now, loss=cpu, result=done, counts=cpu, ep=1,
+        expert_loads=True, reader=None, extra={"tokens_per_second": 2.0},
+    )  # fmt: skip
+    args = argparse.Namespace(run_dir=tmp_path, steps=2, wandb=None)
+    with report.RunReport(args, start=0) as shown:
+        shown.log(1, launched.metrics())
+        shown.log(2, launched.metrics())
+    assert len(report.read_metrics(tmp_path / "metrics.jsonl")[0]) == 2
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_load_of_ranks_and_of_experts(train: ModuleType) -> None:
+    from moecore.recipes.metrics import expert_loads, rank_load
+
+    assert rank_load([2.0, 1.0, 0.5, 0.5], 2) == 1.5 and rank_load([0.0, 0.0], 2) == 0
+    found = {f"expert_load/a/{e}": float(e) for e in range(12)}
+    assert expert_loads(found, "a") == list(range(12)) and expert_loads(found, "b") == []
+
+
+@pytest.mark.parametrize("every", [1, 2, 0])
+def test_maps_have_the_loads_of_layers_and_of_the_least_even(
+    every: int, train: ModuleType, tmp_path: Path
+) -> None:
+    """Step by layer, and step by expert of layer 3; or no map where there is nothing to draw."""
+    figure = pytest.importorskip("matplotlib.figure")
+    from moecore.recipes import report
+
+    lines = []
+    for step in range(1, 7):
+        line = {"step": step, "loss": 3.0 / step, "expert_load_max_over_mean": 2.0}
+        for n, worst in ((1, 1.25), (3, 1.5)):
+            line |= {f"expert_load/model.layers.{n}.mlp": worst + step}
+            if every and step % every == 0:
+                loads = {0: worst + step, 1: 0.0, 2: 2.0 - step}
+                line |= {f"expert_load/model.layers.{n}.mlp/{e}": v for e, v in loads.items()}
+        lines.append(json.dumps(line | ({"eval_loss": 2.0} if step % 3 == 0 else {})))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    drawn: list[Any] = []
+
+    class Figure(figure.Figure):
+        def savefig(self, path: Path, **how: object) -> None:
+            drawn.append(self)
+            super().savefig(path, **how)
+
+    report.draw_curves(SimpleNamespace(Figure=Figure), tmp_path / "metrics.jsonl")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    axes = drawn[0].axes
+    maps = {a.get_ylabel(): a.collections[0].get_array() for a in axes if len(a.collections)}
+    maps = {name: values for name, values in maps.items() if name in ("MoE layer", "expert")}
+    steps = range(1, 7)
+    assert maps.pop("MoE layer").tolist() == [[w + s for s in steps] for w in (1.25, 1.5)]
+    if every:
+        steps = range(every, 7, every)
+        rows = [[1.5 + s for s in steps], [0.0 for _ in steps], [2.0 - s for s in steps]]
+        assert maps.pop("expert").tolist() == rows
+    assert not maps
+    assert [len(line.get_xdata()) for line in axes[0].lines] == [6, 2]
+
+
+def test_wandb_that_is_not_installed_is_refused(
+    train: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run(train, tmp_path, "--wandb mine") == 2
+    assert "error: --wandb (mine) must have wandb installed: pip" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H200", torch.bfloat16, 989),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H100 80GB HBM3", torch.float32, None),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA RTX A1000", torch.bfloat16, None),
+    ],
+)
+def test_peaks_are_known_by_name(
+    name: str,
+    dtype: torch.dtype,
+    peak: float | None,
+    train: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from moecore.recipes.metrics import peak_tflops
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_tflops(torch.device("cuda"), dtype) == peak
+    assert peak_tflops(torch.device("cpu"), dtype) is None
+
+
+def test_a_draft_is_not_written_through_a_link(train: ModuleType, tmp_path: Path) -> None:
+    precious, path = tmp_path / "precious", tmp_path / "metrics.jsonl"
+    precious.write_text("mine")
+    (tmp_path / "metrics.tmp").symlink_to(precious)
+    path.write_text('{"step": 1, "loss": 2.0, "expert_load_max_over_mean": 1.0}\n')
+    from moecore.recipes import report
+
+    report.cut_metrics(path, 1)
+    assert precious.read_text() == "mine" and not path.is_symlink()
+    assert [line["step"] for line in report.read_metrics(path)[0]] == [1]
+
+
+KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a directory": ("metrics.jsonl", Path.mkdir),
+    "a pipe": ("metrics.jsonl", os.mkfifo),
+    "a link to nothing": ("metrics.jsonl", lambda path: path.symlink_to("nothing")),
+    "a file": ("checkpoints", Path.touch),
+    "a folder": ("curves.png", Path.mkdir),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_the_wrong_kind_are_refused(
+    kind: str, train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, make = KINDS[kind]
+    make(tmp_path / name)
+    assert run(train, tmp_path, "") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"moecore: error: --run-dir ({tmp_path}) must have a ")
+    assert error.endswith(f" as {name}: move it away\n") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"RANK": "x"}, {"WORLD_SIZE": None}, {"RANK": "1"}, {"LOCAL_RANK": "-1"}], ids=str
+)
+def test_a_wrong_environment_is_one_line(
+    wrong: dict[str, str | None],
+    train: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ((name, value),) = wrong.items()
+    if value is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, value)
+    assert run(train, tmp_path, "") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"moecore: error: {name} (") and error.count("\n") == 1
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[int], None]]:
+    """Limits how far a file of this process may grow: EFBIG in place of ENOSPC."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 300, 20_000])
+def test_a_full_disk_is_one_line(
+    size: int,
+    train: ModuleType,
+    tmp_path: Path,
+    full_disk: Callable[[int], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No event of TensorBoard fits, no line of metrics, or no shard of a checkpoint."""
+    full_disk(size)
+    code = run(train, tmp_path, "")
+    full_disk(-1)
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line and "%|" not in line]  # of the bar
+    assert code == 1 and len(lines) == 1, error
+    assert lines[0].startswith(f"moecore: error: --run-dir ({tmp_path}) must be writable, with")
+    assert "File too large" in lines[0] and lines[0].endswith("again from the last checkpoint")
+
+
+def test_without_a_bar_the_first_step_is_printed_at_once(
+    train: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from moecore.recipes import report
+
+    monkeypatch.setattr(report, "_import", lambda name: None)
+    args = argparse.Namespace(run_dir=tmp_path, steps=50, wandb=None)
+    measured = {"loss": 1.0, "tokens_per_second": 2.0, "expert_load_max_over_mean": 1.5}
+    with report.RunReport(args, start=7) as shown:
+        for step in (8, 9, 20):
+            shown.log(step, {**measured, "eval_loss": 3.25})
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[1] for line in lines] == ["8", "20"] and "eval 3.250" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "wanted"),
+    [
+        *((part, "fifo", "a plain file") for part in ("metrics.jsonl", "config.toml")),
+        *((part, "folder", "a plain file") for part in ("curves.png", "metrics.tmp")),
+        *((part, "file", "a directory") for part in ("checkpoints", "tensorboard", "export")),
+        ("checkpoints", "broken link", "a directory"),
+        ("export", "link", "a directory as export, not a link"),
+        (".export.draft", "fifo", "a directory"),
+    ],
+)
+def test_what_a_run_cannot_write_is_refused_before_it_trains(
+    part: str, kind: str, wanted: str, train: ModuleType, tmp_path: Path
+) -> None:
+    make_run_dir = importlib.import_module("moecore.recipes.report").make_run_dir
+    run_dir, place = tmp_path / "run", tmp_path / "run" / part
+    make_run_dir(run_dir)  # a new one
+    make = {
+        "fifo": lambda: os.mkfifo(place),
+        "folder": place.mkdir,
+        "file": place.touch,
+        "link": lambda: place.symlink_to(tmp_path),
+        "broken link": lambda: place.symlink_to(tmp_path / "nothing"),
+    }
+    make[kind]()
+    with pytest.raises(ValueError, match=rf"--run-dir \(.*/run\) must have {wanted}") as error:
+        make_run_dir(run_dir)
+    assert "\n" not in str(error.value)
+    place.unlink() if kind != "folder" else place.rmdir()
+    make_run_dir(run_dir)
+
+
+@pytest.mark.parametrize("name", ["a/file", "a/file/run", "x" * 300, "nul\0"])
+def test_a_run_directory_that_cannot_be_made_is_named(
+    name: str, train: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+    with pytest.raises(ValueError, match=r"^--run-dir \(.*\) must be a directory to write: "):
+        importlib.import_module("moecore.recipes.report").make_run_dir(tmp_path / name)

@@ -1,0 +1,523 @@
+"""moecore train as a user runs it: resumed runs equal straight ones, errors are one line.
+
+A start by command is three interpreters that import, ten times the work of a run. It is made where
+it proves something: `run`. Else ranks fork, and do what the command's do: `run_in_forks`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.grids import beside
+from tests.helpers.ranks import run_ranks
+from tests.recipes import late_word
+from tests.recipes.launched import launched
+
+REPO = Path(__file__).parents[2]
+COMMAND = "-m", "moecore", "train"
+STEPS = 8
+MICRO = (
+    "--batch-size 1 --seq-len 32 --grad-accum 2 --checkpoint-every 4 --bias-rate 0.01"
+    " --sample-bytes 8"
+)
+WHOLE = f"--steps {STEPS} --eval-every 3 --expert-loads-every 2"
+MEASURED = ("tokens_per_second", "memory_rss_gib", "data_wait_share")  # other numbers in every run
+DAMAGE = b'{"step": 7, "lo\n\n\0\0\0\n\xff\xfe\n{"step": 1}\n[1]\n' + b"[" * 100_000  # in 7 lines
+KILL_AT = 6  # past the first checkpoint and before the second: steps 5 and 6 are lost
+KILLING_BAR = f"""
+import os, pathlib, signal, time
+
+saved = pathlib.Path(__file__).parents[1] / "run" / "checkpoints" / "latest"
+
+class tqdm:
+    def __init__(self, **options): self.count = 0
+    def set_lock(lock): pass
+    def set_postfix(self, *args, **options): pass
+    def update(self):
+        self.count += 1
+        if self.count == {KILL_AT}:
+            while not saved.exists(): time.sleep(0.01)  # it is written in the background
+            os.killpg(0, signal.SIGKILL)
+"""
+
+
+def run(
+    run_dir: Path,
+    arguments: str,
+    *,
+    code: int = 0,
+    modules: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run the script on CPU ranks; `modules` is a folder whose modules shadow installed ones."""
+    done = subprocess.run(
+        [sys.executable, *COMMAND, "--run-dir", str(run_dir), *f"{MICRO} {arguments}".split()],
+        env=environment(modules),
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def environment(modules: Path | None = None) -> dict[str, str]:
+    paths = [str(REPO / "src")] if modules is None else [str(modules), str(REPO / "src")]
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_in_forks(
+    run_dir: Path,
+    arguments: str,
+    *,
+    num_ranks: int = 2,
+    code: int = 0,
+    without: tuple[str, ...] = (),
+) -> str:
+    """Run the script's ranks, not what starts them; return what rank 0 prints.
+
+    To them the packages `without` are not installed.
+    """
+    words = ["--run-dir", str(run_dir), *f"{MICRO} {arguments}".split()]
+    found, said = run_ranks(num_ranks, rank_of_script, num_ranks, words, without)
+    assert found == code, said
+    return said
+
+
+def rank_of_script(
+    rank: int, device: torch.device, num_ranks: int, words: list[str], without: tuple[str, ...]
+) -> tuple[int, str]:
+    """Be a rank of the script; return its exit code and what it prints."""
+    sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]  # then imports fail
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    script, said = importlib.import_module("moecore.recipes.train"), StringIO()
+    importlib.import_module(
+        "moecore.recipes.errors"
+    ).RANK_0_PRINTS_S = 0  # no rank's end ends the others here
+    with redirect_stdout(said), redirect_stderr(said):
+        code = script.run_rank(script.parse_arguments(words))
+    return code, said.getvalue()
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
+
+
+def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every block of a checkpoint: parameters, moments, expert bias, generators."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted((run_dir / "checkpoints" / f"step-{step:06d}").glob("*.safetensors")):
+        found |= {f"{file.stem}: {key}": block for key, block in load_file(file).items()}
+    return found
+
+
+def assert_same_run(run_dir: Path, straight: Path) -> None:
+    assert metrics(run_dir) == metrics(straight)
+    mine, theirs = tensors(run_dir, STEPS), tensors(straight, STEPS)
+    assert mine.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+    markers = [
+        d / "checkpoints" / f"step-{STEPS:06d}" / "moecore.json" for d in (run_dir, straight)
+    ]
+    assert markers[0].read_text() == markers[1].read_text()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One run that never stops, and what rank 0 prints."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    return run_dir, run_in_forks(run_dir, WHOLE)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly  # test_cluster.py starts two hosts, and test_bench_train.py ranks by torchrun
+def test_two_hosts_train_as_one(straight: tuple[Path, str], tmp_path: Path) -> None:
+    """They are torchrun agents of this host."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --local-addr 127.0.0.1"
+    agent = [sys.executable, "-m", "torch.distributed.run", *words.split()]
+    agent += ["--rdzv-endpoint", f"127.0.0.1:{port}", *COMMAND, "--run-dir", str(tmp_path)]
+    hosts = [
+        subprocess.Popen(
+            [*agent, *f"{MICRO} {WHOLE}".split()],
+            env=environment() | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,  # apart: torch's store may complain there while it ends
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    said = [host.communicate(timeout=300) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], said
+    assert_same_run(tmp_path, straight[0])
+    assert any("--- sample" in out for out, _ in said)
+
+
+@pytest.mark.slow
+def test_a_run_leaves_its_files_and_a_sample(straight: tuple[Path, str]) -> None:
+    run_dir, printed = straight
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    loads = {"expert_load_max_over_mean", "rank_load_max_over_mean"}
+    wanted = {"loss", *loads, "grad_norm", "lr", "balance_loss", "z_loss", "router_entropy"}
+    names = [f"model.layers.{n}.mlp" for n in (1, 2, 3)]
+    layers = {f"expert_load/{name}" for name in names}
+    assert all(wanted | layers <= line.keys() for line in lines)
+    of_experts = {f"expert_load/{name}/{e}" for name in names for e in range(8)}
+    for line in lines:
+        assert of_experts & line.keys() == (set() if line["step"] % 2 else of_experts)
+    evaluated = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    assert list(evaluated) == [3, 6, 8]
+    assert all(abs(loss - lines[step - 1]["loss"]) < 0.5 for step, loss in evaluated.items())
+    assert all(max(line[n] for n in layers) == line["expert_load_max_over_mean"] for line in lines)
+    assert lines[0]["loss"] == pytest.approx(5.6, abs=0.3) and lines[-1]["loss"] < 5.0
+    assert f"--- sample after {STEPS} steps ---\ndef " in printed
+    saved = {p.name for p in (run_dir / "checkpoints").iterdir()}
+    assert saved == {"latest", "step-000004", "step-000008"}
+    pytest.importorskip("matplotlib")
+    assert (run_dir / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_what_must_survive_a_resume_is_saved(straight: tuple[Path, str]) -> None:
+    found = tensors(straight[0], STEPS)
+    biases = [v for k, v in found.items() if k.endswith("expert_bias")]
+    assert biases and all(bias.abs().sum() > 0 for bias in biases)
+    assert any("exp_avg_sq" in name for name in found)
+    rngs = {name.split(": ")[1] for name in found if "rng.cpu" in name}
+    assert rngs == {"rng.cpu.0", "rng.cpu.1"}
+    manifest = json.loads(
+        (straight[0] / "checkpoints" / f"step-{STEPS:06d}" / "moecore.json").read_text()
+    )
+    assert manifest["config"]["vocab_size"] == 256 and manifest["world_size"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.nightly  # test_pretrain.py kills a run, and this one is continued below
+def test_killed_run_goes_on_as_if_nothing_happened(
+    straight: tuple[Path, str], tmp_path: Path
+) -> None:
+    modules, run_dir = tmp_path / "modules", tmp_path / "run"
+    modules.mkdir()
+    (modules / "tqdm.py").write_text(KILLING_BAR)
+    shorter = WHOLE.replace(f"--steps {STEPS}", f"--steps {STEPS - 1} --schedule-steps {STEPS}")
+    run(run_dir, shorter, modules=modules, code=-signal.SIGKILL)
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(DAMAGE)
+    resumed = run_in_forks(run_dir, WHOLE)
+    assert "from step 4" in resumed
+    assert f"{run_dir}/metrics.jsonl: dropped 7 damaged line(s)" in resumed
+    assert_same_run(run_dir, straight[0])
+
+
+@pytest.mark.slow
+def test_finished_run_only_samples(straight: tuple[Path, str]) -> None:
+    run_dir, printed = straight
+    before = (run_dir / "metrics.jsonl").read_text()
+    again = run_in_forks(run_dir, WHOLE)
+    assert f"is finished at step {STEPS}: only sampling" in again
+    assert again.split("--- sample")[1] == printed.split("--- sample")[1]
+    assert (run_dir / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.slow
+def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
+    """Two ranks, tp=2 against etp=2, text and jsonl, and no optional package."""
+    texts, plain = tmp_path / "texts.jsonl", tmp_path / "plain.txt"
+    texts.write_text("".join(json.dumps({"text": "naïve words " * 9}) + "\n" for _ in range(3)))
+    plain.write_text("plain words " * 9)
+    run_dir, data = tmp_path / "run", f"--data {texts} {plain}"
+    degrees = "--tp 2 --etp 2 --aux-loss 0 --steps 2"
+    packages = ("tqdm", "tensorboard", "matplotlib")
+    printed = run_in_forks(run_dir, f"{degrees} {data}", without=packages)
+    assert "2 cpu ranks (tp=2 etp=2, alltoall)" in printed
+    assert printed.count("going on without tqdm, tensorboard, matplotlib (pip install") == 1
+    assert metrics(run_dir)[0]["balance_loss"] == 0
+    assert not (run_dir / "curves.png").exists()
+    changed = run_in_forks(run_dir, "--steps 2 --seed 1", num_ranks=1, code=2)
+    assert "--seed (1) must be 0 as in" in changed
+    changed = run_in_forks(run_dir, f"--steps 2 {data} {data[7:]}", num_ranks=1, code=2)
+    assert "--data, --seq-len, --eval-every and --tokens must be as in" in changed
+
+
+@pytest.mark.slow
+def test_a_run_for_speed_leaves_only_metrics(tmp_path: Path) -> None:
+    model = "--preset tiny-qwen3 --layers 1 --tokens random --ep 2"
+    printed = run_in_forks(tmp_path, f"{model} --checkpoint-every 0 --sample-bytes 0 --steps 2")
+    assert "2 cpu ranks (dp_shard=2 ep=2, alltoall)" in printed
+    assert "random tokens" in printed and "sample after" not in printed
+    lines = metrics(tmp_path)
+    assert len(lines) == 2
+    assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.nightly  # tests/models trains the same rows over cp
+def test_context_parallel_ranks_share_rows(tmp_path: Path) -> None:
+    """Halves of the same rows have the losses of the rows, on two ranks and on one."""
+    model = "--preset tiny-qwen3 --layers 1 --tokens random --steps 2 --checkpoint-every 0"
+    words = f"{model} --sample-bytes 0"
+    assert "2 cpu ranks (cp=2 ep=2," in run_in_forks(tmp_path / "two", f"{words} --cp 2")
+    run_in_forks(tmp_path / "one", words, num_ranks=1)
+    halves, whole = (metrics(tmp_path / name) for name in ("two", "one"))
+    for name in ("loss", "grad_norm"):
+        found = [line[name] for line in halves]
+        assert found == pytest.approx([line[name] for line in whole], rel=1e-4), name
+    printed = run_in_forks(
+        tmp_path / "text", "--layers 2 --cp 2 --steps 1 --eval-every 1 --lr 1e-9"
+    )
+    assert "sample after 1 steps" in printed
+    (line,) = metrics(tmp_path / "text")
+    assert line["eval_loss"] == pytest.approx(line["loss"], abs=0.2)
+
+
+ERRORS = {
+    "--layers 9": "--layers (9) must be <= num_layers (4) of --preset tiny",
+    "--checkpoint-every -1": "argument --checkpoint-every: (-1) must be a whole number >= 0",
+    "--row-factor 0": "argument --row-factor: (0) must be a number > 0",
+    "--steps 0": r"argument --steps: (0) must be a whole number >= 1",
+    "--lr fast": "argument --lr: (fast) must be float",
+    "--dtype int8": "argument --dtype: invalid choice: 'int8'",
+    "--precision fp4": "argument --precision: invalid choice: 'fp4'",
+    "--preset huge": "preset ('huge') must be one of",
+    "--preset tiny-qwen3": "--preset (tiny-qwen3) must have vocab_size (128) >= 256",
+    "--seq-len 4096": "--seq-len (4096) must be <= max_seq_len (512)",
+    "--aux-loss -1": "BalanceConfig.micro_batch_coef (-1.0) must be",
+    "--ep 3": "must divide the world size (2)",
+    "--tp 0": "ParallelConfig.tp (0) must be a whole number >= 1",
+    "--run-dir /dev/null/run": "--run-dir (/dev/null/run) must be a directory to write: Not a dir",
+    "--prompt=": "argument --prompt: must not be empty",
+    "--seed -1": "argument --seed: (-1) must be a whole number >= 0",
+    "--seed 18446744073709551616": "argument --seed: (18446744073709551616) must be a whole",
+    "--batch-size 1000000000": "--batch-size (1000000000) x --seq-len (32) x --grad-accum (2) must",
+    "--grad-accum 1000000000000": "x --grad-accum (1000000000000) must fit into memory",
+    "--sample-bytes 509": "(509) and the 4 of --prompt must be <= max_seq_len (512)",
+    "--preset tiny-qwen3 --tokens random --prompt \udcff": "must have bytes < vocab_size (128)",
+    "--data /dev/zero": "--data (/dev/zero) must be a plain file",
+    "--eval-every 2 --tokens random": "--eval-every (2) must be 0 with --tokens random",
+    "--cp 2 --seq-len 34": "--seq-len (34) must be a multiple of 4 with --cp 2 and --tp 1: use 36",
+    "--recompute gemm_last norm": "MemoryOptions.recompute ",
+    "--offload-fraction 0.5": "MemoryOptions.offload_fraction (0.5) must go with offload",
+    "--data missing.txt": "--data (missing.txt) must be a readable file: No such file",
+}
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    """The script as a module: its errors come before any rank starts, and need no process."""
+    yield importlib.import_module("moecore.recipes.train")
+
+
+def error_of(
+    script: ModuleType,
+    run_dir: Path,
+    arguments: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """Return what the script prints to stderr when it ends with code 2."""
+    words = f"--run-dir {run_dir} {MICRO} {arguments}".split()
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        code = script.main(words)
+    except SystemExit as end:  # argparse's own
+        code = end.code
+    assert code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ERRORS)
+def test_wrong_arguments_are_one_line(
+    arguments: str,
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = error_of(script, tmp_path, arguments, monkeypatch, capsys)
+    assert ERRORS[arguments] in printed
+    assert re.match(r"moecore( train)?: error: ", printed.strip().splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.nightly  # below the error is found on ranks, above by the parser
+def test_a_wrong_argument_ends_the_process(tmp_path: Path) -> None:
+    done = run(tmp_path, "--preset huge", code=2)
+    assert "preset ('huge') must be one of" in done.stderr and "Traceback" not in done.stderr
+
+
+def rank_without_agent(
+    rank: int, device: torch.device, words: list[str], folder: Path, no_report: bool
+) -> None:
+    """Be a rank that srun has started; write what it prints, and fail where it waits."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    script, errors, said = (
+        importlib.import_module("moecore.recipes.train"),
+        sys.modules["moecore.recipes.errors"],
+        StringIO(),
+    )
+    waits = patch.object(errors.time, "sleep", side_effect=AssertionError("a rank waits"))
+    report = patch.object(
+        sys.modules["moecore.recipes.loop"],
+        "RunReport",
+        side_effect=OSError("no space") if no_report else None,
+    )
+    with redirect_stdout(StringIO()), redirect_stderr(said), waits, report:
+        code = script.run_rank(script.parse_arguments(words))
+    (folder / f"{rank}.txt").write_text(f"{code} {said.getvalue()}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("no_report", beside([False, True], [False]))
+def test_ranks_without_an_agent_end_with_the_same_line(tmp_path: Path, no_report: bool) -> None:
+    """Of what rank 0 finds alone: a pointer to a checkpoint, and files of the report."""
+    (tmp_path / "checkpoints").mkdir()
+    if not no_report:
+        (tmp_path / "checkpoints" / "latest").write_text("damaged")
+    words = ["--run-dir", str(tmp_path), *MICRO.split()]
+    run_ranks(2, rank_without_agent, words, tmp_path, no_report)
+    lines = [(tmp_path / f"{rank}.txt").read_text().strip() for rank in range(2)]
+    assert lines[0] == lines[1] and "\n" not in lines[0]
+    assert re.match(r"1 .*no space" if no_report else "2 .*latest", lines[0]), lines[0]
+
+
+@pytest.mark.parametrize("under_agent", [False, True])
+def test_one_rank_prints_where_an_agent_ends_the_others(
+    under_agent: bool, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    errors, waited = importlib.import_module("moecore.recipes.errors"), list[float]()
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if under_agent:  # torchrun and `launch` set it
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    for rank in range(2):
+        assert errors.print_rank_error(ValueError("all ranks"), rank) == 2
+        assert errors.print_rank_error(OSError("this rank"), rank) == 2
+    assert waited == ([errors.RANK_0_PRINTS_S] if under_agent else [])
+    assert capsys.readouterr().err.count("\n") == 4
+
+
+@pytest.mark.slow
+def test_an_error_found_by_the_ranks_is_one_line(tmp_path: Path) -> None:
+    words = f"--preset tiny-qwen3 --tokens random --precision blockwise {MICRO}".split()
+    words += ["--run-dir", str(tmp_path / "run")]
+    code, said = launched(late_word.run_rank, "train.py", words, tmp_path / "said.txt")
+    assert code == 2 and "MoEConfig.dim (64)" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_folding_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    said = run_in_forks(tmp_path, "--ep 3", num_ranks=3, code=2)
+    assert "MoEConfig.num_experts (8) must be divisible by ParallelConfig.ep (3)" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_rank_prints_itself_what_rank_0_did_not_find(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from moecore.recipes.errors import print_rank_error
+
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    for error, waits in ((ValueError("of all ranks"), 1), (FileNotFoundError("of this one"), 0)):
+        waited.clear()
+        assert print_rank_error(error, rank=1) == 2
+        assert len(waited) == waits
+        assert capsys.readouterr().err == f"moecore: error: {error}\n"
+
+
+def test_too_little_memory_gives_advice(script: ModuleType) -> None:
+    from moecore.recipes.errors import memory_advice
+
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has")
+    advice = str(memory_advice(error, 3))
+    assert advice.startswith("rank 3: CUDA out of memory: lower --batch-size")
+
+
+@pytest.mark.parametrize(
+    "line", ["not json", '{"title": "x"}', '{"text": 3}', '["text"]', "[" * 100_000]
+)
+def test_wrong_jsonl_names_the_line(
+    line: str,
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    printed = error_of(script, tmp_path, f"--data {path}", monkeypatch, capsys)
+    assert f'--data ({path}) line 2 must be a JSON object with a string "text"' in printed
+
+
+def test_parts_to_compute_again_and_to_offload(script: ModuleType) -> None:
+    from moecore.recipes.options import memory_options
+
+    def found(words: str) -> Any:
+        return memory_options(script.parse_arguments(words.split()))
+
+    assert found("--recompute gemm_last").recompute == "gemm_last"
+    assert found("--recompute gemm_last moe").recompute == ("norm", "activation", "rope", "moe")
+    offloaded = found("--offload experts attention --offload-fraction 0.5")
+    assert (offloaded.offload, offloaded.offload_fraction) == (("experts", "attention"), 0.5)
+
+
+def corpus_of(script: ModuleType, *lengths: int) -> Any:
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    return script.Corpus(torch.arange(int(borders[-1])).remainder(251).byte(), borders)
+
+
+def test_the_end_of_the_text_is_held_out(script: ModuleType) -> None:
+    corpus = corpus_of(script, 30, 60, 10)
+    kept, held = script.hold_out(corpus, seq_len=4)
+    assert torch.equal(torch.cat([kept.text_N, held]), corpus.text_N) and len(held) == 5
+    assert [len(document) for document in kept] == [30, 60, 5]
+    kept, held = script.hold_out(corpus, seq_len=49)
+    assert ([len(document) for document in kept], len(held)) == ([30, 20], 50)
+    with pytest.raises(ValueError, match=r"--data \(100 bytes\) must be longer than two of"):
+        script.hold_out(corpus, seq_len=50)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--quantile", (True, "sigmoid", "quantile", 1.0, False)),
+        ("--quantile --bias-rate 0.5", (True, "sigmoid", "quantile", 0.5, False)),
+        ("--quantile --bias-per-micro-batch", (True, "sigmoid", "quantile", 1.0, True)),
+        ("--bias-rate 0.5", (True, "softmax", "sign", 0.5, False)),
+        ("", (False, "softmax", "sign", 0.0, False)),
+    ],
+)
+def test_what_balances_a_preset(
+    arguments: str, expected: tuple[bool, str, str, float, bool], script: ModuleType
+) -> None:
+    words = f"--preset tiny-qwen3 --tokens random --seq-len 32 {arguments}".split()
+    moe = script.model_config(script.parse_arguments(words)).moe
+    balance = moe.balance
+    found = (moe.expert_bias, moe.score_function, balance.bias_update, balance.bias_update_rate)
+    assert (*found, balance.bias_per_micro_batch) == expected
