@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,26 +40,17 @@ from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.rows import tell_layers
 from moecore.families.transformers.sparse_attention import sparse_layers, train_indexers
-from moecore.families.transformers.stock import (
-    is_hf,
-    is_pretrained,
-    outermost,
-    runs_class_forward,
-)
+from moecore.families.transformers.stock import is_hf, is_pretrained, outermost, runs_class_forward
 from moecore.families.transformers.tensor_parallel import CutTransformer
 from moecore.models.head import Head
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
-from moecore.parallel.model.family import Adapter, Family
+from moecore.parallel.model.family import Adapter, Family, has_rows
 from moecore.parallel.pipeline.stages import StagedModel
 
 
 class Plain(Family):
     """Models that declare what moecore asks of them, such as its own decoder."""
-
-    @override
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
 
     @override
     def swap_blocks(
@@ -68,69 +59,8 @@ class Plain(Family):
         return replace_blocks(model, adapters, lambda _: None, lambda _: None)
 
     @override
-    def prepare(self, model: nn.Module) -> None:
-        pass
-
-    @override
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
         return set_dtypes(model, dtype)
-
-    @override
-    def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        mask_BT = inputs.get("padding_mask_BT")
-        return _has_rows(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
-
-    @override
-    def arguments(self, batch: PackedBatch) -> dict[str, Any]:
-        return {
-            "tokens_BT": batch["input_ids"],
-            "padding_mask_BT": batch["padding_mask"],
-            "cu_seqlens": batch["cu_seqlens"],
-            "max_seqlen": batch["max_seqlen"],
-        }
-
-    @override
-    def vocab_size(self, model: nn.Module) -> int | None:
-        size = getattr(getattr(model, "config", None), "vocab_size", None)
-        return size if isinstance(size, int) else None
-
-    @override
-    def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
-        raise ValueError(
-            f"model ({type(model).__name__}) must have adapters of peft to be its own reference: "
-            "pass a reference model"
-        )
-
-    @override
-    def staged(self, model: nn.Module) -> StagedModel:
-        if not hasattr(model, "stage_parts"):
-            raise NotImplementedError(
-                f"model ({type(model).__name__}) must be a Decoder or a causal language model of "
-                "transformers, or have stage_parts, to be cut to stages"
-            )
-        return cast(StagedModel, model)
-
-    @override
-    def tensor_parallel(self, model: nn.Module) -> Any:
-        return model
-
-    @override
-    def check_tensor_parallel(self, model: nn.Module, tp: int) -> None:
-        """A native decoder checks its config, of which all stages have the whole."""
-
-    @override
-    def context(self, model: nn.Module) -> Any:
-        return model
-
-    @override
-    def indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        layers = (m for m in model.modules() if hasattr(m, "train_indexer"))
-        return [layer for layer in layers if layer.indexer is not None]
-
-    @override
-    def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
-        for layer in self.indexers(model):
-            cast(Any, layer).train_indexer(config)
 
     @override
     def head_shapes(self, model: nn.Module) -> Sequence[tuple[int, int]]:
@@ -183,7 +113,7 @@ class Transformers(Plain):
         mask = inputs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
             return mask.any()
-        return _has_rows(inputs, "input_ids", "inputs_embeds")
+        return has_rows(inputs, "input_ids", "inputs_embeds")
 
     @override
     def arguments(self, batch: PackedBatch) -> dict[str, Any]:
@@ -252,12 +182,6 @@ class Transformers(Plain):
         refuse_native_names(model)
         if drops_cache:
             warn_about_cache(model)
-
-
-def _has_rows(inputs: Mapping[str, Any], *names: str) -> bool:
-    """Return whether no argument of these names is an empty tensor."""
-    values = (inputs.get(name) for name in names)
-    return all(value.numel() > 0 for value in values if isinstance(value, Tensor))
 
 
 def family_of(model: nn.Module) -> Family:

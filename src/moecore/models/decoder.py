@@ -36,10 +36,7 @@ from moecore.base.fields import (
     check_arguments,
 )
 from moecore.base.options.context import ContextOptions
-from moecore.base.params import (
-    clean_name,
-    init_normal_,
-)
+from moecore.base.params import clean_name, init_normal_
 from moecore.base.torch_private import local_of
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer

@@ -98,8 +98,9 @@ class AmaxHistory:
 
     def learn(self) -> None:
         """Take an answer that has come. No host sync."""
-        if self._answer is not None and self._answer.has_come():
-            self.is_sure, self._answer = self._answer.of(self), None
+        answer = self._answer
+        if answer is not None and (answer.event is None or answer.event.query()):
+            self.is_sure, self._answer = answer.of(self), None
 
 
 class _Answer:
@@ -109,13 +110,9 @@ class _Answer:
         min_amax = torch.stack([torch.cat([*h._past.values()]).amin() for h in histories])
         self._index = {history: i for i, history in enumerate(histories)}
         self._min_amax = min_amax.to("cpu", non_blocking=True)
-        self._event = torch.cuda.Event() if min_amax.is_cuda else None
-        if self._event is not None:
-            self._event.record()
-
-    def has_come(self) -> bool:
-        """Whether the host can read it, without a wait."""
-        return self._event is None or self._event.query()
+        self.event = torch.cuda.Event() if min_amax.is_cuda else None
+        if self.event is not None:
+            self.event.record()
 
     def of(self, history: AmaxHistory) -> bool:
         """Return that of one history."""

@@ -22,11 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from moecore.base.options.layer import MoEConfig
 from moecore.base.options.precision import Recipe
-from moecore.base.params import (
-    check_values,
-    init_normal_,
-    shard_parameter,
-)
+from moecore.base.params import check_values, init_normal_, shard_parameter
 from moecore.base.saved_tensors import UsedRows, counting_rows
 from moecore.base.torch_private import NOTHING, StridedShard, is_plain_eager, storage_key
 from moecore.kernels.experts.contract import (
@@ -46,12 +42,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import GATHERED_KINDS, OperandPair
 from moecore.kernels.rows.shard_blocks import as_matrices
 from moecore.moe.amax_history import AmaxHistory
-from moecore.moe.backends import (
-    EXPERT_BACKENDS,
-    ExpertBackend,
-    check_backend,
-    separate_computation,
-)
+from moecore.moe.backends import EXPERT_BACKENDS, ExpertBackend, check_backend, separate_computation
 from moecore.moe.clone_weights import with_clones
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
 from moecore.moe.low_rank import LowRank, OwnPart

@@ -22,11 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.base.options.layer import ASSIGNMENTS, MoEConfig
-from moecore.base.params import (
-    init_normal_,
-    local_param,
-    seed_of,
-)
+from moecore.base.params import init_normal_, local_param, seed_of
 from moecore.kernels.common import no_autocast
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.routing.route import RouteOptions, route, route_weights
@@ -126,7 +122,9 @@ class Router(nn.Module):
         # expert choice, or a bias per micro-batch. None = one sequence on this rank alone.
         micro_batch = micro_batch or MicroBatch()
         if self.config.router_jitter and self.training:
-            x_TD = _jittered(x_TD, self.config.router_jitter)
+            width = self.config.router_jitter
+            x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - width, 1 + width)
         with no_autocast(x_TD):
             if self._is_plain:
                 weight_ED, bias_E = self._parts()
@@ -272,12 +270,6 @@ class Router(nn.Module):
         if self.training or (experts_choose and capacity.eval_factor is None):
             return capacity.factor
         return capacity.eval_factor
-
-
-def _jittered(x_TD: Tensor, width: float) -> Tensor:
-    """Return x in fp32 (fp64 if x is) times random factors from [1 - width, 1 + width]."""
-    x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
-    return x_TD * torch.empty_like(x_TD).uniform_(1 - width, 1 + width)
 
 
 @torch.compiler.disable

@@ -132,11 +132,11 @@ class RemainingDocuments:
 
     def __init__(self, count: int) -> None:
         self._next = list(range(count + 1))
-        self._trial: dict[int, int] = {}
+        self.trial: dict[int, int] = {}
 
     def first(self, index: int) -> int:
         """Return the longest that is left from an index on; N when none is."""
-        chain, trial = self._next, self._trial
+        chain, trial = self._next, self.trial
         passed = []
         while True:  # both chains are shortened where they are walked
             end = index
@@ -154,17 +154,13 @@ class RemainingDocuments:
 
     def take(self, index: int) -> None:
         """Take a document on trial."""
-        self._trial[index] = index + 1
-
-    def put_back(self) -> None:
-        """Put back what is on trial."""
-        self._trial.clear()
+        self.trial[index] = index + 1
 
     def keep(self) -> None:
         """Make final what is on trial."""
-        for index in self._trial:
+        for index in self.trial:
             self._next[index] = index + 1
-        self._trial.clear()
+        self.trial.clear()
 
 
 def make_rounds(documents: Documents) -> list[Blocks]:
@@ -191,7 +187,7 @@ class _Search:
             work, tokens = self.documents.sums([i for block in blocks for i in block.documents])
             time = max(block.load for block in blocks) + self.documents.fixed
             share = (bound - self._bound(work, tokens)) / time
-            self.remaining.put_back()
+            self.remaining.trial.clear()
             if share > best[0]:
                 best = (share, blocks)
             if share > ENOUGH:

@@ -58,11 +58,6 @@ class _ContentsCheck:
             self.work.wait()
             self.work, self.copy = None, ToHost(self.bounds)
 
-    def is_different(self) -> Tensor:
-        """Return bool [names] on the device."""
-        self.start_copy()
-        return self.bounds[0] != ~self.bounds[1]
-
     def problem(self) -> str | None:
         """Return an error's beginning if contents differ. It waits for the copy."""
         self.start_copy()
@@ -133,7 +128,9 @@ class Contents:
         comparisons, self._of_step = self._of_step, []
         if not comparisons:
             return None
-        return torch.cat([check.is_different() for check in comparisons]).any()
+        for check in comparisons:
+            check.start_copy()
+        return torch.cat([check.bounds[0] != ~check.bounds[1] for check in comparisons]).any()
 
 
 def _captures(tensors: Mapping[str, Tensor]) -> bool:

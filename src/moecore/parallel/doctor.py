@@ -338,7 +338,9 @@ def _facts(device_type: str, checkpoints: Path | None) -> RankFacts:
         clock=time.time(),
         host=hosts[dist.get_rank()],
         name=socket.gethostname(),
-        ranks_per_host=reader.read("LOCAL_WORLD_SIZE", _ranks_per_host, None),
+        ranks_per_host=reader.read(
+            "LOCAL_WORLD_SIZE", lambda: read_launcher_number("LOCAL_WORLD_SIZE", 0) or None, None
+        ),
         versions=reader.read("versions", lambda: _versions(device_type), {}),
         environment={
             name: value
@@ -357,10 +359,6 @@ def _facts(device_type: str, checkpoints: Path | None) -> RankFacts:
         peers=_peers(hosts, device_type),
         rates=_rates(hosts, device_type),
     )
-
-
-def _ranks_per_host() -> int | None:
-    return read_launcher_number("LOCAL_WORLD_SIZE", 0) or None
 
 
 def _shared_memory() -> int | None:

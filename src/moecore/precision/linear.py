@@ -26,18 +26,9 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.base.params import (
-    check_values,
-    has_values,
-    local_param,
-)
+from moecore.base.params import check_values, has_values, local_param
 from moecore.base.regions import as_product
-from moecore.base.torch_private import (
-    autocast_dtype,
-    is_plain_eager,
-    unsafe_view,
-    version,
-)
+from moecore.base.torch_private import autocast_dtype, is_plain_eager, unsafe_view, version
 from moecore.kernels.experts.contract import GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.linear import Gradients, LinearProducts, backward, linear

@@ -277,9 +277,10 @@ def _expert_lora_class() -> type[LowRank]:
             for name in wrapper.lora_A:
                 a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
                 trained = a.requires_grad
+                b_EOr = b.detach().unflatten(1, (-1, E)).permute(2, 0, 1)  # of [O, r * E]
                 pairs[name] = (
                     nn.Parameter(a.detach().unflatten(0, (E, -1)), requires_grad=trained),
-                    nn.Parameter(from_peft(b.detach(), E), requires_grad=trained),
+                    nn.Parameter(b_EOr.contiguous(), requires_grad=trained),
                 )
             LowRank.__init__(self, pairs, {name: wrapper.scaling[name] for name in pairs})
             self.r = {name: wrapper.r[name] for name in pairs}
@@ -295,9 +296,3 @@ def _expert_lora_class() -> type[LowRank]:
             return [name for name in self.active_adapters if name in self.lora_A]
 
     return ExpertLora
-
-
-def from_peft(b: Tensor, num_experts: int) -> Tensor:
-    """Return peft's B, [O, r * E], as [E, O, r]."""
-    result: Tensor = b.unflatten(1, (-1, num_experts)).permute(2, 0, 1).contiguous()
-    return result

@@ -30,13 +30,7 @@ from moecore.base.torch_private import version
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.stages import (
-    Elsewhere,
-    StageParts,
-    check_hidden,
-    check_stage,
-    need,
-)
+from moecore.parallel.pipeline.stages import Elsewhere, StageParts, check_hidden, check_stage, need
 
 PARTS = "_moecore_stage_parts"  # attribute of a model
 SIZES = "_moecore_stage_sizes"  # attribute of a model: of what layers get, behind [B, T]

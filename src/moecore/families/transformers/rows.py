@@ -41,12 +41,7 @@ from moecore.families.transformers.packing import (
     packing_problem,
     why_one_document,
 )
-from moecore.families.transformers.stock import (
-    has_causal_loss,
-    named,
-    outermost,
-    parameters_of,
-)
+from moecore.families.transformers.stock import has_causal_loss, named, outermost, parameters_of
 from moecore.models.loss import IGNORE_INDEX, count_labels
 from moecore.moe.layer import MoELayer, RoutedLayer
 

@@ -460,14 +460,11 @@ class UnitEngine:
         """Reduce a unit's gradients, or accumulate them if the step will add more."""
         accumulates = unit.options.accumulates and self._shares(unit)
         unit.gradients.reduces = not (
-            accumulates and (self._expects_grads(unit) or self._has_deferred(unit))
+            accumulates
+            and (self._expects_grads(unit) or any(d.holds(unit.gradients) for d in self._deferred))
         )
         with publish_errors(f"the reduction of {unit.options.name}"):
             unit.gradients.reduce()
-
-    def _has_deferred(self, unit: Unit) -> bool:
-        """Whether deferred products of a unit are left."""
-        return any(deferred.holds(unit.gradients) for deferred in self._deferred)
 
     def _expects_grads(self, unit: Unit) -> bool:
         """Whether later backwards of the step use a unit's whole parameters and add gradients."""

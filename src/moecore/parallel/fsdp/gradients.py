@@ -299,8 +299,9 @@ class Gradients:
                 num_users, divided, trained = all_flags.view(3, -1).tolist()
                 self._elsewhere = {i: divided[i] > 0 for i in missing if num_users[i]}
                 self._check_trained(trained)
+            indices_with_grad = {*self._filled, *self._elsewhere}  # on any rank
             local_grads = [
-                (i, x) for i, x in zip(indices, shards, strict=True) if self._is_found(i)
+                (i, x) for i, x in zip(indices, shards, strict=True) if i in indices_with_grad
             ]
             divided_grads = self._divided.union(
                 i for i, divided in self._elsewhere.items() if divided
@@ -332,10 +333,6 @@ class Gradients:
                 f"{dist.get_rank()}, True on {ranks_by_param[odd[0]]:.0f} of {every} ranks) must "
                 "be the same on all ranks that share it: call requires_grad_ on every rank"
             )
-
-    def _is_found(self, index: int) -> bool:
-        """Whether a rank has a gradient of a parameter."""
-        return index in self._filled or index in self._elsewhere
 
     def _own_flags(self) -> Tensor:
         """Return this rank's flags, once for each rank that gets them."""

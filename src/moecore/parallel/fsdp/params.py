@@ -19,11 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moecore.base.copies import as_part
-from moecore.base.params import (
-    GATHERED_BLOCKS,
-    READS_PLAIN,
-    grad_placements,
-)
+from moecore.base.params import GATHERED_BLOCKS, READS_PLAIN, grad_placements
 from moecore.base.torch_private import (
     StridedShard,
     call_accumulate_hooks,

@@ -1,4 +1,8 @@
-"""Forwards of hooked modules, and values between them, whose gradients end and begin backwards."""
+"""Records of the forwards of hooked modules, and hooks on the activations between modules.
+
+A hook on an activation fires when its gradient arrives: the consumer's backward is then complete,
+and the producer's backward begins.
+"""
 
 from __future__ import annotations
 
@@ -27,37 +31,37 @@ class ExchangeLayer(Protocol):
 
 
 class ModuleNode:
-    """A hooked module among those of the module parent it."""
+    """A module with hooks, in the tree of all such modules."""
 
     __slots__ = ("children", "index", "is_cut", "layer", "module", "parent", "units")
 
     def __init__(self, module: nn.Module, units: list[Unit], parent: ModuleNode | None) -> None:
         self.module, self.units, self.parent = module, units, parent
-        self.layer: ExchangeLayer | None = None  # whose experts these are
-        self.is_cut = False  # whether its backward can be run apart from that of what is parent it
-        self.index = 0  # among the nodes of the module parent it
+        self.layer: ExchangeLayer | None = None  # the MoE layer whose experts this module holds
+        self.is_cut = False  # whether its backward can run without that of `parent`
+        self.index = 0  # in `parent.children`
         self.children: list[ModuleNode] = []
         if parent is not None:
             self.index = len(parent.children)
             parent.children.append(self)
 
     def walk(self) -> Iterator[ModuleNode]:
-        """Yield this node and the nodes inside of it."""
+        """Yield this node and its descendants."""
         yield self
         for child in self.children:
             yield from child.walk()
 
 
 class EmptyRun(NamedTuple):
-    """A forward of a layer without tokens, which waits for its backward."""
+    """A forward of a layer with zero tokens, whose backward has not run."""
 
     x_0D: Tensor
     y_0D: Tensor
-    is_skipped: bool  # by all ranks
+    is_skipped: bool  # whether all ranks skipped the layer
 
 
 class Output(NamedTuple):
-    """The end of the graph of an output, without its values."""
+    """The graph edge, shape, dtype and device of an output; its values are not saved."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -66,7 +70,7 @@ class Output(NamedTuple):
 
 
 class ForwardVisit:
-    """One forward through a node, or past it."""
+    """One forward of a module, or a forward that skipped the module."""
 
     __slots__ = (
         "children",
@@ -90,34 +94,32 @@ class ForwardVisit:
     ) -> None:
         self.node, self.outer, self.forward = node, outer, forward
         self.is_skipped = is_skipped
-        # Whether the outermost forward has gradients. This one may be without: `no_grad` parent a
-        # part of a model, or a reentrant checkpoint, which runs it again.
+        # Whether the outermost forward records gradients. This forward may run without them, under
+        # `no_grad` or in a reentrant checkpoint, which recomputes it.
         self.joins: bool = torch.is_grad_enabled() or (outer is not None and outer.joins)
-        self.next = 0  # number of the first child that was not reached
-        self.children: list[
-            ForwardVisit
-        ] = []  # in the order of forward, until a backward is behind them
-        self.runs: list[ForwardRun] = []  # one per unit, while their backward has not ended
-        self.is_in_backward = False  # whether its backward has begun, or was joined
-        self.needs_grad = False  # whether an output does
-        # Whether an input does of a forward that is without gradients itself: a reentrant
-        # checkpoint begins with it. Those that follow are in the same one.
+        self.next = 0  # index of the first child that the forward has not reached
+        self.children: list[ForwardVisit] = []  # in forward order, until their backward has ended
+        self.runs: list[ForwardRun] = []  # one per unit, until their backward has ended
+        self.is_in_backward = False  # whether its backward has begun, or this rank has joined it
+        self.needs_grad = False  # whether an output requires a gradient
+        # Whether an input requires a gradient although the forward runs without gradients. Such a
+        # forward is the first of a reentrant checkpoint, which also contains the forwards after it.
         self.has_inputs = False
         self.empty: EmptyRun | None = None
-        self.inputs: list[GradientEdge] = []  # of a cut node
+        self.inputs: list[GradientEdge] = []  # if `node.is_cut`
         self.outputs: list[Output] = []
 
     def expect_in(self, unit: Unit) -> None:
-        """Add this visit to a unit's `pending_backwards`, in node of the run that it lacks."""
+        """Add this visit, which has no run, to a unit's `pending_backwards`."""
         unit.pending_backwards.add(self)
 
     @property
     def is_cut(self) -> bool:
-        """Whether its inputs are to be cut, and its outputs to be kept."""
+        """Whether the inputs must be cut and the outputs recorded."""
         return self.node.is_cut and self.outer is not None and not self.inputs
 
     def cut_inputs(self, value: Any) -> Any:
-        """Return inputs as nodes of their own, at which a backward of this forward alone ends."""
+        """Return views of the inputs, at which a backward of this forward alone ends."""
 
         def cut(x: Tensor) -> Tensor:
             if not x.requires_grad or isinstance(x, nn.Parameter):
@@ -129,13 +131,13 @@ class ForwardVisit:
         return tree_map_only(Tensor, cut, value)
 
     def keep_output(self, x: Tensor) -> None:
-        """Keep the end of the graph of an output, without its values."""
+        """Record the graph edge of an output."""
         self.needs_grad = True
         if self.node.is_cut and self.outer is not None:
             self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))
 
     def drop_graph(self) -> None:
-        """Drop what is kept of the graph, whose hooks refer to this visit."""
+        """Drop the recorded graph edges, whose hooks refer to this visit."""
         self.inputs.clear()
         self.outputs.clear()
         for child in self.children:
@@ -160,16 +162,16 @@ class ForwardRun:
 
     def __init__(self, unit: Unit, module: nn.Module, *, step: int, forward: int) -> None:
         self.unit, self.module = unit, module
-        self.step = step  # of the engine, in which the forward ran
+        self.step = step  # the engine's step in which the forward ran
         self.forward = forward  # number of the outermost forward
         self.is_active = False  # whether its backward has begun and not ended
-        self.visit: ForwardVisit | None = None  # None = not followed
-        self.versions: list[int] = []  # of the unit, whose values the forward read
+        self.visit: ForwardVisit | None = None  # None = the forward has no record
+        self.versions: list[int] = []  # versions of the unit's parameters in the forward
         self.inputs = self.pending = 0  # inputs with a gradient, and those not computed yet
         self._pending_in: list[Unit] = []
 
     def check_unchanged(self) -> None:
-        """Raise where the unit's parameters have changed in node since the forward."""
+        """Raise if the unit's parameters were changed in place since the forward."""
         versions = self.unit.versions()
         if versions != self.versions:
             pairs = zip(self.unit.params, self.versions, versions, strict=True)
@@ -192,7 +194,7 @@ class ForwardRun:
 
 
 class BackwardHooks(Protocol):
-    """The methods of an engine that gradients of values between modules call."""
+    """The methods of an engine that a `GradBoundary` calls."""
 
     def pre_backward(self, run: ForwardRun) -> None:
         """Begin the backward of a module."""
@@ -202,12 +204,11 @@ class BackwardHooks(Protocol):
 
 
 class GradBoundary:
-    """Hook of a value between modules.
+    """Hook of an activation between two modules.
 
-    The gradient of the value ends the backward of the runs that read the value (`ends`), and begins
-    the backward of the runs that returned it (`begins`). Of a leaf, which forwards may share, a
-    backward drops the runs that wait for no backward. Of several runs the last one ends first, and
-    the one parent others begins first.
+    When the gradient arrives, the backward of the runs that read the activation ends (`ends`), and
+    the backward of the runs that returned it begins (`begins`), each list in reverse order. Several
+    forwards may share a leaf. Its hook drops the runs that no unit expects a backward of.
     """
 
     __slots__ = ("begins", "ends", "engine", "is_leaf", "version")
@@ -215,7 +216,7 @@ class GradBoundary:
 
     def __init__(self, engine: BackwardHooks, version: int, *, is_leaf: bool) -> None:
         self.engine, self.is_leaf = engine, is_leaf
-        self.version = version  # after a change in node the value gets a new boundary
+        self.version = version  # a change in place gives the activation a new boundary
         self.ends: list[ForwardRun] = []
         self.begins: list[ForwardRun] = []
 

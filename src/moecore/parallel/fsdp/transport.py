@@ -17,14 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from moecore.base.streams import (
-    Stream,
-    current_stream,
-    new_event,
-    new_stream,
-    on_stream,
-    to_device,
-)
+from moecore.base.streams import Stream, current_stream, new_event, new_stream, on_stream, to_device
 from moecore.base.torch_private import (
     all_gather_single,
     foreach_copy_,

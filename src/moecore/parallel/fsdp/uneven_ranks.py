@@ -1,28 +1,29 @@
-"""Modules whose backward a rank lacks while other ranks may have it: skipped, or run in vain.
+"""Ranks that skip the forward or the backward of a module which other ranks may run.
 
-Ranks of a unit issue the same collectives in the same order. Which modules get a gradient is known
-to each rank alone: one skips a block (LayerDrop, branches by data), or runs it and its output does
-not enter the loss. So the order is that of a forward which runs all modules:
+All ranks of a unit must issue the same collectives in the same order. But a rank may skip a block
+(LayerDrop, branches that depend on data), or the output of a block may not enter its loss. Other
+ranks do not know this. So every rank issues the collectives of a forward that runs all modules:
 
-    forward     modules in the order of their forwards, skipped ones where they stand in the model
-    backward    the reverse: when the backward of a module begins, that of all later ones is over,
-                and when it ends, that of all modules in it
+    forward     in the order of the forwards; a skipped module has its position in the model
+    backward    in the reverse order: the backward of a module begins after the backward of all
+                later modules has ended, and ends after the backward of its submodules has ended
 
-What a rank lacks it joins there: it gathers the units and adds zeros to their gradients.
+For a module that it skips, a rank unshards the units and reduce-scatters zeros as gradients:
 
     this rank      block 0           block 2            other ranks run block 1
-    gathers        0        1        2
+    unshards       0        1        2
     reduces        2        1        0                  1: zeros
 
-Autograd runs the nodes of later forwards first, so this is the order on a rank that uses every
-module, too: nothing waits for it. A module without a gradient on any rank is joined by all of them.
+Autograd runs the nodes of later forwards first. So a rank that skips no module has this order
+anyway and never waits for it. If no rank has a gradient of a module, all ranks reduce zeros.
 
-A layer whose tokens travel to experts on other ranks is run for the others' tokens, which reach the
-experts of this rank: one that was skipped with no tokens, forward and backward, one that was run in
-vain with zeros as the gradient of the outermost such module.
+If a rank skips an MoE layer whose experts are on several ranks, it still runs the layer, so that
+other ranks' tokens reach its experts. It runs a skipped forward and its backward with zero tokens.
+It runs the backward of a layer that does not enter the loss with zeros as the gradient of the
+outermost module around the layer that has no gradient.
 
-Modules run in the order in which they were registered. One that runs earlier or again joins
-nothing in forward.
+Modules are expected to run in the order in which they were registered. A module that runs earlier
+or again skips no other module in forward.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from moecore.parallel.fsdp.unit import Unit
 
 
 class UnevenRanks:
-    """Joins the collectives of modules whose backward this rank lacks."""
+    """Issues the collectives of modules that this rank skips."""
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class UnevenRanks:
     ) -> None:
         self._unshard_for_use, self._finish = unshard_for_use, finish
         self._reshard_if_unused = reshard_if_unused
-        self._active = active  # runs whose backward runs, innermost last
-        # Forwards that run, innermost last: [0] first ones, [1] recomputed ones.
+        self._active = active  # runs whose backward has begun, innermost last
+        # Forwards that have begun, innermost last: [0] first forwards, [1] recomputed forwards.
         self._open: tuple[list[ForwardVisit], list[ForwardVisit]] = [], []
         self._tops: list[ForwardVisit] = []  # outermost forwards whose backward has not begun
         of_module = defaultdict[nn.Module, list[Unit]](list)
@@ -95,9 +96,9 @@ class UnevenRanks:
     def pre_forward(
         self, unit: Unit, module: nn.Module, forward: int, *, is_recompute: bool
     ) -> ForwardVisit | None:
-        """Begin a forward of a module; join those that were skipped before it.
+        """Begin the forward of a module; issue the collectives of modules skipped before it.
 
-        A recomputed forward has a visit only where the first one had no gradients.
+        A recomputed forward has a visit only if the first forward ran without gradients.
         """
         node = self._nodes[module]
         opened = self._open[is_recompute]
@@ -125,7 +126,7 @@ class UnevenRanks:
     def post_forward(
         self, unit: Unit, module: nn.Module, *, is_recompute: bool, has_failed: bool
     ) -> None:
-        """End the forward of a module; join those that were skipped at its end."""
+        """End the forward of a module; issue the collectives of submodules skipped at its end."""
         opened = self._open[is_recompute]
         if not opened or module is not opened[-1].node.module:
             return
@@ -135,7 +136,7 @@ class UnevenRanks:
                 self._pass(visit, len(visit.node.children))
 
     def pre_backward(self, visit: ForwardVisit) -> None:
-        """Begin the backward of a forward; those of all later ones end before."""
+        """Begin the backward of a forward; first end the backward of all later forwards."""
         if visit.is_in_backward:
             return
         self._begin(visit)
@@ -148,14 +149,14 @@ class UnevenRanks:
             self._join_rest(visit.outer, visit)
 
     def post_backward(self, run: ForwardRun, visit: ForwardVisit) -> None:
-        """End the backward of a forward; those of all in it end before."""
+        """End the backward of a forward; first end the backward of the forwards inside it."""
         self._join_rest(visit, None)
         run.unit.pending_backwards.discard(visit)
         if run in visit.runs:
             visit.runs.remove(run)
 
     def runs_of_parent(self, visit: ForwardVisit) -> list[ForwardRun]:
-        """Return the runs of the forward parent one, if its backward has not begun."""
+        """Return the runs of the enclosing forward, or none after its backward has begun."""
         outer = visit.outer
         return [] if outer is None or outer.is_in_backward else outer.runs.copy()
 
@@ -215,15 +216,17 @@ class UnevenRanks:
         return None
 
     def _join_rest(self, outer: ForwardVisit, until: ForwardVisit | None) -> None:
-        """End the backwards in a forward that come after a visit's; None = all of them."""
+        """End the backward of the children of `outer` after `until`; None = of all children."""
         while outer.children and (visit := outer.children[-1]) is not until:
             outer.children.pop()
             self._end(visit)
 
     def _end(self, visit: ForwardVisit) -> None:
-        """End the backward of a visit, whatever of it has begun."""
+        """End the backward of a visit, whether or not it has begun."""
         if not visit.is_in_backward:
-            if self._has_backward(visit):
+            trains = any(unit.trains for node in visit.node.walk() for unit in node.units)
+            is_trained = visit.needs_grad or trains  # so another rank may run its backward
+            if is_trained or (visit.is_skipped and self._follows_trained(visit.node.module)):
                 self._join(visit)
             else:
                 self._drop(visit)
@@ -234,21 +237,13 @@ class UnevenRanks:
             if unit.gradients.is_expected:  # the gradient of an input came before the last weight's
                 self._reshard_if_unused(unit, visit.forward)
 
-    def _has_backward(self, visit: ForwardVisit) -> bool:
-        """Whether a rank may have the backward of a visit that this rank lacks."""
-        if visit.needs_grad or any(
-            unit.trains for node in visit.node.walk() for unit in node.units
-        ):
-            return True
-        return visit.is_skipped and self._follows_trained(visit.node.module)
-
     def _follows_trained(self, module: object) -> bool:
-        """Whether a module's inputs need gradients: one that runs before it is trained."""
+        """Return whether a module's inputs need gradients: an earlier module is trained."""
         before = takewhile(lambda other: other is not module, self._root.modules())
         return any(p.requires_grad for m in before for p in m.parameters(recurse=False))
 
     def _drop(self, visit: ForwardVisit) -> None:
-        """Expect no backward of a visit."""
+        """Stop expecting the backward of a visit."""
         self._drop_children(visit)
         for run in visit.runs:
             run.expect_none()
@@ -262,7 +257,7 @@ class UnevenRanks:
         visit.children.clear()
 
     def _join(self, visit: ForwardVisit) -> None:
-        """Issue the collectives of a visit's backward, with zeros as gradients."""
+        """Issue the collectives of a visit's backward with zero gradients."""
         node, units = visit.node, _units_of(visit.node)
         outputs, inputs = visit.outputs.copy(), visit.inputs.copy()
         self._begin(visit)
@@ -286,7 +281,7 @@ class UnevenRanks:
             self._reshard_if_unused(unit, visit.forward)
 
     def _run_empty(self, layer: ExchangeLayer, experts: Unit) -> EmptyRun:
-        """Run a layer with no tokens, whose gradients go where those of other ranks go."""
+        """Run the forward of a layer with zero tokens."""
         needs_grad = self._follows_trained(layer)
         shape = 0, layer.config.dim
         x_0D = torch.zeros(shape, dtype=experts.dtype, device=experts.device)
@@ -301,7 +296,7 @@ class UnevenRanks:
         return EmptyRun(x_0D, y_0D, attendance.is_skipped)
 
     def _end_empty(self, node: ModuleNode, run: EmptyRun, forward: int) -> None:
-        """Run the backward of a layer without tokens; its experts alone may get a gradient."""
+        """Run the backward of a layer with zero tokens; only its experts may get a gradient."""
         assert node.layer is not None, "it has run"
         inputs = [run.x_0D] if run.x_0D.requires_grad else []
         inner_units = list[tuple[nn.Module, Unit]]()
@@ -328,7 +323,7 @@ class UnevenRanks:
         outputs: Sequence[Output],
         inputs: Sequence[GradientEdge],
     ) -> None:
-        """Run a cut node's backward for the tokens of others; experts alone get a gradient."""
+        """Run a cut node's backward for other ranks' tokens; only experts get a gradient."""
         edges = [output.edge for output in outputs]
         zeros = [torch.zeros(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
         experts, dense = list[Tensor](), list[Tensor]()
@@ -345,7 +340,7 @@ class UnevenRanks:
     def _run_backward(
         self, ends: Sequence[Any], zeros: Sequence[Tensor], inputs: Sequence[Any]
     ) -> None:
-        """Run a backward within another one; runs that begin in it end in it."""
+        """Run a nested backward; runs that begin in it end in it."""
         outside = len(self._active)
         # A later backward of the same forward may use what this one lacks.
         torch.autograd.backward(ends, zeros, retain_graph=True, inputs=inputs)
@@ -354,7 +349,7 @@ class UnevenRanks:
 
 
 def _units_of(node: ModuleNode) -> list[Unit]:
-    """Return the units that a rank joins which skips a node, in the order of its hooks."""
+    """Return the units whose collectives a rank that skips a node issues, in hook order."""
     if node.layer is node.module:  # whose forward reads them
         return node.units[::-1]
     if node.layer is not None:  # whose forward has the hooks of the experts
@@ -369,7 +364,7 @@ def _find_children(
     exchanges: Mapping[nn.Module, nn.Module],
     seen: set[nn.Module],
 ) -> None:
-    """Give a node the hooked modules in `module` that are in no other hooked module."""
+    """Append the outermost hooked modules inside `module` to the children of `node`."""
     for child in module.children():
         if child in seen:
             continue

@@ -286,7 +286,8 @@ def _scale(
     """Scale all gradients, or set them to None where one is not finite. Waits for the device."""
     if norm.non_finite:
         if loss_scale is None:
-            _warn_of(norm.non_finite)
+            names = ", ".join(norm.non_finite[:5]) + (" and more" * (len(norm.non_finite) > 5))
+            warnings.warn(f"step skipped: non-finite gradient in {names}", stacklevel=3)
         for _, param in params:
             param.grad = None
         return
@@ -296,8 +297,3 @@ def _scale(
     if factor != 1.0:
         grads = [local_of(p.grad) for _, p in params if p.grad is not None]
         foreach_mul_([g for g in grads if g.numel()], factor)
-
-
-def _warn_of(non_finite: tuple[str, ...]) -> None:
-    names = ", ".join(non_finite[:5]) + (" and more" if len(non_finite) > 5 else "")
-    warnings.warn(f"step skipped: non-finite gradient in {names}", stacklevel=4)

@@ -13,11 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.copies import as_part, copy_modules
 from moecore.base.fields import PositiveOrZero, Seed, check_arguments
-from moecore.base.params import (
-    clean_name,
-    global_indices,
-    seed_of,
-)
+from moecore.base.params import clean_name, global_indices, seed_of
 from moecore.base.torch_private import local_of
 from moecore.moe.experts import Experts
 from moecore.moe.router import Router
