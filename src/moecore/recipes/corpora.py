@@ -1,4 +1,4 @@
-"""Where a corpus lies, what makes tokens of it, and steps of its rows: the data of pretrain.py."""
+"""Where a corpus lies, what makes tokens of it, and steps of its rows: the data of `moecore pretrain`."""
 
 from __future__ import annotations
 
