@@ -1,4 +1,4 @@
-"""Where a corpus lies, what makes tokens of it, and steps of its rows: the data of `moecore pretrain`."""
+"""Where a corpus lies, what makes tokens of it, and the steps of its rows."""
 
 from __future__ import annotations
 
