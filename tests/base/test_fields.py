@@ -82,6 +82,9 @@ from moecore.planning import (
 )
 from moecore.planning.costs import Exposed, Point
 from moecore.planning.gpus import GPUS
+from moecore.recipes.lora import LoRAOptions
+from moecore.recipes.optimizer import OptimizerConfig, ParamGroup
+from moecore.recipes.schedule import LearningRateSchedule
 from moecore.rl import DPO, GRPO, GSPO, PPO, OwnObjective, Rollouts
 from moecore.train import AdamW, MatrixCut
 from moecore.train.optim.matrices import MatrixLayout
@@ -224,6 +227,10 @@ MUON: dict[str, Any] = dict(
 )
 H200 = replace(CostTable.of("h200-141"), points=())
 RECORDS: list[tuple[type, dict[str, Any]]] = [
+    (OptimizerConfig, {}),
+    (LearningRateSchedule, {}),
+    (LoRAOptions, {}),
+    (ParamGroup, {"pattern": "*"}),
     (MoEConfig, LAYER),
     (MoEConfig, LAYER | dict(score_function="sigmoid", expert_bias=True, shared_hidden_dim=8)),
     (MoEConfig, LAYER | dict(num_groups=4, top_groups=2, normalize_weights=False)),

@@ -99,6 +99,12 @@ ALLOWED = {
 }
 # Of other libraries, from where moecore adapts to them.
 FOREIGN = {
+    "_asdict": "of a NamedTuple",
+    "_fields": "of a NamedTuple",
+    "_actions": "of argparse",
+    "_check_value": "of argparse",
+    "_get_value": "of argparse",
+    "_negative_number_matcher": "of argparse",
     "_apply_gate": "transformers",
     "_attn_implementation": "transformers",
     "_debug_force_load_balance": "torchtitan",
