@@ -234,9 +234,9 @@ def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tupl
     file_dims = range(max(d for d, *_ in dims) + 1)
     file_shape = tuple(math.prod(n for d, n, _ in dims if d == dim) for dim in file_dims)
     view = FileView(file_shape, (0,) * len(file_shape), tuple(dim for dim in dims if dim[1] > 1))
-    is_same = part == "experts.b2"
+    is_equal = part == "experts.b2"
     file_name = f"{layer_path}.mlp.experts.{role}"
-    return (TensorPiece(file_name, (), shape, None if is_same else view),)
+    return (TensorPiece(file_name, (), shape, None if is_equal else view),)
 
 
 def _mamba2_pieces(
