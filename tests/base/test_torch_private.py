@@ -101,7 +101,6 @@ ALLOWED = {
 FOREIGN = {
     "_asdict": "of a NamedTuple",
     "_fields": "of a NamedTuple",
-    "_actions": "of argparse",
     "_check_value": "of argparse",
     "_get_value": "of argparse",
     "_negative_number_matcher": "of argparse",
