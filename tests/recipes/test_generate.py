@@ -15,7 +15,7 @@ import torch
 from moecore.cli import main
 from moecore.recipes import generate, tiny_model
 
-transformers = pytest.importorskip("transformers", minversion="5")
+transformers = pytest.importorskip("transformers", minversion="5", reason="the commands use it")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 8, "moe_intermediate_size": 16}
 TEXTS = ["def f():\n    return 1\n", "one two three"]
 
@@ -86,7 +86,7 @@ def test_wrong_arguments_are_one_line(words: str, message: str, tiny: Path, caps
 def test_adapters_are_those_of_the_merged_export(
     finetune: ModuleType, tiny: Path, tmp_path: Path
 ) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="adapters are those of peft")
     words = f"--model {tiny} --data {tiny}/chats.jsonl --max-steps 3 --seq-len 128 --batch-size 1"
     words += f" --lr 1e-2 --checkpoint-every 0 --eval-share 0 --lora-rank 4 --run-dir {tmp_path}"
     assert finetune.run_rank(finetune.parse_arguments(words.split())) == 0

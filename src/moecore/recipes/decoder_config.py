@@ -44,7 +44,7 @@ def tables_of(
         moe = moe_of(config)
         of_moe = {"moe": moe, "capacity": moe.capacity, "balance": moe.balance}
         records = {"model": config, **of_moe, **records}
-    records |= {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
+    records = records | {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
     return {table: record for table, record in records.items() if record is not None}
 
 

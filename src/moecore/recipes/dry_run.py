@@ -78,6 +78,35 @@ def planned_run(
     )
 
 
+def print_dry_run(
+    args: argparse.Namespace,
+    toml: str,
+    run: TrainingRun | None,
+    read_batch: Callable[[], StepBatch],
+    decode: Callable[[list[int]], str],
+) -> int:
+    """Print options, plan and first batch; return 0, or 1 if the plan does not fit the GPU.
+
+    Args:
+        args: of the command.
+        toml: the resolved options.
+        run: to plan; None = a run with adapters, of which there are no plans.
+        read_batch: reads the first batch, after the plan is printed.
+        decode: makes text of token ids.
+
+    Raises:
+        ValueError, NotImplementedError: for a model that is not planned or data that are missing.
+    """
+    print(toml)
+    fits = True
+    if run is None:
+        print("no plan: moecore.planning does not model adapters yet")
+    else:
+        fits = print_plan(args, run)
+    print_batch(read_batch(), decode)
+    return 0 if fits else 1
+
+
 def print_plan(args: argparse.Namespace, run: TrainingRun) -> bool:
     """Print memory by kind and the time of a step; return whether the run fits the GPU."""
     plan, gpu = plan_memory(run), gpu_of(args.gpu)

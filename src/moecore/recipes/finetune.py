@@ -47,8 +47,8 @@ from moecore.planning import TransformersModel
 from moecore.recipes.batches import ScheduledExamples, digest_of, packed_examples, split_examples
 from moecore.recipes.chat import Example, Examples, read_examples
 from moecore.recipes.checks import check_dynamic_cp, check_graph, check_rows, check_wandb
-from moecore.recipes.data import BatchShape, PackedSteps
-from moecore.recipes.dry_run import add_dry_run, planned_run, print_batch, print_plan
+from moecore.recipes.data import BatchShape, PackedSteps, StepBatch
+from moecore.recipes.dry_run import add_dry_run, planned_run, print_dry_run
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import naming
 from moecore.recipes.finetuning import FineTuning
@@ -296,26 +296,33 @@ def dry_run(args: argparse.Namespace) -> int:
         parallel = parallel_config(args, world_size, num_experts=num_experts(config))
         parallel = parallel.resolve(world_size)
         records = records_of(args) | {"fsdp": FSDPOptions(**values_of(args, "fsdp"))}
-        print(as_toml(args, tables_of(args, records), without=EXCLUDED_FIELDS))
-        model = TransformersModel.of(args.model)
-        if build(args, "lora", LoRAOptions) is not None:
-            print("the plan is that of training all weights: adapters need less")
-        fits = print_plan(args, planned_run(args, model, records, parallel, world_size))
-        data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
-        packed_rows = packs(build_hf(config, args.model))
-        shape = shape_of(args, parallel)
-        steps = packed_examples(examples, shape, seed=args.seed, data_rank=0, packs=packed_rows)
-        print(f"{len(examples)} examples, {data.num_cut} cut, {data.num_empty} without an answer")
-        print_batch(steps.next(), read_tokenizer(args.model).decode)
+        planned = None
+        if build(args, "lora", LoRAOptions) is None:
+            model = TransformersModel.of(args.model)
+            planned = planned_run(args, model, records, parallel, world_size)
+
+        def read_batch() -> StepBatch:
+            data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
+            print(f"{len(examples)} examples, {data.num_cut} cut, {data.num_empty} without answer")
+            packed_rows, shape = packs(build_hf(config, args.model)), shape_of(args, parallel)
+            return packed_examples(
+                examples, shape, seed=args.seed, data_rank=0, packs=packed_rows
+            ).next()
+
+        toml = as_toml(args, tables_of(args, records), without=EXCLUDED_FIELDS)
+        return print_dry_run(args, toml, planned, read_batch, read_tokenizer(args.model).decode)
     except ARGUMENT_ERRORS as error:
         return print_error(error)
-    return 0 if fits else 1
 
 
 def tables_of(args: argparse.Namespace, records: dict[str, Any]) -> dict[str, Any]:
     """Return the record of each table of the resolved options."""
     lora = build(args, "lora", LoRAOptions)
-    records |= {"optimizer": optimizer_of(args), "schedule": schedule_of(args), "lora": lora}
+    records = records | {
+        "optimizer": optimizer_of(args),
+        "schedule": schedule_of(args),
+        "lora": lora,
+    }
     return {table: record for table, record in records.items() if record is not None}
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ from moecore.recipes.options import (
     parallel_config,
     positive_int,
 )
-from moecore.recipes.records import add_records
+from moecore.recipes.records import add_records, parse
 from moecore.recipes.report import make_run_dir
 from moecore.rl import GRPO, Engine, Rollouts, group_advantages
 
@@ -226,6 +227,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
+    add("--config", type=Path, metavar="FILE", help="TOML; a flag beside it wins")
     add("--run-dir", type=Path, default=Path("runs/grpo"), help="all that a run leaves goes here")
     add("--steps", type=positive_int, default=120, help="optimizer steps of the whole run")
     add("--batch-size", type=positive_int, default=16, help="prompts per data rank and step")
@@ -246,7 +248,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.set_defaults(dtype=None, grad_accum=1, eval_every=0)
     parser.set_defaults(expert_loads_every=10, plain_host=False, wandb=None)
     parser.set_defaults(peak_tflops=None, profile=0)
-    return parser.parse_args(arguments)
+    return parse(parser, sys.argv[1:] if arguments is None else arguments)
 
 
 def main(words: Sequence[str] | None = None) -> int:

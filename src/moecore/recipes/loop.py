@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -76,7 +77,7 @@ class BatchReader(Protocol):
 
 
 @dataclass(kw_only=True)
-class TrainingJob(Generic[BatchT]):
+class TrainingJob(ABC, Generic[BatchT]):
     """One rank's part of a run that is ready to train; loads the last checkpoint, if there is one.
 
     A recipe's subclass has data, loss and what a run leaves.
@@ -111,10 +112,11 @@ class TrainingJob(Generic[BatchT]):
     def __post_init__(self) -> None:
         self.device = torch.device(self.meshes.device_type)
         torch.manual_seed(self.args.seed)
+        self.optimizer_config, self.lr_schedule = optimizer_of(self.args), schedule_of(self.args)
         self.owner = TrainStep(
             self.model,
             self.optimizers,
-            max_norm=optimizer_of(self.args).max_norm,
+            max_norm=self.optimizer_config.max_norm,
             num_micro_batches=self.args.grad_accum,
             loss_scale=loss_scale(self.args, self.device),
         )
@@ -125,14 +127,15 @@ class TrainingJob(Generic[BatchT]):
         dtype = compute_dtype(self.args, self.device)
         self.peak_tflops = self.args.peak_tflops or peak_tflops(self.device, dtype)
 
+    @abstractmethod
     def begin(self) -> None:
-        """Print what is trained, before the first step of a start."""
-        raise NotImplementedError
+        """Print model, data and ranks before the first step of a start."""
 
+    @abstractmethod
     def next_batch(self, step: int) -> BatchT:
         """Return the batch of this data rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward_backward(self, num_labels: Tensor, batch: BatchT) -> Tensor:
         """Run backward and return this rank's part of the mean loss.
 
@@ -140,15 +143,14 @@ class TrainingJob(Generic[BatchT]):
             num_labels: int64 scalar, the labels of all data ranks.
             batch: of this data rank.
         """
-        raise NotImplementedError
 
     def evaluate(self) -> Metrics:
         """Return metrics of held-out data, such as "eval_loss". Waits for the device."""
         return {}
 
+    @abstractmethod
     def finish(self) -> None:
-        """Leave the result of a run whose steps are done."""
-        raise NotImplementedError
+        """Write the result of the run after its last step."""
 
     def position(self) -> Metrics:
         """Return metrics of the data up to the batch that was last read."""
@@ -306,10 +308,10 @@ def learning_rate(job: TrainingJob[Any], step: int) -> float:
     """Return the learning rate of a step, without the factors of param groups."""
     shape = job.shape
     rows = shape.data_ranks * shape.grad_accum * shape.batch_size
-    factor = schedule_of(job.args).factor(
+    factor = job.lr_schedule.factor(
         step, steps=job.args.steps, tokens_per_step=rows * shape.seq_len
     )
-    return optimizer_of(job.args).lr * factor
+    return job.optimizer_config.lr * factor
 
 
 def log(

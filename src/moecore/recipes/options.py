@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.recipes.data import VOCAB_SIZE
 from moecore.recipes.optimizer import RECIPE
-from moecore.recipes.records import add_records, help_of
+from moecore.recipes.records import add_records, help_of, parse
 from moecore.train.loss_scale import DynamicLossScale
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
@@ -44,6 +45,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
+    add("--config", type=Path, metavar="FILE", help="TOML; a flag beside it wins")
     add("--preset", default="tiny", help="which decoder, see moecore.models.PRESETS")
     add("--experts", default="auto", choices=EXPERT_BACKENDS, help="how experts multiply")
     add("--data", type=Path, nargs="+", default=[], metavar="FILE", help='text, or jsonl "text"')
@@ -105,7 +107,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add_common(parser, DEGREES)
     parser.set_defaults(run_dir=Path("runs/demo"), batch_size=8, seq_len=256, eval_every=0)
     parser.set_defaults(**{"optimizer.lr": 3e-3})
-    return parser.parse_args(arguments)
+    return parse(parser, sys.argv[1:] if arguments is None else arguments)
 
 
 def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:

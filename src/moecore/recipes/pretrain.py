@@ -65,7 +65,7 @@ from moecore.recipes.corpora import (
 )
 from moecore.recipes.data import BatchShape, StepBatch, to_device
 from moecore.recipes.decoder_config import EXCLUDED_FIELDS, RECORDS, model_config, tables_of
-from moecore.recipes.dry_run import add_dry_run, planned_run, print_batch, print_plan
+from moecore.recipes.dry_run import add_dry_run, planned_run, print_dry_run
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.graphs import pad_borders
 from moecore.recipes.loop import (
@@ -374,15 +374,17 @@ def dry_run(args: argparse.Namespace) -> int:
             "corpus": rows,
             "fsdp": FSDPOptions(**values_of(args, "fsdp")),
         }
-        print(as_toml(args, tables_of(args, config, records), without=EXCLUDED_FIELDS))
-        fits = print_plan(args, planned_run(args, config, records, parallel, world_size))
-        shape = shape_of(args, parallel)
-        sources = [read_source(options, tokenizer) for options in args.data]
-        batch = CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
-        print_batch(batch, tokenizer.decode)
+        planned = planned_run(args, config, records, parallel, world_size)
+
+        def read_batch() -> StepBatch:
+            sources = [read_source(options, tokenizer) for options in args.data]
+            shape = shape_of(args, parallel)
+            return CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
+
+        toml = as_toml(args, tables_of(args, config, records), without=EXCLUDED_FIELDS)
+        return print_dry_run(args, toml, planned, read_batch, tokenizer.decode)
     except ARGUMENT_ERRORS as error:
         return print_error(error)
-    return 0 if fits else 1
 
 
 def run_rank(args: argparse.Namespace) -> int:
