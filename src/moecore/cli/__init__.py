@@ -20,7 +20,7 @@ from moecore.base.tables import bounded_line
 from moecore.cli.checkpoints import add_checkpoint
 from moecore.cli.plans import add_doctor, add_dry_run, add_measure, add_plan, add_report
 
-# Commands with options of their own, and what they do.
+# Commands that parse their own options, with their help texts.
 TRAINING = {
     "train": "train a decoder of moecore on text, byte by byte",
     "pretrain": "train a decoder on a corpus",
@@ -43,7 +43,7 @@ USER_ERRORS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; without arguments those of the process."""
+    """Run a command and return its exit code; argv None = sys.argv[1:]."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         if words and words[0] in TRAINING:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run = _training_command(words[0])
             return run(words[1:])
         args = _parser().parse_args(words)
-        room, _, command = args.run.partition(":")  # what a command needs takes long to import
+        room, _, command = args.run.partition(":")  # imports of a command take seconds
         with _interrupts_end_the_process():
             run = getattr(import_module(f"moecore.{room}"), command)
         result: int = run(args)
@@ -81,7 +81,7 @@ def _training_command(name: str) -> Callable[[Sequence[str]], int]:
 
 @contextmanager
 def _interrupts_end_the_process() -> Iterator[None]:
-    """Within, Ctrl-C ends the process: packages swallow exceptions of what they import."""
+    """Context in which Ctrl-C exits at once: some packages swallow exceptions of imports."""
     if threading.current_thread() is not threading.main_thread():
         yield  # other threads get no signals
         return
@@ -93,7 +93,7 @@ def _interrupts_end_the_process() -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors show the beginning of what was typed, in place of all of it."""
+    """A parser that shortens long error messages."""
 
     def error(self, message: str) -> NoReturn:
         super().error(

@@ -88,13 +88,13 @@ EXCLUDED_FIELDS = (
     "dynamic_cp",
     "dry_run",
     "gpu",
-)  # what another option says
+)  # fields that another option sets
 
 
 def reader_of(
     args: argparse.Namespace, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
 ) -> Callable[..., PackedSteps | ScheduledExamples]:
-    """Return what makes steps of this data rank, of examples, a shape and a seed of their order."""
+    """Return a function (examples, shape, seed) -> the batches of this data rank."""
     if args.dynamic_cp is None:
         return partial(packed_examples, data_rank=meshes.data_rank, packs=packs)
     collator = ScheduledCollator(
@@ -158,7 +158,7 @@ def build_job(args: argparse.Namespace) -> FineTuning:
 def read_data(
     args: argparse.Namespace, *, vocab_size: int
 ) -> tuple[Examples, list[Example], list[Example]]:
-    """Return what the files hold, what is trained on and what is held out."""
+    """Return the records of the files, the training examples and the held-out examples."""
     tokenizer = read_tokenizer(args.model)
     data = read_examples(args.data, tokenizer, seq_len=args.seq_len)
     examples, held_out = data.examples, []
@@ -206,7 +206,7 @@ def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: Bat
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the arguments of a run; None = those of the command line."""
+    """Return the arguments of a run; None = sys.argv."""
     parser = argparse.ArgumentParser(
         prog="moecore finetune",
         description="Fine-tune a Hugging Face Mixture-of-Experts model on chats, prompts or text.",
@@ -214,7 +214,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", type=Path, metavar="FILE", help="TOML; what is given beside it wins")
+    add("--config", type=Path, metavar="FILE", help="TOML file of options; a flag beside it wins")
     model_help = "config, tokenizer and weights"
     add("--model", "--hf-config", type=Path, required=True, metavar="DIR", help=model_help)
     add(
@@ -296,10 +296,10 @@ def dry_run(args: argparse.Namespace) -> int:
         parallel = parallel_config(args, world_size, num_experts=num_experts(config))
         parallel = parallel.resolve(world_size)
         records = records_of(args) | {"fsdp": FSDPOptions(**values_of(args, "fsdp"))}
-        planned = None
+        training_run = None
         if build(args, "lora", LoRAOptions) is None:
             model = TransformersModel.of(args.model)
-            planned = planned_run(args, model, records, parallel, world_size)
+            training_run = planned_run(args, model, records, parallel, world_size)
 
         def read_batch() -> StepBatch:
             data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
@@ -310,7 +310,9 @@ def dry_run(args: argparse.Namespace) -> int:
             ).next()
 
         toml = as_toml(args, tables_of(args, records), without=EXCLUDED_FIELDS)
-        return print_dry_run(args, toml, planned, read_batch, read_tokenizer(args.model).decode)
+        return print_dry_run(
+            args, toml, training_run, read_batch, read_tokenizer(args.model).decode
+        )
     except ARGUMENT_ERRORS as error:
         return print_error(error)
 

@@ -37,9 +37,10 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
     Attributes:
         batches: steps of the examples.
-        examples, held_out: of all ranks.
-        data: what the examples came from.
-        packs: whether rows may have several documents, which the model keeps apart.
+        examples: the training examples of all ranks.
+        held_out: the evaluation examples of all ranks.
+        data: the records that were read, and counts of cut and empty ones.
+        packs: whether a row has several documents, between which the model masks attention.
         decoder: the native config of the model, for FLOPs; None = there is none.
         read: see `reader_of`.
     """
@@ -64,7 +65,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         self.graph = Graphed(train_on, self.model) if self.args.cuda_graph else None
 
     def begin(self) -> None:
-        """Print what is trained, and the loss on held-out data before the first step."""
+        """Print model, data and ranks, and the evaluation loss before the first step."""
         args, begin = self.args, begins(self, "from its weights")
         data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
         notes = {
@@ -99,7 +100,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
-        """Return the mean loss over the answers' tokens of all that is held out."""
+        """Return the mean loss over the answers' tokens of the held-out examples."""
         if not self.held_out:
             return {}
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)

@@ -59,17 +59,17 @@ MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weight
 
 
 class StepData(Protocol):
-    """What one data rank reads in a step."""
+    """The batch of one data rank and one step."""
 
     def counts(self) -> Tensor:
-        """Return int64 [4]; the first is what the mean loss is over, the second are tokens."""
+        """Return int64 [4]: labels that the mean loss counts, tokens, and two more counts."""
 
 
 BatchT = TypeVar("BatchT", bound=StepData)
 
 
 class BatchReader(Protocol):
-    """What a job reads its steps from; the state of the sampler is the position in the data."""
+    """The reader of a job's batches; the sampler's state is the position in the data."""
 
     @property
     def sampler(self) -> Stateful:
@@ -80,18 +80,18 @@ class BatchReader(Protocol):
 class TrainingJob(ABC, Generic[BatchT]):
     """One rank's part of a run that is ready to train; loads the last checkpoint, if there is one.
 
-    A recipe's subclass has data, loss and what a run leaves.
+    The subclass of a recipe has the data, the loss and the result.
 
     Attributes:
         model: parallelized, with weights.
-        optimizers: of all its parameters.
+        optimizers: the optimizers of the model's trained parameters.
         config: of the model, for its checkpoints.
-        facts: name -> what a run that goes on must have in common with this one, see `resume`.
+        facts: values that a resumed run must have in common with this one, see `resume`.
         batches: the data, as steps read it; None = it has no position.
         owner: of the optimizer steps.
         start: steps that the loaded checkpoint has done; 0 = none was there.
-        reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
-            that has been launched. None on other devices.
+        reader: the CUDA stream that copies metrics to the host, so that the copies do not wait for
+            kernels of later steps. None on other devices.
     """
 
     args: argparse.Namespace
@@ -106,7 +106,7 @@ class TrainingJob(ABC, Generic[BatchT]):
     unit = "token"  # of text, which the mean loss is of
     saves_memory = SAVES_MEMORY  # options that lower the memory of a step
     chosen_by = "--data, --seq-len, --eval-every and --tokens"  # options that rows depend on
-    finish_note = ""  # what a finished run still does
+    finish_note = ""  # work after the last step, for the message of a finished run
     num_nan = 0  # steps in turn
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ def start(
 
 
 def ranks_to_start(args: argparse.Namespace) -> int:
-    """Return --ranks, else the number of GPUs, else two."""
+    """Return --ranks, the number of GPUs without it, or two without GPUs."""
     return int(args.ranks or torch.cuda.device_count() or CPU_RANKS)
 
 
@@ -360,7 +360,7 @@ def shape_of(args: argparse.Namespace, parallel: ParallelConfig) -> BatchShape:
 
 
 def ranks_of(job: TrainingJob[Any], *notes: str) -> str:
-    """Return how many ranks of what kind there are, and the degrees above 1."""
+    """Return the number and device of the ranks, and the degrees above 1, as text."""
     p = job.meshes.parallel
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
     details = ", ".join([degrees or "no sharding", *notes])

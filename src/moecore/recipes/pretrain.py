@@ -115,7 +115,7 @@ class CorpusTraining(DecoderJob):
     chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
 
     def begin(self) -> None:
-        """Print what is trained."""
+        """Print model, data and ranks."""
         args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
         begin, name = begins(self, "from scratch"), args.hf_config or args.preset
         say(f"training {name} {begin} to step {args.steps} on {ranks}: {len(args.data)} source(s)")
@@ -235,7 +235,7 @@ def eval_shape_of(args: argparse.Namespace, shape: BatchShape) -> BatchShape:
 
 
 def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> CorpusOptions:
-    """Return the options of [corpus] with those of the run."""
+    """Return the options of [corpus], completed by the options of the run."""
     of_run = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
     return CorpusOptions(**of_run, multiple=multiple_of(cp), **values_of(args, "corpus"))
 
@@ -305,7 +305,7 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the arguments of a run; None = those of the command line."""
+    """Return the arguments of a run; None = sys.argv."""
     parser = argparse.ArgumentParser(
         prog="moecore pretrain",
         description="Pre-train a Mixture-of-Experts decoder on a corpus.",
@@ -313,7 +313,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", type=Path, metavar="FILE", help="TOML; what is given beside it wins")
+    add("--config", type=Path, metavar="FILE", help="TOML file of options; a flag beside it wins")
     add("--data", type=source, nargs="+", default=[], metavar="PATH", help=SOURCE_HELP)
     add("--validation", type=source, nargs="+", default=[], metavar="PATH", help="like --data")
     add("--tokenizer", default=BYTES, help='directory or name on the hub, or "bytes"')
@@ -374,7 +374,7 @@ def dry_run(args: argparse.Namespace) -> int:
             "corpus": rows,
             "fsdp": FSDPOptions(**values_of(args, "fsdp")),
         }
-        planned = planned_run(args, config, records, parallel, world_size)
+        training_run = planned_run(args, config, records, parallel, world_size)
 
         def read_batch() -> StepBatch:
             sources = [read_source(options, tokenizer) for options in args.data]
@@ -382,7 +382,7 @@ def dry_run(args: argparse.Namespace) -> int:
             return CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
 
         toml = as_toml(args, tables_of(args, config, records), without=EXCLUDED_FIELDS)
-        return print_dry_run(args, toml, planned, read_batch, tokenizer.decode)
+        return print_dry_run(args, toml, training_run, read_batch, tokenizer.decode)
     except ARGUMENT_ERRORS as error:
         return print_error(error)
 

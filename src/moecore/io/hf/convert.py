@@ -189,14 +189,14 @@ def hf_to_native(
 
 
 def _wrapper_of(names: Collection[str]) -> str:
-    """Return what a module around the model put before every name, such as "hf."; "" for none."""
+    """Return the common prefix of all names, such as "hf." of a wrapper module; "" = none."""
     embedding = next((name for name in names if name.endswith(f".{EMBEDDING}")), EMBEDDING)
     prefix = embedding.removesuffix(EMBEDDING)
     return prefix if all(name.startswith(prefix) for name in names) else ""
 
 
 def _is_decoder(names: Collection[str]) -> bool:
-    """Whether names are the native decoder's; a dense one's are those of transformers too."""
+    """Whether names are the native decoder's; a dense decoder shares transformers' names."""
     suffixes = (".mlp.experts.w1", ".self_attn.o_bias")
     return any(name.endswith(suffixes) or name.startswith("mtp.") for name in names)
 
@@ -239,7 +239,7 @@ class Origin:
     sources: Mapping[str, TensorSource]  # by the names of the plan's pieces
     plan: Mapping[str, FileRecipe]  # by native name
     config: DecoderConfig
-    problems: list[str]  # what is known to be wrong
+    problems: list[str]  # differences between config and files
 
 
 def check_single_rank() -> None:
@@ -287,7 +287,7 @@ def write_native(
 
 
 def _check(origin: Origin, dtype: torch.dtype | None) -> None:
-    """Raise when what the files hold is not what the decoder is made of."""
+    """Raise if the tensors of the files are not the tensors of the decoder."""
     sources, plan, copies = origin.sources, origin.plan, hf_copies(origin.config)
     problems = origin.problems + shape_problems(sources, file_shapes(plan), copies)
     if not problems:

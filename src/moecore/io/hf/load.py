@@ -2,8 +2,8 @@
 
     read_headers, find_sources    files.py, quant.py    tensors of the files by logical name
     hf_plan or stock_plan         names.py, stock.py    `FileRecipe`: pieces of a model's tensor
-    make_load_plan                load_plan.py          `LoadPlan`: what goes where, what is wrong
-    shard_boxes                   pieces.py             `ShardBox`: what this rank's shards take
+    make_load_plan                load_plan.py          `LoadPlan`: targets of tensors, problems
+    shard_boxes                   pieces.py             `ShardBox`: the part of each local shard
     read_box                      quant.py, files.py    the values of one box, dequantised
 
 Names, shapes and dtypes are compared from the headers alone, on every rank, and all that is wrong
@@ -49,7 +49,7 @@ class LoadReport:
         bytes_read: of tensor data, by this rank, for its shards; quantised ones as stored.
         compared_bytes: read besides, to see that copies (a tied head, DeepSeek-V3's second
             embedding) equal their originals.
-        total_bytes: of all tensors in the files that the model takes.
+        total_bytes: bytes of all file tensors that the model has.
         tensors: of the model that were filled.
         missing: of the model, not in the files; left as they were. Empty with `strict`.
         left_over: in the files, not in the model.
@@ -94,7 +94,7 @@ def load_hf(
             bf16 model). Widening, and quantised values, need no leave.
 
     Raises:
-        ValueError: on every rank, listing what does not fit, before anything is written.
+        ValueError: on every rank, listing all mismatches, before any parameter changes.
         NotImplementedError: for a model whose Hugging Face names are not known.
         OSError: on every rank, when one could not read; the model may then be part old, part new.
     """
@@ -132,7 +132,7 @@ def load_hf(
 def _fill(
     model: nn.Module, plan: LoadPlan, sources: Mapping[str, TensorSource], files: HFFiles
 ) -> None:
-    """Copy this rank's part of every piece into its shard, and set what no file holds."""
+    """Copy this rank's part of every tensor into its shard, and fill tensors without a file."""
     dtypes = {name: source.dtype for name, source in sources.items()}
     for piece, box, part in shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
         part.copy_(read_box(files, sources, piece, box).view(part.shape))

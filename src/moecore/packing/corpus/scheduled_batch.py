@@ -65,7 +65,7 @@ class ScheduledBatch:
         is_first: whether this rank is the first of its group, by micro-batch.
         num_labels: of the step, over all ranks.
         num_tokens: of the documents of the step, over all ranks, without padding.
-        digest: of the documents and the plan of all ranks.
+        digest: SHA-256 over the documents and the plan of all ranks.
     """
 
     micro_batches: tuple[PackedBatch, ...]
@@ -78,7 +78,7 @@ class ScheduledBatch:
     def counts(self) -> Tensor:
         """Return labels that count, tokens without padding, pairs, tokens with padding: int64 [4].
 
-        Sums over data ranks are those of the step: the first rank of a group counts its documents,
+        Sums over data ranks give the step's counts: the first rank of a group counts its documents,
         and each rank its own tokens with padding. Pairs are squared lengths of documents.
         """
         totals = torch.zeros(4, dtype=torch.int64)
@@ -95,7 +95,7 @@ class ScheduledBatch:
     ) -> list[dict[str, Any]]:
         """Return the arguments of a forward for each micro-batch, copied without a host sync.
 
-        They are those of `Decoder`, or of a causal language model of transformers.
+        The names are the arguments of `Decoder`, or of a causal language model of transformers.
         """
         names = TRANSFORMERS if transformers else DECODER
         of_all = {"num_tokens": max(1, self.num_labels)}
@@ -108,7 +108,7 @@ class ScheduledBatch:
         ]
 
     def loss_of(self, losses: Tensor) -> Tensor:
-        """Return this rank's part of the mean loss; its sum over data ranks is that of the step.
+        """Return this rank's part of the mean loss; the sum over data ranks is the step's loss.
 
         Args:
             losses: of the micro-batches, as `TrainStep.forward_backward` returns them.
@@ -155,7 +155,7 @@ class ScheduledCollator(CheckedRecord):
         return min(self.data_ranks & -self.data_ranks, self.cost.most_cp or self.data_ranks)
 
     def __call__(self, documents: Sequence[Document]) -> ScheduledBatch:
-        """Return what this rank computes of a step.
+        """Return this rank's batch of a step.
 
         Args:
             documents: as `PackedCollator` takes them.
@@ -171,7 +171,7 @@ class ScheduledCollator(CheckedRecord):
         )
 
     def of_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
-        """Return what this rank computes of a step of a corpus."""
+        """Return this rank's batch of a step of a corpus."""
         lengths = [len(piece.ids) for piece in pieces]
         plan = schedule_documents(
             lengths,

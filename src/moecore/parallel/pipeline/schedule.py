@@ -35,10 +35,10 @@ class Schedule:
     num_stages: int  # pp times chunks
     num_micro_batches: int  # of a step
     rank_of: tuple[int, ...]  # the rank of each stage
-    orders: tuple[tuple[Item, ...], ...]  # what each rank runs, in order
+    orders: tuple[tuple[Item, ...], ...]  # the items of each rank, in order
 
     def inputs_of(self, action: Action) -> list[Action]:
-        """Return what must be complete before an action: of its own stage and of its neighbours."""
+        """Return the dependencies of an action, on its own stage and on neighbouring stages."""
         kind, stage, micro_batch = action
         if kind == "F":
             return [Action("F", stage - 1, micro_batch)] if stage else []
@@ -74,10 +74,10 @@ class Schedule:
     def check(self) -> None:
         """Raise unless every pass runs once, on its rank, and no rank waits forever.
 
-        A rank waits for what it needs alone: that what it sends has been received, it does not ask.
+        A rank waits for its dependencies only. It does not wait until its sends are received.
 
         Raises:
-            ValueError: of one line, with what is wrong.
+            ValueError: in one line, for the first broken rule.
         """
         kind_of: dict[tuple[int, int], str] = {}
         for rank, order in enumerate(self.orders):
@@ -116,8 +116,8 @@ class Schedule:
         In an overlap the forward's are there before the backward's are freed.
 
         Args:
-            sizes: what a micro-batch leaves on each stage for its backward, in bytes for example.
-            deferred_sizes: what its D leaves there for its W (`WeightGradients.nbytes`);
+            sizes: activation size of a micro-batch on each stage, in any unit, such as bytes.
+            deferred_sizes: size that D keeps on each stage for W (`WeightGradients.nbytes`);
                 None = `sizes`.
         """
         deferred_sizes = sizes if deferred_sizes is None else deferred_sizes
@@ -179,11 +179,11 @@ class PipelineConfig(CheckedRecord):
     """Stages of a model over `ParallelConfig.pp` ranks, and the order of their micro-batches.
 
     Attributes:
-        layout: what each stage runs, such as "Et*3|(tt|)*29m|L": E embedding, t a layer, m a
+        layout: the layers of each stage, such as "Et*3|(tt|)*29m|L": E embedding, t a layer, m a
             multi-token prediction module, L head and loss, | the border of two stages; ()
             groups, *n repeats. None = layers as even as they divide, over `chunks` stages per rank,
             and none of them begins with a layer that reads more than hidden states.
-        chunks: stages per rank; None = those of the layout, or of a schedule in a V two, else one.
+        chunks: stages per rank; None = by the layout, two for schedules in a V, otherwise one.
         schedule: the order of forwards and backwards, see docs/pipeline.md.
     """
 
@@ -197,7 +197,7 @@ class PipelineConfig(CheckedRecord):
 
     @property
     def defers(self) -> bool:
-        """Whether weight gradients are computed apart from those of inputs."""
+        """Whether weight gradients are computed separately from input gradients."""
         return self.schedule in DEFERRING
 
     def stages(

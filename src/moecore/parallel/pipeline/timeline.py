@@ -37,7 +37,7 @@ class Span(NamedTuple):
 class Timeline:
     """What each rank ran, and when."""
 
-    # Of each rank, in time; the first one of all ranks starts at 0.
+    # The spans of each rank in order of time; the first span of any rank starts at 0.
     spans: tuple[tuple[Span, ...], ...]
     # Time of each rank, inside of its spans, that communication takes and no computation hides; ()
     # = not known.
@@ -64,9 +64,9 @@ class Timeline:
 
     @classmethod
     def from_traces(cls, paths: Sequence[str | os.PathLike[str]]) -> Timeline:
-        """Return what a profile shows of one step, in microseconds.
+        """Return the timeline of one profiled step, in microseconds.
 
-        On a GPU an action lasts from its first kernel to its last, else as long as its host code.
+        An action lasts from its first to its last kernel on a GPU; on a CPU, as its host code.
 
         Args:
             paths: Chrome traces of torch.profiler, of each pipeline rank in order, of one host.
@@ -94,7 +94,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Return the time of all ranks in which they wait, over the time in which they run."""
+        """Return the idle time of all ranks over their busy time."""
         busy = sum(self.busy)
         return (len(self.spans) * self.makespan - busy) / busy
 
@@ -133,7 +133,7 @@ class Box(NamedTuple):
 
 
 def boxes(timeline: Timeline) -> Iterator[Box]:
-    """Yield what `draw` draws: the two actions of an overlap lie above each other."""
+    """Yield the bars of `draw`: the two actions of an overlap are drawn above each other."""
     for rank, spans in enumerate(timeline.spans):
         stages = sorted({action.stage for span in spans for action in actions_of(span.item)})
         for span in spans:
@@ -233,7 +233,7 @@ class Costs(CheckedRecord):
         )
 
     def of(self, action: Action) -> tuple[float, float]:
-        """Return computation and exchange of an action that runs alone, one after the other."""
+        """Return computation and exchange of an action without overlap, one after the other."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
             exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0
@@ -292,7 +292,7 @@ def spans_of(
 
 
 def _duration(item: Item, costs: Costs) -> tuple[float, float]:
-    """Return the computation of an item, and how long it takes with what is exposed."""
+    """Return the computation of an item, and its duration with exposed communication."""
     parts = [costs.of(action) for action in actions_of(item)]
     computes, exchanges = zip(*parts, strict=True)
     unpaired = [compute + exchange for compute, exchange in parts]
