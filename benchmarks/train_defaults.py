@@ -1,13 +1,13 @@
-r"""Trains one decoder with several recipes and compares losses, loads of experts and gradient norms.
+r"""Trains one decoder with several recipes; compares losses, loads of experts, gradient norms.
 
-    python -m benchmarks.train_defaults --steps 300 --seeds 0 1 2 --json benchmarks/results/train/defaults.json
-    python -m benchmarks.train_defaults --device cpu --steps 20 --recipes default transformers
+    python -m benchmarks.train_defaults --seeds 0 1 2 --json benchmarks/results/train/defaults.json
+    python -m benchmarks.train_defaults --device cpu --steps 20 --recipes loss-0.05 transformers
 
 A decoder of 1.5 B parameters (8 layers of 32 experts, 8 per token) reads 16,384 tokens a step. The
-text is that of the Python installation (`benchmarks/text.py`), and its tokens are those of a byte-level
-BPE with 32,768 ids that is trained on it. All runs of a seed read the same batches. A recipe differs
-in `RECIPES` alone. "transformers" is the stock Qwen3-MoE class with its own initialisation, its own
-auxiliary loss and torch's AdamW, in autocast, and the recipe of Qwen3's and OLMoE's reports.
+text is that of the Python installation (`benchmarks/text.py`); its tokens are those of a byte-level
+BPE of 32,768 ids that is trained on it. All runs of a seed read the same batches. Recipes differ in
+`RECIPES` alone. "transformers" is the stock Qwen3-MoE class with its own initialisation and
+auxiliary loss, in autocast, and torch's AdamW at the rate and decay of Qwen3-MoE in torchtitan.
 
 Legend: S steps, B sequences, T tokens of a sequence, N tokens of the text, L MoE layers, E experts.
 """
@@ -65,36 +65,43 @@ WIDE = replace(BEFORE, embedding_std=1.0)
 GLOBAL = replace(WIDE, balance={"global_batch_coef": 0.02})
 BIAS: dict[str, Any] = {"score_function": "sigmoid", "expert_bias": True}
 SOLVED = {"bias_update": "quantile", "bias_update_rate": 1.0}
+
+
+def router_rate(factor: float) -> dict[str, Any]:
+    return {"param_groups": (f"*.router.*,lr_factor={factor}",)}
+
+
+SLOW = replace(GLOBAL, lr=3e-4, warmup_steps=50, optimizer=router_rate(0.1))
+
+
+def with_loss(coef: float, **balance: float) -> Variant:
+    return replace(SLOW, balance={"global_batch_coef": coef, **balance})
+
+
 RECIPES: dict[str, Variant] = {
     "before": BEFORE,
-    "wide": WIDE,
-    "narrow-0.02": replace(BEFORE, balance={"global_batch_coef": 0.02}),
-    "global-0.01": replace(WIDE, balance={"global_batch_coef": 0.01}),
     "global-0.02": GLOBAL,
-    "middle-0.02": replace(GLOBAL, embedding_std=0.2),
-    "global-0.05": replace(WIDE, balance={"global_batch_coef": 0.05}),
-    "global-z": replace(WIDE, balance={"global_batch_coef": 0.02, "z_loss_coef": 1e-3}),
-    "global-slow": replace(GLOBAL, warmup_steps=100),
-    "global-3e-4": replace(GLOBAL, lr=3e-4),
-    "global-router-rate": replace(
-        GLOBAL, optimizer={"param_groups": ("*.router.*,lr_factor=0.1",)}
-    ),
-    "global-router-0.002": replace(GLOBAL, router_std=0.002),
-    "sign": replace(WIDE, moe=BIAS, balance={"bias_update_rate": 1e-3, "sequence_coef": 1e-4}),
-    "quantile": replace(WIDE, moe=BIAS, balance=SOLVED),
-    "quantile-narrow": replace(BEFORE, moe=BIAS, balance=SOLVED),
+    "router-1": replace(SLOW, optimizer={}),
+    "loss-0.02": with_loss(0.02),
+    "loss-0.05": with_loss(0.05),
+    "loss-0.1": with_loss(0.1),
+    "loss-0.1-router-0.03": replace(with_loss(0.1), optimizer=router_rate(0.03)),
+    "loss-0.1-z": with_loss(0.1, z_loss_coef=1e-3),
+    "loss-0.05-4e-4": replace(with_loss(0.05), lr=4e-4),
+    "quantile": replace(SLOW, moe=BIAS, balance=SOLVED),
+    "solved": replace(SLOW, moe=BIAS, balance=SOLVED | {"bias_per_micro_batch": True}),
     STOCK: replace(BEFORE, lr=3e-4),
-    "transformers-6e-4": BEFORE,
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """The decoder, the batch and the number of bytes of text."""
+    """The decoder, the batch, the tokens of a piece of text, and the bytes of all text."""
 
     config: DecoderConfig
     batch_size: int
     seq_len: int
+    piece: int
     text_bytes: int
 
 
@@ -118,11 +125,13 @@ def size_of(vocab_size: int, dim: int, hidden_dim: int, head_dim: int, **fields:
 SIZES = {
     "cuda": size_of(
         32768, 2048, 768, 128, layers=8, experts=32, top_k=8,
-        batch_size=8, seq_len=2048, text_bytes=24 << 20,
+        batch_size=8, seq_len=2048,
+        piece=256, text_bytes=24 << 20,
     ),
     "cpu": size_of(
         512, 64, 32, 16, layers=2, experts=8, top_k=2,
-        batch_size=4, seq_len=64, text_bytes=2 << 20,
+        batch_size=4, seq_len=64,
+        piece=16, text_bytes=2 << 20,
     ),
 }  # fmt: skip
 
@@ -144,14 +153,15 @@ def tokens_of(size: Size) -> Tensor:
 def batches(
     tokens_N: Tensor, size: Size, *, steps: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tokens_BT and labels_BT of each step."""
+    """Yield tokens_BT and labels_BT of each step; a row is pieces from many places of the text."""
     generator = torch.Generator().manual_seed(seed)
-    places = torch.arange(size.seq_len + 1)
-    last = len(tokens_N) - len(places)
+    places = torch.arange(size.piece)
+    num_pieces = -(-(size.seq_len + 1) // size.piece)
     for _ in range(steps):
-        starts_B = torch.randint(last, (size.batch_size, 1), generator=generator)
-        rows = tokens_N[(starts_B + places).to(tokens_N.device)].long()
-        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        shape = (size.batch_size, num_pieces, 1)
+        starts = torch.randint(len(tokens_N) - size.piece, shape, generator=generator)
+        rows_BT = tokens_N[(starts + places).to(tokens_N.device)].long().flatten(1)
+        yield rows_BT[:, : size.seq_len].contiguous(), rows_BT[:, 1 : size.seq_len + 1].contiguous()
 
 
 class NativeRun:
