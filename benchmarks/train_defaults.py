@@ -1,7 +1,7 @@
 r"""Trains one decoder with several recipes; compares losses, loads of experts, gradient norms.
 
     python -m benchmarks.train_defaults --seeds 0 1 2 --json benchmarks/results/train/defaults.json
-    python -m benchmarks.train_defaults --device cpu --steps 20 --recipes loss-0.05 transformers
+    python -m benchmarks.train_defaults --device cpu --steps 20 --recipes default transformers
 
 A decoder of 1.5 B parameters (8 layers of 32 experts, 8 per token) reads 16,384 tokens a step. The
 text is that of the Python installation (`benchmarks/text.py`); its tokens are those of a byte-level
@@ -19,7 +19,7 @@ import gc
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from benchmarks.records import Environment, results_path
 from benchmarks.text import installed_folders, read_text
-from benchmarks.train_fp8 import local
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.models import Decoder, DecoderConfig
+from moecore.recipes.decoder_config import default_balance
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.schedule import LearningRateSchedule
 
@@ -39,59 +39,46 @@ STOCK = "transformers"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What a run does.
+    """What a run does; what is not given is the default of `moecore pretrain`.
 
     Attributes:
-        lr: peak of the learning rate.
-        warmup_steps: of the schedule, which is a cosine to a tenth.
         embedding_std: of the initial embeddings.
-        router_std: of the initial routers.
         balance: of the MoE layers.
         moe: other fields of `MoEConfig`.
-        optimizer: other fields of `OptimizerConfig`.
+        optimizer: fields of `OptimizerConfig`.
+        schedule: fields of `LearningRateSchedule`.
     """
 
-    lr: float = 6e-4
-    warmup_steps: int = 15
-    embedding_std: float = 0.02
-    router_std: float = 0.02
+    embedding_std: float = 1.0
     balance: dict[str, Any] = field(default_factory=dict)
     moe: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"router_lr_factor": 0.1})
+    schedule: dict[str, Any] = field(default_factory=dict)
 
 
-BEFORE = Variant(balance={"micro_batch_coef": 1e-3})
-WIDE = replace(BEFORE, embedding_std=1.0)
-GLOBAL = replace(WIDE, balance={"global_batch_coef": 0.02})
 BIAS: dict[str, Any] = {"score_function": "sigmoid", "expert_bias": True}
-SOLVED = {"bias_update": "quantile", "bias_update_rate": 1.0}
-
-
-def router_rate(factor: float) -> dict[str, Any]:
-    return {"param_groups": (f"*.router.*,lr_factor={factor}",)}
-
-
-SLOW = replace(GLOBAL, lr=3e-4, warmup_steps=50, optimizer=router_rate(0.1))
-
-
-def with_loss(coef: float, **balance: float) -> Variant:
-    return replace(SLOW, balance={"global_batch_coef": coef, **balance})
-
-
 RECIPES: dict[str, Variant] = {
-    "before": BEFORE,
-    "global-0.02": GLOBAL,
-    "router-1": replace(SLOW, optimizer={}),
-    "loss-0.02": with_loss(0.02),
-    "loss-0.05": with_loss(0.05),
-    "loss-0.1": with_loss(0.1),
-    "loss-0.1-router-0.03": replace(with_loss(0.1), optimizer=router_rate(0.03)),
-    "loss-0.1-z": with_loss(0.1, z_loss_coef=1e-3),
-    "loss-0.05-4e-4": replace(with_loss(0.05), lr=4e-4),
-    "quantile": replace(SLOW, moe=BIAS, balance=SOLVED),
-    "solved": replace(SLOW, moe=BIAS, balance=SOLVED | {"bias_per_micro_batch": True}),
-    STOCK: replace(BEFORE, lr=3e-4),
+    "default": Variant(),
+    "default-bias": Variant(moe=BIAS),
+    "sign-0.001": Variant(moe=BIAS, balance={"bias_update_rate": 1e-3}),
+    "sign-0.01": Variant(moe=BIAS, balance={"bias_update_rate": 1e-2}),
+    "router-rate-1": Variant(optimizer={}),
+    "loss-0.01": Variant(balance={"global_batch_coef": 0.01}),
+    "embedding-0.02": Variant(embedding_std=0.02),
+    "rate-6e-4": Variant(optimizer={"lr": 6e-4, "router_lr_factor": 0.1}),
+    "warmup-15": Variant(schedule={"warmup_steps": 15}),
+    "before": Variant(
+        embedding_std=0.02,
+        balance={"micro_batch_coef": 1e-3},
+        optimizer={"lr": 6e-4},
+        schedule={"warmup_steps": 15},
+    ),
+    STOCK: Variant(
+        optimizer={"lr": 3e-4},
+        schedule={"lr_schedule": "linear", "warmup_steps": 60, "min_lr_ratio": 0.0},
+    ),
 }
+STOCK_LOSS = 1e-3  # router_aux_loss_coef of Qwen3-MoE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +113,7 @@ SIZES = {
     "cuda": size_of(
         32768, 2048, 768, 128, layers=8, experts=32, top_k=8,
         batch_size=8, seq_len=2048,
-        piece=256, text_bytes=24 << 20,
+        piece=64, text_bytes=24 << 20,
     ),
     "cpu": size_of(
         512, 64, 32, 16, layers=2, experts=8, top_k=2,
@@ -170,22 +157,16 @@ class NativeRun:
     def __init__(self, size: Size, variant: Variant, seed: int, device: str) -> None:
         moe = size.config.moe
         assert moe is not None
-        moe = replace(moe, balance=BalanceConfig(**variant.balance), **variant.moe)
+        moe = replace(moe, **variant.moe)
+        balance = BalanceConfig(**(variant.balance or default_balance(moe)))
+        moe = replace(moe, balance=balance)
         model = Decoder(replace(size.config, moe=moe), device="meta")
-        meshes = build_meshes(ParallelConfig(), device)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         fsdp = FSDPOptions(param_dtype=dtype, dense_strategy="optim")
-        parallelize_moe(model, meshes, fsdp=fsdp)
+        parallelize_moe(model, build_meshes(ParallelConfig(), device), fsdp=fsdp)
         model.to_empty(device=device)
-        model.init_weights(seed)
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                if "embed" in name:
-                    local(param).mul_(variant.embedding_std / 0.02)
-                if name.endswith("router.weight"):
-                    local(param).mul_(variant.router_std / 0.02)
-        config = OptimizerConfig(lr=variant.lr, **variant.optimizer)
-        self.optimizers = config.build(model)
+        model.init_weights(seed, embedding_std=variant.embedding_std)
+        self.optimizers = OptimizerConfig(**variant.optimizer).build(model)
         self.model, self.owner = model, TrainStep(model, self.optimizers, max_norm=1.0)
 
     def step(self, tokens_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,7 +199,7 @@ class StockRun:
             num_experts_per_tok=moe.top_k,
             norm_topk_prob=True,
             output_router_logits=True,
-            router_aux_loss_coef=variant.balance["micro_batch_coef"],
+            router_aux_loss_coef=STOCK_LOSS,
             tie_word_embeddings=False,
             experts_implementation="grouped_mm",
         )
@@ -230,7 +211,9 @@ class StockRun:
         others = [p for p in self.model.parameters() if p.ndim == 1]
         groups = [{"params": is_matrix}, {"params": others, "weight_decay": 0.0}]
         self.optimizers = [
-            torch.optim.AdamW(groups, lr=variant.lr, betas=(0.9, 0.95), weight_decay=0.1)
+            torch.optim.AdamW(
+                groups, lr=variant.optimizer["lr"], betas=(0.9, 0.95), weight_decay=0.1
+            )
         ]
 
     def step(self, tokens_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,7 +237,7 @@ def train(
     """Return the curves of one run."""
     variant = RECIPES[name]
     run: Any = (StockRun if name.startswith(STOCK) else NativeRun)(size, variant, seed, device)
-    schedule = LearningRateSchedule(warmup_steps=variant.warmup_steps)
+    schedule = LearningRateSchedule(**variant.schedule)
     peaks = [[group["lr"] for group in o.param_groups] for o in run.optimizers]
     losses, norms, loads, least = [], [], [], []
     begin = time.perf_counter()
@@ -322,7 +305,7 @@ def main() -> None:
             if args.device == "cuda":
                 torch.cuda.empty_cache()
             if args.json:
-                record = {"environment": str(Environment.here()), "runs": runs}
+                record = {"environment": asdict(Environment.here()), "runs": runs}
                 args.json.write_text(json.dumps(record) + "\n")
 
 

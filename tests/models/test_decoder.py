@@ -102,6 +102,16 @@ def test_init_fills_everything_after_to_empty(name):
         assert torch.equal(value, want[key]) == constant, key
 
 
+def test_embeddings_have_a_scale_of_their_own():
+    model, plain = Decoder(preset("tiny")), Decoder(preset("tiny"))
+    model.init_weights(embedding_std=1.0)
+    for (name, param), of_default in zip(model.named_parameters(), plain.parameters(), strict=True):
+        factor = 50.0 if "embed_tokens" in name else 1.0
+        torch.testing.assert_close(param, of_default * factor)
+    with pytest.raises(ValueError, match="embedding_std"):
+        model.init_weights(embedding_std=0.0)
+
+
 def test_init_scale_of_each_kind():
     model = Decoder(preset("tiny"))
     small = 0.02 / math.sqrt(2 * model.config.num_layers)

@@ -47,6 +47,13 @@ def test_the_first_matching_group_counts(optimizer: str) -> None:
     assert all(found[name] == (0.0, 2.0) for name in experts)
 
 
+def test_routers_have_a_rate_of_their_own() -> None:
+    config = OptimizerConfig(router_lr_factor=0.25, param_groups=("*.1.mlp.router.*,lr_factor=2",))
+    for name, (_, factor) in decays(config).items():
+        expected = 2.0 if ".1.mlp.router." in name else 0.25 if ".router." in name else 1.0
+        assert factor == expected, name
+
+
 def test_options_reach_the_optimizers() -> None:
     muon, adamw = OptimizerConfig(
         optimizer="muon", beta1=0.8, beta2=0.9, eps=1e-6, momentum=0.7, muon_beta2=0.6
@@ -112,6 +119,11 @@ def test_rates_by_hand() -> None:
     assert rates(root, 8)[4:] == pytest.approx([1 - math.sqrt(i / 4) for i in range(1, 5)])
     constant = LearningRateSchedule(lr_schedule="constant", warmup_tokens=250)
     assert rates(constant, 5) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])
+    # A third of 60 steps, 100 of 1,000 and a twentieth of 10,000.
+    for steps, warmup in ((60, 20), (1000, 100), (10_000, 500)):
+        default = LearningRateSchedule()
+        assert default.factor(1, steps=steps, tokens_per_step=1) == pytest.approx(1 / warmup)
+        assert default.factor(warmup, steps=steps, tokens_per_step=1) == 1.0
     longer = LearningRateSchedule(warmup_steps=0, schedule_steps=40)
     assert rates(longer) == pytest.approx(rates(LearningRateSchedule(warmup_steps=0), 40)[:20])
 

@@ -17,6 +17,7 @@ from moecore import FSDPOptions, NVLinkOptions, ParallelConfig
 from moecore.cli import _parser, main
 from moecore.models import Decoder, preset
 from moecore.planning.flags import run_of_options
+from moecore.recipes.decoder_config import model_config
 from moecore.recipes.optimizer import optimizer_of
 from moecore.recipes.records import values_of
 
@@ -256,6 +257,8 @@ def test_a_planned_run_is_a_file_of_options(
     run = run_of_options(_parser().parse_args(words))
     args = pretrain.parse_arguments(["--config", str(file), "--data", __file__])
     config, _ = pretrain.check(args, 2)
+    balance = run.model.moe.balance  # which a plan does not choose
+    config = replace(config, moe=replace(config.moe, balance=balance))
     assert replace(config, max_seq_len=run.model.max_seq_len) == run.model
     parallel = pretrain.parallel_config(args, 2, num_experts=config.moe.num_experts)
     assert parallel.resolve(2) == run.resolved
@@ -297,3 +300,23 @@ def test_options_of_the_planned_optimizer(pretrain: ModuleType) -> None:
     words = ["--data", __file__, "--master-remainder", "--optimizer", "muon"]
     with pytest.raises(ValueError, match=r"master_remainder \(True\) must be False with optimizer"):
         pretrain.check(pretrain.parse_arguments(words), 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--preset tiny-qwen3", {"global_batch_coef": 0.05}),
+        ("--preset moonlight-16b-a3b", {"bias_update": "quantile", "bias_update_rate": 1.0}),
+        ("--preset deepseek-v3", {"bias_update": "sign", "bias_update_rate": 1e-3}),
+        ("--preset tiny-qwen3 --z-loss-coef 0.1", {"z_loss_coef": 0.1}),
+        ("--preset tiny-qwen3 --aux-loss 0.01", {"micro_batch_coef": 0.01}),
+    ],
+)
+def test_a_run_without_options_of_balance_has_some(
+    pretrain: ModuleType, words: str, expected: dict[str, object]
+) -> None:
+    args = pretrain.parse_arguments([*words.split(), "--data", __file__])
+    balance = model_config(args).moe.balance
+    assert {name: getattr(balance, name) for name in expected} == expected
+    if "global_batch_coef" not in expected:
+        assert balance.global_batch_coef == 0.0

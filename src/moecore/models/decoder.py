@@ -31,6 +31,7 @@ from moecore.base.fields import (
     CountOrZero,
     Device,
     FloatDtype,
+    Positive,
     PositiveOrZero,
     Seed,
     check_arguments,
@@ -102,13 +103,21 @@ class Decoder(nn.Module):
         return self.model.layers
 
     @torch.no_grad()
-    def init_weights(self, seed: Seed = 0) -> None:
+    def init_weights(self, seed: Seed = 0, *, embedding_std: Positive = INIT_STD) -> None:
         """Fill every parameter and buffer, the same on every layout. No communication.
 
         Matrices are N(0, 0.02^2), those that write into the residual stream are divided by the root
         of how many do, 2 * num_layers or the length of a pattern, as in GPT-2. Sinks are
         N(0, 0.02^2), norms multiply by 1, biases are 0.
         For linear attention see `LinearAttention.init_weights`.
+
+        Args:
+            seed: of all values.
+            embedding_std: standard deviation of the token embeddings. With 1, tokens differ more
+                than layers change them, so routers see different tokens from the first step on.
+
+        Raises:
+            ValueError: for an argument out of its range.
         """
         check_arguments(Decoder.init_weights, locals())
         halves = self.config.num_layers * (1 if self.config.pattern else 2)
@@ -123,6 +132,8 @@ class Decoder(nn.Module):
                 local_of(module.weight).fill_(0.0 if module.zero_centered else 1.0)
             elif isinstance(module, Linear | Embedding | Head) and module.weight is not None:
                 std = INIT_STD * (scale if getattr(module, "residual", False) else 1.0)
+                if isinstance(module, Embedding):
+                    std = embedding_std
                 init_normal_(module.weight, std=std, key=f"{key}.weight", seed=seed)
                 if isinstance(module, Linear) and module.bias is not None:
                     local_of(module.bias).zero_()

@@ -15,7 +15,7 @@ from moecore.base.options.names import MomentDtype
 from moecore.recipes.records import values_of
 from moecore.recipes.schedule import LearningRateSchedule, Share
 from moecore.train import AdamW, Muon, StateOffload, WidthRates, assign_matrices
-from moecore.train.optim.matrices import BIAS, EMBEDDING, VECTOR
+from moecore.train.optim.matrices import BIAS, EMBEDDING, ROUTER, VECTOR
 
 Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]
 NOT_DECAYED = (VECTOR, BIAS, EMBEDDING)  # kinds of parameters
@@ -56,6 +56,7 @@ class OptimizerConfig(CheckedRecord):
     Attributes:
         optimizer: "adamw", or "muon" for matrices, with AdamW for all other parameters.
         lr: the peak of the learning rate.
+        router_lr_factor: learning rate of routers over `lr`, where no rule of `param_groups` fits.
         beta1: AdamW's decay of the first moment.
         beta2: AdamW's decay of the second moment.
         eps: AdamW's addend of the denominator.
@@ -73,6 +74,7 @@ class OptimizerConfig(CheckedRecord):
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: Positive = 3e-4
+    router_lr_factor: PositiveOrZero = 1.0
     beta1: Decay = 0.9
     beta2: Decay = 0.95
     eps: Positive = 1e-8
@@ -141,7 +143,7 @@ class OptimizerConfig(CheckedRecord):
     ) -> None:
         """Split the group of a new optimizer by `param_groups` and by weight decay, in place."""
         rules = [ParamGroup.of(text) for text in self.param_groups]
-        rules.append(ParamGroup(pattern="*"))
+        rules += [ParamGroup(pattern="*"), ParamGroup(pattern="*", lr_factor=self.router_lr_factor)]
         (group,) = optimizer.param_groups
         groups: dict[tuple[int, bool], dict[str, Any]] = {}
         for number, rule in enumerate(rules):
@@ -155,6 +157,8 @@ class OptimizerConfig(CheckedRecord):
         for param in group["params"]:
             name, kind = kinds[param]
             number = next(n for n, rule in enumerate(rules) if fnmatchcase(name, rule.pattern))
+            if kind == ROUTER and number == len(self.param_groups):
+                number += 1
             decays = self.decay_all or kind not in NOT_DECAYED
             groups[number, decays]["params"].append(param)
         optimizer.param_groups = list(groups.values())

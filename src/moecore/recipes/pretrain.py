@@ -88,6 +88,7 @@ from moecore.recipes.options import (
     count,
     moe_of,
     parallel_config,
+    positive,
     positive_int,
 )
 from moecore.recipes.records import add_records, as_toml, parse, values_of
@@ -268,7 +269,9 @@ def build_model(
     model = Decoder(config, device="meta", dtype=dtype)
     parallelize(model, meshes, args, records)
     model.to_empty(device=torch.device(meshes.device_type))
-    model.init_weights(args.seed)
+    # The head reads tied embeddings, whose logits would be as wide.
+    wide = {} if config.tie_embeddings else {"embedding_std": args.embedding_std}
+    model.init_weights(args.seed, **wide)
     if rates is not None:
         rates.scale_weights(model)
     return model
@@ -327,12 +330,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--hf-config", type=Path, metavar="PATH", help="config.json of the model")
     add("--preset", default="tiny", help="without --hf-config, see moecore.models.PRESETS")
     add("--steps", type=positive_int, default=400, help="optimizer steps of the whole run")
+    add("--embedding-std", type=positive, default=1.0, help="of new embeddings that are not tied")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add_common(parser, DEGREES)
     add_dry_run(parser)
     add_records(parser, RECORDS, without=EXCLUDED_FIELDS)
     parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256)
-    parser.set_defaults(eval_every=0, **{"optimizer.lr": 3e-3})
+    parser.set_defaults(eval_every=0, **{"optimizer.router_lr_factor": 0.1})
     words = sys.argv[1:] if arguments is None else arguments
     args = parse(parser, words, tables=("data", "validation"))
     args.data, args.validation = with_names(args.data), with_names(args.validation)

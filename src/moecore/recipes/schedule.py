@@ -28,7 +28,8 @@ class LearningRateSchedule(CheckedRecord):
     Attributes:
         lr_schedule: "cosine" and "linear" decay from the end of the warm-up to the last step; "wsd"
             (warm-up, stable, decay) decays over the last `decay_steps` steps; "constant" never.
-        warmup_steps: steps of the warm-up; None = `warmup_tokens`, else 5% of the schedule.
+        warmup_steps: steps of the warm-up; None = `warmup_tokens`, else 5% of the schedule, and at
+            least 100 steps or a third of the schedule.
         warmup_tokens: tokens of the warm-up, rounded up to whole steps.
         schedule_steps: the step at which the decay ends; None = the last step of the run.
         decay_steps: steps of the decay of "wsd"; None = 10% of the schedule.
@@ -74,7 +75,9 @@ class LearningRateSchedule(CheckedRecord):
     def _warmup(self, total: int, tokens_per_step: int) -> int:
         if self.warmup_tokens is not None:
             return -(-self.warmup_tokens // tokens_per_step)
-        return max(1, round(0.05 * total)) if self.warmup_steps is None else self.warmup_steps
+        if self.warmup_steps is None:
+            return max(1, round(0.05 * total), min(100, total // 3))
+        return self.warmup_steps
 
 
 def is_due(step: int, *, every: int, steps: int) -> bool:

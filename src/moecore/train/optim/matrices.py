@@ -28,6 +28,7 @@ from moecore.moe.shared import Latent, SharedExpert
 HEADS = frozenset(("lm_head", "output", "score", "embed_out"))
 ROUTERS = frozenset(("gate", "router"))  # last parts of names of transformers' own routers
 VECTOR, BIAS, EMBEDDING, HEAD = "a vector", "a bias", "an embedding", "a head"  # reasons
+ROUTER = "router"
 FUSED = ("qkv", "query_key_value", "c_attn")  # parts of names
 
 
@@ -270,7 +271,7 @@ def _decide(
     if is_thin:
         return None, "a linear of one output" if isinstance(module, nn.Linear) else VECTOR
     if isinstance(module, Router) or (last in ROUTERS and param.ndim == 2):
-        return _full_layout(param), "router"
+        return _full_layout(param), ROUTER
     if isinstance(module, Latent):
         return _full_layout(param), "latent projection"
     if isinstance(module, nn.Linear):
