@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md and docs/benchmarks.png from the committed records.
+"""Writes README.md and benchmarks.png of benchmarks/results from the committed records.
 
     python -m benchmarks.report
 
@@ -19,8 +19,8 @@ from benchmarks.memory_page import write_tables
 from benchmarks.records import RESULTS, latest, load
 from benchmarks.shapes import ROUTINGS, SHAPES, SKEW, SKEW_ROOM
 
-PAGE = ROOT / "docs" / "benchmarks.md"
-PLOT = ROOT / "docs" / "benchmarks.png"
+PAGE = RESULTS / "README.md"
+PLOT = RESULTS / "benchmarks.png"
 Record = dict[str, Any]
 
 HEAD = f"""# Benchmarks
