@@ -63,7 +63,7 @@ FP8_BACKENDS = ("blockwise", "blockwise+weights", "blockwise-wide", "rowwise", "
 FP8_BACKENDS += ("tensorwise-e5m2", "te-blockwise", "te-tensorwise")
 BACKENDS = ("triton", "torch", "te", "transformers", *FP8_BACKENDS)
 MOVES = ("dispatch", "combine")
-REMOVED = ("nvlink-experts",)  # lost: "tokens that arrive" in docs/findings/dispatch.md
+REMOVED = ("nvlink-experts",)  # docs/findings.md#tokens-that-arrive-while-experts-multiply
 SHAPE_HEADER = ("shape", "T", "D", "F", "E", "K")
 
 
