@@ -83,7 +83,7 @@ bench: $(READY)  ## run the benchmarks (on a GPU; else a smoke), then: make benc
 card: $(READY)  ## run a published figure's step on GPUs beside it: make card CARD=qwen3-30b-a3b-1gpu
 	$(PY) -m benchmarks.card $(CARD) $(ARGS)
 
-bench-docs: $(READY)  ## write docs/benchmarks.md, its plot and the table of costs from benchmarks/results
+bench-docs: $(READY)  ## write the tables and plot of benchmarks/results, and the table of costs, from the records
 	$(PY) -m benchmarks.report
 	$(PY) -m benchmarks.make_cost_table
 

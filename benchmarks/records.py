@@ -1,7 +1,8 @@
 """One JSON line per row: what was measured, and in which environment.
 
-`benchmarks/results/<day>-<gpu>.jsonl` is appended to and committed; docs/benchmarks.md is made
-from it. All rows of one session carry the same date, so rows of one run can be found.
+`benchmarks/results/<day>-<gpu>.jsonl` is appended to and committed, and `report.py` writes the
+tables of `benchmarks/results/README.md` from it. All rows of one session carry the same date, so
+rows of one run can be found.
 
 A record names the commit that was measured. A tree with uncommitted changes, or an unknown commit,
 has no records: rows of a trial go to the folder in MOECORE_TRIALS instead, which nobody commits.

@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md and docs/benchmarks.png from the committed records.
+"""Writes README.md and benchmarks.png of benchmarks/results from the committed records.
 
     python -m benchmarks.report
 
@@ -19,8 +19,8 @@ from benchmarks.memory_page import write_tables
 from benchmarks.records import RESULTS, latest, load
 from benchmarks.shapes import ROUTINGS, SHAPES, SKEW, SKEW_ROOM
 
-PAGE = ROOT / "docs" / "benchmarks.md"
-PLOT = ROOT / "docs" / "benchmarks.png"
+PAGE = RESULTS / "README.md"
+PLOT = RESULTS / "benchmarks.png"
 Record = dict[str, Any]
 
 HEAD = f"""# Benchmarks
@@ -63,7 +63,7 @@ FP8_BACKENDS = ("blockwise", "blockwise+weights", "blockwise-wide", "rowwise", "
 FP8_BACKENDS += ("tensorwise-e5m2", "te-blockwise", "te-tensorwise")
 BACKENDS = ("triton", "torch", "te", "transformers", *FP8_BACKENDS)
 MOVES = ("dispatch", "combine")
-REMOVED = ("nvlink-experts",)  # lost: "tokens that arrive" in docs/findings/dispatch.md
+REMOVED = ("nvlink-experts",)  # docs/findings.md#tokens-that-arrive-while-experts-multiply
 SHAPE_HEADER = ("shape", "T", "D", "F", "E", "K")
 
 

@@ -1,4 +1,4 @@
-"""docs/api.md has every public name, and each one imports from where the page says."""
+"""docs/api.md has every public name with its level, and each name imports from where it says."""
 
 from __future__ import annotations
 
@@ -38,9 +38,22 @@ def test_the_page_has_every_module_that_exports() -> None:
     assert names == set(SECTIONS)
 
 
-def test_links_of_the_page_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([\w.]+)(#[\w-]+)?\)", PAGE.read_text())
-    assert all((PAGE.parent / file).exists() for file, _ in links)
+def test_a_name_has_one_level_and_first_examples_use_stable_names() -> None:
+    levels = dict[str, set[str]]()
+    for part in PAGE.read_text().split("\n## ")[1:]:
+        for section in part.split("\n### "):
+            title = section.splitlines()[0]
+            assert title == "Provisional" or title.startswith("`moecore"), title
+            level = "provisional" if title == "Provisional" else "stable"
+            for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE):
+                for name in re.findall(r"`(\w+)`", row):
+                    levels.setdefault(name, set()).add(level)
+    assert {name: found for name, found in levels.items() if len(found) > 1} == {}
+    for page in (PAGE.parent.parent / "README.md", PAGE.parent / "guide.md"):
+        for line in re.findall(r"^from moecore\S* import (.*)$", page.read_text(), re.MULTILINE):
+            names = re.findall(r"\w+", line)
+            unstable = {name for name in names if levels.get(name, {"stable"}) != {"stable"}}
+            assert unstable == set(), page
 
 
 def documented(module: str) -> Iterator[tuple[str, set[str], set[str]]]:

@@ -41,7 +41,7 @@ def layer_row(routing: str = "learned", backend: str = "triton", **fields: Any) 
 
 def test_the_committed_page_is_that_of_the_committed_records() -> None:
     found = records.load(records.RESULTS)
-    message = "docs/benchmarks.md is stale: run make bench-docs"
+    message = "benchmarks/results/README.md is stale: run make bench-docs"
     assert report.PAGE.read_text() == report.make_page(found), message
     if any(r["op"] == "layer_fwd_bwd" and r["routing"] == "learned" for r in found):
         assert report.plot_digest(found).encode() in report.PLOT.read_bytes(), message

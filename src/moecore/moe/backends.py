@@ -6,7 +6,7 @@
 "te"          Transformer Engine's, moecore's row movers; keeps X and H; one host sync
 "sequential"  one product per expert, the oracle; keeps what autograd keeps; one host sync
 "auto"        "te" for a recipe of it; "triton" for gated experts that it can multiply, else
-              "torch": it was faster at every shape of docs/benchmarks.md. In a plain layer
+              "torch": it was faster at every shape of benchmarks/results. In a plain layer
               "sequential" for what neither of them can multiply (fp64, rows that are no multiple of
               16 bytes), which parallelize_moe refuses
 

@@ -1,7 +1,7 @@
 """The rows of `exchange/operations.py`'s kernels, for one program each: pushed, copied, added.
 
 A tile is some rows and BLOCK_D of their columns. Holes of a tile are masked: to list the rows that
-are none costs more than they do (docs/findings/dispatch.md).
+are none costs more than they do (docs/findings.md#stores-into-peers-memory).
 
 Letters: T local tokens, C max_tokens, G ranks, S = G * C source rows, R rows, D columns, K choices
 per token. A pair is a token of the chunk and a rank.

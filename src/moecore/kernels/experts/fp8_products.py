@@ -53,7 +53,7 @@ from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
 from moecore.kernels.rows.scaling import Blocks, OperandPair
 from moecore.kernels.rows.shard_blocks import transpose_values
 
-# Smallest F from which a layer in FP8 was faster: "Layers in FP8", docs/findings/fp8.md
+# Smallest F from which a layer in FP8 was faster: docs/findings.md#layers-in-fp8
 FASTER_FROM = 384
 
 

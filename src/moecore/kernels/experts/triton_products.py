@@ -45,7 +45,7 @@ from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
 
 Use = Literal["fc1", "recompute", "dy", "wgrad"]  # of source rows
 
-# Smallest F for which rows are gathered before a product: "gather first", docs/findings/kernels.md
+# Smallest F for which rows are gathered before a product: docs/findings.md#gather-first
 GATHER_FIRST: dict[Use, int] = {
     "fc1": 512,  # X, for FC1 and its gated activation
     "dy": 1024,  # dY, for FC2's input gradient under a gated activation and its weight gradient

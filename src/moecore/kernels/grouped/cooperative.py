@@ -27,8 +27,8 @@ there instead (store_part).
 
 2 * R * N * K floating-point operations. Bytes moved at least: a (R * K elements), b and the outputs
 once each. Tiles of this size read a quarter less through the L2 cache than those of `pingpong.py`,
-which costs power: a training step is bound by power (docs/findings/measuring.md). The Triton
-kernels of `gemm.py` compute the same; these run where they are faster.
+which costs power: a training step is bound by power (docs/findings.md#power-and-clocks). The
+Triton kernels of `gemm.py` compute the same; these run where they are faster.
 """
 
 from functools import cache

@@ -80,7 +80,7 @@ class TileConfig:
     epilogue_parts: int = 1
 
 
-# H200: "grouped GEMM tiles" in docs/findings/kernels.md. The interpreter wants few, small tiles.
+# H200: docs/findings.md#grouped-gemm-tiles. The interpreter wants few, small tiles.
 CONTIGUOUS = TileConfig(flatten=True, epilogue_parts=2)
 GATHER = TileConfig()
 # Few columns: a product reads its rows, and does little else. Not measured.

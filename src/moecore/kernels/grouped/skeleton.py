@@ -86,7 +86,7 @@ def make_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
     """Return barriers [NUM, 1] that complete a phase with so many arrivals."""
     # A partition must use them. The compiler gives the memory of others to what comes later,
     # without the `mbarrier.inval` that has to come between, and where processes shared a GPU 8
-    # bytes there were overwritten now and then (docs/findings/triton.md).
+    # bytes there were overwritten now and then (docs/findings.md#warps-registers-and-barriers).
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         hopper.mbarrier.init(bars.index(i), count=ARRIVALS)

@@ -22,8 +22,8 @@ What they share:
 
 Contiguous rows come by TMA, rows that lie apart by asynchronous copies. Rows of x past the expert's
 last one are made 0, so what y holds there is multiplied by 0. x takes the narrow side of the tile:
-copies of 256 columns take longer than the product of a stage ("weight gradients with gathered rows"
-in docs/findings/kernels.md). 2 * R * M * N floating-point operations.
+copies of 256 columns take longer than the product of a stage
+(docs/findings.md#weight-gradients-with-gathered-rows). 2 * R * M * N floating-point operations.
 """
 
 from functools import cache

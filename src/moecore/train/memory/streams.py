@@ -103,7 +103,7 @@ class CopyStream:
         # A copy engine finishes all copies that one stream has queued before it takes a copy of
         # another stream, even of a few bytes, such as a list of pointers. So large copies to the
         # device are cut into pieces, which two streams run in turns, each after the piece before:
-        # another stream's copy then waits for one piece only (docs/findings/torch.md).
+        # another stream's copy then waits for one piece (docs/findings.md#streams-and-attention).
         numel = PIECE_BYTES // target.element_size()
         pieces = zip(target.view(-1).split(numel), source.view(-1).split(numel), strict=True)
         for piece, of_source in pieces:
