@@ -22,6 +22,8 @@ ALONE = {
     "a run of Megatron-LM": ("from_megatron", 0),
     "a loop of one's own": ("balancing", 0),
     "a step": ("parallelize", 0),
+    "an exchange": ("dispatchers", 0),
+    "a layer": ("layer", 0),
     "strategies": ("sharding", 0),
     "two parts": ("sharding", 1),
     "a corpus": ("pretraining", 0),
