@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 ALONE = {
     "a first run": ("guide", 0),
     "a run of Megatron-LM": ("from_megatron", 0),
-    "a loop of one's own": ("balancing", 0),
+    "a balance loss": ("balancing", 0),
     "a step": ("parallelize", 0),
     "an exchange": ("dispatchers", 0),
     "a layer": ("layer", 0),
