@@ -20,10 +20,12 @@ ROOT = Path(__file__).parent.parent
 ALONE = {
     "a first run": ("guide", 0),
     "a run of Megatron-LM": ("from_megatron", 0),
-    "a loop of one's own": ("balancing", 0),
-    "a mean": ("parallelize", 0),
-    "a step": ("parallelize", 2),
-    "two parts": ("sharding", 0),
+    "a balance loss": ("balancing", 0),
+    "a step": ("parallelize", 0),
+    "an exchange": ("dispatchers", 0),
+    "a layer": ("layer", 0),
+    "strategies": ("sharding", 0),
+    "two parts": ("sharding", 1),
     "a corpus": ("pretraining", 0),
     "an adapter": ("adapters", 0),
     "an expert backend": ("extending", 1),
@@ -67,7 +69,7 @@ def test_a_block_runs_alone(name: str, tiny: Path) -> None:
 
 
 def test_the_block_of_context_parallelism_runs_on_two_ranks(tiny: Path) -> None:
-    code = code_of("sequences", 3)
+    code = code_of("context_parallel", 0)
     assert code.count("ep=8") == 1
     assert run_ranks(2, worker, str(tiny), code.replace("ep=8", "ep=2")) == ["loss"]
 

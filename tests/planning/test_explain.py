@@ -67,8 +67,11 @@ def test_the_page_shows_what_it_prints() -> None:
     with fake_world(3, 8):
         lines = explain(parallelized(FOLDED)).splitlines()
     page = PAGE.read_text()
-    shown = re.search(r"```text\n(Decoder: .*?)\n```", page, flags=re.DOTALL)
-    assert shown is not None and shown[1].splitlines() == lines
+    text = re.search(r"```text\n(Decoder: .*?)\n```", page, flags=re.DOTALL)
+    assert text is not None
+    shown = text[1].splitlines()
+    assert shown.count("...") == 1 and len(shown) >= 14
+    assert [line for line in lines if line in shown] == [s for s in shown if s != "..."]
     assert 18 <= len(lines) <= 24 and max(map(len, lines)) <= 150
 
 
@@ -108,7 +111,7 @@ def test_every_byte_of_every_rank_is_in_one_row(parallel: ParallelConfig) -> Non
 
 
 def test_the_page_shows_what_a_plan_prints() -> None:
-    """The program that the page shows, and its lines but for those of parameters."""
+    """The program that the page shows, its first three lines and its last line."""
     (program,) = re.findall(
         r"```python\n(import torch.distributed.*?)```", PAGE.read_text(), re.DOTALL
     )
@@ -116,7 +119,7 @@ def test_the_page_shows_what_a_plan_prints() -> None:
     printed: list[str] = []
     exec(program, names | {"torch": torch, "print": printed.append})
     lines = printed[0].splitlines()
-    shown = "\n".join([*lines[:3], *lines[-5:]])
+    shown = "\n".join([*lines[:3], lines[-1]])
     assert f"```text\n{shown}\n```" in PAGE.read_text(), shown
     (plain,) = (row for row in lines if row.startswith("router"))
     assert plain.split()[2:5] == ["59", "x", "256x7168"] and plain.endswith("846 kB")

@@ -268,7 +268,7 @@ OPTIONS = (
     ),
     Option(
         "another ContextOptions.way, or a smaller ParallelConfig.cp",
-        "sequences.md#which-way",
+        "context_parallel.md#which-way",
         takes_from=("context parallelism",),
     ),
     Option(

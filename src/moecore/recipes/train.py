@@ -14,7 +14,7 @@ first step; docs/performance.md has what it reaches:
         --row-factor 1.5 --quantile --bias-per-micro-batch
 
 With --pp N a rank has a part of the layers, cut as --layout says: docs/pipeline.md. With --cp N so
-many ranks share each row of tokens: docs/sequences.md.
+many ranks share each row of tokens: docs/context_parallel.md.
 
 With --precision blockwise the products of experts and projections are in FP8, with --dtype float16
 losses are scaled: docs/precision.md.

@@ -45,7 +45,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
 @cache
 def recommend(device: torch.device) -> None:
     """Say, once, that documents and windows would be faster with the package."""
-    # On an H200 FlashAttention 2 has 0.44 to 0.59 of its FLOP/s (docs/sequences.md, "On GPUs").
+    # On an H200 FlashAttention 2 has 0.44 to 0.59 of its FLOP/s: docs/context_parallel.md.
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return
     if (reason := _why_not()) is not None:
