@@ -25,6 +25,7 @@ ALONE = {
     "a step": ("parallelize", 2),
     "two parts": ("sharding", 0),
     "a corpus": ("pretraining", 0),
+    "memory options": ("memory", 0),
     "an adapter": ("adapters", 0),
     "an expert backend": ("extending", 1),
     "a rule of the router": ("extending", 2),
