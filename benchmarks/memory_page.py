@@ -34,15 +34,15 @@ def with_tables(page: str) -> str:
 
 
 def recompute_table() -> str:
-    """Return a row per model and option beside what keeps everything."""
-    header = ("model", "recompute", "kept bytes", "of all", "time of forward and backward")
+    """Return a row per model and option, relative to a run without recomputation."""
+    header = ("model", "recompute", "saved bytes", "relative", "relative time")
     models = _last(MODEL, ("memory",))
     return _markdown(header, (row for model in models for row in _rows(model)))
 
 
 def offload_table() -> str:
     """Return what a step takes by how much of the kept bytes is away."""
-    header = ("away, of the kept bytes", "GB", "forward and backward", "step")
+    header = ("share of saved bytes offloaded", "GB", "forward and backward", "step")
     (found,) = _last(("preset", "layers", "batch_size", "seq_len"), ("offload_fwd_bwd",))
     (steps,) = _last(("preset", "layers", "batch_size", "seq_len"), ("offload_step",))
     away = {row["out_bytes"]: row for row in found.values()}
@@ -61,8 +61,8 @@ def offload_table() -> str:
 
 def state_table() -> str:
     """Return what steps take with state or work on the host."""
-    header = ("tokens of a step", "state", "step, s", "of plain's", "added, s", "peak, GiB")
-    names = {"away": "16 GB away", "host": "half of it stepped on the host"}
+    header = ("tokens per step", "state", "step, s", "relative", "added, s", "peak, GiB")
+    names = {"away": "`StateOffload`, 16 GB", "host": "`HostAdamW`, half"}
     rows = []
     for model in _last(STEP, ("state_offload",)):
         plain = model["plain"]
@@ -85,7 +85,7 @@ def state_table() -> str:
 
 def fit_table() -> str:
     """Return how many layers fit by what state and activations take."""
-    header = ("state and activations", "layers", "of plain's")
+    header = ("run", "layers", "relative")
     (found,) = _last(("preset", "batch_size", "seq_len"), ("fit",))
     plain = found["plain"]["layers"]
     return _markdown(
@@ -133,6 +133,7 @@ def _rows(of_model: dict[str, Row]) -> Iterable[tuple[str, ...]]:
             continue
         share, time = row[kept] / first[kept], row["ms"] / first["ms"]
         yield name, variant, f"{row[kept]:,.0f}", f"{share:.3f}", f"{time:.3f}"
+        name = ""  # only the first row names the model
 
 
 if __name__ == "__main__":

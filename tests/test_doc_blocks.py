@@ -27,11 +27,12 @@ ALONE = {
     "strategies": ("sharding", 0),
     "two parts": ("sharding", 1),
     "a corpus": ("pretraining", 0),
-    "an adapter": ("adapters", 0),
-    "an expert backend": ("extending", 1),
-    "a rule of the router": ("extending", 2),
-    "a precision by name": ("extending", 3),
-    "an adapter of experts": ("adapters", 0, 1),
+    "memory options": ("memory", 0),
+    "an adapter": ("extending", 0),
+    "an expert backend": ("extending", 3),
+    "a rule of the router": ("extending", 4),
+    "a precision by name": ("extending", 5),
+    "an adapter of experts": ("extending", 0, 1),
     "TRL": ("trainer", 1),
 }
 
@@ -75,5 +76,5 @@ def test_the_block_of_context_parallelism_runs_on_two_ranks(tiny: Path) -> None:
 
 
 def test_the_block_of_a_dispatcher_runs_on_two_ranks(tiny: Path) -> None:
-    code = code_of("extending", 0) + "assert received and min(received) > 0\n"
+    code = code_of("extending", 2) + "assert received and min(received) > 0\n"
     assert run_ranks(2, worker, str(tiny), code) == ["loss"]

@@ -410,6 +410,6 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(path), "--steps", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["num_steps"] == 2 and found["wall"] == pytest.approx(50 * US)
-    assert found["levers"][0]["page"] == "cuda_graphs.md#graphs-of-parts"
+    assert found["levers"][0]["page"] == "memory.md#graphs-of-parts"
     assert main(["report", str(path), "--steps", "0"]) == 2
     assert "num_steps (0) must be" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def _find_blocks(
         elif why_refused(module) is not None:
             raise NotImplementedError(
                 f"MoE block {name} ({type(module).__name__}) must have stacked matrices that "
-                f"moecore can take: {why_refused(module)}; pass an adapter, see docs/adapters.md"
+                f"moecore can take: {why_refused(module)}; pass an adapter, see docs/extending.md"
             )
         elif any(name in ("experts", "expert") for name, _ in module.named_children()):
             unknown[name or "the model"] = type(module).__name__
@@ -96,7 +96,8 @@ def _find_blocks(
     if unknown:
         raise ValueError(
             f"MoE {_blocks(unknown)} must have an adapter: pass parallelize_moe(..., adapters={{"
-            f"{next(iter(unknown.values()))}: fn(block, model) -> MoELayer}}), see docs/adapters.md"
+            f"{next(iter(unknown.values()))}: fn(block, model) -> MoELayer}}), "
+            "see docs/extending.md"
         )
     _refuse_beside(dense, inside)
     if dense:
@@ -104,7 +105,7 @@ def _find_blocks(
         warnings.warn(
             f"{_blocks(dense)} {verb} like a router and a list of experts without an adapter, so "
             "every rank computes all of them: pass parallelize_moe(..., adapters={...}), see "
-            "docs/adapters.md",
+            "docs/extending.md",
             stacklevel=7,
         )
     if "" in adapters_of:
@@ -128,7 +129,7 @@ def _refuse_beside(dense: Mapping[str, str], inside: Sequence[str]) -> None:
             raise ValueError(
                 f"MoE block {name} ({class_name}) must have an adapter, as {'.'.join(beside[0])} "
                 f"of the same list has: pass parallelize_moe(..., adapters={{{class_name}: "
-                "fn(block, model) -> MoELayer}), see docs/adapters.md"
+                "fn(block, model) -> MoELayer}), see docs/extending.md"
             )
 
 
@@ -144,7 +145,7 @@ def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
             f"adapter of {name} ({type(block).__name__}) must return a MoELayer, not a "
             f"{type(layer).__name__}: for a block that keeps its router, put the stacked experts "
             "in a class of their own and register for it an adapter that returns RoutedExperts, "
-            'see "Experts alone" in docs/adapters.md'
+            'see "Experts only" in docs/extending.md'
         )
     if missing := _tensors_without_place(block, layer, state, recorder):
         raise ValueError(

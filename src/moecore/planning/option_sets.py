@@ -122,7 +122,7 @@ COLLECTIVES = ("dispatch by collectives",)
 NVLINK = f'DispatchOptions(name="nvlink", nvlink=NVLinkOptions(row_factor={TWICE.row_factor}))'
 GRAPHS = Option(
     "CUDA graphs (GraphedForwardBackward)",
-    "cuda_graphs.md",
+    "memory.md#cuda-graphs",
     takes_from=HOST,
     unless=r"GraphLaunch|SendRecv",  # its dispatcher waits for sizes
 )
@@ -279,7 +279,7 @@ OPTIONS = (
     GRAPHS,
     Option(
         "parallelize_moe(dense=DenseOptions(graph=True)): parts of blocks as graphs",
-        "cuda_graphs.md#graphs-of-parts",
+        "memory.md#graphs-of-parts",
         takes_from=HOST[:2],
         unless=r"GraphLaunch|_spread_kernel",
     ),

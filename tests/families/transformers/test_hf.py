@@ -326,7 +326,7 @@ def test_unknown_architecture_is_named_with_its_class(meshes: Meshes) -> None:
     with pytest.raises(ValueError) as caught:
         parallelize_moe(model, meshes)
     message = str(caught.value)
-    for piece in ("model.layers.1.mlp", "NewMoE", "adapters={", "adapters.md"):
+    for piece in ("model.layers.1.mlp", "NewMoE", "adapters={", "extending.md"):
         assert piece in message
     assert not any(isinstance(m, MoELayer) for m in model.modules())
 

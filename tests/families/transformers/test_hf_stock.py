@@ -123,7 +123,7 @@ def test_a_changed_block_is_refused(name: str, change: str) -> None:
     make(moe_blocks(model)[-1])
     with pytest.raises(NotImplementedError, match=message) as caught:
         swap_blocks(model, {})
-    assert "adapter of yours, see docs/adapters.md" in str(caught.value)
+    assert "adapter of yours, see docs/extending.md" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not any(isinstance(m, MoELayer) for m in model.modules())
 

@@ -36,7 +36,7 @@ DENSE = DecoderConfig(
     max_seq_len=32,
 )
 OPTIONS = UpcycleOptions.parse("E4G2T4")
-DOCS = Path(__file__).parents[3] / "docs" / "upcycling.md"
+DOCS = Path(__file__).parents[3] / "docs" / "huggingface.md"
 
 
 def tokens() -> Tensor:
@@ -302,7 +302,8 @@ def test_modules_that_are_not_what_they_are_said_to_be() -> None:
 
 def test_the_code_of_the_docs_runs(no_group_left: None) -> None:
     pytest.importorskip("transformers", minversion="5")
-    pieces = [part.split("```")[0] for part in DOCS.read_text().split("```python\n")[1:]]
+    section = DOCS.read_text().partition("\n## Upcycling\n")[2]
+    pieces = [part.split("```")[0] for part in section.split("```python\n")[1:]]
     assert len(pieces) == 2
     for piece in pieces:
         exec(compile(piece, str(DOCS), "exec"), {})

@@ -1,4 +1,4 @@
-"""The example of docs/cuda_graphs.md replays a graph, as it stands there, in a fresh process."""
+"""The CUDA graph example of docs/memory.md replays a graph, in a fresh process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[3] / "docs" / "cuda_graphs.md"
+PAGE = Path(__file__).parents[3] / "docs" / "memory.md"
 
 
 @pytest.mark.gpu
 def test_the_example_replays_a_graph() -> None:
-    (code,) = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
+    section = PAGE.read_text().partition("\n## CUDA graphs\n")[2]
+    (code,) = [part.split("```")[0] for part in section.split("```python\n")[1:]]
     end = "forward_backward.close()"
     assert code.count(end) == 1
     check = "assert forward_backward._captured and done.norm.finite and loss.isfinite()"

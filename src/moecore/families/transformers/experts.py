@@ -96,7 +96,7 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
             raise NotImplementedError(
                 f"activation of {type(experts).__name__} must compute each column from its own "
                 "gate and up columns, along which experts may be cut: pass an adapter of yours, "
-                "see docs/adapters.md"
+                "see docs/extending.md"
             )
         kind = "swiglu" if gated else "silu"  # has or has no gate, like the module's own
         options = ActivationOptions(kind=kind, function=activation)

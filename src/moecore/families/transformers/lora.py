@@ -82,7 +82,7 @@ def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) ->
             raise ValueError(
                 f"LoRA on parameters of {wrap.block}.{wrap.child} must be on a MoE layer's experts"
                 ": use LoraConfig.target_modules, or register an adapter for the block, see "
-                "docs/adapters.md"
+                "docs/extending.md"
             )
         experts = layer.part("experts")
         for depth, wrapper in enumerate(wrap.wrappers):

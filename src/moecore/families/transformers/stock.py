@@ -18,7 +18,7 @@ from torch import nn
 from moecore.moe.layer import LayerLayout
 
 OWNERS = ("transformers", "torch")
-WAY_OUT = "or pass an adapter of yours, see docs/adapters.md"
+WAY_OUT = "or pass an adapter of yours, see docs/extending.md"
 CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of the loss of a causal language model
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
 
@@ -177,5 +177,5 @@ def _check_implementation(experts: nn.Module, kind: str) -> None:
         raise NotImplementedError(
             f"config._experts_implementation ({name!r}) of {kind} must be one of "
             "transformers' own, whose maths its adapter knows: call "
-            'set_experts_implementation("eager"), or pass an adapter of yours, see docs/adapters.md'
+            f'set_experts_implementation("eager"), {WAY_OUT}'
         )

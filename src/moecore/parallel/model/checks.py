@@ -340,7 +340,7 @@ def _check_dense(request: Request) -> None:
     if p.ep * p.etp > 1:
         raise ValueError(
             f"ParallelConfig.ep ({p.ep}) and etp ({p.etp}) must be 1 for a model without MoE "
-            "layers: drop them, or register an adapter for its MoE blocks, see docs/adapters.md"
+            "layers: drop them, or register an adapter for its MoE blocks, see docs/extending.md"
         )
     unused = ["DispatchOptions.nvlink"] if request.dispatch.nvlink is not None else []
     unused += ["moe"] if request.moe else []

@@ -246,7 +246,7 @@ def decoder_spec(flavors: Mapping[str, DecoderConfig]) -> TrainSpec:
 def hf_spec(
     flavors: Mapping[str, models.Source | None], *, balance: BalanceConfig | None = None
 ) -> TrainSpec:
-    """Return the TrainSpec of Hugging Face MoE models: those with an adapter, see docs/adapters.md.
+    """Return the TrainSpec of Hugging Face MoE models with an adapter (docs/extending.md).
 
     Args:
         flavors: name -> a transformers config, or a directory with a config.json; None = the

@@ -118,7 +118,7 @@ def decoder_job(decoder: DecoderConfig, name: str = "decoder") -> OwnLossTrainer
 def hf_job(
     source: models.Source | None = None, *, balance: BalanceConfig | None = None
 ) -> OwnLossTrainer.Config:
-    """Return a job that trains a Hugging Face MoE model with an adapter (docs/adapters.md) on text.
+    """Return a job that trains a Hugging Face MoE model on text (adapters: docs/extending.md).
 
     Args:
         source: a transformers config, or a directory with a config.json; None = the job's
