@@ -31,6 +31,7 @@ ALONE = {
     "a precision by name": ("extending", 3),
     "an adapter of experts": ("adapters", 0, 1),
     "TRL": ("trainer", 1),
+    "documents of a Trainer": ("trainer", 0, 2, 3),
 }
 
 
