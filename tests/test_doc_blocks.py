@@ -34,6 +34,7 @@ ALONE = {
     "a precision by name": ("extending", 5),
     "an adapter of experts": ("extending", 0, 1),
     "TRL": ("trainer", 1),
+    "documents of a Trainer": ("trainer", 0, 2, 3),
 }
 
 

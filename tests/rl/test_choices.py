@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -415,10 +414,3 @@ def test_tokens_that_the_engine_did_not_run() -> None:
     seen.clear()
     model(x)
     assert torch.equal(seen[0][4:9], live[0][4:9])
-
-
-def test_the_page_about_it_runs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "router_replay.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 5
-    exec(compile("\n".join(blocks), str(page), "exec"), {})

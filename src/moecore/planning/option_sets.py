@@ -263,7 +263,7 @@ OPTIONS = (
     ),
     Option(
         "a smaller ParallelConfig.tp: ep for experts, cp for long sequences",
-        "guide.md#degrees",
+        "guide.md#parallelism-degrees",
         takes_from=("tensor parallelism",),
     ),
     Option(

@@ -43,7 +43,7 @@ class Rollouts(CheckedRecord):
         weights_N: floating [N], >= 0, of tokens in the mean of a loss, such as truncated importance
             weights; None = 1.
         routes_NLK: integers [N, L, K], the experts of each token in each MoE layer, to replay; a
-            row of -1 is routed by the model. See docs/router_replay.md.
+            row of -1 is routed by the model. See docs/rl.md.
         route_weights_NLK: floating [N, L, K], >= 0, the factor on the output of each of these
             experts, as the engine that sampled computed it (normalized and scaled). They are
             constants: the routers have no gradient by them. None = those of the routers as they

@@ -49,7 +49,7 @@ from tests.families.transformers.lora_cases import (
     whole,
 )
 
-PAGE = Path(__file__).parents[3] / "docs" / "lora.md"
+PAGE = Path(__file__).parents[3] / "docs" / "finetuning.md"
 
 
 @pytest.fixture
@@ -408,7 +408,8 @@ def test_the_page(no_group_left: None, tmp_path: Path, monkeypatch: pytest.Monke
     """In fp32: merging rounds bf16 weights by as much as three small steps move them."""
     monkeypatch.chdir(tmp_path)
     random_model("qwen3-moe").save_pretrained("runs/tiny")
-    blocks = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
+    section = PAGE.read_text().split("\n## Adapters in a loop of your own\n")[1]
+    blocks = [part.split("```")[0] for part in section.split("```python\n")[1:]]
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block.replace("bfloat16", "float32"), names)
