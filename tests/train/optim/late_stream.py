@@ -13,7 +13,7 @@ from moecore.train.optim import host_step, state_offload
 
 
 @dataclass
-class LateEvent:
+class LateMark:
     """After the first copies of a stream.
 
     Attributes:
@@ -47,14 +47,13 @@ class LateStream(CopyStream):
         """Copy later."""
         self.copies.append((target, source))
 
-    def mark(self) -> LateEvent:  # type: ignore[override]
-        """Return an event after all copies so far."""
-        return LateEvent(self, len(self.copies))
+    def mark(self) -> LateMark:  # type: ignore[override]
+        """Return a mark after all copies so far."""
+        return LateMark(self, len(self.copies))
 
-    def hold(self, event: LateEvent | None) -> None:  # type: ignore[override]
-        """Run the copies before an event."""
-        if event is not None:
-            event.synchronize()
+    def hold(self, mark: LateMark) -> None:  # type: ignore[override]
+        """Run the copies before a mark."""
+        mark.synchronize()
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.shortage import Holder, Shortage, this_rank
 from moecore.train.memory.groups import HostCopy, StorageGroup
 from moecore.train.memory.offload import Offload
-from moecore.train.memory.streams import CopyMark, CopyStream, CopyStreams
+from moecore.train.memory.streams import CopyMark, CopyStreams, Job
 
 PAGE_ALIGNMENT = 16  # bytes that a thread copies at once
 
@@ -67,31 +67,6 @@ class PagePlace(NamedTuple):
 
     of: DispatchPages
     number: int
-
-
-class ToPages(NamedTuple):
-    """A copy to pages: a `Job`."""
-
-    target: DispatchPages
-    source: tuple[Tensor, ...]
-
-    def start(self, stream: CopyStream) -> None:
-        """Start the copy; on a CPU it is done at return."""
-        with stream.as_current():
-            self.target.fill(self.source)
-
-
-class FromPages(NamedTuple):
-    """A copy back: a `Job`."""
-
-    target: tuple[Tensor | None, ...]
-    source: DispatchPages
-    over: DispatchPages | None
-
-    def start(self, stream: CopyStream) -> None:
-        """Start the copy; on a CPU it is done at return."""
-        with stream.as_current():
-            self.source.read(self.target, self.over)
 
 
 @dataclass(eq=False, slots=True)
@@ -134,9 +109,8 @@ class PageStore:
             dispatch, mark = self._new_dispatch(pool, group, in_capture=in_capture)
             for index, copy in enumerate(group):
                 copy.piece = PagePlace(dispatch, index)
-            jobs.append(
-                ToPages(dispatch, tuple(copy.data for copy in group if copy.data is not None))
-            )
+            data = tuple(copy.data for copy in group)
+            jobs.append(Job(dispatch, data, DispatchPages.fill))
             emptied += [] if mark is None else [mark]
         out = self._streams.copy_out(jobs, *emptied)
         for copy in copies:
@@ -150,16 +124,18 @@ class PageStore:
         for copy in copies:
             of, index = copy.piece
             matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
-        over, jobs = _over(freed_pieces), list[FromPages]()
+        over, jobs, emptied = _over(freed_pieces), list[Job](), list[DispatchPages]()
         for of, tensors in matrices.items():
             # Only copies back read these pages, and they come earlier in the same stream.
             goes_along = over and over[-1].back is not None and over[-1].of_graph == in_capture
-            jobs.append(FromPages(tuple(tensors), of, over.pop() if goes_along else None))
+            emptied += [over.pop()] if goes_along else []
+            read = partial(_read, emptied[-1] if goes_along else None)
+            jobs.append(Job(tuple(tensors), of, read))
         back = self._streams.copy_back(jobs, *(of.out for of in matrices if of.out is not None))
-        for job in jobs:
-            job.source.back = back
-            if job.over is not None:
-                job.over.free.append((job.over.table, back))
+        for of in matrices:
+            of.back = back
+        for of in emptied:
+            of.free.append((of.table, back))
         for copy in copies:
             copy.busy = back
         self._return(over, in_capture=in_capture)
@@ -282,6 +258,12 @@ class PageStore:
         device = self._streams.device
         self.pool = PagePool.make(num_pages, page_bytes, device, num_host_pages=num_host_pages)
         return self.pool
+
+
+def _read(
+    over: DispatchPages | None, matrices: Sequence[Tensor | None], source: DispatchPages
+) -> None:
+    source.read(matrices, over)
 
 
 def _row(copy: HostCopy) -> tuple[int, bool]:

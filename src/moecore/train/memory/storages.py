@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -29,9 +30,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.saved_tensors import Handle, TensorHandle, UsedRows, changed_in_place, used_rows
 from moecore.base.torch_private import storage_key, version
+from moecore.kernels.rows.move import copy_first_rows
 from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse, bytes_of
 from moecore.train.memory.host import HostPiece, HostPool
-from moecore.train.memory.streams import CopyStreams, Transfer
+from moecore.train.memory.streams import CopyStreams, Job
 
 logger = logging.getLogger("moecore.train.memory")
 
@@ -78,9 +80,7 @@ class HostStore:
         stored_copies = [copy for copy in copies if copy.piece is not None]
         if stored_copies:
             mark = self._streams.copy_out(
-                Transfer(_host_memory(copy), copy.data, _used_rows_of(copy))
-                for copy in stored_copies
-                if copy.data is not None
+                Job(_host_memory(copy), copy.data, _run_of(copy)) for copy in stored_copies
             )
             for copy in stored_copies:
                 copy.out = copy.busy = mark
@@ -92,9 +92,9 @@ class HostStore:
         # Each storage has a mark of its own: the host's link is slow, and backward waits for the
         # storage that it reads, not for the whole group.
         for copy in copies:
-            assert copy.data is not None and copy.out is not None
-            transfer = Transfer(copy.data, _host_memory(copy), _used_rows_of(copy))
-            copy.busy = self._streams.copy_back([transfer], copy.out)
+            assert copy.out is not None
+            job = Job(copy.data, _host_memory(copy), _run_of(copy))
+            copy.busy = self._streams.copy_back([job], copy.out)
 
     def give(self, pieces: Sequence[HostPiece]) -> None:
         """Free host memory. The next copy into it comes after its last reader."""
@@ -116,12 +116,16 @@ class HostStore:
         return piece
 
 
-def _used_rows_of(copy: HostCopy) -> tuple[Tensor, int] | None:
-    """Return how many first rows are copied, and the bytes of a row; None = all bytes."""
+def _run_of(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
+    """Return a function that copies the first rows, if their number is known; None = all bytes."""
     rows = copy.used_rows
-    if rows is None or rows.num_rows is None:
+    if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:
         return None
-    return rows.num_rows, copy.size // rows.length
+    return partial(_copy_rows, rows.num_rows, copy.size // rows.length)
+
+
+def _copy_rows(num_rows: Tensor, row_bytes: int, target: Tensor, source: Tensor) -> None:
+    copy_first_rows(target.view(-1, row_bytes), source.view(-1, row_bytes), num_rows)
 
 
 def _host_memory(copy: HostCopy) -> Tensor:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import ParamsT
 from moecore.base.fields import check_value
 from moecore.base.torch_private import foreach_add_, local_of
 from moecore.train.memory.host import of_host_memory
-from moecore.train.memory.streams import CopyStream
+from moecore.train.memory.streams import CopyMark, CopyStream
 from moecore.train.optim.adamw import MOMENTS, AdamW, grad_of, loss_of_closure
 from moecore.train.optim.state_offload import Fraction, largest_up_to
 
@@ -82,7 +82,7 @@ class _HostSlot:
         self._weights, self._grads = (
             torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
         )
-        self.copy_event: torch.cuda.Event | None = None  # after the copies to it
+        self.mark: CopyMark | None = None  # the end of the copies to it
 
     def views(self, chunk: _HostChunk) -> tuple[list[Tensor], list[Tensor]]:
         """Return memory for the weights and for the gradients of the pieces."""
@@ -216,8 +216,8 @@ class HostAdamW(AdamW):
     ) -> None:
         for number, chunk in enumerate(chunks):
             slot = self._slots[number % NUM_SLOTS]
-            if slot.copy_event is not None:
-                slot.copy_event.synchronize()
+            if slot.mark is not None:
+                slot.mark.synchronize()
             weights, grads = slot.views(chunk)
             _update(chunk, weights, grads, signals)
             for piece, weight in zip(chunk.pieces, weights, strict=True):
@@ -291,12 +291,11 @@ class _Signals:
         stream.follow()
         for target, source in zip(self._host, self._source, strict=True):
             stream.copy(target, source)
-        self._copy_event = stream.mark()
+        self._mark = stream.mark()
 
     def wait(self) -> bool:
         """Return whether the step is skipped. This is the one host sync of a step for signals."""
-        if self._copy_event is not None:
-            self._copy_event.synchronize()
+        self._mark.synchronize()
         self._values |= dict(zip(self._names, (x.item() for x in self._host), strict=True))
         return bool(self._values["found_inf"])
 
@@ -339,7 +338,7 @@ def _bring(stream: CopyStream, chunk: _HostChunk, slot: _HostSlot) -> None:
     for piece, weight, grad in zip(chunk.pieces, weights, grads, strict=True):
         stream.copy(weight, piece.weight)
         stream.copy(grad, piece.grad)
-    slot.copy_event = stream.mark()
+    slot.mark = stream.mark()
 
 
 def _update(

@@ -29,7 +29,7 @@ from moecore.base.torch_private import is_recomputing, local_of, tree_leaves
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.model.parallel_state import engines_of
 from moecore.train.memory.host import HostCopies, of_host_memory
-from moecore.train.memory.streams import CopyStream
+from moecore.train.memory.streams import CopyMark, CopyStream
 
 Key = TypeVar("Key", bound=Hashable)
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
@@ -54,11 +54,11 @@ class _StateTensor:
 
 @dataclass(slots=True)
 class _StatePart:
-    """State tensors that are copied together; `copy_event` is an event after the copies."""
+    """State tensors that are copied together; `mark` is the end of the copies."""
 
     tensors: list[_StateTensor]
     place: Literal["leaving", "away", "coming"]  # to the host, on the host, to the device
-    copy_event: torch.cuda.Event | None
+    mark: CopyMark
 
 
 class StateOffload:
@@ -124,7 +124,7 @@ class StateOffload:
             self._fetch(part)
         for part in self._parts:
             if part.place == "coming":
-                self._stream.hold(part.copy_event)
+                self._stream.hold(part.mark)
                 for state in part.tensors:
                     assert state.device is not None
                     state.become(state.device)
@@ -156,7 +156,7 @@ class StateOffload:
             self._send()
         for part in self._parts:
             if part.place == "coming":
-                self._stream.hold(part.copy_event)
+                self._stream.hold(part.mark)
                 for state in part.tensors:
                     state.device = None
                 part.place = "away"
@@ -214,7 +214,7 @@ class StateOffload:
             # The model's stream waits for a copy out before it frees the source, and for a copy
             # back before `step`. So memory is freed and reused in the order of one stream, and the
             # allocator needs no event of another.
-            self._stream.hold(part.copy_event)
+            self._stream.hold(part.mark)
             for state in part.tensors:
                 state.become(state.host)
             part.place = "away"
@@ -229,7 +229,7 @@ class StateOffload:
         for state, device in zip(part.tensors, memory, strict=True):
             state.device = device
             self._stream.copy(device, state.host)
-        part.place, part.copy_event = "coming", self._stream.mark()
+        part.place, part.mark = "coming", self._stream.mark()
 
 
 @torch.no_grad()
