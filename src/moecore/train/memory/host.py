@@ -6,15 +6,17 @@ and tensors lie side by side in slabs.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moecore.base.torch_private import host_memory
+from moecore.base.torch_private import host_memory, storage_key
+from moecore.kernels.common import on_device
+from moecore.train.memory.streams import CopyStream
 
 SLAB_BYTES = 2**30  # large compared with a tensor, so that few bytes at its end are wasted
 ALIGN_BYTES = 64  # a cache line; no dtype needs more
@@ -163,6 +165,47 @@ def power_of_two(num_bytes: int) -> int:
     return 1 << max(num_bytes - 1, 0).bit_length()
 
 
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a whole storage as a uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@dataclass(slots=True)
+class MovedStorage:
+    """A storage of a device whose bytes may be in host memory, and the tensors in the storage.
+
+    Tensors and storage stay the same objects. The storage has no bytes while the host has them.
+    """
+
+    memory: Tensor  # uint8, all bytes of the storage
+    host: Tensor  # uint8, as many
+    tensors: list[tuple[Tensor, Tensor]]  # each with another tensor of its place in the storage
+
+    def leave(self) -> None:
+        """Make the tensors views of host memory, and free the device memory."""
+        for tensor, place in self.tensors:
+            itemsize = place.element_size()
+            flat = self.host[: self.host.numel() // itemsize * itemsize].view(place.dtype)
+            start = int(place.storage_offset()) + int(flat.storage_offset())
+            tensor.data = flat.as_strided(place.shape, place.stride(), start)
+        self.free()
+
+    def allocate(self) -> None:
+        """Allocate the device memory, which work of the current stream may use."""
+        self.memory.untyped_storage().resize_(self.host.numel())
+
+    def free(self) -> None:
+        """Free the device memory, once the current stream's work so far is done."""
+        self.memory.untyped_storage().resize_(0)
+
+    def arrive(self) -> None:
+        """Make the tensors views of device memory, which has the host's bytes."""
+        for tensor, place in self.tensors:
+            if storage_key(tensor) != storage_key(self.host):  # its owner gave it other memory
+                place.copy_(tensor)
+            tensor.data = place
+
+
 class HostCopies:
     """Copies of named tensors in host memory, all overwritten by the next `fill`."""
 
@@ -171,50 +214,61 @@ class HostCopies:
         # By the type of the source's device: pinned for a GPU, without memory for meta.
         self._slabs = {of: Slabs(pinned=of == "cuda") for of in ("cpu", "cuda")}
         self._slabs["meta"] = Slabs(pinned=False, device="meta")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, CopyStream] = {}
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return name -> memory for a copy; missing memory is allocated, which is slow to pin."""
-        new: dict[str, list[str]] = {of: [] for of in self._slabs}
-        for name, tensor in tensors.items():
-            copy = self._copies.get(name)
-            if copy is None:
-                new[tensor.device.type].append(name)
-            elif (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+        new = [name for name in tensors if name not in self._copies]
+        for name in tensors.keys() - new:
+            tensor, copy = tensors[name], self._copies[name]
+            if (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
                 # Memory of its own can be freed; in a slab each change would take further bytes.
                 self._copies[name] = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
                 )
-        for of, names in new.items():
-            names.sort(key=lambda name: -tensors[name].nbytes)
-            remaining_bytes = sum(aligned(tensors[name].nbytes) for name in names)
-            for name in names:
-                like, size = tensors[name], aligned(tensors[name].nbytes)
-                data = _slab_with(self._slabs[of], size, remaining_bytes).take(like.nbytes)
-                self._copies[name] = data.view(like.dtype).view(like.shape)
-                remaining_bytes -= size
+        remaining_bytes = Counter[str]()
+        for name in new:
+            remaining_bytes[tensors[name].device.type] += aligned(tensors[name].nbytes)
+        for name in sorted(new, key=lambda name: -tensors[name].nbytes):
+            like, of, size = tensors[name], tensors[name].device.type, aligned(tensors[name].nbytes)
+            slab = self._slabs[of].fitting(size) or self._slabs[of].add(
+                power_of_two(max(size, min(remaining_bytes[of], SLAB_BYTES)))
+            )
+            self._copies[name] = slab.take(like.nbytes).view(like.dtype).view(like.shape)
+            remaining_bytes[of] -= size
         return {name: self._copies[name] for name in tensors}
+
+    def reserve_storages(self, groups: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
+        """Return one record per storage, each with the tensors in the storage."""
+        memory = {name: bytes_of(group[0].untyped_storage()) for name, group in groups.items()}
+        return [
+            MovedStorage(memory[name], host, [(tensor, tensor.data) for tensor in groups[name]])
+            for name, host in self.reserve(memory).items()
+        ]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return name -> host copy of plain tensors, after the current streams' work so far."""
-        # One host sync waits for the copies and the work before them, so the tensors may change as
-        # soon as this returns. Other streams go on. The copies are valid until the next `fill`.
+        # The tensors may change after the call. The copies are valid until the next `fill`.
         copies = self.reserve(tensors)
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-        streams = {device: self._side_stream(device) for device in devices}
+        self.copy_and_wait([(copies[name], tensor) for name, tensor in tensors.items()])
+        return copies
+
+    def copy_and_wait(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy sources to targets in host memory, after the current streams' work so far."""
+        # One host sync waits for the copies and the work before them. Other streams go on.
+        streams: dict[torch.device, CopyStream] = {}
         try:
-            for device, stream in streams.items():
-                with torch.cuda.stream(stream):
-                    for name, tensor in tensors.items():
-                        if tensor.device == device:
-                            copies[name].copy_(tensor, non_blocking=True)
-            for name, tensor in tensors.items():
-                if not tensor.is_cuda:  # meanwhile
-                    copies[name].copy_(tensor)
+            # The copies of CPU tensors run while a GPU copies.
+            for target, source in sorted(pairs, key=lambda pair: not pair[1].is_cuda):
+                if source.device not in streams:
+                    stream = self._streams.get(source.device) or CopyStream(source.device)
+                    streams[source.device] = self._streams[source.device] = stream
+                    stream.follow()
+                with on_device(source):
+                    streams[source.device].copy(target, source)
         finally:  # also after an error: no copy may write into memory that the caller frees
             for stream in streams.values():
                 stream.synchronize()
-        return copies
 
     def num_bytes(self) -> int:
         """Return the bytes of all slabs."""
@@ -225,17 +279,3 @@ class HostCopies:
         self._copies.clear()
         for slabs in self._slabs.values():
             slabs.clear()
-
-    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream of the copies; it first waits for the current one."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        self._streams[device].wait_stream(torch.cuda.current_stream(device))
-        return self._streams[device]
-
-
-def _slab_with(slabs: Slabs, size: int, remaining_bytes: int) -> Slab:
-    """Return a slab with `size` free bytes; a new slab has `remaining_bytes` at most."""
-    return slabs.fitting(size) or slabs.add(
-        power_of_two(max(size, min(remaining_bytes, SLAB_BYTES)))
-    )

@@ -31,8 +31,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moecore.base.saved_tensors import Handle, TensorHandle, UsedRows, changed_in_place, used_rows
 from moecore.base.torch_private import storage_key, version
 from moecore.kernels.rows.move import copy_first_rows
-from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse, bytes_of
-from moecore.train.memory.host import HostPiece, HostPool
+from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse
+from moecore.train.memory.host import HostPiece, HostPool, bytes_of
 from moecore.train.memory.streams import CopyStreams, Job
 
 logger = logging.getLogger("moecore.train.memory")

@@ -28,7 +28,7 @@ from moecore.base.fields import Bound, check_arguments
 from moecore.base.torch_private import is_recomputing, local_of, tree_leaves
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.model.parallel_state import engines_of
-from moecore.train.memory.host import HostCopies, of_host_memory
+from moecore.train.memory.host import HostCopies, MovedStorage, of_host_memory
 from moecore.train.memory.streams import CopyMark, CopyStream
 
 Key = TypeVar("Key", bound=Hashable)
@@ -36,27 +36,10 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 
 
 @dataclass(slots=True)
-class _StateTensor:
-    """A state tensor that is offloaded."""
-
-    tensor: Tensor  # this rank's shard
-    shape: torch.Size
-    stride: tuple[int, ...]
-    host: Tensor  # flat, for the copy
-    device: Tensor | None = None  # flat, for the copy back; None before it starts
-
-    def become(self, flat: Tensor) -> None:
-        """Make the tensor a view of flat memory."""
-        # The tensor stays the same object, so shards stay DTensors, and no other reference to the
-        # memory that is to be freed exists.
-        self.tensor.data = flat.as_strided(self.shape, self.stride)
-
-
-@dataclass(slots=True)
 class _StatePart:
     """State tensors that are copied together; `mark` is the end of the copies."""
 
-    tensors: list[_StateTensor]
+    storages: list[MovedStorage]
     place: Literal["leaving", "away", "coming"]  # to the host, on the host, to the device
     mark: CopyMark
 
@@ -125,9 +108,8 @@ class StateOffload:
         for part in self._parts:
             if part.place == "coming":
                 self._stream.hold(part.mark)
-                for state in part.tensors:
-                    assert state.device is not None
-                    state.become(state.device)
+                for storage in part.storages:
+                    storage.arrive()
         self._parts = []
 
     def close(self) -> None:
@@ -157,8 +139,8 @@ class StateOffload:
         for part in self._parts:
             if part.place == "coming":
                 self._stream.hold(part.mark)
-                for state in part.tensors:
-                    state.device = None
+                for storage in part.storages:
+                    storage.free()
                 part.place = "away"
 
     @torch.compiler.disable
@@ -191,21 +173,20 @@ class StateOffload:
         tensors = {name: tensor for name, tensor in movable.items() if name in selection}
         if not tensors:  # before the first step
             return
-        flat = {name: t.as_strided((t.numel(),), (1,)) for name, t in tensors.items()}
-        gib = sum(tensor.nbytes for tensor in flat.values()) / 2**30
+        sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+        gib = sum(sizes.values()) / 2**30
         with of_host_memory(
             f"fraction ({self._fraction}) of the optimizer's state, {gib:.1f} GiB,"
         ):
-            hosts = self._copies.reserve(flat)
+            storages = self._copies.reserve_storages({n: [t] for n, t in tensors.items()})
+        by_name = dict(zip(tensors, storages, strict=True))
         # All copies of an optimizer run on one stream: no copy reads memory that an earlier one
         # still writes, on either side.
         self._stream.follow()
-        for names in _in_parts({n: t.nbytes for n, t in flat.items()}, len(self._blocks)):
-            part = []
-            for name in names:
-                tensor = tensors[name]
-                part.append(_StateTensor(tensor, tensor.shape, tensor.stride(), hosts[name]))
-                self._stream.copy(hosts[name], flat[name])
+        for names in _in_parts(sizes, len(self._blocks)):
+            part = [by_name[name] for name in names]
+            for storage in part:
+                self._stream.copy(storage.host, storage.memory)
             self._parts.append(_StatePart(part, "leaving", self._stream.mark()))
 
     def _free(self, part: _StatePart) -> None:
@@ -215,20 +196,24 @@ class StateOffload:
             # back before `step`. So memory is freed and reused in the order of one stream, and the
             # allocator needs no event of another.
             self._stream.hold(part.mark)
-            for state in part.tensors:
-                state.become(state.host)
+            for storage in part.storages:
+                storage.leave()
             part.place = "away"
 
     def _fetch(self, part: _StatePart) -> None:
         """Start to copy a part to the device."""
         if part.place != "away":
             return
-        hosts = (state.host for state in part.tensors)
-        memory = [torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in hosts]
+        try:
+            for storage in part.storages:
+                storage.allocate()
+        except torch.OutOfMemoryError:
+            for storage in part.storages:
+                storage.free()
+            raise
         self._stream.follow()  # earlier work that used the same memory
-        for state, device in zip(part.tensors, memory, strict=True):
-            state.device = device
-            self._stream.copy(device, state.host)
+        for storage in part.storages:
+            self._stream.copy(storage.memory, storage.host)
         part.place, part.mark = "coming", self._stream.mark()
 
 
@@ -242,9 +227,9 @@ def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, Tensor]:
             if not isinstance(value, Tensor) or value.ndim == 0:
                 continue  # optimizers read scalars on the host
             local = local_of(value)
-            is_dense = torch.empty_like(local, device="meta").stride() == local.stride()
-            owns = local.untyped_storage().nbytes() == local.nbytes > 0
-            if local.device == device and is_dense and owns:
+            storage = local.untyped_storage()
+            owns = storage.nbytes() == local.nbytes > 0
+            if local.device == device and owns and storage.resizable():
                 tensors[f"{number}.{slot}"] = local
     return tensors
 
