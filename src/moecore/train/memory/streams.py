@@ -69,7 +69,7 @@ class CopyStream:
     """Copies in order, while a GPU computes; `name` is that of its copies in a dry run."""
 
     def __init__(self, device: torch.device, name: str = "copy to device") -> None:
-        self._device, self.name = device, name
+        self.device, self.name = device, name
         # Two streams in turns; the next work of the first one comes after all copies so far.
         turns = (new_stream(device) for _ in range(2))
         self._turns = [stream for stream in turns if stream is not None]
@@ -108,11 +108,11 @@ class CopyStream:
     def follow(self) -> None:
         """Make later copies wait for the work that the current stream has now."""
         if self._turns:
-            self._turns[0].wait_stream(current_stream(self._device))
+            self._turns[0].wait_stream(current_stream(self.device))
 
     def start(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
         """Start copies after the current stream's work so far and `after`; return their end."""
-        current = current_stream(self._device)
+        current = current_stream(self.device)
         # The current stream waits, too: it has already waited for most of these marks.
         for mark in after:
             mark.hold(current)
@@ -128,7 +128,7 @@ class CopyStream:
 
     def hold(self, mark: CopyMark) -> None:
         """Make the current stream wait for a mark; the host does not wait."""
-        mark.hold(current_stream(self._device))
+        mark.hold(current_stream(self.device))
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph."""

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moecore.base.fields import Bound, check_arguments
@@ -242,6 +243,15 @@ def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
             keys.add(key)
             room -= sizes[key]
     return keys
+
+
+def shard_bytes(param: Tensor) -> int:
+    """Return the bytes of the largest shard of a parameter, which is equal on all ranks."""
+    num_parts = 1
+    if isinstance(param, DTensor):
+        for dim, placement in enumerate(param.placements):
+            num_parts *= 1 if placement.is_replicate() else param.device_mesh.size(dim)
+    return -(-param.numel() // num_parts) * param.element_size()
 
 
 def _in_parts(sizes: dict[str, int], num_parts: int) -> list[list[str]]:
