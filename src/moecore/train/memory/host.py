@@ -6,17 +6,24 @@ and tensors lie side by side in slabs.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from moecore.base.saved_tensors import UsedRows
 from moecore.base.torch_private import host_memory, storage_key
 from moecore.kernels.common import on_device
-from moecore.train.memory.streams import CopyStream
+from moecore.kernels.rows.move import copy_first_rows
+from moecore.train.memory.groups import HostCopy
+from moecore.train.memory.streams import CopyStream, CopyStreams, Job
+
+logger = logging.getLogger("moecore.train.memory")
 
 SLAB_BYTES = 2**30  # large compared with a tensor, so that few bytes at its end are wasted
 ALIGN_BYTES = 64  # a cache line; no dtype needs more
@@ -42,10 +49,11 @@ class Slab:
 
 
 class Slabs:
-    """A growing number of slabs; `pinned` if a GPU copies to and from them."""
+    """A growing number of slabs for copies of a device's tensors: pinned for a GPU."""
 
-    def __init__(self, *, pinned: bool, device: str = "cpu") -> None:
-        self.pinned, self.device = pinned, device
+    def __init__(self, device_type: str) -> None:
+        self._is_pinned = device_type == "cuda"
+        self._device = "meta" if device_type == "meta" else "cpu"  # meta: without memory
         self.slabs: list[Slab] = []
 
     @property
@@ -61,7 +69,7 @@ class Slabs:
         """Return a new slab, or raise a RuntimeError without memory. To pin it is slow."""
         with host_memory():
             memory = torch.empty(
-                num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pinned
+                num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._is_pinned
             )
         self.slabs.append(Slab(memory))
         return self.slabs[-1]
@@ -80,36 +88,75 @@ class HostPiece:
 
 
 class HostPool:
-    """Pieces of slabs by size class; a freed piece is used for the next request of its class."""
+    """Copies of storages in pieces of slabs, by size class: a `Store`.
 
-    def __init__(self, *, pinned: bool, max_bytes: int | None = None, device: str = "cpu") -> None:
+    A freed piece is used for the next request of its class.
+    """
+
+    def __init__(self, streams: CopyStreams, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes  # of all slabs; None = the host's memory
-        self._slabs = Slabs(pinned=pinned, device=device)
         self.used_bytes = 0  # of the pieces that are in use
+        self._streams, self._slabs = streams, Slabs(streams.device.type)
         self._free: defaultdict[tuple[int, bool], list[Tensor]] = defaultdict(list)
+        self._is_full = False  # logged once
 
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory that the pool has allocated."""
         return self._slabs.num_bytes
 
-    def take(self, num_bytes: int, *, in_capture: bool = False) -> HostPiece | None:
-        """Return a piece; None if `max_bytes` do not suffice. In a capture no memory is pinned."""
-        memory = self._find(size_class(num_bytes), in_capture)
-        if memory is None:
-            return None
-        self.used_bytes += memory.numel()
-        return HostPiece(memory, in_capture)
+    def takes(self, rows: UsedRows | None) -> bool:
+        """Return True: host memory takes any storage."""
+        return True
 
-    def give(self, piece: HostPiece) -> None:
-        """Free a piece. Launched work may still read it, so its next user waits for that work."""
-        self.used_bytes -= piece.memory.numel()
-        self._free[piece.memory.numel(), piece.of_graph].append(piece.memory)
+    def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
+        """Start to copy out the storages for which there is host memory."""
+        for copy in copies:
+            copy.piece = self._take(copy.size)
+        stored_copies = [copy for copy in copies if copy.piece is not None]
+        if stored_copies:
+            mark = self._streams.copy_out(
+                Job(_memory_of(copy), copy.data, _run_of(copy)) for copy in stored_copies
+            )
+            for copy in stored_copies:
+                copy.out = copy.busy = mark
+        return stored_copies
+
+    def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[HostPiece] = ()) -> None:
+        """Start to copy storages back."""
+        self.give(freed_pieces)
+        # Each storage has a mark of its own: the host's link is slow, and backward waits for the
+        # storage that it reads, not for the whole group.
+        for copy in copies:
+            assert copy.out is not None
+            job = Job(copy.data, _memory_of(copy), _run_of(copy))
+            copy.busy = self._streams.copy_back([job], copy.out)
+
+    def give(self, pieces: Sequence[HostPiece]) -> None:
+        """Free pieces. The next copy into a piece comes after its last reader."""
+        for piece in pieces:
+            self.used_bytes -= piece.memory.numel()
+            self._free[piece.memory.numel(), piece.of_graph].append(piece.memory)
 
     def clear(self) -> None:
         """Free all memory."""
         self._free.clear()
         self._slabs.clear()
+
+    def _take(self, num_bytes: int) -> HostPiece | None:
+        """Return a piece; None if `max_bytes` do not suffice. In a capture no memory is pinned."""
+        in_capture = self._streams.is_capturing()
+        memory = self._find(size_class(num_bytes), in_capture)
+        if memory is not None:
+            self.used_bytes += memory.numel()
+            return HostPiece(memory, in_capture)
+        if not self._is_full:
+            self._is_full = True
+            logger.warning(
+                "offload: host memory (%d bytes) is full: what goes beyond stays on the device",
+                self.num_bytes,
+            )
+        return None
 
     def _find(self, size: int, in_capture: bool) -> Tensor | None:
         for of_graph in (True, False) if in_capture else (False,):
@@ -147,6 +194,24 @@ def of_host_memory(subject: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         reason = str(error).partition("\n")[0]
         raise MemoryError(f"{subject} must fit in host memory: lower it ({reason})") from error
+
+
+def _run_of(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
+    """Return a function that copies the first rows, if their number is known; None = all bytes."""
+    rows = copy.used_rows
+    if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:
+        return None
+    return partial(_copy_rows, rows.num_rows, copy.size // rows.length)
+
+
+def _copy_rows(num_rows: Tensor, row_bytes: int, target: Tensor, source: Tensor) -> None:
+    copy_first_rows(target.view(-1, row_bytes), source.view(-1, row_bytes), num_rows)
+
+
+def _memory_of(copy: HostCopy) -> Tensor:
+    """Return the host memory of a copy, without the bytes that its size class adds."""
+    memory: Tensor = copy.piece.memory
+    return memory[: copy.size]
 
 
 def size_class(num_bytes: int) -> int:
@@ -211,9 +276,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
-        # By the type of the source's device: pinned for a GPU, without memory for meta.
-        self._slabs = {of: Slabs(pinned=of == "cuda") for of in ("cpu", "cuda")}
-        self._slabs["meta"] = Slabs(pinned=False, device="meta")
+        self._slabs = {of: Slabs(of) for of in ("cpu", "cuda", "meta")}  # by the source's device
         self._streams: dict[torch.device, CopyStream] = {}
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ class HostSlots:
 
     def __init__(self, stream: CopyStream, num_slots: int) -> None:
         self.stream, self._num_slots = stream, num_slots
-        self._slabs = Slabs(pinned=stream.device.type == "cuda")
+        self._slabs = Slabs(stream.device.type)
 
     def reserve(self, chunks: Iterable[Columns]) -> None:
         """Allocate memory for the largest chunk in each slot, unless the slots have enough."""

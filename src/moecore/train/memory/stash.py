@@ -82,7 +82,7 @@ class PageStore:
     """Copies in pages: a `Store` of matrices whose used rows are counted on the device."""
 
     def __init__(self, streams: CopyStreams, options: StashOptions, num_layers: int) -> None:
-        self._streams, self._options, self._num_layers = streams, options, num_layers
+        self._streams, self.options, self._num_layers = streams, options, num_layers
         self.pool: PagePool | None = None
         self._balanced_pages = 0.0  # of all layers, with even loads
         self._kinds: dict[Any, _PageKind] = {}  # by the sizes of their matrices
@@ -149,11 +149,6 @@ class PageStore:
         self._pending_returns.clear()
         self._kinds.clear()
         self.pool = None
-
-    def resize(self, options: StashOptions) -> None:
-        """Free all pages, which hold no rows; the next pool has the size of new options."""
-        self._options = options
-        self.clear()
 
     @property
     def shortage(self) -> Shortage | None:
@@ -224,7 +219,7 @@ class PageStore:
     def _check_widths(self, pool: PagePool, rows: Sequence[tuple[int, bool]]) -> None:
         widest = max(width for width, _ in rows)
         if widest > pool.page_bytes:
-            page_rows = self._options.page_rows
+            page_rows = self.options.page_rows
             raise ValueError(
                 f"StashOptions.page_rows ({page_rows}) must be >= "
                 f"{cdiv(widest * page_rows, pool.page_bytes)} for rows of {widest} bytes in pages "
@@ -238,7 +233,7 @@ class PageStore:
                 "pages of MemoryOptions.stash must be made before a CUDA graph is captured: run "
                 "one forward and backward first"
             )
-        options, num_layers = self._options, self._num_layers
+        options, num_layers = self.options, self._num_layers
         widest = max(_row(copy)[0] for copy in copies)
         page_bytes = cdiv(options.page_rows * widest, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
         # A page has `page_rows` rows of the widest matrix, and more rows of a narrower one. Each
@@ -306,14 +301,14 @@ class Stash(Offload, Holder):
 
     def __init__(self, device: torch.device, options: StashOptions, num_layers: int) -> None:
         super().__init__(device, min_bytes=0)
-        self._options, self._num_layers = options, num_layers
+        self._num_layers = num_layers
         self._store = self.pages = PageStore(self._streams, options, num_layers)
         # Groups of last layers, and whether they are of a captured CUDA graph. They stay on the
         # device unless the next forward begins before their backward, as with pipeline stages.
         self._resting: list[tuple[StorageGroup, bool]] = []
 
     def __reduce__(self) -> Any:
-        return partial(Stash, self._streams.device, self._options, self._num_layers), ()
+        return partial(Stash, self._streams.device, self.pages.options, self._num_layers), ()
 
     def _keys_of(self, module: nn.Module) -> frozenset[int]:
         """Return no keys: the device counts rows of no weight."""
@@ -338,7 +333,7 @@ class Stash(Offload, Holder):
     @property
     def factor(self) -> float:
         """Device pages over the pages that even loads fill."""
-        return self._options.factor
+        return self.pages.options.factor
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
@@ -348,9 +343,8 @@ class Stash(Offload, Holder):
 
     def resize(self, factor: float) -> None:
         """Free all pages, which hold no rows; later forwards make a pool with this factor."""
-        self.wait()  # copies may read what is freed now
-        self._options = replace(self._options, factor=factor)
-        self.pages.resize(self._options)
+        self.free_pages()
+        self.pages.options = replace(self.pages.options, factor=factor)
 
     def free_pages(self) -> None:
         """Free all pages, which hold no rows; later forwards make a pool. Host sync."""

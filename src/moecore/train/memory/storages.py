@@ -14,13 +14,11 @@ parts of blocks begin and end:
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -30,12 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.saved_tensors import Handle, TensorHandle, UsedRows, changed_in_place, used_rows
 from moecore.base.torch_private import storage_key, version
-from moecore.kernels.rows.move import copy_first_rows
 from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse
-from moecore.train.memory.host import HostPiece, HostPool, bytes_of
-from moecore.train.memory.streams import CopyStreams, Job
-
-logger = logging.getLogger("moecore.train.memory")
+from moecore.train.memory.host import HostPool, bytes_of
+from moecore.train.memory.streams import CopyStreams
 
 
 class Store(Protocol):
@@ -60,78 +55,6 @@ class Store(Protocol):
     def clear(self) -> None:
         """Free all memory; no launched work uses it any more."""
         ...
-
-
-class HostStore:
-    """Copies in pinned host memory."""
-
-    def __init__(self, streams: CopyStreams, pool: HostPool) -> None:
-        self._streams, self._pool = streams, pool
-        self._is_full = False  # logged once
-
-    def takes(self, rows: UsedRows | None) -> bool:
-        """Return True: host memory takes any storage."""
-        return True
-
-    def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start to copy out the storages for which there is host memory."""
-        for copy in copies:
-            copy.piece = self._piece(copy.size)
-        stored_copies = [copy for copy in copies if copy.piece is not None]
-        if stored_copies:
-            mark = self._streams.copy_out(
-                Job(_host_memory(copy), copy.data, _run_of(copy)) for copy in stored_copies
-            )
-            for copy in stored_copies:
-                copy.out = copy.busy = mark
-        return stored_copies
-
-    def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[HostPiece] = ()) -> None:
-        """Start to copy storages back."""
-        self.give(freed_pieces)
-        # Each storage has a mark of its own: the host's link is slow, and backward waits for the
-        # storage that it reads, not for the whole group.
-        for copy in copies:
-            assert copy.out is not None
-            job = Job(copy.data, _host_memory(copy), _run_of(copy))
-            copy.busy = self._streams.copy_back([job], copy.out)
-
-    def give(self, pieces: Sequence[HostPiece]) -> None:
-        """Free host memory. The next copy into it comes after its last reader."""
-        for piece in pieces:
-            self._pool.give(piece)
-
-    def clear(self) -> None:
-        """Free host memory."""
-        self._pool.clear()
-
-    def _piece(self, size: int) -> HostPiece | None:
-        piece = self._pool.take(size, in_capture=self._streams.is_capturing())
-        if piece is None and not self._is_full:
-            self._is_full = True
-            logger.warning(
-                "offload: host memory (%d bytes) is full: what goes beyond stays on the device",
-                self._pool.num_bytes,
-            )
-        return piece
-
-
-def _run_of(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
-    """Return a function that copies the first rows, if their number is known; None = all bytes."""
-    rows = copy.used_rows
-    if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:
-        return None
-    return partial(_copy_rows, rows.num_rows, copy.size // rows.length)
-
-
-def _copy_rows(num_rows: Tensor, row_bytes: int, target: Tensor, source: Tensor) -> None:
-    copy_first_rows(target.view(-1, row_bytes), source.view(-1, row_bytes), num_rows)
-
-
-def _host_memory(copy: HostCopy) -> Tensor:
-    """Return the host memory of a copy, without the bytes that its size class adds."""
-    memory: Tensor = copy.piece.memory
-    return memory[: copy.size]
 
 
 class _Offloaded:
@@ -169,12 +92,8 @@ class SavedStorages:
         self.late_bytes = 0  # of `back_bytes`: the copy began only at the unpacking
         self.observe: Callable[[Tensor], None] | None = None  # of tensors that get a handle
         self._streams = CopyStreams(device)
-        self._pool = HostPool(
-            pinned=device.type == "cuda",
-            max_bytes=max_host_bytes,
-            device="meta" if device.type == "meta" else "cpu",
-        )
-        self._store: Store = HostStore(self._streams, self._pool)
+        self._pool = HostPool(self._streams, max_host_bytes)
+        self._store: Store = self._pool
         self._nothing = torch.empty(0, device=device)
         self._share = fraction  # of this forward
         self._pending_free: list[StorageGroup] = []  # groups whose device memory is not freed yet
