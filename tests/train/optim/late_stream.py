@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from moecore.train.memory.streams import CopyStream
+from moecore.train.memory.streams import CopyStream, Job
 from moecore.train.optim import host_step, state_offload
 
 
@@ -46,6 +47,12 @@ class LateStream(CopyStream):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy later."""
         self.copies.append((target, source))
+
+    def start(self, jobs: Iterable[Job], *after: LateMark) -> LateMark:  # type: ignore[override]
+        """Start copies late; return a mark after all copies so far."""
+        for job in jobs:
+            job.start(self)
+        return self.mark()
 
     def mark(self) -> LateMark:  # type: ignore[override]
         """Return a mark after all copies so far."""

@@ -1,7 +1,13 @@
-"""Host memory for copies of tensors, in slabs: to pin as much memory as a GPU has takes seconds.
+"""Copies of tensors in host memory: where they are, and how a storage moves there and back.
 
-torch rounds every pinned allocation up to a power of two. So the size of a slab is a power of two,
-and tensors lie side by side in slabs.
+    HostPool      a piece of a slab for each saved activation      Offload
+    HostCopies    memory by name, the same in every step           StateOffload, TrainingOffload
+    HostSlots     a few slots through which chunks pass            HostAdamW (`slots.py`)
+
+The classes on the right are policies: they choose what is copied and when. All memory is in slabs,
+because to pin as much memory as a GPU has takes seconds. torch rounds every pinned allocation up to
+a power of two, so the size of a slab is a power of two. All copies run on a `CopyStream`
+(`streams.py`), and a `CopyMark` is their end.
 """
 
 from __future__ import annotations
@@ -319,18 +325,18 @@ class HostCopies:
     def copy_and_wait(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copy sources to targets in host memory, after the current streams' work so far."""
         # One host sync waits for the copies and the work before them. Other streams go on.
-        streams: dict[torch.device, CopyStream] = {}
+        jobs = defaultdict[torch.device, list[Job]](list)
+        for target, source in pairs:
+            jobs[source.device].append(Job(target, source))
+        devices = sorted(jobs, key=lambda device: device.type == "cpu")  # while a GPU copies
+        streams = [self._streams.get(device) or CopyStream(device) for device in devices]
+        self._streams |= dict(zip(devices, streams, strict=True))
         try:
-            # The copies of CPU tensors run while a GPU copies.
-            for target, source in sorted(pairs, key=lambda pair: not pair[1].is_cuda):
-                if source.device not in streams:
-                    stream = self._streams.get(source.device) or CopyStream(source.device)
-                    streams[source.device] = self._streams[source.device] = stream
-                    stream.follow()
-                with on_device(source):
-                    streams[source.device].copy(target, source)
+            for device, stream in zip(devices, streams, strict=True):
+                with on_device(jobs[device][0].source):
+                    stream.start(jobs[device])
         finally:  # also after an error: no copy may write into memory that the caller frees
-            for stream in streams.values():
+            for stream in streams:
                 stream.synchronize()
 
     def num_bytes(self) -> int:

@@ -30,7 +30,7 @@ from moecore.base.torch_private import is_recomputing, local_of, tree_leaves
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.model.parallel_state import engines_of
 from moecore.train.memory.host import HostCopies, MovedStorage, of_host_memory
-from moecore.train.memory.streams import CopyMark, CopyStream
+from moecore.train.memory.streams import CopyMark, CopyStream, Job
 
 Key = TypeVar("Key", bound=Hashable)
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
@@ -183,12 +183,10 @@ class StateOffload:
         by_name = dict(zip(tensors, storages, strict=True))
         # All copies of an optimizer run on one stream: no copy reads memory that an earlier one
         # still writes, on either side.
-        self._stream.follow()
         for names in _in_parts(sizes, len(self._blocks)):
             part = [by_name[name] for name in names]
-            for storage in part:
-                self._stream.copy(storage.host, storage.memory)
-            self._parts.append(_StatePart(part, "leaving", self._stream.mark()))
+            mark = self._stream.start(Job(storage.host, storage.memory) for storage in part)
+            self._parts.append(_StatePart(part, "leaving", mark))
 
     def _free(self, part: _StatePart) -> None:
         """Free a part's device memory, if it is being copied out."""
@@ -212,10 +210,9 @@ class StateOffload:
             for storage in part.storages:
                 storage.free()
             raise
-        self._stream.follow()  # earlier work that used the same memory
-        for storage in part.storages:
-            self._stream.copy(storage.memory, storage.host)
-        part.place, part.mark = "coming", self._stream.mark()
+        # The copies wait for earlier work that used the same memory.
+        part.mark = self._stream.start(Job(x.memory, x.host) for x in part.storages)
+        part.place = "coming"
 
 
 @torch.no_grad()
