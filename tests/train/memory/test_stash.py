@@ -367,7 +367,7 @@ def test_a_layer_takes_three_launches_and_four_events(
     monkeypatch.setattr(streams_module, "current_stream", lambda device: here)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(CopyStream, "as_current", lambda self: nullcontext())
-    for copies in (streams._out, streams._back):
+    for copies in (streams.out, streams.back):
         copies._turns = [CountedStream(counts)]  # type: ignore[list-item]
     want = gradients(model, one)
     counts.clear()

@@ -121,7 +121,7 @@ class HostPool:
             copy.piece = self._take(copy.size)
         stored_copies = [copy for copy in copies if copy.piece is not None]
         if stored_copies:
-            mark = self._streams.copy_out(
+            mark = self._streams.out.start(
                 Job(_memory_of(copy), copy.data, _run_of(copy)) for copy in stored_copies
             )
             for copy in stored_copies:
@@ -136,7 +136,7 @@ class HostPool:
         for copy in copies:
             assert copy.out is not None
             job = Job(copy.data, _memory_of(copy), _run_of(copy))
-            copy.busy = self._streams.copy_back([job], copy.out)
+            copy.busy = self._streams.back.start([job], copy.out)
 
     def give(self, pieces: Sequence[HostPiece]) -> None:
         """Free pieces. The next copy into a piece comes after its last reader."""

@@ -112,7 +112,7 @@ class PageStore:
             data = tuple(copy.data for copy in group)
             jobs.append(Job(dispatch, data, DispatchPages.fill))
             emptied += [] if mark is None else [mark]
-        out = self._streams.copy_out(jobs, *emptied)
+        out = self._streams.out.start(jobs, *emptied)
         for copy in copies:
             copy.out = copy.busy = copy.piece.of.out = out
         return list(copies)
@@ -131,7 +131,7 @@ class PageStore:
             emptied += [over.pop()] if goes_along else []
             read = partial(_read, emptied[-1] if goes_along else None)
             jobs.append(Job(tuple(tensors), of, read))
-        back = self._streams.copy_back(jobs, *(of.out for of in matrices if of.out is not None))
+        back = self._streams.back.start(jobs, *(of.out for of in matrices if of.out is not None))
         for of in matrices:
             of.back = back
         for of in emptied:

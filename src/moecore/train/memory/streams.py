@@ -145,8 +145,8 @@ class CopyStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._out = CopyStream(device, "copy to host")
-        self._back = CopyStream(device, "copy to device")
+        self.out = CopyStream(device, "copy to host")
+        self.back = CopyStream(device, "copy to device")
 
     def current(self) -> Stream | None:
         """Return the current stream of the device; None on a CPU."""
@@ -154,17 +154,9 @@ class CopyStreams:
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph."""
-        return self._out.is_capturing()
-
-    def copy_out(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
-        """Start copies to the store, as `CopyStream.start` does."""
-        return self._out.start(jobs, *after)
-
-    def copy_back(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
-        """Start copies into memory of the current stream, as `CopyStream.start` does."""
-        return self._back.start(jobs, *after)
+        return self.out.is_capturing()
 
     def synchronize(self) -> None:
         """Wait for all copies of both directions. Host sync."""
-        self._out.synchronize()
-        self._back.synchronize()
+        self.out.synchronize()
+        self.back.synchronize()
