@@ -240,6 +240,28 @@ def test_short_device_memory_in_backward_waits_for_the_step(
     assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
 
 
+@pytest.mark.usefixtures("poison", "late_copies")
+def test_memory_that_torch_cannot_resize_stays_and_shared_memory_stays_shared() -> None:
+    """Of three moments one is numpy's, and two are one tensor's memory."""
+    nets = Net(), Net()
+    optimizers = [AdamW(net.parameters(), lr=1e-2) for net in nets]
+    offload = StateOffload(optimizers[1], nets[1])
+    moments = []
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        train(net, optimizer, range(1))
+        states = [optimizer.state[net.layers[i].bias] for i in (0, 2)]  # both of 40 elements
+        states[0]["exp_avg"] = torch.from_numpy(states[0]["exp_avg"].numpy().copy())
+        states[1]["exp_avg"] = states[0]["exp_avg_sq"].detach()
+        moments.append([state["exp_avg"] for state in states] + [states[0]["exp_avg_sq"]])
+    nets[1](batch(9))
+    address = moments[1][0].data_ptr()
+    assert 0 < away(optimizers[1], offload) < 1
+    offload.bring_state_back()
+    resized, shared, other = moments[1]
+    assert resized.data_ptr() == address and shared.data_ptr() == other.data_ptr()
+    assert all(map(torch.equal, moments[0], moments[1]))
+
+
 def test_refusals_and_choice() -> None:
     net = Net()
     optimizer = AdamW(net.parameters())

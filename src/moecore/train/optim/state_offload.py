@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moecore.base.fields import Bound, check_arguments
-from moecore.base.torch_private import is_recomputing, local_of, tree_leaves
+from moecore.base.torch_private import is_recomputing, local_of, storage_key, tree_leaves
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.model.parallel_state import engines_of
 from moecore.train.memory.host import HostCopies, MovedStorage, of_host_memory
@@ -170,17 +170,17 @@ class StateOffload:
     def _send(self) -> None:
         """Start to copy state to the host."""
         movable = _movable(self._optimizer, self._device)
-        selection = largest_up_to(self._fraction, {name: x.nbytes for name, x in movable.items()})
-        tensors = {name: tensor for name, tensor in movable.items() if name in selection}
-        if not tensors:  # before the first step
+        nbytes = {name: tensors[0].untyped_storage().nbytes() for name, tensors in movable.items()}
+        selection = largest_up_to(self._fraction, nbytes)
+        sizes = {name: size for name, size in nbytes.items() if name in selection}
+        if not sizes:  # before the first step
             return
-        sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
         gib = sum(sizes.values()) / 2**30
         with of_host_memory(
             f"fraction ({self._fraction}) of the optimizer's state, {gib:.1f} GiB,"
         ):
-            storages = self._copies.reserve_storages({n: [t] for n, t in tensors.items()})
-        by_name = dict(zip(tensors, storages, strict=True))
+            storages = self._copies.reserve_storages({name: movable[name] for name in sizes})
+        by_name = dict(zip(sizes, storages, strict=True))
         # All copies of an optimizer run on one stream: no copy reads memory that an earlier one
         # still writes, on either side.
         for names in _in_parts(sizes, len(self._blocks)):
@@ -216,20 +216,26 @@ class StateOffload:
 
 
 @torch.no_grad()
-def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, Tensor]:
-    """Return name -> this rank's shard of each state tensor whose offload frees memory."""
+def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, list[Tensor]]:
+    """Return name -> this rank's state tensors of one storage, if an offload frees its memory."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    tensors: dict[str, Tensor] = {}
+    storages: dict[int, dict[str, Tensor]] = {}
     for number, param in enumerate(params):
         for slot, value in optimizer.state.get(param, {}).items():
-            if not isinstance(value, Tensor) or value.ndim == 0:
-                continue  # optimizers read scalars on the host
-            local = local_of(value)
-            storage = local.untyped_storage()
-            owns = storage.nbytes() == local.nbytes > 0
-            if local.device == device and owns and storage.resizable():
-                tensors[f"{number}.{slot}"] = local
-    return tensors
+            if isinstance(value, Tensor):
+                local = local_of(value)
+                storages.setdefault(storage_key(local), {})[f"{number}.{slot}"] = local
+    groups = {next(iter(tensors)): list(tensors.values()) for tensors in storages.values()}
+    return {name: group for name, group in groups.items() if _is_movable(group, device)}
+
+
+def _is_movable(tensors: list[Tensor], device: torch.device) -> bool:
+    """Return whether tensors of one storage fill it, on a device, and none of them is a scalar."""
+    storage = tensors[0].untyped_storage()
+    if not all(tensor.ndim for tensor in tensors):  # optimizers read scalars on the host
+        return False
+    is_full = storage.nbytes() == max(tensor.nbytes for tensor in tensors) > 0
+    return tensors[0].device == device and is_full and storage.resizable()
 
 
 def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
