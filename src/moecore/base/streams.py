@@ -7,13 +7,15 @@ of work a number, and asks which ones it comes behind.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+Key = TypeVar("Key")
 
 
 class Event(Protocol):
@@ -217,6 +219,15 @@ class ToHost:
         elif self._event is not None:
             self._event.synchronize()
         return self._numbers
+
+
+def start_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
+    """Start to copy a GPU's scalars among values to the host; return the wait for all values."""
+    on_gpu = {key: x for key, x in values.items() if isinstance(x, Tensor) and x.is_cuda}
+    if not on_gpu:
+        return lambda: dict(values)
+    numbers = ToHost(torch.stack([x.double().view(()) for x in on_gpu.values()]))
+    return lambda: {**values, **dict(zip(on_gpu, numbers.read().tolist(), strict=True))}
 
 
 def is_capturing(stream: Stream | None) -> bool:

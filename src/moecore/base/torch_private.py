@@ -394,10 +394,11 @@ def wrapped_like(local: Tensor, like: Tensor) -> Tensor:
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
-def zeros_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Return zeros that lie as a tensor does; of a DTensor torch would plan the operation: 1 ms."""
-    if not isinstance(tensor, DTensor) or dtype != tensor.dtype:
-        return torch.zeros_like(tensor, dtype=dtype)
+    is_moved = device not in (None, tensor.device)
+    if not isinstance(tensor, DTensor) or dtype != tensor.dtype or is_moved:
+        return torch.zeros_like(tensor, dtype=dtype, device=device)
     return wrapped_like(torch.zeros_like(local_of(tensor)), tensor)
 
 

@@ -170,8 +170,32 @@ def _nothing() -> None:
     pass
 
 
+class LateCopies(CopyStream):
+    """A stream of a CPU whose copies are as late as they may be.
+
+    Args:
+        device: a CPU.
+        on_device: the field of a job that is on the device: its source, or its target.
+    """
+
+    def __init__(self, device: torch.device, on_device: str) -> None:
+        super().__init__(device)
+        self.on_device, self.queue = on_device, list[Callable[[], None]]()
+
+    def start(self, jobs: Iterable[Any], *after: Any) -> Any:
+        for job in jobs:
+            device = getattr(job, self.on_device)
+            if self.on_device == "target":
+                for tensor in filter(_is_there, _as_tuple(device)):
+                    tensor.fill_(255)  # NaN in every float dtype
+            refs = [weakref.ref(t) if _is_there(t) else None for t in _as_tuple(device)]
+            rest, is_one = job._replace(**{self.on_device: None}), isinstance(device, Tensor)
+            self.queue.append(partial(_start, rest, self.on_device, refs, is_one, after))
+        return LateMark(self.queue)
+
+
 class LateStreams(CopyStreams):
-    """Streams of a CPU whose copies are as late as they may be.
+    """Streams of a CPU whose copies are late.
 
     What is read before it came back is NaN; device memory that is freed before its copy out ran is
     an error.
@@ -179,32 +203,11 @@ class LateStreams(CopyStreams):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.queues: tuple[list[Callable[[], None]], ...] = ([], [])
+        self.out, self.back = LateCopies(device, "source"), LateCopies(device, "target")
 
-    def copy_out(self, jobs: Iterable[Any], *after: Any) -> Any:
-        return self._later(self.queues[0], jobs, "source", after)
-
-    def copy_back(self, jobs: Iterable[Any], *after: Any) -> Any:
-        jobs = list(jobs)
-        for job in jobs:
-            for tensor in filter(_is_there, _as_tuple(job.target)):
-                tensor.fill_(255)  # NaN in every float dtype
-        return self._later(self.queues[1], jobs, "target", after)
-
-    def _later(
-        self,
-        queue: list[Callable[[], None]],
-        jobs: Iterable[Any],
-        on_device: str,
-        after: tuple[Any, ...],
-    ) -> LateMark:
-        for job in jobs:
-            device = getattr(job, on_device)
-            refs = [weakref.ref(t) if _is_there(t) else None for t in _as_tuple(device)]
-            is_one = isinstance(device, Tensor)
-            rest = job._replace(**{on_device: None})
-            queue.append(partial(_start, rest, on_device, refs, is_one, after))
-        return LateMark(queue)
+    @property
+    def queues(self) -> tuple[list[Callable[[], None]], ...]:
+        return self.out.queue, self.back.queue
 
 
 def _as_tuple(device: Any) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore.train.memory.streams import CopyMark, CopyStream, CopyStreams
+from moecore.train.memory.streams import CopyMark, CopyStream
 from tests.train.memory.blocks import Plain, in_chunks, offloaded, part_of, part_or_block
 
 pytestmark = pytest.mark.gpu
@@ -52,16 +52,16 @@ def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 @contextmanager
 def late(which: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within, copies out, copies back, or the compute before each of them start late."""
-    copy = CopyStreams._copy
+    start = CopyStream.start
 
-    def copy_late(self: CopyStreams, stream: CopyStream, *args: Any) -> CopyMark:
-        if which == ("out" if stream is self._out else "back"):
-            with torch.cuda.stream(stream.next):
+    def start_late(self: CopyStream, *args: Any) -> CopyMark:
+        if which == ("out" if self.name == "copy to host" else "back"):
+            with torch.cuda.stream(self.next):
                 torch.cuda._sleep(PAUSE)
-        return copy(self, stream, *args)
+        return start(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CopyStreams, "_copy", copy_late)
+        patch.setattr(CopyStream, "start", start_late)
         yield
 
 

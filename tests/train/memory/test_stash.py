@@ -41,6 +41,7 @@ from moecore.parallel.model import phases
 from moecore.parallel.model.parallel_state import capacity_of
 from moecore.train.memory import stash as stash_module
 from moecore.train.memory import storages
+from moecore.train.memory import streams as streams_module
 from moecore.train.memory.apply import apply_memory, apply_stash
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.stash import Stash
@@ -363,10 +364,10 @@ def test_a_layer_takes_three_launches_and_four_events(
     stash = stashed(model)
     streams = stash._streams
     here = CountedStream(counts)
-    monkeypatch.setattr(streams, "current", lambda: here)
+    monkeypatch.setattr(streams_module, "current_stream", lambda device: here)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(CopyStream, "as_current", lambda self: nullcontext())
-    for copies in (streams._out, streams._back):
+    for copies in (streams.out, streams.back):
         copies._turns = [CountedStream(counts)]  # type: ignore[list-item]
     want = gradients(model, one)
     counts.clear()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from moecore.train.memory.streams import CopyStream
+from moecore.train.memory.streams import CopyStream, Job
 from moecore.train.optim import host_step, state_offload
 
 
 @dataclass
-class LateEvent:
+class LateMark:
     """After the first copies of a stream.
 
     Attributes:
@@ -47,14 +48,19 @@ class LateStream(CopyStream):
         """Copy later."""
         self.copies.append((target, source))
 
-    def mark(self) -> LateEvent:  # type: ignore[override]
-        """Return an event after all copies so far."""
-        return LateEvent(self, len(self.copies))
+    def start(self, jobs: Iterable[Job], *after: LateMark) -> LateMark:  # type: ignore[override]
+        """Start copies late; return a mark after all copies so far."""
+        for job in jobs:
+            job.start(self)
+        return self.mark()
 
-    def hold(self, event: LateEvent | None) -> None:  # type: ignore[override]
-        """Run the copies before an event."""
-        if event is not None:
-            event.synchronize()
+    def mark(self) -> LateMark:  # type: ignore[override]
+        """Return a mark after all copies so far."""
+        return LateMark(self, len(self.copies))
+
+    def hold(self, mark: LateMark) -> None:  # type: ignore[override]
+        """Run the copies before a mark."""
+        mark.synchronize()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.io import load, save
 from moecore.models import Decoder, preset
 from moecore.train import AdamW, HostAdamW, StateOffload
+from moecore.train.memory.host import Slabs
 from moecore.train.optim import host_step
 from tests.helpers.ranks import run_ranks
 from tests.train.optim.late_stream import late_copies  # noqa: F401, a fixture
@@ -175,7 +176,7 @@ def test_short_host_memory_is_one_line_and_loses_nothing(monkeypatch: pytest.Mon
         raise RuntimeError("CUDA error: out of memory\nCompile with ...")
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_step, "_HostSlot", short)
+        patch.setattr(Slabs, "add", short)
         with pytest.raises(
             MemoryError, match=r"host_fraction .1. of .* must fit .*: lower it"
         ) as e:

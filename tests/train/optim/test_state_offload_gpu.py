@@ -6,7 +6,6 @@ python -m pytest -m gpu tests/train/optim
 from __future__ import annotations
 
 import gc
-import math
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parall
 from moecore.io import load, save
 from moecore.models import Decoder, preset
 from moecore.train import AdamW, GraphedForwardBackward, HostAdamW, StateOffload
-from moecore.train.optim import state_offload
+from moecore.train.memory.host import MovedStorage
+from moecore.train.memory.streams import CopyStream
 from tests.helpers.ranks import run_ranks
 from tests.train.optim.test_state_offload import away, state_of
 
@@ -109,15 +109,12 @@ def test_other_optimizers(make: Any) -> None:
 def test_late_streams_change_nothing(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a tensor leaves on the GPU is nan at once, and copies or the model come late."""
     plain = run(None)
-    become, copy = state_offload._StateTensor.become, state_offload.CopyStream.copy
-    hold = state_offload.CopyStream.hold
+    leave, copy, hold = MovedStorage.leave, CopyStream.copy, CopyStream.hold
     calls = [0]
 
-    def poisoned(moved: Any, flat: Tensor) -> None:
-        before = moved.tensor.data
-        become(moved, flat)
-        if before.is_cuda:
-            before.fill_(math.nan)
+    def poisoned(storage: MovedStorage) -> None:
+        storage.memory.fill_(255)  # nan in every float dtype
+        leave(storage)
 
     def late_copy(stream: Any, target: Tensor, source: Tensor) -> None:
         calls[0] += 1
@@ -134,9 +131,9 @@ def test_late_streams_change_nothing(late: str, monkeypatch: pytest.MonkeyPatch)
         late_work(None)
         hold(stream, event)
 
-    monkeypatch.setattr(state_offload._StateTensor, "become", poisoned)
-    monkeypatch.setattr(state_offload.CopyStream, "copy", late_copy)
-    monkeypatch.setattr(state_offload.CopyStream, "hold", late_hold)
+    monkeypatch.setattr(MovedStorage, "leave", poisoned)
+    monkeypatch.setattr(CopyStream, "copy", late_copy)
+    monkeypatch.setattr(CopyStream, "hold", late_hold)
     hook = register_optimizer_step_post_hook(late_work)
     try:
         assert same(plain, run(1.0))

@@ -184,7 +184,7 @@ def state_like(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
 
 def _declared(optimizer: Optimizer, name: str, default: Any, *args: Any) -> Any:
     """Return the result of a method that moecore's optimizers declare; of others the default."""
-    # AdamW has stored_state and moment_dtype_of, Muon state_like, HostAdamW state_device_of.
+    # AdamW has stored_state, moment_dtype_of and state_device_of, Muon state_like.
     method = getattr(optimizer, name, None)
     return default if method is None else method(*args)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -157,8 +156,3 @@ class StorageUse:
     group: StorageGroup
     copy_turn: int
     group_turn: int
-
-
-def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a whole storage as a uint8 tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

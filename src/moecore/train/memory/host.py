@@ -1,20 +1,35 @@
-"""Host memory for copies of tensors, in slabs: to pin as much memory as a GPU has takes seconds.
+"""Copies of tensors in host memory: where they are, and how a storage moves there and back.
 
-torch rounds every pinned allocation up to a power of two. So the size of a slab is a power of two,
-and tensors lie side by side in slabs.
+    HostPool      a piece of a slab for each saved activation      Offload
+    HostCopies    memory by name, the same in every step           StateOffload, TrainingOffload
+    HostSlots     a few slots through which chunks pass            HostAdamW (`slots.py`)
+
+The classes on the right are policies: they choose what is copied and when. All memory is in slabs,
+because to pin as much memory as a GPU has takes seconds. torch rounds every pinned allocation up to
+a power of two, so the size of a slab is a power of two. All copies run on a `CopyStream`
+(`streams.py`), and a `CopyMark` is their end.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from moecore.base.torch_private import host_memory
+from moecore.base.saved_tensors import UsedRows
+from moecore.base.torch_private import host_memory, storage_key
+from moecore.kernels.common import on_device
+from moecore.kernels.rows.move import copy_first_rows
+from moecore.train.memory.groups import HostCopy
+from moecore.train.memory.streams import CopyStream, CopyStreams, Job
+
+logger = logging.getLogger("moecore.train.memory")
 
 SLAB_BYTES = 2**30  # large compared with a tensor, so that few bytes at its end are wasted
 ALIGN_BYTES = 64  # a cache line; no dtype needs more
@@ -40,10 +55,11 @@ class Slab:
 
 
 class Slabs:
-    """A growing number of slabs; `pinned` if a GPU copies to and from them."""
+    """A growing number of slabs for copies of a device's tensors: pinned for a GPU."""
 
-    def __init__(self, *, pinned: bool, device: str = "cpu") -> None:
-        self.pinned, self.device = pinned, device
+    def __init__(self, device_type: str) -> None:
+        self._is_pinned = device_type == "cuda"
+        self._device = "meta" if device_type == "meta" else "cpu"  # meta: without memory
         self.slabs: list[Slab] = []
 
     @property
@@ -59,7 +75,7 @@ class Slabs:
         """Return a new slab, or raise a RuntimeError without memory. To pin it is slow."""
         with host_memory():
             memory = torch.empty(
-                num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pinned
+                num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._is_pinned
             )
         self.slabs.append(Slab(memory))
         return self.slabs[-1]
@@ -78,36 +94,75 @@ class HostPiece:
 
 
 class HostPool:
-    """Pieces of slabs by size class; a freed piece is used for the next request of its class."""
+    """Copies of storages in pieces of slabs, by size class: a `Store`.
 
-    def __init__(self, *, pinned: bool, max_bytes: int | None = None, device: str = "cpu") -> None:
+    A freed piece is used for the next request of its class.
+    """
+
+    def __init__(self, streams: CopyStreams, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes  # of all slabs; None = the host's memory
-        self._slabs = Slabs(pinned=pinned, device=device)
         self.used_bytes = 0  # of the pieces that are in use
+        self._streams, self._slabs = streams, Slabs(streams.device.type)
         self._free: defaultdict[tuple[int, bool], list[Tensor]] = defaultdict(list)
+        self._is_full = False  # logged once
 
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory that the pool has allocated."""
         return self._slabs.num_bytes
 
-    def take(self, num_bytes: int, *, in_capture: bool = False) -> HostPiece | None:
-        """Return a piece; None if `max_bytes` do not suffice. In a capture no memory is pinned."""
-        memory = self._find(size_class(num_bytes), in_capture)
-        if memory is None:
-            return None
-        self.used_bytes += memory.numel()
-        return HostPiece(memory, in_capture)
+    def takes(self, rows: UsedRows | None) -> bool:
+        """Return True: host memory takes any storage."""
+        return True
 
-    def give(self, piece: HostPiece) -> None:
-        """Free a piece. Launched work may still read it, so its next user waits for that work."""
-        self.used_bytes -= piece.memory.numel()
-        self._free[piece.memory.numel(), piece.of_graph].append(piece.memory)
+    def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
+        """Start to copy out the storages for which there is host memory."""
+        for copy in copies:
+            copy.piece = self._take(copy.size)
+        stored_copies = [copy for copy in copies if copy.piece is not None]
+        if stored_copies:
+            mark = self._streams.out.start(
+                Job(_memory_of(copy), copy.data, _run_of(copy)) for copy in stored_copies
+            )
+            for copy in stored_copies:
+                copy.out = copy.busy = mark
+        return stored_copies
+
+    def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[HostPiece] = ()) -> None:
+        """Start to copy storages back."""
+        self.give(freed_pieces)
+        # Each storage has a mark of its own: the host's link is slow, and backward waits for the
+        # storage that it reads, not for the whole group.
+        for copy in copies:
+            assert copy.out is not None
+            job = Job(copy.data, _memory_of(copy), _run_of(copy))
+            copy.busy = self._streams.back.start([job], copy.out)
+
+    def give(self, pieces: Sequence[HostPiece]) -> None:
+        """Free pieces. The next copy into a piece comes after its last reader."""
+        for piece in pieces:
+            self.used_bytes -= piece.memory.numel()
+            self._free[piece.memory.numel(), piece.of_graph].append(piece.memory)
 
     def clear(self) -> None:
         """Free all memory."""
         self._free.clear()
         self._slabs.clear()
+
+    def _take(self, num_bytes: int) -> HostPiece | None:
+        """Return a piece; None if `max_bytes` do not suffice. In a capture no memory is pinned."""
+        in_capture = self._streams.is_capturing()
+        memory = self._find(size_class(num_bytes), in_capture)
+        if memory is not None:
+            self.used_bytes += memory.numel()
+            return HostPiece(memory, in_capture)
+        if not self._is_full:
+            self._is_full = True
+            logger.warning(
+                "offload: host memory (%d bytes) is full: what goes beyond stays on the device",
+                self.num_bytes,
+            )
+        return None
 
     def _find(self, size: int, in_capture: bool) -> Tensor | None:
         for of_graph in (True, False) if in_capture else (False,):
@@ -147,6 +202,24 @@ def of_host_memory(subject: str) -> Iterator[None]:
         raise MemoryError(f"{subject} must fit in host memory: lower it ({reason})") from error
 
 
+def _run_of(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
+    """Return a function that copies the first rows, if their number is known; None = all bytes."""
+    rows = copy.used_rows
+    if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:
+        return None
+    return partial(_copy_rows, rows.num_rows, copy.size // rows.length)
+
+
+def _copy_rows(num_rows: Tensor, row_bytes: int, target: Tensor, source: Tensor) -> None:
+    copy_first_rows(target.view(-1, row_bytes), source.view(-1, row_bytes), num_rows)
+
+
+def _memory_of(copy: HostCopy) -> Tensor:
+    """Return the host memory of a copy, without the bytes that its size class adds."""
+    memory: Tensor = copy.piece.memory
+    return memory[: copy.size]
+
+
 def size_class(num_bytes: int) -> int:
     """Return the size of a piece: 1000 -> 1024, 1025 -> 1152, 1153 -> 1280; 1 -> 64."""
     step = max(ALIGN_BYTES, power_of_two(num_bytes) // 16)
@@ -163,58 +236,108 @@ def power_of_two(num_bytes: int) -> int:
     return 1 << max(num_bytes - 1, 0).bit_length()
 
 
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a whole storage as a uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@dataclass(slots=True)
+class MovedStorage:
+    """A storage of a device whose bytes may be in host memory, and the tensors in the storage.
+
+    Tensors and storage stay the same objects. The storage has no bytes while the host has them.
+    """
+
+    memory: Tensor  # uint8, all bytes of the storage
+    host: Tensor  # uint8, as many
+    tensors: list[tuple[Tensor, Tensor]]  # each with another tensor of its place in the storage
+
+    def leave(self) -> None:
+        """Make the tensors views of host memory, and free the device memory."""
+        for tensor, place in self.tensors:
+            itemsize = place.element_size()
+            flat = self.host[: self.host.numel() // itemsize * itemsize].view(place.dtype)
+            start = int(place.storage_offset()) + int(flat.storage_offset())
+            tensor.data = flat.as_strided(place.shape, place.stride(), start)
+        self.free()
+
+    def allocate(self) -> None:
+        """Allocate the device memory, which work of the current stream may use."""
+        self.memory.untyped_storage().resize_(self.host.numel())
+
+    def free(self) -> None:
+        """Free the device memory, once the current stream's work so far is done."""
+        self.memory.untyped_storage().resize_(0)
+
+    def arrive(self) -> None:
+        """Make the tensors views of device memory, which has the host's bytes."""
+        for tensor, place in self.tensors:
+            if storage_key(tensor) != storage_key(self.host):  # its owner gave it other memory
+                place.copy_(tensor)
+            tensor.data = place
+
+
 class HostCopies:
     """Copies of named tensors in host memory, all overwritten by the next `fill`."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
-        # By the type of the source's device: pinned for a GPU, without memory for meta.
-        self._slabs = {of: Slabs(pinned=of == "cuda") for of in ("cpu", "cuda")}
-        self._slabs["meta"] = Slabs(pinned=False, device="meta")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._slabs = {of: Slabs(of) for of in ("cpu", "cuda", "meta")}  # by the source's device
+        self._streams: dict[torch.device, CopyStream] = {}
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return name -> memory for a copy; missing memory is allocated, which is slow to pin."""
-        new: dict[str, list[str]] = {of: [] for of in self._slabs}
-        for name, tensor in tensors.items():
-            copy = self._copies.get(name)
-            if copy is None:
-                new[tensor.device.type].append(name)
-            elif (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+        new = [name for name in tensors if name not in self._copies]
+        for name in tensors.keys() - new:
+            tensor, copy = tensors[name], self._copies[name]
+            if (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
                 # Memory of its own can be freed; in a slab each change would take further bytes.
                 self._copies[name] = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
                 )
-        for of, names in new.items():
-            names.sort(key=lambda name: -tensors[name].nbytes)
-            remaining_bytes = sum(aligned(tensors[name].nbytes) for name in names)
-            for name in names:
-                like, size = tensors[name], aligned(tensors[name].nbytes)
-                data = _slab_with(self._slabs[of], size, remaining_bytes).take(like.nbytes)
-                self._copies[name] = data.view(like.dtype).view(like.shape)
-                remaining_bytes -= size
+        remaining_bytes = Counter[str]()
+        for name in new:
+            remaining_bytes[tensors[name].device.type] += aligned(tensors[name].nbytes)
+        for name in sorted(new, key=lambda name: -tensors[name].nbytes):
+            like, of, size = tensors[name], tensors[name].device.type, aligned(tensors[name].nbytes)
+            slab = self._slabs[of].fitting(size) or self._slabs[of].add(
+                power_of_two(max(size, min(remaining_bytes[of], SLAB_BYTES)))
+            )
+            self._copies[name] = slab.take(like.nbytes).view(like.dtype).view(like.shape)
+            remaining_bytes[of] -= size
         return {name: self._copies[name] for name in tensors}
+
+    def reserve_storages(self, groups: Mapping[str, Sequence[Tensor]]) -> list[MovedStorage]:
+        """Return one record per storage, each with the tensors in the storage."""
+        memory = {name: bytes_of(group[0].untyped_storage()) for name, group in groups.items()}
+        return [
+            MovedStorage(memory[name], host, [(tensor, tensor.data) for tensor in groups[name]])
+            for name, host in self.reserve(memory).items()
+        ]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return name -> host copy of plain tensors, after the current streams' work so far."""
-        # One host sync waits for the copies and the work before them, so the tensors may change as
-        # soon as this returns. Other streams go on. The copies are valid until the next `fill`.
+        # The tensors may change after the call. The copies are valid until the next `fill`.
         copies = self.reserve(tensors)
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-        streams = {device: self._side_stream(device) for device in devices}
-        try:
-            for device, stream in streams.items():
-                with torch.cuda.stream(stream):
-                    for name, tensor in tensors.items():
-                        if tensor.device == device:
-                            copies[name].copy_(tensor, non_blocking=True)
-            for name, tensor in tensors.items():
-                if not tensor.is_cuda:  # meanwhile
-                    copies[name].copy_(tensor)
-        finally:  # also after an error: no copy may write into memory that the caller frees
-            for stream in streams.values():
-                stream.synchronize()
+        self.copy_and_wait([(copies[name], tensor) for name, tensor in tensors.items()])
         return copies
+
+    def copy_and_wait(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy sources to targets in host memory, after the current streams' work so far."""
+        # One host sync waits for the copies and the work before them. Other streams go on.
+        jobs = defaultdict[torch.device, list[Job]](list)
+        for target, source in pairs:
+            jobs[source.device].append(Job(target, source))
+        devices = sorted(jobs, key=lambda device: device.type == "cpu")  # while a GPU copies
+        streams = [self._streams.get(device) or CopyStream(device) for device in devices]
+        self._streams |= dict(zip(devices, streams, strict=True))
+        try:
+            for device, stream in zip(devices, streams, strict=True):
+                with on_device(jobs[device][0].source):
+                    stream.start(jobs[device])
+        finally:  # also after an error: no copy may write into memory that the caller frees
+            for stream in streams:
+                stream.synchronize()
 
     def num_bytes(self) -> int:
         """Return the bytes of all slabs."""
@@ -225,17 +348,3 @@ class HostCopies:
         self._copies.clear()
         for slabs in self._slabs.values():
             slabs.clear()
-
-    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream of the copies; it first waits for the current one."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        self._streams[device].wait_stream(torch.cuda.current_stream(device))
-        return self._streams[device]
-
-
-def _slab_with(slabs: Slabs, size: int, remaining_bytes: int) -> Slab:
-    """Return a slab with `size` free bytes; a new slab has `remaining_bytes` at most."""
-    return slabs.fitting(size) or slabs.add(
-        power_of_two(max(size, min(remaining_bytes, SLAB_BYTES)))
-    )

@@ -215,15 +215,10 @@ class Offload(SavedStorages):
             weights=self._keys_of(module),
         )
         layer.groups[key] = group
-        is_done = False
-        try:
-            with packing(partial(self._pack, group), only_rows=self._rows_only):
-                yield
-            is_done = True
-        finally:
-            if is_done:
-                with self._locked():
-                    self._send(group)
+        with packing(partial(self._pack, group), only_rows=self._rows_only):
+            yield
+        with self._locked():
+            self._send(group)
 
     @torch.no_grad()
     def _keys_of(self, module: nn.Module) -> frozenset[int]:

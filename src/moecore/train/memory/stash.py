@@ -32,7 +32,7 @@ from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.shortage import Holder, Shortage, this_rank
 from moecore.train.memory.groups import HostCopy, StorageGroup
 from moecore.train.memory.offload import Offload
-from moecore.train.memory.streams import CopyMark, CopyStream, CopyStreams
+from moecore.train.memory.streams import CopyMark, CopyStreams, Job
 
 PAGE_ALIGNMENT = 16  # bytes that a thread copies at once
 
@@ -69,31 +69,6 @@ class PagePlace(NamedTuple):
     number: int
 
 
-class ToPages(NamedTuple):
-    """A copy to pages: a `Job`."""
-
-    target: DispatchPages
-    source: tuple[Tensor, ...]
-
-    def start(self, stream: CopyStream) -> None:
-        """Start the copy; on a CPU it is done at return."""
-        with stream.as_current():
-            self.target.fill(self.source)
-
-
-class FromPages(NamedTuple):
-    """A copy back: a `Job`."""
-
-    target: tuple[Tensor | None, ...]
-    source: DispatchPages
-    over: DispatchPages | None
-
-    def start(self, stream: CopyStream) -> None:
-        """Start the copy; on a CPU it is done at return."""
-        with stream.as_current():
-            self.source.read(self.target, self.over)
-
-
 @dataclass(eq=False, slots=True)
 class _PageKind:
     """The free tables for equal matrices, each with a mark of the work that emptied it."""
@@ -107,7 +82,7 @@ class PageStore:
     """Copies in pages: a `Store` of matrices whose used rows are counted on the device."""
 
     def __init__(self, streams: CopyStreams, options: StashOptions, num_layers: int) -> None:
-        self._streams, self._options, self._num_layers = streams, options, num_layers
+        self._streams, self.options, self._num_layers = streams, options, num_layers
         self.pool: PagePool | None = None
         self._balanced_pages = 0.0  # of all layers, with even loads
         self._kinds: dict[Any, _PageKind] = {}  # by the sizes of their matrices
@@ -134,11 +109,10 @@ class PageStore:
             dispatch, mark = self._new_dispatch(pool, group, in_capture=in_capture)
             for index, copy in enumerate(group):
                 copy.piece = PagePlace(dispatch, index)
-            jobs.append(
-                ToPages(dispatch, tuple(copy.data for copy in group if copy.data is not None))
-            )
+            data = tuple(copy.data for copy in group)
+            jobs.append(Job(dispatch, data, DispatchPages.fill))
             emptied += [] if mark is None else [mark]
-        out = self._streams.copy_out(jobs, *emptied)
+        out = self._streams.out.start(jobs, *emptied)
         for copy in copies:
             copy.out = copy.busy = copy.piece.of.out = out
         return list(copies)
@@ -150,16 +124,18 @@ class PageStore:
         for copy in copies:
             of, index = copy.piece
             matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
-        over, jobs = _over(freed_pieces), list[FromPages]()
+        over, jobs, emptied = _over(freed_pieces), list[Job](), list[DispatchPages]()
         for of, tensors in matrices.items():
             # Only copies back read these pages, and they come earlier in the same stream.
             goes_along = over and over[-1].back is not None and over[-1].of_graph == in_capture
-            jobs.append(FromPages(tuple(tensors), of, over.pop() if goes_along else None))
-        back = self._streams.copy_back(jobs, *(of.out for of in matrices if of.out is not None))
-        for job in jobs:
-            job.source.back = back
-            if job.over is not None:
-                job.over.free.append((job.over.table, back))
+            emptied += [over.pop()] if goes_along else []
+            read = partial(_read, emptied[-1] if goes_along else None)
+            jobs.append(Job(tuple(tensors), of, read))
+        back = self._streams.back.start(jobs, *(of.out for of in matrices if of.out is not None))
+        for of in matrices:
+            of.back = back
+        for of in emptied:
+            of.free.append((of.table, back))
         for copy in copies:
             copy.busy = back
         self._return(over, in_capture=in_capture)
@@ -173,11 +149,6 @@ class PageStore:
         self._pending_returns.clear()
         self._kinds.clear()
         self.pool = None
-
-    def resize(self, options: StashOptions) -> None:
-        """Free all pages, which hold no rows; the next pool has the size of new options."""
-        self._options = options
-        self.clear()
 
     @property
     def shortage(self) -> Shortage | None:
@@ -248,7 +219,7 @@ class PageStore:
     def _check_widths(self, pool: PagePool, rows: Sequence[tuple[int, bool]]) -> None:
         widest = max(width for width, _ in rows)
         if widest > pool.page_bytes:
-            page_rows = self._options.page_rows
+            page_rows = self.options.page_rows
             raise ValueError(
                 f"StashOptions.page_rows ({page_rows}) must be >= "
                 f"{cdiv(widest * page_rows, pool.page_bytes)} for rows of {widest} bytes in pages "
@@ -262,7 +233,7 @@ class PageStore:
                 "pages of MemoryOptions.stash must be made before a CUDA graph is captured: run "
                 "one forward and backward first"
             )
-        options, num_layers = self._options, self._num_layers
+        options, num_layers = self.options, self._num_layers
         widest = max(_row(copy)[0] for copy in copies)
         page_bytes = cdiv(options.page_rows * widest, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
         # A page has `page_rows` rows of the widest matrix, and more rows of a narrower one. Each
@@ -282,6 +253,12 @@ class PageStore:
         device = self._streams.device
         self.pool = PagePool.make(num_pages, page_bytes, device, num_host_pages=num_host_pages)
         return self.pool
+
+
+def _read(
+    over: DispatchPages | None, matrices: Sequence[Tensor | None], source: DispatchPages
+) -> None:
+    source.read(matrices, over)
 
 
 def _row(copy: HostCopy) -> tuple[int, bool]:
@@ -324,14 +301,14 @@ class Stash(Offload, Holder):
 
     def __init__(self, device: torch.device, options: StashOptions, num_layers: int) -> None:
         super().__init__(device, min_bytes=0)
-        self._options, self._num_layers = options, num_layers
+        self._num_layers = num_layers
         self._store = self.pages = PageStore(self._streams, options, num_layers)
         # Groups of last layers, and whether they are of a captured CUDA graph. They stay on the
         # device unless the next forward begins before their backward, as with pipeline stages.
         self._resting: list[tuple[StorageGroup, bool]] = []
 
     def __reduce__(self) -> Any:
-        return partial(Stash, self._streams.device, self._options, self._num_layers), ()
+        return partial(Stash, self._streams.device, self.pages.options, self._num_layers), ()
 
     def _keys_of(self, module: nn.Module) -> frozenset[int]:
         """Return no keys: the device counts rows of no weight."""
@@ -356,7 +333,7 @@ class Stash(Offload, Holder):
     @property
     def factor(self) -> float:
         """Device pages over the pages that even loads fill."""
-        return self._options.factor
+        return self.pages.options.factor
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
@@ -366,9 +343,8 @@ class Stash(Offload, Holder):
 
     def resize(self, factor: float) -> None:
         """Free all pages, which hold no rows; later forwards make a pool with this factor."""
-        self.wait()  # copies may read what is freed now
-        self._options = replace(self._options, factor=factor)
-        self.pages.resize(self._options)
+        self.free_pages()
+        self.pages.options = replace(self.pages.options, factor=factor)
 
     def free_pages(self) -> None:
         """Free all pages, which hold no rows; later forwards make a pool. Host sync."""

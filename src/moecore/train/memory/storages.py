@@ -14,7 +14,6 @@ parts of blocks begin and end:
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections import deque
@@ -29,11 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.saved_tensors import Handle, TensorHandle, UsedRows, changed_in_place, used_rows
 from moecore.base.torch_private import storage_key, version
-from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse, bytes_of
-from moecore.train.memory.host import HostPiece, HostPool
-from moecore.train.memory.streams import CopyStreams, Transfer
-
-logger = logging.getLogger("moecore.train.memory")
+from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse
+from moecore.train.memory.host import HostPool, bytes_of
+from moecore.train.memory.streams import CopyStreams
 
 
 class Store(Protocol):
@@ -58,76 +55,6 @@ class Store(Protocol):
     def clear(self) -> None:
         """Free all memory; no launched work uses it any more."""
         ...
-
-
-class HostStore:
-    """Copies in pinned host memory."""
-
-    def __init__(self, streams: CopyStreams, pool: HostPool) -> None:
-        self._streams, self._pool = streams, pool
-        self._is_full = False  # logged once
-
-    def takes(self, rows: UsedRows | None) -> bool:
-        """Return True: host memory takes any storage."""
-        return True
-
-    def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start to copy out the storages for which there is host memory."""
-        for copy in copies:
-            copy.piece = self._piece(copy.size)
-        stored_copies = [copy for copy in copies if copy.piece is not None]
-        if stored_copies:
-            mark = self._streams.copy_out(
-                Transfer(_host_memory(copy), copy.data, _used_rows_of(copy))
-                for copy in stored_copies
-                if copy.data is not None
-            )
-            for copy in stored_copies:
-                copy.out = copy.busy = mark
-        return stored_copies
-
-    def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[HostPiece] = ()) -> None:
-        """Start to copy storages back."""
-        self.give(freed_pieces)
-        # Each storage has a mark of its own: the host's link is slow, and backward waits for the
-        # storage that it reads, not for the whole group.
-        for copy in copies:
-            assert copy.data is not None and copy.out is not None
-            transfer = Transfer(copy.data, _host_memory(copy), _used_rows_of(copy))
-            copy.busy = self._streams.copy_back([transfer], copy.out)
-
-    def give(self, pieces: Sequence[HostPiece]) -> None:
-        """Free host memory. The next copy into it comes after its last reader."""
-        for piece in pieces:
-            self._pool.give(piece)
-
-    def clear(self) -> None:
-        """Free host memory."""
-        self._pool.clear()
-
-    def _piece(self, size: int) -> HostPiece | None:
-        piece = self._pool.take(size, in_capture=self._streams.is_capturing())
-        if piece is None and not self._is_full:
-            self._is_full = True
-            logger.warning(
-                "offload: host memory (%d bytes) is full: what goes beyond stays on the device",
-                self._pool.num_bytes,
-            )
-        return piece
-
-
-def _used_rows_of(copy: HostCopy) -> tuple[Tensor, int] | None:
-    """Return how many first rows are copied, and the bytes of a row; None = all bytes."""
-    rows = copy.used_rows
-    if rows is None or rows.num_rows is None:
-        return None
-    return rows.num_rows, copy.size // rows.length
-
-
-def _host_memory(copy: HostCopy) -> Tensor:
-    """Return the host memory of a copy, without the bytes that its size class adds."""
-    memory: Tensor = copy.piece.memory
-    return memory[: copy.size]
 
 
 class _Offloaded:
@@ -165,12 +92,8 @@ class SavedStorages:
         self.late_bytes = 0  # of `back_bytes`: the copy began only at the unpacking
         self.observe: Callable[[Tensor], None] | None = None  # of tensors that get a handle
         self._streams = CopyStreams(device)
-        self._pool = HostPool(
-            pinned=device.type == "cuda",
-            max_bytes=max_host_bytes,
-            device="meta" if device.type == "meta" else "cpu",
-        )
-        self._store: Store = HostStore(self._streams, self._pool)
+        self._pool = HostPool(self._streams, max_host_bytes)
+        self._store: Store = self._pool
         self._nothing = torch.empty(0, device=device)
         self._share = fraction  # of this forward
         self._pending_free: list[StorageGroup] = []  # groups whose device memory is not freed yet

@@ -6,45 +6,33 @@ call returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moecore.base.streams import Stream, current_stream, is_capturing, new_stream, on_stream
 from moecore.kernels.common import record_launch
-from moecore.kernels.rows.move import copy_first_rows
 
 PIECE_BYTES = 8 * 2**20  # 150 us
 
 
-class Job(Protocol):
-    """Copies that one call to a `CopyStream` starts."""
+class Job(NamedTuple):
+    """A copy that a `CopyStream` starts: `run(target, source)`; None copies all bytes."""
+
+    target: Any
+    source: Any
+    run: Callable[[Any, Any], None] | None = None
 
     def start(self, stream: CopyStream) -> None:
-        """Start the copies on a stream; on a CPU they are done at return."""
-        ...
-
-
-class Transfer(NamedTuple):
-    """A copy of bytes, both uint8 with 1 dim: a `Job`."""
-
-    target: Tensor
-    source: Tensor
-    used_rows: tuple[Tensor, int] | None = None  # rows in use, on the device, and bytes of a row
-
-    def start(self, stream: CopyStream) -> None:
-        """Start the copy."""
-        if self.used_rows is None or self.target.is_meta:
+        """Start the copy; on a CPU it is done at return."""
+        if self.run is None:
             stream.copy(self.target, self.source)
             return
-        num_rows, row_bytes = self.used_rows
         with stream.as_current():
-            copy_first_rows(
-                self.target.view(-1, row_bytes), self.source.view(-1, row_bytes), num_rows
-            )
+            self.run(self.target, self.source)
 
 
 class CopyMark:
@@ -67,6 +55,11 @@ class CopyMark:
             stream.wait_event(self._event)
             self._passed = stream
 
+    def synchronize(self) -> None:
+        """Wait for this point. Host sync."""
+        if self._event is not None:
+            self._event.synchronize()
+
     def mark_on(self, stream: Stream | None) -> CopyMark:
         """Return a mark of another stream, which waits for this point, on the same side."""
         return CopyMark(stream, self._in_capture)
@@ -76,7 +69,7 @@ class CopyStream:
     """Copies in order, while a GPU computes; `name` is that of its copies in a dry run."""
 
     def __init__(self, device: torch.device, name: str = "copy to device") -> None:
-        self._device, self.name = device, name
+        self.device, self.name = device, name
         # Two streams in turns; the next work of the first one comes after all copies so far.
         turns = (new_stream(device) for _ in range(2))
         self._turns = [stream for stream in turns if stream is not None]
@@ -115,17 +108,27 @@ class CopyStream:
     def follow(self) -> None:
         """Make later copies wait for the work that the current stream has now."""
         if self._turns:
-            self._turns[0].wait_stream(current_stream(self._device))
+            self._turns[0].wait_stream(current_stream(self.device))
 
-    def mark(self) -> Any:
-        """Return an event after all copies so far; None on a CPU."""
-        return self._turns[0].record_event() if self._turns else None
+    def start(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
+        """Start copies after the current stream's work so far and `after`; return their end."""
+        current = current_stream(self.device)
+        # The current stream waits, too: it has already waited for most of these marks.
+        for mark in after:
+            mark.hold(current)
+        start_mark = CopyMark(current)
+        start_mark.hold(self.next)
+        for job in jobs:
+            job.start(self)
+        return start_mark.mark_on(self.next)
 
-    def hold(self, event: Any) -> None:
-        """Make the current stream wait for an event; the host does not wait."""
-        current = current_stream(self._device)
-        if event is not None and current is not None:
-            current.wait_event(event)
+    def mark(self) -> CopyMark:
+        """Return the end of all copies so far."""
+        return CopyMark(self.next)
+
+    def hold(self, mark: CopyMark) -> None:
+        """Make the current stream wait for a mark; the host does not wait."""
+        mark.hold(current_stream(self.device))
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph."""
@@ -142,8 +145,8 @@ class CopyStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._out = CopyStream(device, "copy to host")
-        self._back = CopyStream(device, "copy to device")
+        self.out = CopyStream(device, "copy to host")
+        self.back = CopyStream(device, "copy to device")
 
     def current(self) -> Stream | None:
         """Return the current stream of the device; None on a CPU."""
@@ -151,30 +154,9 @@ class CopyStreams:
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph."""
-        return self._out.is_capturing()
-
-    def copy_out(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
-        """Start copies out after the current stream's work so far and `after`; return their end."""
-        return self._copy(self._out, jobs, after)
-
-    def copy_back(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
-        """Start copies into memory of the current stream, after `after`; return their end."""
-        return self._copy(self._back, jobs, after)
-
-    def _copy(
-        self, stream: CopyStream, jobs: Iterable[Job], after: tuple[CopyMark, ...]
-    ) -> CopyMark:
-        current = self.current()
-        # The current stream waits, too: it has already waited for most of these marks.
-        for mark in after:
-            mark.hold(current)
-        start_mark = CopyMark(current)
-        start_mark.hold(stream.next)
-        for job in jobs:
-            job.start(stream)
-        return start_mark.mark_on(stream.next)
+        return self.out.is_capturing()
 
     def synchronize(self) -> None:
         """Wait for all copies of both directions. Host sync."""
-        self._out.synchronize()
-        self._back.synchronize()
+        self.out.synchronize()
+        self.back.synchronize()

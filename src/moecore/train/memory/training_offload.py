@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -37,41 +36,13 @@ from moecore.parallel.model.parallel_state import (
     reshard_units,
 )
 from moecore.train.graphs.regions import drop_graphs
-from moecore.train.memory.host import HostCopies, of_host_memory
+from moecore.train.memory.host import HostCopies, MovedStorage, of_host_memory
 from moecore.train.memory.stash import Stash
 
 Part = Literal["weights", "grads", "optimizer", "buffers"]
 PartOrAll = Literal["weights", "grads", "optimizer", "buffers", "all"]
 PARTS: tuple[Part, ...] = get_args(Part)
 GARBAGE_BYTES = 64 * 2**20  # left of a training: perhaps what reference cycles alone refer to
-
-
-@dataclass(slots=True)
-class _HostStorage:
-    """A storage whose bytes are in host memory, and tensors that lie in it."""
-
-    memory: Tensor  # uint8, all bytes of the storage
-    size: int
-    tensors: list[tuple[Tensor, Tensor]]  # each with another one of the same place in the storage
-    host: Tensor  # uint8
-
-    def leave(self) -> None:
-        """Free the device's memory; the tensors lie in the host's."""
-        for tensor, place in self.tensors:
-            itemsize = place.element_size()
-            flat = self.host[: self.size // itemsize * itemsize].view(place.dtype)
-            start = int(place.storage_offset()) + int(flat.storage_offset())
-            tensor.data = flat.as_strided(place.shape, place.stride(), start)
-        self.memory.untyped_storage().resize_(0)
-
-    def come_back(self) -> None:
-        """Allocate the device's memory, and copy the host's to it."""
-        self.memory.untyped_storage().resize_(self.size)
-        self.memory.copy_(self.host, non_blocking=True)
-        for tensor, place in self.tensors:
-            if storage_key(tensor) != storage_key(self.host):  # somebody has given it other memory
-                place.copy_(tensor)
-            tensor.data = place
 
 
 class TrainingOffload:
@@ -102,7 +73,7 @@ class TrainingOffload:
         self._model, self._optimizers = model, list(several or ())
         self._device = own_local(next(model.parameters())).device
         self._copies = HostCopies()
-        self._host_parts: dict[Part, list[_HostStorage]] = {}
+        self._host_parts: dict[Part, list[MovedStorage]] = {}
         self._freed: list[Buffer[Any]] = []
         self._guards: list[Any] = []
 
@@ -154,8 +125,9 @@ class TrainingOffload:
         for part in PARTS if selection == "all" else (selection,):
             storages = self._host_parts.get(part, [])
             while storages:
-                storages[-1].come_back()
-                storages.pop()
+                storages[-1].allocate()
+                storages[-1].memory.copy_(storages[-1].host, non_blocking=True)
+                storages.pop().arrive()
             while part == "buffers" and self._freed:
                 self._freed[-1].restore()
                 self._freed.pop()
@@ -202,26 +174,24 @@ class TrainingOffload:
                 "device: call onload() first"
             )
 
-    def _send(self, part: Part) -> list[_HostStorage]:
+    def _send(self, part: Part) -> list[MovedStorage]:
         """Move the storages of a part to the host."""
-        storage_tensors: dict[int, list[Tensor]] = {}
+        groups: dict[int, list[Tensor]] = {}
         for tensor in {id(x): x for x in map(own_local, self._values(part))}.values():
             if tensor.device == self._device and tensor.untyped_storage().nbytes():
-                storage_tensors.setdefault(storage_key(tensor), []).append(tensor)
-        for tensors in storage_tensors.values():
+                groups.setdefault(storage_key(tensor), []).append(tensor)
+        for tensors in groups.values():
             if not tensors[0].untyped_storage().resizable():
                 raise ValueError(
                     f"memory of {part} (of a tensor {tuple(tensors[0].shape)}) must be torch's own "
                     "to be freed: clone what comes from files, other processes or libraries"
                 )
-        memory = {f"{part}.{i}": _bytes_of(ts[0]) for i, ts in enumerate(storage_tensors.values())}
-        gib = sum(x.nbytes for x in memory.values()) / 2**30
+        gib = sum(tensors[0].untyped_storage().nbytes() for tensors in groups.values()) / 2**30
         with of_host_memory(f"{part} ({gib:.1f} GiB)"):
-            hosts = self._copies.fill(memory)
-        storages = [
-            _HostStorage(memory[name], host.nbytes, [(x, x.data) for x in tensors], host)
-            for (name, host), tensors in zip(hosts.items(), storage_tensors.values(), strict=True)
-        ]
+            storages = self._copies.reserve_storages(
+                {f"{part}.{i}": tensors for i, tensors in enumerate(groups.values())}
+            )
+            self._copies.copy_and_wait((storage.host, storage.memory) for storage in storages)
         for storage in storages:
             storage.leave()
         return storages
@@ -254,9 +224,3 @@ class TrainingOffload:
         self._freed = list(dict.fromkeys(b for unit in units for b in unit.buffers()))
         for buffer in self._freed:
             buffer.free()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return all bytes of the memory in which a tensor lies."""
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(tensor.untyped_storage())

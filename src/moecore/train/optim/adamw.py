@@ -9,7 +9,7 @@ bf16 weights, master_remainder=True            2 + 2 + 2      as above
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache
 from typing import Annotated, Any
 
@@ -63,6 +63,8 @@ class AdamW(torch.optim.AdamW):
     Source: https://arxiv.org/abs/1711.05101.
     """
 
+    host_params: Set[Tensor] = frozenset()  # parameters that another class steps on the host
+
     def __init__(
         self,
         params: ParamsT,
@@ -105,6 +107,10 @@ class AdamW(torch.optim.AdamW):
         dtypes = self._dtypes(param)
         return torch.bfloat16 if "exponents" in dtypes else dtypes["exp_avg"]
 
+    def state_device_of(self, param: Tensor) -> torch.device:
+        """Return the device of a parameter's state."""
+        return param.device
+
     @torch.no_grad()
     def stored_state(self, param: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter as checkpoints store it: scalars and parameter shapes.
@@ -123,14 +129,14 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def restore_state(self, param: Tensor, saved_state: dict[str, Tensor]) -> None:
         """Set a parameter's state from that of any AdamW; tensors that fit are not copied."""
-        state, dtypes = dict(saved_state), self._dtypes(param)
+        state, dtypes, device = dict(saved_state), self._dtypes(param), self.state_device_of(param)
         self.state[param] = state
-        state["step"] = state["step"].to(param.device, torch.float32)
+        state["step"] = state["step"].to(device, torch.float32)
         if "exponents" in dtypes:
             state |= _encode(param, [state[name] for name in MOMENTS])
         else:
             for name in MOMENTS:
-                state[name] = state[name].to(param.device, dtypes[name])
+                state[name] = state[name].to(device, dtypes[name])
         if "remainder" not in dtypes:
             state.pop("remainder", None)
         elif "remainder" not in state:
@@ -209,7 +215,7 @@ class AdamW(torch.optim.AdamW):
         """Return this rank's shards with a gradient, by launch; make missing state."""
         rows: dict[Any, list[tuple[Any, ...]]] = {}
         for number, param in enumerate(group["params"], first):
-            if param.grad is None:
+            if param.grad is None or (self.host_params and param in self.host_params):
                 continue
             state = self.state_of(param)
             parts = (param, grad_of(param), *map(state.get, STATE))
@@ -224,18 +230,18 @@ class AdamW(torch.optim.AdamW):
     def state_of(self, param: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter: new, or converted to this optimizer's format."""
         state: dict[str, Tensor] = self.state[param]
-        dtypes = self._dtypes(param)
+        dtypes, device = self._dtypes(param), self.state_device_of(param)
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             shaped = dtypes.keys() - {"step", "exponents"}
-            state |= {name: zeros_like(param, dtypes[name]) for name in shaped}
+            state |= {name: zeros_like(param, dtypes[name], device) for name in shaped}
             if "exponents" in dtypes:
                 blocks = num_moment_blocks(local_of(param).numel())
                 state["exponents"] = torch.zeros(blocks, 2, dtype=torch.uint8, device=param.device)
         fits = ("exponents" in state) == ("exponents" in dtypes)
         for name, dtype in dtypes.items():
             t = state.get(name)
-            fits &= t is not None and t.dtype == dtype and t.device == param.device
+            fits &= t is not None and t.dtype == dtype and t.device == device
         if not fits:
             self.restore_state(param, self.stored_state(param))
         formatted: dict[str, Tensor] = self.state[param]
@@ -246,11 +252,11 @@ class AdamW(torch.optim.AdamW):
 
     def _dtypes(self, param: Tensor) -> Mapping[str, torch.dtype]:
         """Return the dtypes of the tensors of a parameter's state, by name."""
-        return _state_dtypes(param.dtype, self.moment_dtype, self.master_remainder)
+        return state_dtypes(param.dtype, self.moment_dtype, self.master_remainder)
 
 
 @cache
-def _state_dtypes(
+def state_dtypes(
     dtype: torch.dtype, moment_dtype: torch.dtype, master_remainder: bool
 ) -> Mapping[str, torch.dtype]:
     """Return the dtype of each tensor of the state of a parameter of one dtype."""

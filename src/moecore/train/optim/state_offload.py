@@ -22,43 +22,27 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moecore.base.fields import Bound, check_arguments
-from moecore.base.torch_private import is_recomputing, local_of, tree_leaves
+from moecore.base.torch_private import is_recomputing, local_of, storage_key, tree_leaves
 from moecore.parallel.fsdp.units import find_blocks
 from moecore.parallel.model.parallel_state import engines_of
-from moecore.train.memory.host import HostCopies, of_host_memory
-from moecore.train.memory.streams import CopyStream
+from moecore.train.memory.host import HostCopies, MovedStorage, of_host_memory
+from moecore.train.memory.streams import CopyMark, CopyStream, Job
 
 Key = TypeVar("Key", bound=Hashable)
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 
 
 @dataclass(slots=True)
-class _StateTensor:
-    """A state tensor that is offloaded."""
-
-    tensor: Tensor  # this rank's shard
-    shape: torch.Size
-    stride: tuple[int, ...]
-    host: Tensor  # flat, for the copy
-    device: Tensor | None = None  # flat, for the copy back; None before it starts
-
-    def become(self, flat: Tensor) -> None:
-        """Make the tensor a view of flat memory."""
-        # The tensor stays the same object, so shards stay DTensors, and no other reference to the
-        # memory that is to be freed exists.
-        self.tensor.data = flat.as_strided(self.shape, self.stride)
-
-
-@dataclass(slots=True)
 class _StatePart:
-    """State tensors that are copied together; `copy_event` is an event after the copies."""
+    """State tensors that are copied together; `mark` is the end of the copies."""
 
-    tensors: list[_StateTensor]
+    storages: list[MovedStorage]
     place: Literal["leaving", "away", "coming"]  # to the host, on the host, to the device
-    copy_event: torch.cuda.Event | None
+    mark: CopyMark
 
 
 class StateOffload:
@@ -124,10 +108,9 @@ class StateOffload:
             self._fetch(part)
         for part in self._parts:
             if part.place == "coming":
-                self._stream.hold(part.copy_event)
-                for state in part.tensors:
-                    assert state.device is not None
-                    state.become(state.device)
+                self._stream.hold(part.mark)
+                for storage in part.storages:
+                    storage.arrive()
         self._parts = []
 
     def close(self) -> None:
@@ -156,9 +139,9 @@ class StateOffload:
             self._send()
         for part in self._parts:
             if part.place == "coming":
-                self._stream.hold(part.copy_event)
-                for state in part.tensors:
-                    state.device = None
+                self._stream.hold(part.mark)
+                for storage in part.storages:
+                    storage.free()
                 part.place = "away"
 
     @torch.compiler.disable
@@ -187,26 +170,23 @@ class StateOffload:
     def _send(self) -> None:
         """Start to copy state to the host."""
         movable = _movable(self._optimizer, self._device)
-        selection = largest_up_to(self._fraction, {name: x.nbytes for name, x in movable.items()})
-        tensors = {name: tensor for name, tensor in movable.items() if name in selection}
-        if not tensors:  # before the first step
+        nbytes = {name: tensors[0].untyped_storage().nbytes() for name, tensors in movable.items()}
+        selection = largest_up_to(self._fraction, nbytes)
+        sizes = {name: size for name, size in nbytes.items() if name in selection}
+        if not sizes:  # before the first step
             return
-        flat = {name: t.as_strided((t.numel(),), (1,)) for name, t in tensors.items()}
-        gib = sum(tensor.nbytes for tensor in flat.values()) / 2**30
+        gib = sum(sizes.values()) / 2**30
         with of_host_memory(
             f"fraction ({self._fraction}) of the optimizer's state, {gib:.1f} GiB,"
         ):
-            hosts = self._copies.reserve(flat)
+            storages = self._copies.reserve_storages({name: movable[name] for name in sizes})
+        by_name = dict(zip(sizes, storages, strict=True))
         # All copies of an optimizer run on one stream: no copy reads memory that an earlier one
         # still writes, on either side.
-        self._stream.follow()
-        for names in _in_parts({n: t.nbytes for n, t in flat.items()}, len(self._blocks)):
-            part = []
-            for name in names:
-                tensor = tensors[name]
-                part.append(_StateTensor(tensor, tensor.shape, tensor.stride(), hosts[name]))
-                self._stream.copy(hosts[name], flat[name])
-            self._parts.append(_StatePart(part, "leaving", self._stream.mark()))
+        for names in _in_parts(sizes, len(self._blocks)):
+            part = [by_name[name] for name in names]
+            mark = self._stream.start(Job(storage.host, storage.memory) for storage in part)
+            self._parts.append(_StatePart(part, "leaving", mark))
 
     def _free(self, part: _StatePart) -> None:
         """Free a part's device memory, if it is being copied out."""
@@ -214,39 +194,48 @@ class StateOffload:
             # The model's stream waits for a copy out before it frees the source, and for a copy
             # back before `step`. So memory is freed and reused in the order of one stream, and the
             # allocator needs no event of another.
-            self._stream.hold(part.copy_event)
-            for state in part.tensors:
-                state.become(state.host)
+            self._stream.hold(part.mark)
+            for storage in part.storages:
+                storage.leave()
             part.place = "away"
 
     def _fetch(self, part: _StatePart) -> None:
         """Start to copy a part to the device."""
         if part.place != "away":
             return
-        hosts = (state.host for state in part.tensors)
-        memory = [torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in hosts]
-        self._stream.follow()  # earlier work that used the same memory
-        for state, device in zip(part.tensors, memory, strict=True):
-            state.device = device
-            self._stream.copy(device, state.host)
-        part.place, part.copy_event = "coming", self._stream.mark()
+        try:
+            for storage in part.storages:
+                storage.allocate()
+        except torch.OutOfMemoryError:
+            for storage in part.storages:
+                storage.free()
+            raise
+        # The copies wait for earlier work that used the same memory.
+        part.mark = self._stream.start(Job(x.memory, x.host) for x in part.storages)
+        part.place = "coming"
 
 
 @torch.no_grad()
-def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, Tensor]:
-    """Return name -> this rank's shard of each state tensor whose offload frees memory."""
+def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, list[Tensor]]:
+    """Return name -> this rank's state tensors of one storage, if an offload frees its memory."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    tensors: dict[str, Tensor] = {}
+    storages: dict[int, dict[str, Tensor]] = {}
     for number, param in enumerate(params):
         for slot, value in optimizer.state.get(param, {}).items():
-            if not isinstance(value, Tensor) or value.ndim == 0:
-                continue  # optimizers read scalars on the host
-            local = local_of(value)
-            is_dense = torch.empty_like(local, device="meta").stride() == local.stride()
-            owns = local.untyped_storage().nbytes() == local.nbytes > 0
-            if local.device == device and is_dense and owns:
-                tensors[f"{number}.{slot}"] = local
-    return tensors
+            if isinstance(value, Tensor):
+                local = local_of(value)
+                storages.setdefault(storage_key(local), {})[f"{number}.{slot}"] = local
+    groups = {next(iter(tensors)): list(tensors.values()) for tensors in storages.values()}
+    return {name: group for name, group in groups.items() if _is_movable(group, device)}
+
+
+def _is_movable(tensors: list[Tensor], device: torch.device) -> bool:
+    """Return whether tensors of one storage fill it, on a device, and none of them is a scalar."""
+    storage = tensors[0].untyped_storage()
+    if not all(tensor.ndim for tensor in tensors):  # optimizers read scalars on the host
+        return False
+    is_full = storage.nbytes() == max(tensor.nbytes for tensor in tensors) > 0
+    return tensors[0].device == device and is_full and storage.resizable()
 
 
 def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
@@ -257,6 +246,15 @@ def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
             keys.add(key)
             room -= sizes[key]
     return keys
+
+
+def shard_bytes(param: Tensor) -> int:
+    """Return the bytes of the largest shard of a parameter, which is equal on all ranks."""
+    num_parts = 1
+    if isinstance(param, DTensor):
+        for dim, placement in enumerate(param.placements):
+            num_parts *= 1 if placement.is_replicate() else param.device_mesh.size(dim)
+    return -(-param.numel() // num_parts) * param.element_size()
 
 
 def _in_parts(sizes: dict[str, int], num_parts: int) -> list[list[str]]:
