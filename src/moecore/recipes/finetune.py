@@ -45,11 +45,12 @@ from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
 from moecore.recipes.batches import ScheduledExamples, digest_of, packed_examples, split_examples
-from moecore.recipes.chat import Example, Examples, read_examples
+from moecore.recipes.chat import Example
 from moecore.recipes.checks import check_dynamic_cp, check_graph, check_rows, check_wandb
 from moecore.recipes.data import BatchShape, PackedSteps, StepBatch
 from moecore.recipes.dry_run import add_dry_run, planned_run, print_dry_run
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
+from moecore.recipes.examples import Examples, read_examples
 from moecore.recipes.files import naming
 from moecore.recipes.finetuning import FineTuning
 from moecore.recipes.hf_model import (
@@ -61,6 +62,7 @@ from moecore.recipes.hf_model import (
     read_tokenizer,
     recompute,
 )
+from moecore.recipes.hub import model_directory
 from moecore.recipes.loop import (
     batch_shape,
     ranks_to_start,
@@ -79,8 +81,14 @@ from moecore.recipes.options import (
 )
 from moecore.recipes.records import add_records, as_toml, build, parse, values_of
 from moecore.recipes.report import make_run_dir
+from moecore.recipes.rows import ColumnNames, DatasetOptions
 from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
 
+PREFIXED_TABLES: dict[str, type] = {
+    "lora": LoRAOptions,
+    "dataset": DatasetOptions,
+    "columns": ColumnNames,
+}
 EXCLUDED_FIELDS = (
     "fsdp.param_dtype",
     "context.dynamic",
@@ -126,7 +134,8 @@ def build_job(args: argparse.Namespace) -> FineTuning:
         hf = add_adapters(hf, lora)
     model = build_model(args, hf, meshes, shape)
     data_facts = f"{len(examples)} examples, digest {digest_of(examples)}"
-    if (problem := difference({"--data": data_facts}, meshes.device_type)) is not None:
+    facts = {"--model": args.model.resolve().name, "--data": data_facts}
+    if (problem := difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     decoder = decoder_of(args.model)
     read = reader_of(args, meshes, decoder, packs=packed_rows)
@@ -141,9 +150,8 @@ def build_job(args: argparse.Namespace) -> FineTuning:
         config=model.config.to_dict(),
         facts={
             "--seed": args.seed,
-            "--model": args.model.resolve().name,
             "rows per step": shape.data_ranks * shape.grad_accum * shape.batch_size,
-            "--data": data_facts,
+            **facts,
         },
         batches=batches,
         examples=examples,
@@ -159,13 +167,17 @@ def read_data(
     args: argparse.Namespace, *, vocab_size: int
 ) -> tuple[Examples, list[Example], list[Example]]:
     """Return the records of the files, the training examples and the held-out examples."""
-    tokenizer = read_tokenizer(args.model)
-    data = read_examples(args.data, tokenizer, seq_len=args.seq_len)
+    read = partial(
+        read_examples,
+        tokenizer=read_tokenizer(args.model),
+        seq_len=args.seq_len,
+        options=build(args, "dataset", DatasetOptions),
+        columns=build(args, "columns", ColumnNames),
+    )
+    data = read(args.data)
     examples, held_out = data.examples, []
     if args.eval_data and args.eval_every:
-        held_out = read_examples(
-            args.eval_data, tokenizer, seq_len=args.seq_len, option="--eval-data"
-        ).examples
+        held_out = read(args.eval_data, option="--eval-data").examples
     elif args.eval_share and args.eval_every and len(examples) > 1:
         examples, held_out = split_examples(examples, share=args.eval_share, seed=args.seed)
     largest = max(int(example.tokens_T.max()) for example in (*examples, *held_out))
@@ -215,7 +227,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", help="TOML file of options; a flag beside it wins")
-    model_help = "config, tokenizer and weights"
+    model_help = "a directory of config, tokenizer and weights, or a name of the hub"
     add("--model", "--hf-config", type=Path, required=True, metavar="DIR", help=model_help)
     add(
         "--data",
@@ -223,7 +235,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         nargs="+",
         required=True,
         metavar="FILE",
-        help='.jsonl of "messages", "prompt" and "completion", or "text"; else plain text',
+        help=".jsonl, .parquet, a directory of save_to_disk, hf:NAME, else plain text: [dataset]",
     )
     add("--eval-data", type=Path, nargs="+", default=[], metavar="FILE", help="held-out files")
     add("--eval-share", type=share, default=0.05, help="of --data, held out without --eval-data")
@@ -237,7 +249,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add_common(parser, DEGREES)
     add_dry_run(parser)
     add_records(
-        parser, {**TABLES, "lora": LoRAOptions}, without=EXCLUDED_FIELDS, prefixed=("lora",)
+        parser, {**TABLES, **PREFIXED_TABLES}, without=EXCLUDED_FIELDS, prefixed=(*PREFIXED_TABLES,)
     )
     parser.set_defaults(run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, eval_every=50)
     parser.set_defaults(**{"optimizer.lr": 1e-5, "optimizer.weight_decay": 0.0})
@@ -259,7 +271,12 @@ def share(text: str) -> float:
 
 
 def check(args: argparse.Namespace, world_size: int) -> Any:
-    """Return the config of the model; raise ValueError for arguments that do not fit it."""
+    """Return the config of the model, whose directory `args.model` then is.
+
+    Raises:
+        ValueError: for arguments that do not fit the model, and a model that is not there.
+    """
+    args.model = model_directory(args.model)
     config = read_config(args.model)
     parallel = parallel_config(args, world_size, num_experts=num_experts(config))
     parallel = parallel.resolve(world_size)
@@ -303,7 +320,7 @@ def dry_run(args: argparse.Namespace) -> int:
 
         def read_batch() -> StepBatch:
             data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
-            print(f"{len(examples)} examples, {data.num_cut} cut, {data.num_empty} without answer")
+            print(f"data: {data.report}")
             packed_rows, shape = packs(build_hf(config, args.model)), shape_of(args, parallel)
             return packed_examples(
                 examples, shape, seed=args.seed, data_rank=0, packs=packed_rows
@@ -319,12 +336,8 @@ def dry_run(args: argparse.Namespace) -> int:
 
 def tables_of(args: argparse.Namespace, records: dict[str, Any]) -> dict[str, Any]:
     """Return the record of each table of the resolved options."""
-    lora = build(args, "lora", LoRAOptions)
-    records = records | {
-        "optimizer": optimizer_of(args),
-        "schedule": schedule_of(args),
-        "lora": lora,
-    }
+    records = records | {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
+    records |= {table: build(args, table, record) for table, record in PREFIXED_TABLES.items()}
     return {table: record for table, record in records.items() if record is not None}
 
 

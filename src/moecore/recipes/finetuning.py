@@ -12,8 +12,9 @@ from torch import Tensor
 from moecore.models import DecoderConfig
 from moecore.packing import ScheduledBatch
 from moecore.recipes.batches import ScheduledExamples
-from moecore.recipes.chat import Example, Examples
+from moecore.recipes.chat import Example
 from moecore.recipes.data import PackedSteps, StepBatch, to_device
+from moecore.recipes.examples import Examples
 from moecore.recipes.graphs import Graphed
 from moecore.recipes.hf_model import (
     export,
@@ -39,7 +40,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         batches: steps of the examples.
         examples: the training examples of all ranks.
         held_out: the evaluation examples of all ranks.
-        data: the records that were read, and counts of cut and empty ones.
+        data: the records that were read, and counts of cut and empty examples.
         packs: whether a row has several documents, between which the model masks attention.
         decoder: the native config of the model, for FLOPs; None = there is none.
         read: see `reader_of`.
@@ -71,9 +72,10 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         notes = {
             "held out": len(self.held_out),
             "cut": self.data.num_cut,
-            "dropped": self.data.num_empty,
+            "left out": len(self.data.problems),
         }
         data += "".join(f", {count} {label}" for label, count in notes.items() if count)
+        say(f"data: {self.data.report}")
         say(f"fine-tuning {args.model} {begin} to step {args.steps} on {ranks_of(self)}: {data}")
         before = self.evaluate() if self.start == 0 else {}
         if before:
