@@ -53,9 +53,18 @@ class Example:
     is_answer_T: Tensor
 
     @property
+    def parts(self) -> tuple[Example, ...]:
+        """The sequences of the example."""
+        return (self,)
+
+    @property
     def num_answers(self) -> int:
         """Tokens that are learned; the first token follows nothing."""
         return int(self.is_answer_T[1:].sum())
+
+    def cut(self, seq_len: int) -> Example:
+        """Return the first tokens."""
+        return Example(self.tokens_T[:seq_len], self.is_answer_T[:seq_len])
 
 
 def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Example]:

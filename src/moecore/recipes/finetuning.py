@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,6 @@ from torch import Tensor
 from moecore.models import DecoderConfig
 from moecore.packing import ScheduledBatch
 from moecore.recipes.batches import ScheduledExamples
-from moecore.recipes.chat import Example
 from moecore.recipes.data import PackedSteps, StepBatch, to_device
 from moecore.recipes.examples import Examples
 from moecore.recipes.graphs import Graphed
@@ -47,9 +47,9 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
     """
 
     batches: PackedSteps | ScheduledExamples
-    examples: list[Example]
-    held_out: list[Example]
-    data: Examples
+    examples: list[Any]
+    held_out: list[Any]
+    data: Examples[Any]
     packs: bool
     decoder: DecoderConfig | None
     read: Callable[..., PackedSteps | ScheduledExamples]

@@ -158,15 +158,15 @@ def in_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[
         )
     if kind == "sharegpt":
         messages = [*_system(columns), *_as_list(columns["conversations"], place)]
-        return {"messages": [_message(m) for m in messages], "tools": _tools(columns)}
+        return {"messages": [as_message(m) for m in messages], "tools": parse_tools(columns)}
     if kind == "alpaca":
         return {"messages": list(_alpaca(columns, place))}
     if kind == "messages" and isinstance(columns["messages"], list):
-        messages = [_message(m) for m in columns["messages"]]
-        return {"messages": messages, "tools": _tools(columns)}
+        messages = [as_message(m) for m in columns["messages"]]
+        return {"messages": messages, "tools": parse_tools(columns)}
     if kind == "completion":
         return {name: columns[name] for name in ("prompt", "completion")} | {
-            "tools": _tools(columns)
+            "tools": parse_tools(columns)
         }
     return {name: columns[name] for name in FORMATS["text"]} if kind == "text" else columns
 
@@ -192,7 +192,7 @@ def _alpaca(columns: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
         yield {"role": "assistant", "content": answer}
 
 
-def _message(message: Any) -> Any:
+def as_message(message: Any) -> Any:
     """Return a message with role and content, whose tool calls have parsed arguments."""
     if not isinstance(message, dict):
         return message
@@ -217,7 +217,8 @@ def _tool_call(call: Any) -> Any:
     return call | {"arguments": _parsed(call["arguments"])} if "arguments" in call else call
 
 
-def _tools(columns: dict[str, Any]) -> Any:
+def parse_tools(columns: dict[str, Any]) -> Any:
+    """Return the schemas of tools; None = there are none."""
     return _parsed(columns.get("tools")) or None
 
 

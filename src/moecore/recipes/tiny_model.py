@@ -4,7 +4,8 @@ r"""Make a tiny Qwen3-MoE with random weights, a tokenizer of its own and chats 
 
 The directory is one of Hugging Face's: config.json, generation_config.json, model.safetensors and
 the tokenizer, whose chat template marks answers with {% generation %}. In chats.jsonl are questions
-about functions of Python's standard library, and what their docstrings answer.
+about functions of Python's standard library, and what their docstrings answer. pairs.jsonl has each
+question with its answer, chosen, and the reversed words of the answer, rejected.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from moecore.recipes.data import standard_library
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 
-CHATS = "chats.jsonl"
+CHATS, PAIRS = "chats.jsonl", "pairs.jsonl"
 END, PAD = "<|im_end|>", "<|endoftext|>"
 VOCAB_SIZE = 2048
 NUM_QUESTIONS = 200  # few enough to be learned by heart in minutes
@@ -62,6 +63,8 @@ def make(out: Path, **sizes: int) -> None:
     tokenizer.save_pretrained(out)
     with (out / CHATS).open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"messages": chat}) + "\n" for chat in chats(pairs))
+    with (out / PAIRS).open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(pair) + "\n" for pair in preferences(pairs))
 
 
 def questions() -> Iterator[tuple[str, str]]:
@@ -88,6 +91,16 @@ def chats(pairs: list[tuple[str, str]]) -> Iterator[list[dict[str, str]]]:
             for role, content in zip(("user", "assistant"), pair, strict=True)
         ]
         first += count
+
+
+def preferences(pairs: list[tuple[str, str]]) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Yield for each question its answer, chosen, and the reversed words of it, rejected."""
+    for question, answer in pairs:
+        yield {
+            "prompt": [{"role": "user", "content": question}],
+            "chosen": [{"role": "assistant", "content": answer}],
+            "rejected": [{"role": "assistant", "content": " ".join(answer.split()[::-1])}],
+        }
 
 
 def make_tokenizer(pairs: list[tuple[str, str]]) -> Any:
