@@ -106,13 +106,13 @@ class Row:
     place: str
     content: Mapping[str, Any] | str
 
-    def columns(self, names: ColumnNames) -> dict[str, Any]:
-        """Return the named columns, parsed.
+    def parse(self) -> Mapping[str, Any]:
+        """Return the columns.
 
         Raises:
             ValueError: for a line that is not a JSON object.
         """
-        content = self.content
+        content: Any = self.content
         if isinstance(content, str):
             try:
                 content = json.loads(content)
@@ -123,8 +123,12 @@ class Row:
             raise ValueError(
                 f"{self.place} must be a JSON object with {FORMS}: it is of type {kind}"
             )
-        columns = names.rename(content)
-        return columns or content
+        return content
+
+    def columns(self, names: ColumnNames) -> dict[str, Any]:
+        """Return the named columns by field, or all columns where none is named."""
+        content = self.parse()
+        return names.rename(content) or dict(content)
 
 
 def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> Iterator[Row]:

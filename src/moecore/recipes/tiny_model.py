@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from moecore.recipes import sums
 from moecore.recipes.data import standard_library
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 
@@ -55,8 +56,7 @@ def make(out: Path, **sizes: int) -> None:
     Raises:
         ValueError: when the directory is there.
     """
-    if os.path.lexists(out):
-        raise ValueError(f"OUT ({out}) must not exist yet: choose another, or remove it")
+    check_new(out)
     pairs = list(islice(questions(), NUM_QUESTIONS))
     tokenizer = make_tokenizer(pairs)
     make_model(tokenizer, **sizes).save_pretrained(out)
@@ -65,6 +65,12 @@ def make(out: Path, **sizes: int) -> None:
         file.writelines(json.dumps({"messages": chat}) + "\n" for chat in chats(pairs))
     with (out / PAIRS).open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(pair) + "\n" for pair in preferences(pairs))
+
+
+def check_new(out: Path) -> None:
+    """Raise ValueError for a path that exists."""
+    if os.path.lexists(out):
+        raise ValueError(f"OUT ({out}) must not exist yet: choose another, or remove it")
 
 
 def questions() -> Iterator[tuple[str, str]]:
@@ -154,8 +160,16 @@ def main(words: Sequence[str] | None = None) -> int:
         prog="moecore tiny-model", description="Make a tiny Hugging Face MoE model and chats."
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
-    out = parser.parse_args(words).out
+    task_help = "sums: a model, a tokenizer and prompts for moecore grpo"
+    parser.add_argument("--task", choices=("chats", "sums"), default="chats", help=task_help)
+    args = parser.parse_args(words)
+    out = args.out
     try:
+        if args.task == "sums":
+            check_new(out)
+            sums.make(out)
+            print(f"{out} has a tiny Qwen3-MoE, {out / sums.PROMPTS} sums to train it on")
+            return 0
         make(out)
     except ARGUMENT_ERRORS as error:
         return print_error(error)
