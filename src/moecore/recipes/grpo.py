@@ -281,6 +281,7 @@ def read_model(args: argparse.Namespace, config: Any, meshes: Meshes) -> Any:
 def build_job(args: argparse.Namespace) -> Reinforcement:
     """Put policy and sampler on the ranks and load the last checkpoint, if there is one."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     world_size = int(os.environ["WORLD_SIZE"])
     config = check(args, world_size)
@@ -304,6 +305,7 @@ def build_job(args: argparse.Namespace) -> Reinforcement:
     if objective_of(args).kl_coef:
         reference = read_model(args, config, meshes).requires_grad_(False).eval()
     dtype = compute_dtype(args, torch.device(meshes.device_type))
+    logging.disable_progress_bar()  # each rank would draw one
     sampler = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     return Reinforcement(
         args=args,
