@@ -41,6 +41,17 @@ def test_paths_of_each_kind(pretrain: ModuleType, tmp_path: Path) -> None:
         assert [list(source.tokenize(document)) for document in source.documents] == wanted
 
 
+def test_parquet_files_are_read(pretrain: ModuleType, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict({"body": ["ab", "c"]}).to_parquet(path)
+    source = pretrain.read_source(
+        pretrain.source_of(f"{path},field=body"), pretrain.Tokenizer("bytes")
+    )
+    found = [source.tokenize(document) for document in source.documents]
+    assert found == [[97, 98], [99]]
+
+
 def test_broken_lines_are_counted_and_left_out(pretrain: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "ab"}\n\n{"text": \n{"body": "c"}\n{"text": "d"}\n')
