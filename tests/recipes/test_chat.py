@@ -43,10 +43,12 @@ LAST_FIRST = """\
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[SimpleNamespace]:
-    from moecore.recipes import batches, chat, tiny_model
+    from moecore.recipes import batches, chat, examples, tiny_model
     from moecore.recipes.data import BatchShape
 
-    yield SimpleNamespace(chat=chat, batches=batches, tiny_model=tiny_model, BatchShape=BatchShape)
+    yield SimpleNamespace(
+        chat=chat, examples=examples, batches=batches, tiny_model=tiny_model, BatchShape=BatchShape
+    )
 
 
 @pytest.fixture
@@ -288,12 +290,12 @@ def test_files_are_cut_and_counted(
     chats.write_text(chats.read_text() + "\n  \n")
     plain = tmp_path / "b.txt"
     plain.write_text("Some text.")
-    found = modules.chat.read_examples([chats, plain], tokenizer, seq_len=prompt + 3)
+    found = modules.examples.read_examples([chats, plain], tokenizer, seq_len=prompt + 3)
     first, second = found.examples
     assert len(first.tokens_T) == prompt + 3 and first.num_answers == 3
     assert second.is_answer_T.all() and found.num_cut == 1 and found.num_empty == 2
     with pytest.raises(ValueError, match=r"--data .*a.jsonl\) must have a token to learn: none of"):
-        modules.chat.read_examples([chats], tokenizer, seq_len=prompt)
+        modules.examples.read_examples([chats], tokenizer, seq_len=prompt)
 
 
 RAISING = {
@@ -322,7 +324,7 @@ def test_a_template_that_raises_is_named(
 
 
 BAD_LINES = {
-    '{"messages": 3}': 'with "messages", "prompt" and "completion", or "text": it has messages, of',
+    '{"messages": 3}': '"instruction" and "output", or "text": it has messages, of other types',
     '{"prompt": "a"}': "it has prompt, of other types or names",
     "[1]": "it is of type list",
     json.dumps({f"field {i}": i for i in range(5000)}): "it has field 0, field 1, field 10, ",
@@ -341,7 +343,7 @@ def test_a_record_that_is_none_is_named(
     file = tmp_path / "bad.jsonl"
     file.write_text(line + "\n")
     with pytest.raises(ValueError) as error:
-        modules.chat.read_examples([file], tokenizer, seq_len=9)
+        modules.examples.read_examples([file], tokenizer, seq_len=9)
     assert f"--data ({file}) line 1 must" in str(error.value)
     assert BAD_LINES[line] in str(error.value) and "\n" not in str(error.value)
     assert len(str(error.value)) < 600
@@ -350,7 +352,7 @@ def test_a_record_that_is_none_is_named(
 def test_files_and_templates_that_do_not_fit(
     modules: SimpleNamespace, tokenizer: Any, tmp_path: Path
 ) -> None:
-    read = modules.chat.read_examples
+    read = modules.examples.read_examples
     with pytest.raises(ValueError, match=r"missing.jsonl\) must be a readable file: No such file"):
         read([tmp_path / "missing.jsonl"], tokenizer, seq_len=9)
     with pytest.raises(ValueError, match="must be a plain file"):

@@ -41,6 +41,17 @@ def test_paths_of_each_kind(pretrain: ModuleType, tmp_path: Path) -> None:
         assert [list(source.tokenize(document)) for document in source.documents] == wanted
 
 
+def test_parquet_files_are_read(pretrain: ModuleType, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict({"body": ["ab", "c"]}).to_parquet(path)
+    source = pretrain.read_source(
+        pretrain.source_of(f"{path},field=body"), pretrain.Tokenizer("bytes")
+    )
+    found = [source.tokenize(document) for document in source.documents]
+    assert found == [[97, 98], [99]]
+
+
 def test_broken_lines_are_counted_and_left_out(pretrain: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "ab"}\n\n{"text": \n{"body": "c"}\n{"text": "d"}\n')
@@ -57,14 +68,15 @@ def test_broken_lines_are_counted_and_left_out(pretrain: ModuleType, tmp_path: P
 def test_each_reader_leaves_out_lines_without_content(
     blank: str, pretrain: ModuleType, tmp_path: Path
 ) -> None:
-    from moecore.recipes.chat import _records
     from moecore.recipes.data import read_corpus
+    from moecore.recipes.rows import ColumnNames, DatasetOptions, read_rows
 
     path = tmp_path / "a.jsonl"
     text = f'\ufeff{{"text": "a\u2028"}}\r\n{blank}\n{{"text": "b"}}{blank}\n{blank}'
     path.write_bytes(text.encode())
     assert bytes(read_corpus([path], seq_len=1).text_N.tolist()).decode() == "a\u2028\nb"
-    assert [record["text"] for _, record in _records([path], "--data")] == ["a\u2028", "b"]
+    rows = read_rows([path], "--data", DatasetOptions())
+    assert [row.columns(ColumnNames())["text"] for row in rows] == ["a\u2028", "b"]
 
 
 def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:

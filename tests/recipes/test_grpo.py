@@ -1,19 +1,34 @@
-"""moecore grpo learns, and goes on behind a checkpoint bit for bit."""
+"""moecore grpo: a reward function by import path, on a directory of transformers."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import mean
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from moecore.io import set_latest
 from moecore.io.checkpoint.directory import directory_of
+from moecore.recipes import sums
+from moecore.recipes.rewards import RewardError, load_reward, rewards_of
+from moecore.recipes.tiny_model import make
 from tests.recipes.test_train import metrics
 
 pytest.importorskip("transformers", minversion="5")
 STEPS, SAVED = 30, 24
+REWARD = """
+calls = []
+
+
+def reward(prompts, completions, topic, completion_ids, **columns):
+    calls.append((prompts, completions, topic, completion_ids, columns))
+    return [ids[0] % 7 / 7 for ids in completion_ids]
+"""
 
 
 @pytest.fixture
@@ -27,20 +42,92 @@ def grpo(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.slow
 @pytest.mark.nightly  # the engine has its numbers in tests/rl
 def test_the_reward_rises_and_a_stopped_run_goes_on(grpo: ModuleType, tmp_path: Path) -> None:
-    words = f"--steps {STEPS} --batch-size 8 --seq-len 128 --checkpoint-every {SAVED}"
-    args = grpo.parse_arguments([*words.split(), "--run-dir", str(tmp_path)])
+    sums.make(tmp_path / "sums")
+    words = f"--model {tmp_path / 'sums'} --data {tmp_path / 'sums' / sums.PROMPTS}"
+    words += f" --steps {STEPS} --batch-size 8 --seq-len 128 --checkpoint-every {SAVED} --lr 4e-3"
+    words += " --reward moecore.recipes.sums:reward --max-new-tokens 3 --aux-loss 0.01"
+    args = grpo.parse_arguments([*words.split(), "--run-dir", str(tmp_path / "run")])
     assert grpo.run_rank(args) == 0
-    straight = metrics(tmp_path)
+    straight = metrics(tmp_path / "run")
     rewards = [line["reward"] for line in straight]
-    # 128 responses of a random policy have 0.08, with a standard error of 0.02.
+    # 128 completions of a random policy have 0.08, with a standard error of 0.02.
     assert mean(rewards[:3]) < 0.15 and min(rewards[-5:]) > 0.35
-    set_latest(directory_of(tmp_path / "checkpoints", SAVED))
+    set_latest(directory_of(tmp_path / "run" / "checkpoints", SAVED))
     assert grpo.run_rank(args) == 0
-    assert metrics(tmp_path) == straight
+    assert metrics(tmp_path / "run") == straight
 
 
-def test_points(grpo: ModuleType) -> None:
-    prompt = [3, grpo.PLUS, 4, grpo.EQUALS]
-    points = {(7, grpo.END): 1, (7, 1): 0.5, (6, grpo.END): 0.5, (grpo.END,): 0, (6, 7): 0}
-    assert {response: grpo.reward(prompt, list(response)) for response in points} == points
-    assert grpo.until_end([7, grpo.END, 3]) == [7, grpo.END] and grpo.until_end([1, 2]) == [1, 2]
+def test_a_reward_of_a_module_of_the_user(
+    grpo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets messages and columns as TRL's do; the policy and the reference are the directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text(REWARD)
+    sizes = dict(hidden_size=32, num_hidden_layers=1, head_dim=8, moe_intermediate_size=16)
+    make(tmp_path / "tiny", **sizes)
+    chats = [[{"role": "user", "content": text}] for text in ("One?", "And the other one?")]
+    rows = [{"ask": chat, "topic": number} for number, chat in enumerate(chats)]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "grpo.toml").write_text(
+        'model = "tiny"\ndata = ["a.jsonl"]\nsteps = 2\nbatch_size = 2\nseq_len = 128\n'
+        'run_dir = "run"\ncheckpoint_every = 0\n[sampling]\nreward = "my_rewards:reward"\n'
+        "group = 3\nmax_new_tokens = 8\n[grpo]\nkl_coef = 0.1\n[optimizer]\nlr = 1e-3\n"
+        '[columns]\nprompt = "ask"\n'
+    )
+    assert grpo.run_rank(grpo.parse_arguments(["grpo.toml"])) == 0
+    calls = __import__("my_rewards").calls
+    lines = metrics(tmp_path / "run")
+    assert len(calls) == len(lines) == 2
+    for (prompts, completions, topics, ids, columns), line in zip(calls, lines, strict=True):
+        assert prompts == [chats[topic] for topic in topics] and not columns
+        assert sorted(topics) == [0, 0, 0, 1, 1, 1] and topics[0] == topics[2]
+        assert all(c[0]["role"] == "assistant" and len(c) == 1 for c in completions)
+        assert line["response_tokens"] == pytest.approx(mean(map(len, ids)))
+        assert line["reward"] == pytest.approx(mean(one[0] % 7 / 7 for one in ids))
+    trained, first = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("run/export", "tiny")
+    )
+    key = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(trained[key], first[key])
+
+
+def test_points_of_sums() -> None:
+    completions = ["7", "71", "6", "", "67", "+"]
+    points = sums.reward(["3+4="] * 6, completions, sum=[7] * 6, completion_ids=[])
+    assert points == [1, 0.5, 0.5, 0, 0, 0]
+    tokenizer = sums.make_tokenizer()
+    ids = tokenizer("3+4=")["input_ids"]
+    assert ids == [3, 10, 4, 11] and tokenizer.decode([7, 12], skip_special_tokens=True) == "7"
+
+
+@pytest.mark.parametrize(
+    "path, wanted",
+    {
+        "no_module_x:reward": "--reward (no_module_x:reward) must be MODULE:FUNCTION that imports:",
+        "moecore.recipes.sums": "must be MODULE:FUNCTION that imports:",
+        "moecore.recipes.sums:WORDS": "must name a function: correct it",
+    }.items(),
+)
+def test_rewards_that_do_not_import(path: str, wanted: str) -> None:
+    with pytest.raises(ValueError) as error:
+        load_reward(path)
+    assert wanted in str(error.value) and "\n" not in str(error.value)
+
+
+BAD: dict[str, Any] = {
+    "returned 1 values, which must be one finite number for each of 2": lambda **_: [1.0],
+    "returned 2 values": lambda **_: [1.0, float("nan")],
+    "must return numbers: ZeroDivisionError: division by zero": lambda **_: [1 / 0],
+    "must return numbers: TypeError": lambda **_: None,
+}
+
+
+@pytest.mark.parametrize("wanted", BAD)
+def test_rewards_that_are_no_numbers(wanted: str) -> None:
+    with pytest.raises(RewardError) as error:
+        rewards_of(BAD[wanted], ["a", "a"], ["b", "c"], {})
+    assert wanted in str(error.value) and "\n" not in str(error.value)
+
+
+def test_ends_of_responses(grpo: ModuleType) -> None:
+    assert grpo.until_end([7, 2, 3], {2, 9}) == [7, 2] and grpo.until_end([1, 2], {9}) == [1, 2]

@@ -180,18 +180,21 @@ def test_a_special_file_is_one_line_for_each_reader(
     name: str, pretrain: ModuleType, special: Path
 ) -> None:
     """A reader that opened the FIFO would wait for ever."""
-    chat, data = (
-        importlib.import_module("moecore.recipes.chat"),
+    examples, data = (
+        importlib.import_module("moecore.recipes.examples"),
         importlib.import_module("moecore.recipes.data"),
     )
     path = special / name
-    for option, read in (
+    for option, read_path in (
         ("--config", lambda: pretrain.parse_arguments(["--config", str(path)])),
         ("--data", lambda: data.read_corpus([path], seq_len=1)),
-        ("--eval-data", lambda: chat.read_examples([path], None, seq_len=9, option="--eval-data")),
+        (
+            "--eval-data",
+            lambda: examples.read_examples([path], None, seq_len=9, option="--eval-data"),
+        ),
     ):
         with pytest.raises(ValueError, match=rf"^{option} \(.*{SPECIAL_FILES[name]}") as error:
-            read()
+            read_path()
         assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 

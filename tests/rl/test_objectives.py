@@ -100,3 +100,15 @@ def test_a_sequence_with_one_extreme_token_has_the_gradient_of_its_mean(sign: in
     slope = math.exp(60.0) if sign > 0 else 0.0  # e^-60 is clipped below
     expected = torch.tensor([0.0, *[slope] * 4])
     torch.testing.assert_close(log_probs_N.grad, expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_smooth_pair_has_both_orders(smoothing: float) -> None:
+    """-(1 - s) log sigmoid(beta d) - s log sigmoid(-beta d): conservative DPO."""
+    chosen, rejected = 0.7, -0.4
+    found = DPO(beta=BETA, label_smoothing=smoothing).pair_losses(
+        torch.tensor([[chosen, rejected]])
+    )
+    x = BETA * (chosen - rejected)
+    wanted = (1 - smoothing) * math.log1p(math.exp(-x)) + smoothing * math.log1p(math.exp(x))
+    assert found.item() == pytest.approx(wanted, rel=1e-6)

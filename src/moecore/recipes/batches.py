@@ -11,6 +11,7 @@ from torch import Tensor
 from moecore.packing import PackedBatchSampler, ScheduledBatch, ScheduledCollator
 from moecore.recipes.chat import Example
 from moecore.recipes.data import BatchShape, PackedSteps, generator_of
+from moecore.recipes.examples import ExampleT, LearnedExample
 
 IGNORED = -100  # label of a token that is not learned
 
@@ -72,8 +73,8 @@ def _document(example: Example) -> dict[str, Tensor]:
 
 
 def split_examples(
-    examples: list[Example], *, share: float, seed: int
-) -> tuple[list[Example], list[Example]]:
+    examples: list[ExampleT], *, share: float, seed: int
+) -> tuple[list[ExampleT], list[ExampleT]]:
     """Return what is trained on and what is held out: at least one example of each."""
     order = torch.randperm(len(examples), generator=generator_of(f"{seed}/held out")).tolist()
     count = min(max(1, round(share * len(examples))), len(examples) - 1)
@@ -83,11 +84,11 @@ def split_examples(
     ]
 
 
-def digest_of(examples: Sequence[Example]) -> str:
+def digest_of(examples: Sequence[LearnedExample]) -> str:
     """Return what other tokens, answers or another order of examples change."""
     digest = hashlib.sha256()
-    for example in examples:
-        digest.update(len(example.tokens_T).to_bytes(8, "little"))
-        digest.update(example.tokens_T.numpy().data)
-        digest.update(example.is_answer_T.numpy().data)
+    for part in (part for example in examples for part in example.parts):
+        digest.update(len(part.tokens_T).to_bytes(8, "little"))
+        digest.update(part.tokens_T.numpy().data)
+        digest.update(part.is_answer_T.numpy().data)
     return digest.hexdigest()[:12]

@@ -1,9 +1,9 @@
 """Chats, prompts and texts as tokens, and which of them a model learns to write.
 
-A file's records are lines of JSON (.jsonl), each in one of three forms, or one plain text:
+rows.py reads files and data sets, and makes one of three forms of each row:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-    {"prompt": "...", "completion": "..."}       text as it is, without a chat template
+    {"prompt": "...", "completion": "..."}       text as it is, without a chat template; or messages
     {"text": "..."}                              learned as a whole, in pieces of --seq-len
 
 Of a chat the assistant's messages are learned. A template that marks them with {% generation %}
@@ -22,24 +22,21 @@ Legend: T tokens of an example.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moecore.packing.corpus.json_lines import strip_line
 from moecore.recipes.borders import Borders, borders_of
-from moecore.recipes.files import named, read_text, shown_path
+from moecore.recipes.files import shown_path
+from moecore.recipes.rows import FORMS
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-FORMS = '"messages", "prompt" and "completion", or "text"'
 Span = tuple[int, int]
 
 
@@ -56,57 +53,18 @@ class Example:
     is_answer_T: Tensor
 
     @property
+    def parts(self) -> tuple[Example, ...]:
+        """The sequences of the example."""
+        return (self,)
+
+    @property
     def num_answers(self) -> int:
         """Tokens that are learned; the first token follows nothing."""
         return int(self.is_answer_T[1:].sum())
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Examples:
-    """What files hold.
-
-    Attributes:
-        examples: examples of at most seq_len tokens, each with an answer.
-        num_cut: how many of these were longer.
-        num_empty: examples without a token to learn, or without one before the cut.
-    """
-
-    examples: list[Example]
-    num_cut: int
-    num_empty: int
-
-
-def read_examples(
-    files: Sequence[Path], tokenizer: Any, *, seq_len: int, option: str = "--data"
-) -> Examples:
-    """Return all examples of the files, in order.
-
-    Args:
-        files: .jsonl, or plain text.
-        tokenizer: a fast one of transformers.
-        seq_len: most tokens that a model reads at once.
-        option: that names the files, for errors.
-
-    Raises:
-        ValueError: for a file or record that is none, and where no example is left.
-    """
-    examples: list[Example] = []
-    num_cut = num_empty = 0
-    for place, record in _records(files, option):
-        for example in encode(record, tokenizer, seq_len=seq_len, place=place):
-            piece = Example(example.tokens_T[:seq_len], example.is_answer_T[:seq_len])
-            if piece.num_answers:
-                examples.append(piece)
-                num_cut += len(example.tokens_T) > seq_len
-            else:
-                num_empty += 1
-    if not examples:
-        raise ValueError(
-            f"{named(option, ' '.join(map(str, files)))} must have a token to learn: none of its "
-            f"{num_empty} example(s) has an answer among the first --seq-len ({seq_len}) "
-            "tokens: raise --seq-len, or look at the roles"
-        )
-    return Examples(examples=examples, num_cut=num_cut, num_empty=num_empty)
+    def cut(self, seq_len: int) -> Example:
+        """Return the first tokens."""
+        return Example(self.tokens_T[:seq_len], self.is_answer_T[:seq_len])
 
 
 def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Example]:
@@ -116,8 +74,12 @@ def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Exa
         ValueError: names `place`, when the record has none of the three forms.
     """
     fields = record if isinstance(record, dict) else {}
-    if _is_chat(fields.get("messages")):
+    if is_chat(fields.get("messages")):
         return _chat(tokenizer, fields["messages"], fields.get("tools"), place)
+    if is_chat(fields.get("prompt")) and is_chat(fields.get("completion")):
+        messages = [*fields["prompt"], *fields["completion"]]
+        tools, num_prompt = fields.get("tools"), len(fields["prompt"])
+        return _chat(tokenizer, messages, tools, place, num_prompt=num_prompt)
     try:
         if isinstance(fields.get("prompt"), str) and isinstance(fields.get("completion"), str):
             return [_completion(tokenizer, fields["prompt"], fields["completion"])]
@@ -130,7 +92,8 @@ def encode(record: Any, tokenizer: Any, *, seq_len: int, place: str) -> list[Exa
     raise ValueError(f"{place} must be a JSON object with {FORMS}: {_describe(record)}")
 
 
-def _is_chat(messages: Any) -> bool:
+def is_chat(messages: Any) -> bool:
+    """Whether a value is a list of messages with roles."""
     return isinstance(messages, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
     )
@@ -168,8 +131,18 @@ def _pieces(example: Example, seq_len: int) -> list[Example]:
     ]
 
 
-def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, place: str) -> list[Example]:
-    """Return a chat as one example, or one per answer: see Note "turns that change"."""
+def _chat(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: Any,
+    place: str,
+    *,
+    num_prompt: int = 0,
+) -> list[Example]:
+    """Return a chat as one example, or one per answer: see Note "turns that change".
+
+    The first `num_prompt` messages are not learned.
+    """
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{place} must have no messages, because the tokenizer of --model has no chat "
@@ -177,9 +150,9 @@ def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, place: str
         )
     messages = [_without_end(tokenizer, message) for message in messages]
     try:
-        if GENERATION.search(tokenizer.get_chat_template(tools=tools)):
+        if not num_prompt and GENERATION.search(tokenizer.get_chat_template(tools=tools)):
             return [_marked(tokenizer, messages, tools)]
-        return _by_prefixes(tokenizer, messages, tools)
+        return _by_prefixes(tokenizer, messages, tools, num_prompt)
     except Exception as error:  # of any kind: a template is code
         raise ValueError(
             f"{place} must fit the chat template of --model: {_reason(error)}"
@@ -249,7 +222,9 @@ def _ends(tokenizer: Any, ids: list[int], is_answer: list[bool]) -> list[tuple[i
     return ends
 
 
-def _by_prefixes(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> list[Example]:
+def _by_prefixes(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any, num_prompt: int
+) -> list[Example]:
     """Learn from where each prompt ends to where the rendering with its answer does."""
 
     def render(count: int, *, prompt: bool = False) -> str:
@@ -266,7 +241,7 @@ def _by_prefixes(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> 
 
     turns = []
     for i, message in enumerate(messages):
-        if message["role"] == "assistant":
+        if i >= num_prompt and message["role"] == "assistant":
             text, prompt = render(i + 1), render(i, prompt=True)
             start = len(prompt)
             if not text.startswith(prompt):
@@ -351,19 +326,3 @@ def special_tokens(tokenizer: Any) -> set[int]:
 
 def _example(ids: Sequence[int], is_answer: Sequence[int | bool]) -> Example:
     return Example(torch.tensor(ids, dtype=torch.int32), torch.tensor(is_answer, dtype=torch.bool))
-
-
-def _records(files: Sequence[Path], option: str) -> Iterator[tuple[str, Any]]:
-    """Yield where a record stands and what it is."""
-    for path in files:
-        content = read_text(path, option)
-        if path.suffix != ".jsonl":
-            yield named(option, path), {"text": content}
-            continue
-        for number, line in enumerate(content.split("\n"), start=1):
-            if text := strip_line(line):
-                place = f"{named(option, path)} line {number}"
-                try:
-                    yield place, json.loads(text)
-                except (ValueError, RecursionError):
-                    raise ValueError(f"{place} must be a JSON object with {FORMS}") from None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ from moecore.recipes.borders import Borders, borders_of
 from moecore.recipes.data import BatchShape, StepBatch, standard_library, with_borders
 from moecore.recipes.files import check_directory, named
 from moecore.recipes.hf_model import TOKENIZER_FILES
+from moecore.recipes.tables import HUB, is_table, load_table
 
 BYTES = "bytes"
-HUB = "hf:"
 STDLIB = "python:"  # sources of the Python standard library
 PARTITIONS_PER_ROW = 8  # so many workers of a rank tokenize documents of their own
 
@@ -40,9 +39,9 @@ class SourceOptions:
     """A source of documents: PATH,key=value,... or a table of a TOML file.
 
     Attributes:
-        path: a .jsonl file; the prefix of Megatron's .bin and .idx; a directory of `save_to_disk`;
-            hf:NAME, a data set of the Hugging Face hub or of another directory; or python:, the
-            sources of the Python standard library, to try a command.
+        path: a .jsonl file; the prefix of Megatron's .bin and .idx; a .parquet file; a directory of
+            `save_to_disk`; hf:NAME, a data set of the Hugging Face hub or of another directory; or
+            python:, the sources of the Python standard library, to try a command.
         weight: of the rows, over the sum of all weights.
         name: in metrics, errors and positions; "" = see `with_names`.
         field: of a row or line, which has the text or the token ids.
@@ -144,50 +143,23 @@ def _documents(options: SourceOptions, option: str) -> Any:
     path, name = Path(options.path), named(option, options.path)
     if options.skip_invalid and (path.suffix != ".jsonl" or options.path.startswith(HUB)):
         raise ValueError(f"{name} must be a .jsonl file to have broken lines: drop skip_invalid")
-    if options.path.startswith(HUB):
-        return _from_datasets(options, option)
     if options.path == STDLIB:
         return [path.read_text(errors="replace") for path in standard_library()]
-    if options.stream:
+    if options.stream and not options.path.startswith(HUB):
         raise ValueError(f"{name} must be {HUB}NAME to be streamed: drop stream")
+    if is_table(options.path):
+        selection = {"split": options.split, "config": options.config}
+        return load_table(options.path, option, **selection, stream=options.stream)
     if path.suffix == ".jsonl":
         return JsonLines(path, options.field, skip_invalid=options.skip_invalid)
-    if any(os.path.lexists(path / file) for file in ("state.json", "dataset_dict.json")):
-        import datasets
-
-        check_directory(path, option)
-        with _loading(name):
-            dataset = datasets.load_from_disk(str(path))
-            return dataset[options.split] if isinstance(dataset, datasets.DatasetDict) else dataset
     if os.path.exists(f"{path.with_suffix('')}.idx") and path.suffix in (".bin", ".idx"):
         path = path.with_suffix("")
     if os.path.exists(f"{path}.idx"):
         return MegatronDocuments(path)
     raise ValueError(
-        f"{name} must be a .jsonl file, the prefix of a .bin and a .idx, or a directory of "
-        f"save_to_disk: others, and data sets of the hub, are {HUB}NAME"
+        f"{name} must be a .jsonl or .parquet file, the prefix of a .bin and a .idx, or a "
+        f"directory of save_to_disk: others, and data sets of the hub, are {HUB}NAME"
     )
-
-
-def _from_datasets(options: SourceOptions, option: str) -> Any:
-    import datasets
-
-    name = options.path.removeprefix(HUB)
-    if os.path.isdir(name):
-        check_directory(Path(name), option)
-    with _loading(named(option, options.path)):
-        return datasets.load_dataset(
-            name, options.config or None, split=options.split, streaming=options.stream
-        )
-
-
-@contextmanager
-def _loading(name: str) -> Iterator[None]:
-    """Turn an error of any kind, of files, networks and builders, into one line."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{name} must be a data set that loads: {cut(error)}") from None
 
 
 class Tokenizer:

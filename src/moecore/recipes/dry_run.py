@@ -90,7 +90,7 @@ def print_dry_run(
     Args:
         args: of the command.
         toml: the resolved options.
-        run: to plan; None = a run with adapters, of which there are no plans.
+        run: to plan; None = there are no plans of such a run.
         read_batch: reads the first batch, after the plan is printed.
         decode: makes text of token ids.
 
@@ -100,7 +100,7 @@ def print_dry_run(
     print(toml)
     fits = True
     if run is None:
-        print("no plan: moecore.planning does not model adapters yet")
+        print("no plan: moecore.planning does not model adapters and reference models yet")
     else:
         fits = print_plan(args, run)
     print_batch(read_batch(), decode)

@@ -16,6 +16,7 @@ import torch
 
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.packing import CorpusError
+from moecore.recipes.rewards import RewardError
 
 ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
 
@@ -24,7 +25,10 @@ class DivergedError(RuntimeError):
     """Losses that are not finite, on every rank."""
 
 
-RUN_ERRORS = (torch.OutOfMemoryError, ExchangeError, OSError, CorpusError, DivergedError)
+RUN_ERRORS = (
+    *(torch.OutOfMemoryError, ExchangeError, OSError, CorpusError, DivergedError),
+    RewardError,
+)
 RANK_0_PRINTS_S = 10
 SAVES_MEMORY = "add --recompute, drop --gather-once and --keep-experts, lower --row-factor"
 
@@ -67,7 +71,7 @@ def print_run_error(
     its report: rank 0 prints.
     """
     rank = int(os.environ["RANK"])
-    if isinstance(error, CorpusError):  # of this rank alone
+    if isinstance(error, CorpusError | RewardError):  # of this rank alone
         return print_error(error, code=1)
     if isinstance(error, ExchangeError):
         return print_error(exchange_advice(error, args, rank), code=1)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,17 +40,15 @@ from moecore.base.options.layer import BalanceConfig, MoEOverrides
 from moecore.base.rank_checks import difference
 from moecore.families.transformers.packing import packing_problem
 from moecore.io import init_adapters, load_hf
-from moecore.models import DecoderConfig, document_cost
-from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
-from moecore.recipes.batches import ScheduledExamples, digest_of, packed_examples, split_examples
-from moecore.recipes.chat import Example, Examples, read_examples
+from moecore.recipes.batches import digest_of, packed_examples
 from moecore.recipes.checks import check_dynamic_cp, check_graph, check_rows, check_wandb
-from moecore.recipes.data import BatchShape, PackedSteps, StepBatch
+from moecore.recipes.data import BatchShape, StepBatch
 from moecore.recipes.dry_run import add_dry_run, planned_run, print_dry_run
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import naming
+from moecore.recipes.finetune_data import check_objective, read_data, reader_of
 from moecore.recipes.finetuning import FineTuning
 from moecore.recipes.hf_model import (
     build_hf,
@@ -61,6 +59,7 @@ from moecore.recipes.hf_model import (
     read_tokenizer,
     recompute,
 )
+from moecore.recipes.hub import model_directory
 from moecore.recipes.loop import (
     batch_shape,
     ranks_to_start,
@@ -77,10 +76,19 @@ from moecore.recipes.options import (
     parallel_config,
     positive_int,
 )
+from moecore.recipes.preference_tuning import PreferenceTuning
 from moecore.recipes.records import add_records, as_toml, build, parse, values_of
 from moecore.recipes.report import make_run_dir
+from moecore.recipes.rows import ColumnNames, DatasetOptions
 from moecore.recipes.sharding import TABLES, fsdp_of, nvlink_of, parallelize, records_of
+from moecore.rl import DPO
 
+PREFIXED_TABLES: dict[str, type] = {
+    "lora": LoRAOptions,
+    "dataset": DatasetOptions,
+    "columns": ColumnNames,
+    "dpo": DPO,
+}
 EXCLUDED_FIELDS = (
     "fsdp.param_dtype",
     "context.dynamic",
@@ -89,21 +97,6 @@ EXCLUDED_FIELDS = (
     "dry_run",
     "gpu",
 )  # fields that another option sets
-
-
-def reader_of(
-    args: argparse.Namespace, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
-) -> Callable[..., PackedSteps | ScheduledExamples]:
-    """Return a function (examples, shape, seed) -> the batches of this data rank."""
-    if args.dynamic_cp is None:
-        return partial(packed_examples, data_rank=meshes.data_rank, packs=packs)
-    collator = ScheduledCollator(
-        max_tokens=args.dynamic_cp,
-        cost=DocumentCost() if decoder is None else document_cost(decoder),
-        data_rank=meshes.data_rank,
-        data_ranks=meshes.data_ranks,
-    )
-    return partial(ScheduledExamples, collator=collator)
 
 
 def build_job(args: argparse.Namespace) -> FineTuning:
@@ -120,19 +113,32 @@ def build_job(args: argparse.Namespace) -> FineTuning:
         dtype = compute_dtype(args, torch.device(meshes.device_type))
     hf = build_hf(config, args.model, dtype)
     packed_rows = packs(hf)  # of the whole model, of which a stage has a part
+    if args.objective == "dpo" and not packed_rows:
+        raise ValueError(
+            f"--objective (dpo) must be sft for {type(hf).__name__}, because "
+            f"{packing_problem(hf)} needs rows of one example each"
+        )
     if args.recompute:
         recompute(hf)
     if lora is not None:
         hf = add_adapters(hf, lora)
     model = build_model(args, hf, meshes, shape)
+    job_class: type[FineTuning] = FineTuning
+    references: dict[str, Any] = {}
+    if args.objective == "dpo":
+        job_class, references = PreferenceTuning, {"reference": None}
+        if lora is None:
+            references = {"reference": build_reference(args, config, meshes, shape)}
     data_facts = f"{len(examples)} examples, digest {digest_of(examples)}"
-    if (problem := difference({"--data": data_facts}, meshes.device_type)) is not None:
+    facts = {"--model": args.model.resolve().name, "--data": data_facts}
+    if (problem := difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     decoder = decoder_of(args.model)
     read = reader_of(args, meshes, decoder, packs=packed_rows)
     batches = read(examples, shape, seed=args.seed)
     args.steps = args.max_steps or args.epochs * len(batches.sampler)
-    return FineTuning(
+    return job_class(
+        **references,
         args=args,
         meshes=meshes,
         model=model,
@@ -141,9 +147,8 @@ def build_job(args: argparse.Namespace) -> FineTuning:
         config=model.config.to_dict(),
         facts={
             "--seed": args.seed,
-            "--model": args.model.resolve().name,
             "rows per step": shape.data_ranks * shape.grad_accum * shape.batch_size,
-            "--data": data_facts,
+            **facts,
         },
         batches=batches,
         examples=examples,
@@ -155,29 +160,22 @@ def build_job(args: argparse.Namespace) -> FineTuning:
     )
 
 
-def read_data(
-    args: argparse.Namespace, *, vocab_size: int
-) -> tuple[Examples, list[Example], list[Example]]:
-    """Return the records of the files, the training examples and the held-out examples."""
-    tokenizer = read_tokenizer(args.model)
-    data = read_examples(args.data, tokenizer, seq_len=args.seq_len)
-    examples, held_out = data.examples, []
-    if args.eval_data and args.eval_every:
-        held_out = read_examples(
-            args.eval_data, tokenizer, seq_len=args.seq_len, option="--eval-data"
-        ).examples
-    elif args.eval_share and args.eval_every and len(examples) > 1:
-        examples, held_out = split_examples(examples, share=args.eval_share, seed=args.seed)
-    largest = max(int(example.tokens_T.max()) for example in (*examples, *held_out))
-    if largest >= vocab_size:
-        raise ValueError(
-            f"tokens ({largest}) of --model's tokenizer must be < vocab_size ({vocab_size}) of its "
-            "config.json: take both from the same model"
-        )
-    return data, examples, held_out
+def build_reference(
+    args: argparse.Namespace, config: Any, meshes: Meshes, shape: BatchShape
+) -> Any:
+    """Return the model of the directory, sharded like the policy and frozen."""
+    hf = build_hf(config, args.model, compute_dtype(args, torch.device(meshes.device_type)))
+    return build_model(args, hf, meshes, shape, is_reference=True).requires_grad_(False).eval()
 
 
-def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: BatchShape) -> Any:
+def build_model(
+    args: argparse.Namespace,
+    model: Any,
+    meshes: Meshes,
+    shape: BatchShape,
+    *,
+    is_reference: bool = False,
+) -> Any:
     """Return this rank's shards of a model on meta, with the weights of the directory."""
     device = torch.device(meshes.device_type)
     has_adapters = build(args, "lora", LoRAOptions) is not None
@@ -191,7 +189,8 @@ def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: Bat
                 f"{option} must be left out for {type(model).__name__}, because {other} needs rows "
                 "of one example each"
             )
-    max_tokens = args.dynamic_cp or shape.batch_size * shape.seq_len // shape.cp
+    num_rows = shape.batch_size * (2 if args.objective == "dpo" else 1)
+    max_tokens = args.dynamic_cp or num_rows * shape.seq_len // shape.cp
     records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
     moe = MoEOverrides()
     if args.aux_loss:
@@ -199,7 +198,7 @@ def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: Bat
     parallelize(model, meshes, args, records, moe=moe)
     model.to_empty(device=device)
     with naming("--model"):
-        load_hf(args.model, model, cast=has_adapters)
+        load_hf(args.model, model, cast=has_adapters or is_reference)
     if has_adapters:
         init_adapters(model, args.seed)
     return model
@@ -215,7 +214,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", help="TOML file of options; a flag beside it wins")
-    model_help = "config, tokenizer and weights"
+    model_help = "a directory of config, tokenizer and weights, or a name of the hub"
     add("--model", "--hf-config", type=Path, required=True, metavar="DIR", help=model_help)
     add(
         "--data",
@@ -223,8 +222,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         nargs="+",
         required=True,
         metavar="FILE",
-        help='.jsonl of "messages", "prompt" and "completion", or "text"; else plain text',
+        help=".jsonl, .parquet, a directory of save_to_disk, hf:NAME, else plain text: [dataset]",
     )
+    objective_help = "sft learns answers; dpo prefers chosen to rejected ones, see [dpo]"
+    add("--objective", choices=("sft", "dpo"), default="sft", help=objective_help)
     add("--eval-data", type=Path, nargs="+", default=[], metavar="FILE", help="held-out files")
     add("--eval-share", type=share, default=0.05, help="of --data, held out without --eval-data")
     add("--epochs", type=positive_int, default=1, help="times that all of --data is read")
@@ -237,7 +238,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add_common(parser, DEGREES)
     add_dry_run(parser)
     add_records(
-        parser, {**TABLES, "lora": LoRAOptions}, without=EXCLUDED_FIELDS, prefixed=("lora",)
+        parser, {**TABLES, **PREFIXED_TABLES}, without=EXCLUDED_FIELDS, prefixed=(*PREFIXED_TABLES,)
     )
     parser.set_defaults(run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, eval_every=50)
     parser.set_defaults(**{"optimizer.lr": 1e-5, "optimizer.weight_decay": 0.0})
@@ -259,12 +260,18 @@ def share(text: str) -> float:
 
 
 def check(args: argparse.Namespace, world_size: int) -> Any:
-    """Return the config of the model; raise ValueError for arguments that do not fit it."""
+    """Return the config of the model, whose directory `args.model` then is.
+
+    Raises:
+        ValueError: for arguments that do not fit the model, and a model that is not there.
+    """
+    args.model = model_directory(args.model)
     config = read_config(args.model)
     parallel = parallel_config(args, world_size, num_experts=num_experts(config))
     parallel = parallel.resolve(world_size)
     optimizer_of(args), schedule_of(args), records_of(args)
     check_graph(args, args.dynamic_cp)
+    check_objective(args)
     if args.dynamic_cp is not None:
         check_dynamic_cp(args, args.dynamic_cp, parallel)
     check_rows(args, parallel)
@@ -297,16 +304,17 @@ def dry_run(args: argparse.Namespace) -> int:
         parallel = parallel.resolve(world_size)
         records = records_of(args) | {"fsdp": FSDPOptions(**values_of(args, "fsdp"))}
         training_run = None
-        if build(args, "lora", LoRAOptions) is None:
+        if args.objective == "sft" and build(args, "lora", LoRAOptions) is None:
             model = TransformersModel.of(args.model)
             training_run = planned_run(args, model, records, parallel, world_size)
 
         def read_batch() -> StepBatch:
             data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
-            print(f"{len(examples)} examples, {data.num_cut} cut, {data.num_empty} without answer")
+            print(f"data: {data.report}")
             packed_rows, shape = packs(build_hf(config, args.model)), shape_of(args, parallel)
+            parts = [part for example in examples for part in example.parts]
             return packed_examples(
-                examples, shape, seed=args.seed, data_rank=0, packs=packed_rows
+                parts, shape, seed=args.seed, data_rank=0, packs=packed_rows
             ).next()
 
         toml = as_toml(args, tables_of(args, records), without=EXCLUDED_FIELDS)
@@ -319,12 +327,8 @@ def dry_run(args: argparse.Namespace) -> int:
 
 def tables_of(args: argparse.Namespace, records: dict[str, Any]) -> dict[str, Any]:
     """Return the record of each table of the resolved options."""
-    lora = build(args, "lora", LoRAOptions)
-    records = records | {
-        "optimizer": optimizer_of(args),
-        "schedule": schedule_of(args),
-        "lora": lora,
-    }
+    records = records | {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
+    records |= {table: build(args, table, record) for table, record in PREFIXED_TABLES.items()}
     return {table: record for table, record in records.items() if record is not None}
 
 

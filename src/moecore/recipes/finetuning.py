@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,8 @@ from torch import Tensor
 from moecore.models import DecoderConfig
 from moecore.packing import ScheduledBatch
 from moecore.recipes.batches import ScheduledExamples
-from moecore.recipes.chat import Example, Examples
 from moecore.recipes.data import PackedSteps, StepBatch, to_device
+from moecore.recipes.examples import Examples
 from moecore.recipes.graphs import Graphed
 from moecore.recipes.hf_model import (
     export,
@@ -39,16 +40,16 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         batches: steps of the examples.
         examples: the training examples of all ranks.
         held_out: the evaluation examples of all ranks.
-        data: the records that were read, and counts of cut and empty ones.
+        data: the records that were read, and counts of cut and empty examples.
         packs: whether a row has several documents, between which the model masks attention.
         decoder: the native config of the model, for FLOPs; None = there is none.
         read: see `reader_of`.
     """
 
     batches: PackedSteps | ScheduledExamples
-    examples: list[Example]
-    held_out: list[Example]
-    data: Examples
+    examples: list[Any]
+    held_out: list[Any]
+    data: Examples[Any]
     packs: bool
     decoder: DecoderConfig | None
     read: Callable[..., PackedSteps | ScheduledExamples]
@@ -71,9 +72,10 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         notes = {
             "held out": len(self.held_out),
             "cut": self.data.num_cut,
-            "dropped": self.data.num_empty,
+            "left out": len(self.data.problems),
         }
         data += "".join(f", {count} {label}" for label, count in notes.items() if count)
+        say(f"data: {self.data.report}")
         say(f"fine-tuning {args.model} {begin} to step {args.steps} on {ranks_of(self)}: {data}")
         before = self.evaluate() if self.start == 0 else {}
         if before:

@@ -1,67 +1,105 @@
-r"""Teach a tiny Mixture-of-Experts model sums, by reward alone: sample, score, train, sync.
+r"""Train a transformers model by a reward function: sample, score, train, sync.
 
-    moecore grpo                                     CPU: 2 processes; else all GPUs
-    moecore grpo --ranks 1 --steps 50
-    torchrun --nproc-per-node 8 -m moecore grpo --ep 8 --batch-size 4
+    moecore tiny-model runs/sums --task sums
+    moecore grpo --model runs/sums --data runs/sums/prompts.jsonl --max-new-tokens 3 \
+        --reward moecore.recipes.sums:reward --lr 4e-3 --seq-len 256
+    torchrun --nproc-per-node 8 -m moecore grpo --config grpo.toml --ep 8
 
-A prompt is "3+4=", the best response "7" and the end. A digit that is right is worth half a point,
-and so is to end behind the first digit. The model begins with random weights and sees no answer.
-
-Two models share each device. The policy is trained: `parallelize_moe` has sharded it over all
-ranks. The sampler is transformers' own model, whole on each rank, with its `generate`. A step is
+Each row of --data has a prompt; rewards.py says what a reward function gets. Two models share each
+device. The policy is trained: `parallelize_moe` has sharded it over all ranks. The sampler is
+transformers' own model, whole on each rank, with its `generate`. A step is
 
     sync      `Engine.weights` streams the policy's weights into the sampler
-    sample    a group of responses to each of the rank's prompts, the training off the device
-    score     0, 0.5 or 1 point per response; advantages are those within a group
+    sample    a group of completions of each of the rank's prompts, the training off the device
+    score     the reward function; advantages are those within a group
     train     forward and backward of GRPO's loss, and `TrainStep.finish`
 
-The steps are those of loop.py, as in train.py: metrics.jsonl and curves.png have the reward, and a
-run that is started again with the same arguments goes on from its last checkpoint.
+The steps are those of loop.py: metrics.jsonl and curves.png have the reward, and a run that is
+started again with the same arguments continues from its last checkpoint. RUN_DIR/export is the
+trained model.
 
-Legend: P prompts of a rank, G responses to each, n = P * G.
+Legend: P prompts of a rank, G completions of each, n = P * G.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.options.layer import BalanceConfig
-from moecore.families import use_causal_attention
-from moecore.io import WeightStream
-from moecore.parallel.mesh import build_meshes
+from moecore.base.fields import CheckedRecord, Count, Positive
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.layer import BalanceConfig, MoEOverrides
+from moecore.base.rank_checks import difference
+from moecore.io import WeightStream, load_hf
+from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.parallelize import parallelize_moe
+from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
+from moecore.recipes.files import naming
+from moecore.recipes.hf_model import (
+    build_hf,
+    export,
+    num_experts,
+    packs,
+    read_config,
+    read_tokenizer,
+)
+from moecore.recipes.hub import model_directory
 from moecore.recipes.loop import TrainingJob, batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.optimizer import RECIPE, optimizer_of
 from moecore.recipes.options import (
     add_degrees,
+    compute_dtype,
     count,
     parallel_config,
     positive_int,
 )
-from moecore.recipes.records import add_records, parse
-from moecore.recipes.report import make_run_dir
+from moecore.recipes.prompts import Prompt, PromptSteps, read_prompts
+from moecore.recipes.records import add_records, build, parse, values_of
+from moecore.recipes.report import EXPORT, make_run_dir
+from moecore.recipes.rewards import Reward, load_reward, rewards_of
+from moecore.recipes.rows import ColumnNames, DatasetOptions
 from moecore.rl import GRPO, Engine, Rollouts, group_advantages
 
-PLUS, EQUALS, END, VOCABULARY = 10, 11, 12, 13  # digits are tokens 0 to 9
-SUMS = torch.tensor([(a, PLUS, b, EQUALS) for a in range(5) for b in range(5)])
-MAX_NEW_TOKENS = 3
-NUM_EXPERTS = 8
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions(CheckedRecord):
+    """Completions of prompts, and their rewards.
+
+    Attributes:
+        reward: MODULE:FUNCTION of (prompts, completions, **columns) -> list of numbers, as TRL's.
+        group: completions of a prompt.
+        max_new_tokens: tokens of a completion.
+        temperature: logits are divided by it.
+    """
+
+    reward: str
+    group: Count = 16
+    max_new_tokens: Count = 256
+    temperature: Positive = 1.0
+
+
+TABLES: dict[str, type] = {
+    "sampling": SamplingOptions,
+    "grpo": GRPO,
+    "dataset": DatasetOptions,
+    "columns": ColumnNames,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a rank has sampled in a step.
+    """The completions that a rank has sampled in a step.
 
     Attributes:
         rollouts: with advantages.
@@ -72,57 +110,90 @@ class Samples:
     rewards_n: Tensor
 
     def counts(self) -> Tensor:
-        """Return tokens of responses, tokens, responses and half points: int64 [4]."""
-        numbers = (
-            self.rollouts.response_mask_N.sum(),
-            len(self.rollouts.tokens_N),
-            len(self.rewards_n),
-            (2 * self.rewards_n).sum(),
-        )
-        return torch.tensor([int(number) for number in numbers])
+        """Return tokens of completions, tokens, completions and 0: int64 [4]."""
+        num_new = int(self.rollouts.response_mask_N.sum())
+        return torch.tensor([num_new, len(self.rollouts.tokens_N), len(self.rewards_n), 0])
 
 
 @dataclass(kw_only=True)
 class Reinforcement(TrainingJob[Samples]):
-    """A policy on sums.
+    """A policy on prompts.
 
     Attributes:
+        batches: the prompts.
         sampler: transformers' own model.
-        engine: of the policy, `model`.
-        weights: of the policy, for the sampler.
+        tokenizer: of the policy.
+        reward: of completions.
+        sampling: how completions are sampled.
+        reference: the model of the directory, for the KL penalty; None = there is no penalty.
     """
 
+    batches: PromptSteps
     sampler: Any
+    tokenizer: Any
+    reward: Reward
+    sampling: SamplingOptions
+    reference: Any
 
     unit = "token"
+    chosen_by = "--data and --batch-size"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.engine = Engine(self.model, self.owner, max_tokens=self.args.seq_len)
+        self.objective = objective_of(self.args)
+        self.engine = Engine(
+            self.model, self.owner, max_tokens=self.args.seq_len, reference=self.reference
+        )
         self.weights: WeightStream = self.engine.weights(bucket_bytes=1 << 24, layout="fused")
+        self._metrics: Metrics = {}
+        end = self.sampler.generation_config.eos_token_id
+        end = self.tokenizer.eos_token_id if end is None else end
+        self._ends = set(end if isinstance(end, list) else [end])
 
     def begin(self) -> None:
         """Print what is trained."""
-        prompts, group = self.args.batch_size, self.args.group
-        progress = f"{begins(self, 'from scratch')} to step {self.args.steps} on {ranks_of(self)}"
-        say(f"GRPO {progress}: {group} responses to each of {prompts} prompts per data rank")
+        prompts, group = self.args.batch_size, self.sampling.group
+        progress = f"{begins(self, 'from its weights')} to step {self.args.steps}"
+        say(
+            f"GRPO of {self.args.model} {progress} on {ranks_of(self)}: {group} completions of "
+            f"each of {prompts} prompts per data rank"
+        )
 
     def next_batch(self, step: int) -> Samples:
-        """Sample and score. A step's random numbers are its own, so a run may stop behind any."""
-        args, data_ranks = self.args, self.meshes.data_ranks
-        torch.manual_seed((args.seed + step) * data_ranks + self.meshes.data_rank)
-        prompts_P4 = SUMS[torch.randint(len(SUMS), (args.batch_size,))]
-        prompts_n4 = prompts_P4.repeat_interleave(args.group, 0)
-        groups_n = torch.arange(args.batch_size).repeat_interleave(args.group)
+        """Sample and score. A step's random numbers depend only on its number, seed and rank."""
+        data_ranks = self.meshes.data_ranks
+        torch.manual_seed((self.args.seed + step) * data_ranks + self.meshes.data_rank)
+        prompts = [p for p in self.batches.next() for _ in range(self.sampling.group)]
         self.sync()
         self.engine.offload("all")
-        responses = self.generate(prompts_n4, do_sample=True)
+        responses = self.generate([prompt.ids for prompt in prompts]) if prompts else []
         self.engine.onload("all")
-        pairs = zip(prompts_n4.tolist(), responses, strict=True)
-        rewards_n = torch.tensor([reward(prompt, response) for prompt, response in pairs])
-        rollouts = Rollouts.of(prompts_n4.tolist(), responses)
+        rewards_n = self.score(prompts, responses)
+        rollouts = Rollouts.of(
+            [p.ids for p in prompts], responses, temperature=self.sampling.temperature
+        )
+        groups_n = torch.arange(len(prompts)) // self.sampling.group
         advantages_N = rollouts.spread(group_advantages(rewards_n, groups_n))
         return Samples(rollouts.replace(advantages_N=advantages_N), rewards_n)
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:
+        """Return the reward of each completion, and note the mean of all ranks. Collective."""
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        completions = [
+            text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        names = {name for prompt in prompts for name in prompt.columns}
+        columns = {name: [p.columns.get(name) for p in prompts] for name in sorted(names)}
+        columns["completion_ids"] = list(responses)
+        rewards_n = rewards_of(self.reward, [p.content for p in prompts], completions, columns)
+        moments = torch.stack([rewards_n.sum(), rewards_n.square().sum()]).double()
+        moments = torch.cat([moments, moments.new_full((1,), len(rewards_n))]).to(self.device)
+        dist.all_reduce(moments)
+        total, squares, number = moments.tolist()
+        mean = total / number
+        self._metrics = {"reward": mean, "reward_std": max(squares / number - mean**2, 0.0) ** 0.5}
+        return rewards_n
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -131,77 +202,111 @@ class Reinforcement(TrainingJob[Samples]):
         for name, tensor in self.weights:
             state[name].copy_(tensor)
 
-    def generate(self, prompts_n4: Tensor, *, do_sample: bool) -> list[list[int]]:
-        """Return a response to each prompt, with its end if it has one."""
-        options: dict[str, Any] = {"do_sample": do_sample, "max_new_tokens": MAX_NEW_TOKENS}
-        if do_sample:
-            options["top_k"] = 0
-        prompts_n4 = prompts_n4.to(self.device)
-        mask_n4 = torch.ones_like(prompts_n4)
-        ids_nT = self.sampler.generate(prompts_n4, attention_mask=mask_n4, **options)
-        return [until_end(response) for response in ids_nT[:, prompts_n4.shape[1] :].tolist()]
+    def generate(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """Return a completion of each prompt, with its end if it has one."""
+        T = max(map(len, prompts))
+        pad_id = self.tokenizer.pad_token_id
+        pad_id = min(self._ends) if pad_id is None else pad_id
+        ids_nT = torch.tensor([[pad_id] * (T - len(ids)) + ids for ids in prompts])
+        mask_nT = torch.tensor([[0] * (T - len(ids)) + [1] * len(ids) for ids in prompts])
+        output_nT = self.sampler.generate(
+            ids_nT.to(self.device),
+            attention_mask=mask_nT.to(self.device),
+            do_sample=True,
+            temperature=self.sampling.temperature,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=self.sampling.max_new_tokens,
+            eos_token_id=sorted(self._ends),
+            pad_token_id=pad_id,
+        )
+        return [until_end(response, self._ends) for response in output_nT[:, T:].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
         """Train on the rollouts as the policy that has sampled them: ratios are 1."""
-        objective = GRPO(kl_coef=0.0)
-        loss = self.engine.forward_backward(batch.rollouts, objective).loss
+        rollouts = batch.rollouts
+        if self.reference is not None:
+            scores = self.engine.reference_log_probs(rollouts)
+            rollouts = rollouts.replace(ref_log_probs_N=scores.log_probs_N)
+        loss = self.engine.forward_backward(rollouts, self.objective).loss
         return loss / self.meshes.data_ranks  # of the mean, which every rank has
 
+    def position(self) -> Metrics:
+        """Return the mean and the deviation of the rewards of the step."""
+        return self._metrics
+
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return the mean reward and length of responses."""
-        response_tokens, _, responses, half_points = counts
-        return {
-            "reward": half_points / 2 / responses,
-            "response_tokens": response_tokens / responses,
-        }
+        """Return the mean length of completions."""
+        return {"response_tokens": counts[0] / counts[2]}
 
     def finish(self) -> None:
-        """Print how many sums are right."""
-        self.sync()
-        responses = self.generate(SUMS, do_sample=False)
-        right = sum(reward(*pair) == 1 for pair in zip(SUMS.tolist(), responses, strict=True))
-        say(f"{right} of {len(SUMS)} sums are right, without sampling")
+        """Export a directory that `from_pretrained` loads."""
+        target = self.args.run_dir / EXPORT
+        if self.start < self.args.steps or not target.exists():
+            export(self.model, self.args.model, target)
+        say(f"{target} is ready for from_pretrained")
 
 
-def until_end(response: list[int]) -> list[int]:
-    """Return the tokens of a response up to its end."""
-    return response[: response.index(END) + 1] if END in response else response
+def until_end(response: list[int], ends: set[int]) -> list[int]:
+    """Return the tokens of a response up to its first end."""
+    place = next((i for i, token in enumerate(response) if token in ends), len(response))
+    return response[: place + 1]
 
 
-def reward(prompt: list[int], response: list[int]) -> float:
-    """Return the points of a response."""
-    a, _, b, _ = prompt
-    return ((response[0] == a + b) + (response[1:] == [END] and response[0] < 10)) / 2
+def objective_of(args: argparse.Namespace) -> GRPO:
+    """Return the objective of [grpo]; without a kl_coef there is no penalty."""
+    return GRPO(**{"kl_coef": 0.0, **values_of(args, "grpo")})
+
+
+def read_model(args: argparse.Namespace, config: Any, meshes: Meshes) -> Any:
+    """Return the model of the directory, sharded over the ranks."""
+    device = torch.device(meshes.device_type)
+    model = build_hf(config, args.model)
+    if not packs(model):
+        raise ValueError(
+            f"--model ({args.model}) must keep documents of a row apart, which "
+            f"{type(model).__name__} does not: see docs/huggingface.md"
+        )
+    moe = MoEOverrides()
+    if args.aux_loss:
+        moe["balance"] = BalanceConfig(micro_batch_coef=args.aux_loss)
+    fsdp = FSDPOptions(param_dtype=compute_dtype(args, device))
+    parallelize_moe(model, meshes, moe=moe, fsdp=fsdp)
+    model.to_empty(device=device)
+    with naming("--model"):
+        load_hf(args.model, model)
+    return model
 
 
 def build_job(args: argparse.Namespace) -> Reinforcement:
     """Put policy and sampler on the ranks and load the last checkpoint, if there is one."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    world_size = int(os.environ["WORLD_SIZE"])
+    config = check(args, world_size)
+    sampling = build(args, "sampling", SamplingOptions)
+    reward = load_reward(sampling.reward)
     make_run_dir(args.run_dir)
-    degrees = parallel_config(args, int(os.environ["WORLD_SIZE"]), num_experts=NUM_EXPERTS)
-    meshes = build_meshes(degrees)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        moe_intermediate_size=64,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=16,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=END,
+    tokenizer = read_tokenizer(args.model)
+    prompts = read_prompts(
+        args.data,
+        tokenizer,
+        options=build(args, "dataset", DatasetOptions),
+        columns=build(args, "columns", ColumnNames),
+        max_tokens=args.seq_len - sampling.max_new_tokens,
     )
-    torch.manual_seed(args.seed)
-    policy = Qwen3MoeForCausalLM(config)
-    sampler = copy.deepcopy(policy)  # with a config of its own: attention with a cache
-    use_causal_attention(policy)
-    parallelize_moe(policy, meshes, moe={"balance": BalanceConfig(micro_batch_coef=0.01)})
+    meshes = build_meshes(parallel_config(args, world_size, num_experts=num_experts(config)))
+    facts = {"--model": args.model.resolve().name, "prompts": len(prompts)}
+    if (problem := difference(facts, meshes.device_type)) is not None:
+        raise ValueError(f"{problem} on every rank: give all hosts the same files")
+    policy = read_model(args, config, meshes)
+    reference = None
+    if objective_of(args).kl_coef:
+        reference = read_model(args, config, meshes).requires_grad_(False).eval()
+    dtype = compute_dtype(args, torch.device(meshes.device_type))
+    logging.disable_progress_bar()  # each rank would draw one
+    sampler = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     return Reinforcement(
         args=args,
         meshes=meshes,
@@ -211,11 +316,22 @@ def build_job(args: argparse.Namespace) -> Reinforcement:
         config=config.to_dict(),
         facts={
             "--seed": args.seed,
-            "--group": args.group,
+            "--group": sampling.group,
             "prompts of a step": meshes.data_ranks * args.batch_size,
+            **facts,
         },
-        batches=None,
+        batches=PromptSteps(
+            prompts,
+            rows=args.batch_size,
+            data_rank=meshes.data_rank,
+            data_ranks=meshes.data_ranks,
+            seed=args.seed,
+        ),
         sampler=sampler.to(meshes.device_type).eval(),
+        tokenizer=tokenizer,
+        reward=reward,
+        sampling=sampling,
+        reference=reference,
     )
 
 
@@ -223,27 +339,27 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Return the arguments of a run; None = those of the command line."""
     parser = argparse.ArgumentParser(
         prog="moecore grpo",
-        description="Teach a tiny Mixture-of-Experts model sums, by reward alone.",
+        description="Train a Mixture-of-Experts model by a reward function.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", help="TOML; a flag beside it wins")
+    model_help = "a directory of config, tokenizer and weights, or a name of the hub"
+    add("--model", type=Path, required=True, metavar="DIR", help=model_help)
+    data_help = "rows with a prompt: .jsonl, .parquet, a directory of save_to_disk, or hf:NAME"
+    add("--data", type=Path, nargs="+", required=True, metavar="FILE", help=data_help)
     add("--run-dir", type=Path, default=Path("runs/grpo"), help="all that a run leaves goes here")
     add("--steps", type=positive_int, default=120, help="optimizer steps of the whole run")
     add("--batch-size", type=positive_int, default=16, help="prompts per data rank and step")
-    add("--group", type=positive_int, default=16, help="responses to a prompt")
-    add(
-        "--seq-len",
-        type=positive_int,
-        default=256,
-        help="tokens of a row, which rollouts are packed into",
-    )
-    add("--seed", type=count, default=0, help="of first weights, prompts and samples")
+    add("--seq-len", type=positive_int, default=2048, help="tokens of a row of packed rollouts")
+    add("--aux-loss", type=float, help="balance loss coefficient (None = the model's)")
+    add("--seed", type=count, default=0, help="of prompts and samples")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
     add("--ranks", type=positive_int, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     add_degrees(parser, ("ep", "dp_replicate"))
-    add_records(parser, RECIPE)
-    parser.set_defaults(**{"optimizer.lr": 4e-3, "optimizer.weight_decay": 0.0})
+    add_records(parser, {**RECIPE, **TABLES}, prefixed=("grpo", "dataset", "columns"))
+    parser.set_defaults(**{"optimizer.lr": 1e-6, "optimizer.weight_decay": 0.0})
     # of the loop, no options here
     parser.set_defaults(dtype=None, grad_accum=1, eval_every=0)
     parser.set_defaults(expert_loads_every=10, plain_host=False, wandb=None)
@@ -251,16 +367,32 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parse(parser, sys.argv[1:] if arguments is None else arguments)
 
 
+def check(args: argparse.Namespace, world_size: int) -> Any:
+    """Return the config of the model, whose directory `args.model` then is.
+
+    Raises:
+        ValueError: for arguments that do not fit the model, and for a reward that does not import.
+    """
+    args.model = model_directory(args.model)
+    config = read_config(args.model)
+    parallel_config(args, world_size, num_experts=num_experts(config)).resolve(world_size)
+    sampling = build(args, "sampling", SamplingOptions)
+    if sampling is None:
+        raise ValueError("--reward (None) must be MODULE:FUNCTION: give it")
+    load_reward(sampling.reward)
+    objective_of(args), optimizer_of(args)
+    return config
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Start the ranks, or be one of them under torchrun."""
-    args = parse_arguments(words)
-
-    def check(world_size: int) -> None:
-        parallel_config(args, world_size, num_experts=NUM_EXPERTS).resolve(world_size)
-
-    return start(run_rank, args, check)
+    try:
+        args = parse_arguments(words)
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    return start(run_rank, args, partial(check, args))
 
 
 def run_rank(args: argparse.Namespace) -> int:
-    """Build, train and evaluate on this rank."""
+    """Build, train and export on this rank."""
     return run(args, build_job)

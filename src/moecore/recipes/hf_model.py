@@ -71,7 +71,7 @@ def read_config(path: Path) -> Any:
     if not (path / "config.json").is_file():
         raise ValueError(
             f"--model ({path}) must be a Hugging Face directory with config.json, weights and "
-            f"tokenizer: hf download {path} --local-dir DIR fetches a published one"
+            "tokenizer, or the name of a published model: correct it"
         )
     try:
         config = AutoConfig.from_pretrained(path)

@@ -4,7 +4,8 @@ r"""Make a tiny Qwen3-MoE with random weights, a tokenizer of its own and chats 
 
 The directory is one of Hugging Face's: config.json, generation_config.json, model.safetensors and
 the tokenizer, whose chat template marks answers with {% generation %}. In chats.jsonl are questions
-about functions of Python's standard library, and what their docstrings answer.
+about functions of Python's standard library, and what their docstrings answer. pairs.jsonl has each
+question with its answer, chosen, and the reversed words of the answer, rejected.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from typing import Any
 
 import torch
 
+from moecore.recipes import sums
 from moecore.recipes.data import standard_library
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 
-CHATS = "chats.jsonl"
+CHATS, PAIRS = "chats.jsonl", "pairs.jsonl"
 END, PAD = "<|im_end|>", "<|endoftext|>"
 VOCAB_SIZE = 2048
 NUM_QUESTIONS = 200  # few enough to be learned by heart in minutes
@@ -54,14 +56,21 @@ def make(out: Path, **sizes: int) -> None:
     Raises:
         ValueError: when the directory is there.
     """
-    if os.path.lexists(out):
-        raise ValueError(f"OUT ({out}) must not exist yet: choose another, or remove it")
+    check_new(out)
     pairs = list(islice(questions(), NUM_QUESTIONS))
     tokenizer = make_tokenizer(pairs)
     make_model(tokenizer, **sizes).save_pretrained(out)
     tokenizer.save_pretrained(out)
     with (out / CHATS).open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"messages": chat}) + "\n" for chat in chats(pairs))
+    with (out / PAIRS).open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(pair) + "\n" for pair in preferences(pairs))
+
+
+def check_new(out: Path) -> None:
+    """Raise ValueError for a path that exists."""
+    if os.path.lexists(out):
+        raise ValueError(f"OUT ({out}) must not exist yet: choose another, or remove it")
 
 
 def questions() -> Iterator[tuple[str, str]]:
@@ -88,6 +97,16 @@ def chats(pairs: list[tuple[str, str]]) -> Iterator[list[dict[str, str]]]:
             for role, content in zip(("user", "assistant"), pair, strict=True)
         ]
         first += count
+
+
+def preferences(pairs: list[tuple[str, str]]) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Yield for each question its answer, chosen, and the reversed words of it, rejected."""
+    for question, answer in pairs:
+        yield {
+            "prompt": [{"role": "user", "content": question}],
+            "chosen": [{"role": "assistant", "content": answer}],
+            "rejected": [{"role": "assistant", "content": " ".join(answer.split()[::-1])}],
+        }
 
 
 def make_tokenizer(pairs: list[tuple[str, str]]) -> Any:
@@ -141,8 +160,16 @@ def main(words: Sequence[str] | None = None) -> int:
         prog="moecore tiny-model", description="Make a tiny Hugging Face MoE model and chats."
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
-    out = parser.parse_args(words).out
+    task_help = "sums: a model, a tokenizer and prompts for moecore grpo"
+    parser.add_argument("--task", choices=("chats", "sums"), default="chats", help=task_help)
+    args = parser.parse_args(words)
+    out = args.out
     try:
+        if args.task == "sums":
+            check_new(out)
+            sums.make(out)
+            print(f"{out} has a tiny Qwen3-MoE, {out / sums.PROMPTS} sums to train it on")
+            return 0
         make(out)
     except ARGUMENT_ERRORS as error:
         return print_error(error)

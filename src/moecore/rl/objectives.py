@@ -179,9 +179,12 @@ class DPO(CheckedRecord):
 
     Attributes:
         beta: how far the policy may leave the reference model.
+        label_smoothing: the probability that a pair is in the wrong order; its loss has this weight
+            with the responses exchanged.
     """
 
     beta: Positive = 0.1
+    label_smoothing: Annotated[float, Bound(">=", 0), Bound("<", 0.5)] = 0.0
 
     @property
     def mean(self) -> Mean:
@@ -205,11 +208,23 @@ class DPO(CheckedRecord):
 
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
         """Return the loss of its pair for each token."""
-        assert rollouts.ref_log_probs_N is not None, "the engine has looked"
-        margins_n = rollouts.sum_responses(log_probs_N - rollouts.ref_log_probs_N)
-        chosen_i, rejected_i = margins_n.unflatten(0, (-1, 2)).unbind(1)
-        loss_i = -torch.nn.functional.logsigmoid(self.beta * (chosen_i - rejected_i))
+        loss_i = self.pair_losses(self.log_ratios(log_probs_N, rollouts))
         return rollouts.spread(loss_i.repeat_interleave(2))
+
+    def log_ratios(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
+        """Return log p / p_ref of each response, fp32 [pairs, 2], the chosen one first."""
+        assert rollouts.ref_log_probs_N is not None, "the engine has looked"
+        ratios_n = rollouts.sum_responses(log_probs_N - rollouts.ref_log_probs_N)
+        return ratios_n.view(-1, 2)
+
+    def pair_losses(self, log_ratios_i2: Tensor) -> Tensor:
+        """Return the loss of each pair, fp32 [pairs]."""
+        logits_i = self.beta * (log_ratios_i2[:, 0] - log_ratios_i2[:, 1])
+        loss_i = -torch.nn.functional.logsigmoid(logits_i)
+        if self.label_smoothing:
+            exchanged_i = -torch.nn.functional.logsigmoid(-logits_i)
+            loss_i = torch.lerp(loss_i, exchanged_i, self.label_smoothing)
+        return loss_i
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,143 @@
+"""The examples of files and data sets: tokens, and which of them are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from moecore.recipes import chat
+from moecore.recipes.chat import Example
+from moecore.recipes.files import named
+from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, in_form, read_rows
+
+MAX_PLACES = 5  # of rows that are left out, in the first lines of a run
+
+
+class LearnedExample(Protocol):
+    """One sequence, or several that belong together."""
+
+    @property
+    def parts(self) -> tuple[Example, ...]:
+        """The sequences of the example."""
+
+    @property
+    def num_answers(self) -> int:
+        """Tokens that are learned; 0 = the example is left out."""
+
+    def cut(self, seq_len: int) -> Any:
+        """Return the first tokens of each sequence."""
+
+
+ExampleT = TypeVar("ExampleT", bound=LearnedExample)
+RowEncoder = Callable[[Row, Any, int, DatasetOptions, ColumnNames], Sequence[ExampleT]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examples(Generic[ExampleT]):
+    """What files hold.
+
+    Attributes:
+        examples: examples of at most seq_len tokens, each with an answer.
+        num_rows: rows of the files, those that are left out included.
+        num_cut: how many of the examples were longer.
+        num_empty: examples without a token to learn, or without one before the cut.
+        problems: why rows or examples are left out, each with its place.
+    """
+
+    examples: list[ExampleT]
+    num_rows: int
+    num_cut: int
+    num_empty: int
+    problems: list[str]
+
+    @property
+    def report(self) -> str:
+        """Counts of rows and tokens, and the rows that are left out, in a line each."""
+        num_tokens = sum(num_tokens_of(example) for example in self.examples)
+        lines = [f"{self.num_rows} rows, {num_tokens} tokens in {len(self.examples)} examples"]
+        lines += [f"left out: {problem}" for problem in self.problems[:MAX_PLACES]]
+        if (num_further := len(self.problems) - MAX_PLACES) > 0:
+            lines.append(f"left out: {num_further} more")
+        return "\n".join(lines)
+
+
+def num_tokens_of(example: LearnedExample) -> int:
+    """Return the tokens of all sequences of an example."""
+    return sum(len(part.tokens_T) for part in example.parts)
+
+
+def encode_row(
+    row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
+) -> list[Example]:
+    """Return the examples of a chat, a completion or a text."""
+    record = in_form(row.columns(names), options.format, row.place)
+    return chat.encode(record, tokenizer, seq_len=seq_len, place=row.place)
+
+
+def read_examples(
+    files: Sequence[Path],
+    tokenizer: Any,
+    *,
+    seq_len: int,
+    option: str = "--data",
+    options: DatasetOptions | None = None,
+    columns: ColumnNames | None = None,
+    encode: RowEncoder[Any] = encode_row,
+) -> Examples[Any]:
+    """Return all examples of the files, in order.
+
+    Args:
+        files: .jsonl, plain text, or data sets of `datasets`.
+        tokenizer: a fast one of transformers.
+        seq_len: most tokens that a model reads at once.
+        option: that names the files, for errors.
+        options: the format of rows; None = the defaults.
+        columns: the names of columns; None = the defaults.
+        encode: makes examples of a row, such as `encode_preference`.
+
+    Raises:
+        ValueError: for a file or row that is none, and where no example is left.
+    """
+    options, names = options or DatasetOptions(), columns or ColumnNames()
+    examples, problems, invalid = list[Any](), list[str](), list[str]()
+    num_rows = num_cut = num_empty = 0
+    for row in read_rows(files, option, options):
+        num_rows += 1
+        try:
+            row_examples = encode(row, tokenizer, seq_len, options, names)
+        except ValueError as error:
+            invalid.append(str(error))
+            continue
+        for example in row_examples:
+            piece = example.cut(seq_len)
+            if piece.num_answers:
+                examples.append(piece)
+                num_cut += num_tokens_of(example) > num_tokens_of(piece)
+            else:
+                problems.append(f"{row.place} has no answer among the first {seq_len} tokens")
+                num_empty += 1
+    check_rows(invalid, num_rows, options)
+    if not examples:
+        raise ValueError(
+            f"{named(option, ' '.join(map(str, files)))} must have a token to learn: none of its "
+            f"{num_empty} example(s) has an answer among the first --seq-len ({seq_len}) "
+            "tokens: raise --seq-len, or look at the roles"
+        )
+    return Examples(
+        examples=examples,
+        num_rows=num_rows,
+        num_cut=num_cut,
+        num_empty=num_empty,
+        problems=invalid + problems,
+    )
+
+
+def check_rows(invalid: Sequence[str], num_rows: int, options: DatasetOptions) -> None:
+    """Raise ValueError for rows that cannot be encoded, unless they may be left out."""
+    if invalid and not options.skip_invalid:
+        raise ValueError(
+            f"{invalid[0]} (broken rows: {len(invalid)} of {num_rows}): mend them, or leave them "
+            "out with --dataset-skip-invalid"
+        )

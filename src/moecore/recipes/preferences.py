@@ -1,0 +1,186 @@
+"""Pairs of a preferred and a rejected completion of one prompt, and the steps that read them.
+
+A row has chosen and rejected, each a text, a message or a list of messages. The prompt is a text or
+a list of messages. Without a prompt the messages or characters that both begin with are the prompt.
+The tokens are those of TRL's DPOTrainer: a completion is what follows the longest common prefix of
+the tokens of the prompt and of the prompt with each completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.packing import PackedBatchSampler
+from moecore.recipes.chat import Example, is_chat
+from moecore.recipes.data import BatchShape
+from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, as_message, parse_tools
+from moecore.rl import Rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two sequences with the same prompt; their completions are learned.
+
+    Attributes:
+        preferred: with the better completion.
+        rejected: with the worse one.
+    """
+
+    preferred: Example
+    rejected: Example
+
+    @property
+    def parts(self) -> tuple[Example, ...]:
+        """The preferred and the rejected sequence."""
+        return self.preferred, self.rejected
+
+    @property
+    def num_answers(self) -> int:
+        """Tokens of the shorter completion; 0 = the pair cannot be compared."""
+        return min(part.num_answers for part in self.parts)
+
+    def cut(self, seq_len: int) -> Preference:
+        """Return the first tokens of both sequences."""
+        return Preference(self.preferred.cut(seq_len), self.rejected.cut(seq_len))
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceBatch:
+    """The pairs that one data rank reads in a step, as sequences 2i and 2i + 1."""
+
+    rollouts: Rollouts
+
+    def counts(self) -> Tensor:
+        """Return pairs, tokens, tokens of completions, and 0: int64 [4]."""
+        rollouts = self.rollouts
+        num_pairs, num_answers = rollouts.num_sequences // 2, int(rollouts.response_mask_N.sum())
+        return torch.tensor([num_pairs, len(rollouts.tokens_N), num_answers, 0])
+
+
+class PreferenceSteps:
+    """Reads the next pairs of this data rank: each pair once per epoch, over all data ranks.
+
+    Attributes:
+        sampler: its state is the position in the data, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[Preference],
+        shape: BatchShape,
+        *,
+        seed: int | None,
+        data_rank: int,
+    ) -> None:
+        self._pairs = pairs
+        self.sampler = PackedBatchSampler(
+            [1] * len(pairs),
+            1,
+            rows=shape.grad_accum * shape.batch_size,
+            data_rank=data_rank,
+            data_ranks=shape.data_ranks,
+            seed=seed or 0,
+            shuffle=seed is not None,
+        )
+        self._batches = self._all_batches()
+
+    def next(self) -> PreferenceBatch:
+        """Return the step after the last one, in the next epoch after the last step of one."""
+        pairs = [self._pairs[number] for number in next(self._batches)]
+        parts = [part for pair in pairs for part in pair.parts]
+        lengths = torch.tensor([0, *(len(part.tokens_T) for part in parts)])
+        rollouts = Rollouts(
+            tokens_N=torch.cat([torch.empty(0), *(part.tokens_T for part in parts)]).long(),
+            cu_seqlens=lengths.cumsum(0),
+            response_mask_N=torch.cat([torch.empty(0), *(p.is_answer_T for p in parts)]).bool(),
+        )
+        return PreferenceBatch(rollouts)
+
+    def _all_batches(self) -> Iterator[list[int]]:
+        while True:
+            yield from self.sampler
+
+
+def encode_preference(
+    row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, names: ColumnNames
+) -> list[Preference]:
+    """Return the pair of a row.
+
+    Raises:
+        ValueError: for a row that has none.
+    """
+    columns = row.columns(names)
+    prompt, *completions = (_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected"))
+    is_text = all(isinstance(completion, str) for completion in completions)
+    if not is_text and not all(is_chat(completion) for completion in completions):
+        raise ValueError(
+            f"{row.place} must have {names.preferred} and {names.rejected}, both texts or both "
+            "messages: correct the row or [columns]"
+        )
+    if type(prompt) is not type(completions[0]):
+        prompt, *completions = _without_shared_prompt(*completions)
+    try:
+        if is_text:
+            prompt_ids, *ids = _text_ids(tokenizer, prompt, completions)
+        else:
+            prompt_ids, *ids = _chat_ids(tokenizer, prompt, completions, parse_tools(columns))
+    except Exception as error:  # of any kind: a template is code
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{row.place} must fit the chat template of --model: {reason}") from None
+    num_prompt = min(_num_shared(prompt_ids, tokens) for tokens in ids)
+    if not num_prompt:
+        raise ValueError(f"{row.place} must have a prompt before both completions: add one")
+    preferred, rejected = (
+        Example(torch.tensor(tokens, dtype=torch.int32), torch.arange(len(tokens)) >= num_prompt)
+        for tokens in ids
+    )
+    return [Preference(preferred, rejected)]
+
+
+def _messages(value: Any) -> Any:
+    """Return a message or a list of messages as a list, and a text as it is."""
+    messages = [value] if isinstance(value, dict) else value
+    return [as_message(message) for message in messages] if isinstance(messages, list) else value
+
+
+def _without_shared_prompt(preferred: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Return the prompt that both begin with, and what follows it. A space begins an answer."""
+    count = _num_shared(preferred, rejected)
+    count -= count > 0 and preferred[count - 1] == " "
+    return preferred[:count], preferred[count:], rejected[count:]
+
+
+def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many items two sequences begin with alike."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _text_ids(tokenizer: Any, prompt: str, completions: Sequence[str]) -> Iterator[list[int]]:
+    """Yield the tokens of the prompt, and of the prompt with each completion and its end."""
+    end = tokenizer.eos_token or ""
+    texts = [prompt + c if c.endswith(end) else prompt + c + end for c in completions]
+    for text in (prompt, *texts):
+        yield tokenizer(text)["input_ids"]
+
+
+def _chat_ids(
+    tokenizer: Any, prompt: list[Any], completions: Sequence[list[Any]], tools: Any
+) -> Iterator[list[int]]:
+    """Yield the tokens of the prompt for an answer, and of the prompt with each completion."""
+
+    def render(messages: list[Any], *, is_prompt: bool = False) -> list[int]:
+        ids: list[int] = tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=is_prompt, return_dict=True
+        )["input_ids"]
+        return ids
+
+    yield render(prompt, is_prompt=True)
+    for completion in completions:
+        yield render([*prompt, *completion])

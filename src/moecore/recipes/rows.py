@@ -1,0 +1,242 @@
+"""Rows of files and data sets, in one of the forms that chat.py encodes.
+
+A .jsonl file has a JSON object per line. A data set of `datasets` has rows. Any other file is one
+text. A column may have another name, see `ColumnNames`. These forms become messages:
+
+    conversations: [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]
+    instruction: "...", input: "...", output: "..."        instruction and input are one message
+
+Legend of roles: human = user, gpt = assistant, observation = tool. A function_call is an
+assistant's message whose text is the JSON of a tool call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from moecore.base.fields import CheckedRecord
+from moecore.packing.corpus.json_lines import strip_line
+from moecore.recipes.files import named, read_text
+from moecore.recipes.tables import is_table, load_table
+
+RowFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text"]
+# What a row of each format must have; the first one that a row has is its format.
+FORMATS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+*_NAMES, _LAST = (" and ".join(f'"{name}"' for name in names) for names in FORMATS.values())
+FORMS = f"{', '.join(_NAMES)}, or {_LAST}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetOptions(CheckedRecord):
+    """The form of the rows of --data, and what is read of a data set.
+
+    Attributes:
+        format: "auto" takes each row's format from its columns.
+        split: of a data set with splits.
+        config: of a data set of the hub that has several; "" = its only one.
+        skip_invalid: leave out rows that cannot be encoded. The first lines of a run name them.
+    """
+
+    format: RowFormat = "auto"
+    split: str = "train"
+    config: str = ""
+    skip_invalid: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnNames(CheckedRecord):
+    """The names that columns of --data have there.
+
+    Attributes:
+        messages: a chat as a list of objects with role and content.
+        tools: JSON schemas of the tools of a chat, as a list or its JSON text.
+        conversations: a chat as a list of objects with from and value.
+        system: a system message before a chat of format sharegpt or alpaca.
+        instruction: the request of format alpaca.
+        input: more of the request of format alpaca; may be empty.
+        output: the answer of format alpaca.
+        history: earlier pairs of request and answer of format alpaca.
+        prompt: a text, or a chat.
+        completion: a text that follows the prompt, or messages that follow it.
+        text: a text that is learned as a whole.
+        preferred: the better completion of objective dpo, which published data call chosen.
+        rejected: the worse completion of objective dpo.
+    """
+
+    messages: str = "messages"
+    tools: str = "tools"
+    conversations: str = "conversations"
+    system: str = "system"
+    instruction: str = "instruction"
+    input: str = "input"
+    output: str = "output"
+    history: str = "history"
+    prompt: str = "prompt"
+    completion: str = "completion"
+    text: str = "text"
+    preferred: str = "chosen"
+    rejected: str = "rejected"
+
+    def rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a row that have a name here, by field."""
+        names = ((field, getattr(self, field)) for field in self.__dataclass_fields__)
+        return {field: row[name] for field, name in names if name in row}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row as it is read.
+
+    Attributes:
+        place: file and line, for errors.
+        content: the columns, or the line of JSON that has them.
+    """
+
+    place: str
+    content: Mapping[str, Any] | str
+
+    def parse(self) -> Mapping[str, Any]:
+        """Return the columns.
+
+        Raises:
+            ValueError: for a line that is not a JSON object.
+        """
+        content: Any = self.content
+        if isinstance(content, str):
+            try:
+                content = json.loads(content)
+            except (ValueError, RecursionError):
+                raise ValueError(f"{self.place} must be a JSON object with {FORMS}") from None
+        if not isinstance(content, dict):
+            kind = type(content).__name__
+            raise ValueError(
+                f"{self.place} must be a JSON object with {FORMS}: it is of type {kind}"
+            )
+        return content
+
+    def columns(self, names: ColumnNames) -> dict[str, Any]:
+        """Return the named columns by field, or all columns where none is named."""
+        content = self.parse()
+        return names.rename(content) or dict(content)
+
+
+def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> Iterator[Row]:
+    """Yield the rows of files and data sets, in order. Lines without content are left out."""
+    for path in files:
+        name = named(option, path)
+        if is_table(str(path)):
+            table = load_table(str(path), option, split=options.split, config=options.config)
+            for number, row in enumerate(table):
+                yield Row(f"{name} row {number}", _without_none(row))
+        elif path.suffix == ".jsonl":
+            for number, line in enumerate(read_text(path, option).split("\n"), start=1):
+                if text := strip_line(line):
+                    yield Row(f"{name} line {number}", text)
+        else:
+            yield Row(name, {"text": read_text(path, option)})
+
+
+def in_form(columns: dict[str, Any], row_format: RowFormat, place: str) -> dict[str, Any]:
+    """Return columns in a form of chat.py: messages, prompt and completion, or text.
+
+    Raises:
+        ValueError: for a row without the columns of the format.
+    """
+    formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
+    kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
+    if kind is None and row_format != "auto":
+        names = " and ".join(FORMATS[row_format])
+        raise ValueError(
+            f"{place} must have {names} for format {row_format!r}: correct format or [columns]"
+        )
+    if kind == "sharegpt":
+        messages = [*_system(columns), *_as_list(columns["conversations"], place)]
+        return {"messages": [as_message(m) for m in messages], "tools": parse_tools(columns)}
+    if kind == "alpaca":
+        return {"messages": list(_alpaca(columns, place))}
+    if kind == "messages" and isinstance(columns["messages"], list):
+        messages = [as_message(m) for m in columns["messages"]]
+        return {"messages": messages, "tools": parse_tools(columns)}
+    if kind == "completion":
+        return {name: columns[name] for name in ("prompt", "completion")} | {
+            "tools": parse_tools(columns)
+        }
+    return {name: columns[name] for name in FORMATS["text"]} if kind == "text" else columns
+
+
+def _as_list(value: Any, place: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{place} must have a list of messages: correct it")
+    return value
+
+
+def _system(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    system = columns.get("system")
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _alpaca(columns: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a row; instruction and input are joined by a line end."""
+    pairs = _as_list(columns.get("history") or [], place)
+    request = "\n".join(filter(None, (columns["instruction"], columns.get("input"))))
+    yield from _system(columns)
+    for request_text, answer in (*pairs, (request, columns["output"])):
+        yield {"role": "user", "content": request_text}
+        yield {"role": "assistant", "content": answer}
+
+
+def as_message(message: Any) -> Any:
+    """Return a message with role and content, whose tool calls have parsed arguments."""
+    if not isinstance(message, dict):
+        return message
+    if "from" in message:
+        role, value = message["from"], message.get("value")
+        if role == "function_call":
+            call = {"type": "function", "function": _parsed(value)}
+            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        else:
+            message = {"role": ROLES.get(role, role), "content": value}
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    return message | {"tool_calls": [_tool_call(call) for call in message["tool_calls"]]}
+
+
+def _tool_call(call: Any) -> Any:
+    """Return a tool call whose arguments are an object: templates write the JSON of it."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _tool_call(call["function"])}
+    return call | {"arguments": _parsed(call["arguments"])} if "arguments" in call else call
+
+
+def parse_tools(columns: dict[str, Any]) -> Any:
+    """Return the schemas of tools; None = there are none."""
+    return _parsed(columns.get("tools")) or None
+
+
+def _parsed(value: Any) -> Any:
+    """Return what a JSON text holds if it is an object or a list, else the value."""
+    try:
+        content = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+    return content if isinstance(content, dict | list) else value
+
+
+def _without_none(value: Any) -> Any:
+    """Return a value without keys of None: a column of Arrow gives all objects the same keys."""
+    if isinstance(value, dict):
+        return {name: _without_none(of) for name, of in value.items() if of is not None}
+    return [_without_none(of) for of in value] if isinstance(value, list) else value

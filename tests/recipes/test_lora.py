@@ -1,0 +1,117 @@
+"""LoRA by `moecore finetune` and a file on two ranks, against peft's own run in one process."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moecore.io import save_adapters
+from moecore.packing import PackedBatchSampler
+from moecore.recipes.tiny_model import make
+from tests.helpers.ranks import run_ranks
+from tests.recipes.test_finetune import loss_of
+from tests.recipes.test_train import metrics
+
+transformers = pytest.importorskip("transformers", minversion="5")
+peft = pytest.importorskip("peft")
+STEPS, ROWS, TOKENS, RATE, EPS = 5, 4, 96, 3e-3, 1e-4  # rows of a step
+# eps is larger than rounding errors of gradients near 0, which Adam would make steps of the rate.
+FILE = f"""
+epochs = 9
+max_steps = {STEPS}
+seq_len = {TOKENS}
+batch_size = 2
+ep = 2
+eval_every = 0
+checkpoint_every = 0
+
+[lora]
+rank = 4
+alpha = 24
+
+[optimizer]
+lr = {RATE}
+eps = {EPS}
+
+[schedule]
+lr_schedule = "constant"
+warmup_steps = 0
+"""
+
+
+def on_two_ranks(rank: int, device: torch.device, folder: Path) -> None:
+    """Run, and write the adapters before the first step."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    script = importlib.import_module("moecore.recipes.finetune")
+    build_model = script.build_model
+
+    def build(*args: Any, **options: Any) -> Any:
+        model = build_model(*args, **options)
+        save_adapters(model, folder / "first")
+        return model
+
+    printed = StringIO()
+    with (
+        redirect_stdout(printed),
+        redirect_stderr(printed),
+        patch.object(script, "build_model", build),
+    ):
+        code = script.run_rank(script.parse_arguments([str(folder / "lora.toml")]))
+    assert code == 0, printed.getvalue()
+
+
+def train_stock(folder: Path, examples: list[Any]) -> tuple[list[float], Any]:
+    """Return the losses of peft's own steps, one example at a time, and the model."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, folder / "first", is_trainable=True)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, RATE, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
+    steps = iter(PackedBatchSampler([len(e.tokens_T) for e in examples], TOKENS, rows=ROWS))
+    losses = []
+    for _ in range(STEPS):
+        parts = [loss_of(model, examples[number]) for number in next(steps)]
+        loss = sum(part for part, _ in parts) / sum(count for _, count in parts)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, model
+
+
+def test_two_ranks_equal_peft(tmp_path: Path) -> None:
+    from moecore.recipes.examples import read_examples
+
+    tiny, data = tmp_path / "tiny", tmp_path / "some.jsonl"
+    make(tiny, hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16)
+    data.write_text("\n".join((tiny / "chats.jsonl").read_text().splitlines()[:40]))
+    paths = {"model": str(tiny), "data": [str(data)], "run_dir": str(tmp_path / "run")}
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in paths.items()]
+    (tmp_path / "lora.toml").write_text("".join(lines) + FILE)
+    run_ranks(2, on_two_ranks, tmp_path, over_gloo=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    examples = read_examples([data], tokenizer, seq_len=TOKENS).examples
+    losses, model = train_stock(tmp_path, examples)
+    found = [line["loss"] for line in metrics(tmp_path / "run")]
+    assert found == pytest.approx(losses, rel=1e-5) and losses[-1] < losses[0] - 0.02
+    wanted = peft.get_peft_model_state_dict(model)
+    adapters = load_file(tmp_path / "run" / "adapters" / "adapter_model.safetensors")
+    first = load_file(tmp_path / "first" / "adapter_model.safetensors")
+    assert adapters.keys() == wanted.keys() and any("experts" in name for name in wanted)
+    for name, tensor in wanted.items():
+        assert (adapters[name] - tensor).abs().max() < 1e-5, name
+        assert not torch.equal(tensor, first[name]), name
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
+    with torch.no_grad():
+        pair = [loss_of(m, examples[0])[0].item() for m in (reloaded.eval(), model.eval())]
+    assert pair[0] == pytest.approx(pair[1], rel=1e-5)
