@@ -232,6 +232,24 @@ def test_prune(capsys, tmp_path):
     assert [p.exists() for p in steps] == [False, False, True]
 
 
+def test_a_training_run_directory_means_its_checkpoints(home, capsys, tmp_path):
+    steps = tmp_path / "mine" / "checkpoints"
+    shutil.copytree(home / "run", steps)
+    (tmp_path / "mine" / "config.toml").touch()
+    for path in (tmp_path / "mine", steps, steps / "step-000003"):
+        facts = json.loads(run(capsys, "inspect", path, "--json")[1])
+        assert facts["path"] == str(steps / "step-000003")
+        assert ("steps" in facts) == (path.name != "step-000003")
+        code, out, _ = run(capsys, "verify", path, "--sizes")
+        assert code == 0 and out.startswith(f"{steps / 'step-000003'}: whole")
+    hf = tmp_path / "hf"
+    assert run(capsys, "convert", tmp_path / "mine", hf, "--config", home / "hf")[0] == 0
+    assert (hf / "config.json").is_file()
+    code, out, _ = run(capsys, "prune", tmp_path / "mine", "--keep", 1)
+    assert code == 0 and out.splitlines() == [f"removed {steps / f'step-00000{i}'}" for i in (1, 2)]
+    assert [path.name for path in steps.glob("step-*")] == ["step-000003"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
