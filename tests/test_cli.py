@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import runpy
 import shlex
@@ -304,6 +305,24 @@ def test_help_and_module(capsys):
     for command in ("inspect", "verify", "convert", "prune"):
         assert main(["checkpoint", command, "--help"]) == 0
         assert f"moecore checkpoint {command}" in text  # an example of each
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"moecore {moecore.__version__}\n"
+
+
+def test_help_lists_each_command_once_in_its_group(capsys):
+    """The parser's own error names the commands that exist."""
+    assert main(["nothing"]) == 2
+    choices = capsys.readouterr().err.partition("choose from ")[2].strip(" )\n")
+    names = {name.strip(" '") for name in choices.split(",")}
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line.split()[0] for line in lines if re.match("  [a-z]", line)]
+    assert len(listed) == len(names) and set(listed) == names
+    for group in ("training:", "trained models:", "plans:", "diagnosis:"):
+        assert lines.count(group) == 1
 
 
 def test_an_interrupted_command_ends_as_shells_have_it(home, capsys, monkeypatch):

@@ -36,7 +36,6 @@ def add_checkpoint(rooms: Any) -> None:
     """Add the command to those of `moecore`."""
     checkpoint = rooms.add_parser(
         "checkpoint",
-        help="inspect, verify, convert and prune checkpoints",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
