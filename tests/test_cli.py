@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import runpy
 import shlex
@@ -232,6 +233,24 @@ def test_prune(capsys, tmp_path):
     assert [p.exists() for p in steps] == [False, False, True]
 
 
+def test_a_training_run_directory_means_its_checkpoints(home, capsys, tmp_path):
+    steps = tmp_path / "mine" / "checkpoints"
+    shutil.copytree(home / "run", steps)
+    (tmp_path / "mine" / "config.toml").touch()
+    for path in (tmp_path / "mine", steps, steps / "step-000003"):
+        facts = json.loads(run(capsys, "inspect", path, "--json")[1])
+        assert facts["path"] == str(steps / "step-000003")
+        assert ("steps" in facts) == (path.name != "step-000003")
+        code, out, _ = run(capsys, "verify", path, "--sizes")
+        assert code == 0 and out.startswith(f"{steps / 'step-000003'}: whole")
+    hf = tmp_path / "hf"
+    assert run(capsys, "convert", tmp_path / "mine", hf, "--config", home / "hf")[0] == 0
+    assert (hf / "config.json").is_file()
+    code, out, _ = run(capsys, "prune", tmp_path / "mine", "--keep", 1)
+    assert code == 0 and out.splitlines() == [f"removed {steps / f'step-00000{i}'}" for i in (1, 2)]
+    assert [path.name for path in steps.glob("step-*")] == ["step-000003"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -286,6 +305,24 @@ def test_help_and_module(capsys):
     for command in ("inspect", "verify", "convert", "prune"):
         assert main(["checkpoint", command, "--help"]) == 0
         assert f"moecore checkpoint {command}" in text  # an example of each
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"moecore {moecore.__version__}\n"
+
+
+def test_help_lists_each_command_once_in_its_group(capsys):
+    """The parser's own error names the commands that exist."""
+    assert main(["nothing"]) == 2
+    choices = capsys.readouterr().err.partition("choose from ")[2].strip(" )\n")
+    names = {name.strip(" '") for name in choices.split(",")}
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line.split()[0] for line in lines if re.match("  [a-z]", line)]
+    assert len(listed) == len(names) and set(listed) == names
+    for group in ("training:", "trained models:", "plans:", "diagnosis:"):
+        assert lines.count(group) == 1
 
 
 def test_an_interrupted_command_ends_as_shells_have_it(home, capsys, monkeypatch):

@@ -632,6 +632,21 @@ def test_arguments_are_checked(finetune: ModuleType, capsys: pytest.CaptureFixtu
     assert math.isclose(finetune.parse_arguments([*words, "0.2"]).eval_share, 0.2)
 
 
+def test_resolved_options_start_the_same_run(finetune: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+
+    def toml(*words: str) -> str:
+        args = finetune.parse_arguments(words)
+        tables = finetune.tables_of(args, finetune.records_of(args))
+        text: str = finetune.as_toml(args, tables, without=finetune.EXCLUDED_FIELDS)
+        return text
+
+    wanted = toml("--model", "m", "--data", "a.jsonl", "--lr", "2e-5", "--epochs", "3")
+    file.write_text(wanted)
+    assert "epochs = 3\n" in wanted and "lr = 2e-05\n" in wanted
+    assert toml("--config", str(file)) == wanted
+
+
 def test_the_tiny_directory_is_made_once(
     runs: tuple[Path, list[str]], one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -16,21 +16,38 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import NoReturn
 
+from moecore.base import __version__
 from moecore.base.tables import bounded_line
 from moecore.cli.checkpoints import add_checkpoint
 from moecore.cli.plans import add_doctor, add_dry_run, add_measure, add_plan, add_report
 
-# Commands that parse their own options, with their help texts.
-TRAINING = {
-    "train": "train a decoder of moecore on text, byte by byte",
-    "pretrain": "train a decoder on a corpus",
-    "finetune": "fine-tune a Hugging Face model on chats, prompts or text",
-    "grpo": "train a tiny model by reinforcement learning",
-    "generate": "continue a prompt with a trained model",
-    "evaluate": "measure the loss of a trained model on documents",
-    "recipes": "list, show and copy configs that are ready",
-    "tiny-model": "make a tiny Hugging Face model and chats to try the other commands",
+# The commands by group, with their help texts.
+GROUPS = {
+    "training": {
+        "train": "train a decoder of moecore on text, byte by byte",
+        "pretrain": "train a decoder on a corpus",
+        "finetune": "fine-tune a Hugging Face model on chats, prompts or text",
+        "grpo": "train a tiny model by reinforcement learning",
+        "recipes": "list, show and copy configs that are ready",
+        "tiny-model": "make a tiny Hugging Face model and chats to try the other commands",
+    },
+    "trained models": {
+        "generate": "continue a prompt with a trained model",
+        "evaluate": "measure the loss of a trained model on documents",
+        "checkpoint": "inspect, verify, convert and prune checkpoints",
+    },
+    "plans": {
+        "plan": "which training run fits a cluster that is not there, and what its ranks hold",
+        "dry-run": "what one rank of a world that is not there holds and does in a step",
+        "measure": "what operations take on this machine's GPU, as a table for plans",
+    },
+    "diagnosis": {
+        "report": "where a step's time went on one rank's GPU, and what to try next",
+        "doctor": "what is wrong with the machines of a job, one line each",
+    },
 }
+# The commands that parse their own options.
+TRAINING = (*GROUPS["training"], "generate", "evaluate")
 # Where those are whose module has another name.
 MODULES = {"evaluate": "generate:evaluate", "recipes": "library", "tiny-model": "tiny_model"}
 MAX_ERROR_LENGTH = 400  # characters of a usage error
@@ -102,10 +119,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="moecore", description="Train Mixture-of-Experts models.")
-    rooms = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, text in TRAINING.items():
-        rooms.add_parser(name, help=text, add_help=False)
+    parser = _Parser(
+        prog="moecore",
+        usage="moecore [-h] [--version] COMMAND ...",
+        description="Train Mixture-of-Experts models.",
+        epilog=_commands_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"moecore {__version__}")
+    rooms = parser.add_subparsers(
+        prog="moecore", required=True, metavar="COMMAND", help=argparse.SUPPRESS
+    )
+    for name in TRAINING:
+        rooms.add_parser(name, add_help=False)
     add_checkpoint(rooms)
     add_plan(rooms)
     add_dry_run(rooms)
@@ -113,3 +139,11 @@ def _parser() -> argparse.ArgumentParser:
     add_report(rooms)
     add_doctor(rooms)
     return parser
+
+
+def _commands_text() -> str:
+    """Return the commands in groups, one a line."""
+    lines = []
+    for group, commands in GROUPS.items():
+        lines += [f"{group}:", *(f"  {name:<11} {text}" for name, text in commands.items()), ""]
+    return "\n".join([*lines, "moecore COMMAND --help prints the options of a command."])

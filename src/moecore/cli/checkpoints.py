@@ -9,9 +9,10 @@ from typing import Any
 from moecore.base.tables import UNITS
 
 DESCRIPTION = """\
-Work with checkpoints. A path is a step directory (runs/a/step-000100), a run (runs/a; its latest
-checkpoint is meant), a Hugging Face directory (with config.json and safetensors) or one of
-torch.distributed.checkpoint, plain or of Megatron-Core (with .metadata)."""
+Work with checkpoints. A path is a step directory (runs/a/checkpoints/step-000100), a run (runs/a
+or runs/a/checkpoints; its latest checkpoint is meant), a Hugging Face directory (with config.json
+and safetensors) or one of torch.distributed.checkpoint, plain or of Megatron-Core (with
+.metadata)."""
 
 
 EXAMPLES = """\
@@ -35,7 +36,6 @@ def add_checkpoint(rooms: Any) -> None:
     """Add the command to those of `moecore`."""
     checkpoint = rooms.add_parser(
         "checkpoint",
-        help="inspect, verify, convert and prune checkpoints",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -77,7 +77,6 @@ def add_plan(rooms: Any) -> None:
     """Add the command to those of `moecore`."""
     parser = rooms.add_parser(
         "plan",
-        help="which training run fits a cluster that is not there, and what its ranks hold",
         description="Without degrees: foldings that fit, best first. With degrees: bytes by kind "
         "for each pipeline rank and the most at once, from the plan and the step that the run has.",
         epilog=PLAN_EXAMPLE,
@@ -112,7 +111,6 @@ def add_dry_run(rooms: Any) -> None:
     """Add the command to those of `moecore`."""
     parser = rooms.add_parser(
         "dry-run",
-        help="what one rank of a world that is not there holds and does in a step",
         description="Runs the host's code of a training step of one rank, without its GPU and "
         "without the other ranks. Loads are balanced. Other ranks answer at once.",
         epilog=DRY_RUN_EXAMPLE,
@@ -128,7 +126,6 @@ def add_measure(rooms: Any) -> None:
     """Add the command to those of `moecore`."""
     parser = rooms.add_parser(
         "measure",
-        help="what operations take on this machine's GPU, as a table for plans",
         description="Times products, attention, copies and kernels of rows on this GPU, under "
         "torchrun collectives too, and writes them as a table of costs.",
     )
@@ -146,7 +143,6 @@ def add_doctor(rooms: Any) -> None:
     """Add the command to those of `moecore`."""
     parser = rooms.add_parser(
         "doctor",
-        help="what is wrong with the machines of a job, one line each",
         description="Compares versions, environment and clocks of all ranks; looks at limits, "
         "memory, disks and peer access of their hosts; and measures their links.",
         epilog=DOCTOR_EXAMPLE,
@@ -168,7 +164,6 @@ def add_report(rooms: Any) -> None:
     """Add the command to those of `moecore`."""
     parser = rooms.add_parser(
         "report",
-        help="where a step's time went on one rank's GPU, and what to try next",
         description="Reads a Chrome trace of torch.profiler: what bounds the step, which "
         "communication nothing hides, why the GPU is idle, and the options that may win most.",
         epilog=REPORT_EXAMPLE,

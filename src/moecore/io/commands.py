@@ -15,7 +15,7 @@ import torch
 
 from moecore.base.fields import UsageError
 from moecore.base.tables import bounded_line, printable, shown_bytes
-from moecore.io.checkpoint.directory import latest, prunable, prune, whole_directories
+from moecore.io.checkpoint.directory import latest, prunable, prune, root_of, whole_directories
 from moecore.io.checkpoint.lock import leftovers_of_dead_job
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.io.checkpoint.shard_file import Progress
@@ -33,7 +33,7 @@ def run_inspect(args: Any) -> int:
     tensors = facts.pop("tensors")
     facts |= _totals(tensors)
     if path != args.path:
-        facts["steps"] = [p.name for p in whole_directories(args.path)]
+        facts["steps"] = [p.name for p in whole_directories(path.parent)]
     if args.json:
         print(json.dumps(facts | {"tensors": tensors}))
         return 0
@@ -210,10 +210,11 @@ def run_prune(args: Any) -> int:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     if not args.path.is_dir():
         raise UsageError(f"path ({args.path}) must be a run: it is not there")
-    old = prunable(args.path, args.keep)
-    drafts = leftovers_of_dead_job(args.path) if old else []  # without old ones no lock is taken
+    root = root_of(args.path)
+    old = prunable(root, args.keep)
+    drafts = leftovers_of_dead_job(root) if old else []  # without old ones no lock is taken
     if not args.dry_run:
-        old = prune(args.path, args.keep)
+        old = prune(root, args.keep)
         drafts = [path for path in drafts if not path.exists()]
     for path in (*old, *drafts):
         print(f"{'would remove' if args.dry_run else 'removed'} {path}")
@@ -230,7 +231,7 @@ def _find(path: Path) -> tuple[Path, str]:
         return path, "DCP"
     if (path / "config.json").is_file():
         return path, "Hugging Face"
-    newest = latest(path)
+    newest = latest(root_of(path))
     if newest is None:
         raise UsageError(
             f"path ({path}) must hold a {MANIFEST}, a config.json, a .metadata or whole step "

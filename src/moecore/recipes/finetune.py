@@ -94,6 +94,7 @@ EXCLUDED_FIELDS = (
     "context.dynamic",
     "config",
     "dynamic_cp",
+    "expert_loads_every",
     "dry_run",
     "gpu",
 )  # fields that another option sets

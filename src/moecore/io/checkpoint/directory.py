@@ -41,6 +41,7 @@ from moecore.io.checkpoint.lock import locked
 from moecore.io.checkpoint.manifest import MANIFEST, Manifest
 
 POINTER = "latest"
+CHECKPOINTS = "checkpoints"  # the directory of a training run that `save` gets
 # Exactly the names that `directory_of` makes: step-0000006 would be a second name of step 6.
 _STEP = r"step-([0-9]{6}|[1-9][0-9]{6,17})"
 _STEP_NAME = re.compile(_STEP)
@@ -77,6 +78,16 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
             directories[-1].name,
         )
     return directories[-1] if directories else None
+
+
+def root_of(path: Path) -> Path:
+    """Return the directory with the steps of a run: `path`, or its checkpoints directory.
+
+    `moecore train` and its siblings, and MoETrainer, write checkpoints below their run directory.
+    """
+    below = path / CHECKPOINTS
+    has_steps = (path / POINTER).exists() or bool(whole_directories(path))
+    return below if below.is_dir() and not has_steps else path
 
 
 def set_latest(path: str | os.PathLike[str]) -> None:
