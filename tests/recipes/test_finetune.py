@@ -239,7 +239,7 @@ def oracle(
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.param_groups[0]["lr"] = 3e-3 * LearningRateSchedule().factor(
-            step, steps=STEPS, tokens_per_step=1
+            step, steps=STEPS, steps_of=int
         )
         optimizer.step()
         optimizer.zero_grad()

@@ -8,15 +8,16 @@ from typing import Any
 
 from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io import decoder_config_from_hf
+from moecore.io.hf.config_fields import read_config
 from moecore.models import DecoderConfig, preset
 from moecore.packing import CorpusOptions
 from moecore.recipes.files import check_directory, naming
 from moecore.recipes.optimizer import optimizer_of, schedule_of
-from moecore.recipes.options import (
-    moe_of,
-)
+from moecore.recipes.options import moe_of
 from moecore.recipes.records import build, values_of
+from moecore.recipes.rotary import RotaryOptions, write_rotary
 from moecore.recipes.sharding import TABLES
+from moecore.recipes.steps import BatchRamp
 
 RECORDS: dict[str, type] = {
     "corpus": CorpusOptions,
@@ -24,6 +25,8 @@ RECORDS: dict[str, type] = {
     "moe": MoEConfig,
     "capacity": CapacityConfig,
     "balance": BalanceConfig,
+    "rotary": RotaryOptions,
+    "batch": BatchRamp,
     **TABLES,
 }
 
@@ -32,7 +35,7 @@ RECORDS: dict[str, type] = {
 EXCLUDED_FIELDS = (
     *("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim"),
     *("balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic"),
-    *("config", "row_factor", "dry_run", "gpu", "gpus"),
+    *("config", "row_factor", "dry_run", "gpu", "gpus", "stage", "stage_args", "run_args"),
 )
 
 
@@ -44,8 +47,21 @@ def tables_of(
         moe = moe_of(config)
         of_moe = {"moe": moe, "capacity": moe.capacity, "balance": moe.balance}
         records = {"model": config, **of_moe, **records}
-    records = records | {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
+    of_run = {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
+    of_run |= {"rotary": RotaryOptions(**values_of(args, "rotary")), "batch": ramp_of(args)}
+    records = records | of_run
     return {table: record for table, record in records.items() if record is not None}
+
+
+def ramp_of(args: argparse.Namespace) -> BatchRamp:
+    """Return the options of [batch] of the arguments."""
+    return BatchRamp(**values_of(args, "batch"))
+
+
+def export_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the config.json of an export: that of --hf-config, with the options of [rotary]."""
+    values = read_config(args.hf_config)
+    return write_rotary(values, model_config(args)) if values_of(args, "rotary") else dict(values)
 
 
 def model_config(args: argparse.Namespace) -> DecoderConfig:
@@ -74,4 +90,4 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
         balance["micro_batch_coef"] = args.aux_loss
     moe = moe_of(config)
     moe = replace(moe, balance=replace(moe.balance, **balance))
-    return replace(config, moe=moe)
+    return RotaryOptions(**values_of(args, "rotary")).apply(replace(config, moe=moe))

@@ -12,6 +12,7 @@ into a checkpoint.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import signal
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.parallel.mesh import Meshes, ParallelConfig
+from moecore.parallel.mesh import Meshes, ParallelConfig, start_process_group
 from moecore.recipes.data import BatchShape, to_device
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
@@ -50,8 +51,16 @@ from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import DEGREES, compute_dtype, loss_scale
 from moecore.recipes.profiling import check_profile, traced
 from moecore.recipes.report import RunReport, make_run_dir
-from moecore.recipes.resume import KEPT_CHECKPOINTS, checkpoint_dir, continuation, resume
+from moecore.recipes.resume import (
+    KEPT_CHECKPOINTS,
+    checkpoint_dir,
+    continuation,
+    latest_step,
+    resume,
+)
 from moecore.recipes.schedule import is_due
+from moecore.recipes.stages import TrainingStage, plan_stage
+from moecore.recipes.steps import StepSizes
 from moecore.train.step import TrainStep
 
 CPU_RANKS = 2
@@ -113,6 +122,9 @@ class TrainingJob(ABC, Generic[BatchT]):
         self.device = torch.device(self.meshes.device_type)
         torch.manual_seed(self.args.seed)
         self.optimizer_config, self.lr_schedule = optimizer_of(self.args), schedule_of(self.args)
+        self.stage: TrainingStage = getattr(self.args, "stage", None) or plan_stage(
+            self.args, {}, StepSizes([]), 0, rows=self.shape.rows
+        )
         self.owner = TrainStep(
             self.model,
             self.optimizers,
@@ -122,7 +134,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         )
         sampler = self.batches.sampler if self.batches else None
         restored = self.model, self.optimizers, self.facts, self.owner, sampler
-        self.start = resume(self.args, *restored, chosen_by=self.chosen_by)
+        self.start = resume(self.args, *restored, stage=self.stage, chosen_by=self.chosen_by)
         self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
         dtype = compute_dtype(self.args, self.device)
         self.peak_tflops = self.args.peak_tflops or peak_tflops(self.device, dtype)
@@ -147,6 +159,10 @@ class TrainingJob(ABC, Generic[BatchT]):
     def evaluate(self) -> Metrics:
         """Return metrics of held-out data, such as "eval_loss". Waits for the device."""
         return {}
+
+    def close(self) -> None:
+        """Free what the next stage makes anew. Collective."""
+        self.owner.close()
 
     @abstractmethod
     def finish(self) -> None:
@@ -196,14 +212,53 @@ def ranks_to_start(args: argparse.Namespace) -> int:
     return int(args.ranks or torch.cuda.device_count() or CPU_RANKS)
 
 
-def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], TrainingJob]) -> int:
-    """Build, train and finish a job on this rank; return the exit code."""
+def run(
+    args: argparse.Namespace,
+    build_job: Callable[[argparse.Namespace], TrainingJob],
+    plan: Callable[[argparse.Namespace], list[argparse.Namespace]] = lambda args: [args],
+) -> int:
+    """Build, train and finish a job on this rank, or one for each stage; return the exit code.
+
+    Args:
+        args: of the run.
+        build_job: makes the job of a stage.
+        plan: returns the options of each stage, see `plan_stages`.
+    """
     try:
         check_environment()
     except ARGUMENT_ERRORS as error:
         return print_error(error)
     try:
         check_ranks(args)
+        stages = remaining_stages(plan(args))
+    except ARGUMENT_ERRORS as error:
+        return print_rank_error(error, int(os.environ["RANK"]))
+    for stage_args in stages:
+        code = run_stage(stage_args, build_job, is_last=stage_args is stages[-1])
+        if code:
+            return code
+    dist.barrier()
+    return 0
+
+
+def remaining_stages(stages: list[argparse.Namespace]) -> list[argparse.Namespace]:
+    """Return the stages without those that a checkpoint has behind it, but at least the last."""
+    if len(stages) == 1:
+        return stages
+    if not dist.is_initialized():  # one rank reads the directory for all
+        start_process_group("cuda" if torch.cuda.is_available() else "cpu")
+    step = on_first_rank(lambda: latest_step(stages[0]))
+    return [stage for stage in stages[:-1] if stage.steps > step] + stages[-1:]
+
+
+def run_stage(
+    args: argparse.Namespace,
+    build_job: Callable[[argparse.Namespace], TrainingJob],
+    *,
+    is_last: bool,
+) -> int:
+    """Build and train the job of a stage; finish the job of the last; return the exit code."""
+    try:
         job = build_job(args)
         check_profile(args, job.start)
         if not args.plain_host:
@@ -212,15 +267,23 @@ def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Trai
         return print_rank_error(error, int(os.environ["RANK"]))
     try:
         if job.start < args.steps:
+            if job.stage.name:
+                say(f"stage {job.stage.name}: steps {job.start + 1} to {args.steps}")
             job.begin()
             with silence_background_errors():
                 train(job)
         else:
             say(f"{args.run_dir} is finished at step {job.start}{job.finish_note}")
-        job.finish()
+        if is_last:
+            job.finish()
+        else:
+            job.close()
     except RUN_ERRORS as error:
         return print_run_error(error, args, saves_memory=job.saves_memory)
-    dist.barrier()
+    if not is_last:
+        del job  # before the next stage's model is made
+        gc.collect()
+        torch.cuda.empty_cache()
     return 0
 
 
@@ -259,6 +322,8 @@ def train(job: TrainingJob[Any]) -> None:
             if is_checkpoint:
                 job.owner.check()  # no checkpoint of a step whose tokens got lost
                 extra = {"step": step, **job.facts, **job.owner.state_dict()}
+                if job.stage.name:
+                    extra["stage"] = job.stage.name
                 if job.batches is not None:
                     extra["data"] = job.batches.sampler.state_dict()
                 saver.save(step, extra, wait=False)
@@ -300,18 +365,13 @@ def train_step(job: TrainingJob[Any], step: int) -> Launched:
         ep=job.meshes.parallel.ep,
         expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
         reader=job.reader,
-        extra=job.position(),
+        extra=job.position() | job.stage.metrics(step),
     )
 
 
 def learning_rate(job: TrainingJob[Any], step: int) -> float:
     """Return the learning rate of a step, without the factors of param groups."""
-    shape = job.shape
-    rows = shape.data_ranks * shape.grad_accum * shape.batch_size
-    factor = job.lr_schedule.factor(
-        step, steps=job.args.steps, tokens_per_step=rows * shape.seq_len
-    )
-    return job.optimizer_config.lr * factor
+    return job.optimizer_config.lr * job.stage.rate_factor(job.lr_schedule, step)
 
 
 def log(

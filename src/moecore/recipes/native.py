@@ -41,6 +41,8 @@ class DecoderJob(TrainingJob[StepBatch | ScheduledBatch]):
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
+        if self.owner.num_micro_batches != len(batch.tokens_ABT):
+            self.owner.num_micro_batches = len(batch.tokens_ABT)
         tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
         return self.run_micro_batches(num_labels, *tensors)
 

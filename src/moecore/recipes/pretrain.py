@@ -31,7 +31,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ import torch.distributed as dist
 
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.io import export_hf
+from moecore.io.checkpoint.config_differences import differences
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost
 from moecore.packing import CorpusOptions, ScheduledBatch
@@ -64,7 +65,14 @@ from moecore.recipes.corpora import (
     with_names,
 )
 from moecore.recipes.data import BatchShape, StepBatch, to_device
-from moecore.recipes.decoder_config import EXCLUDED_FIELDS, RECORDS, model_config, tables_of
+from moecore.recipes.decoder_config import (
+    EXCLUDED_FIELDS,
+    RECORDS,
+    export_config,
+    model_config,
+    ramp_of,
+    tables_of,
+)
 from moecore.recipes.dry_run import add_dry_run, planned_run, print_dry_run
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.graphs import pad_borders
@@ -92,7 +100,10 @@ from moecore.recipes.options import (
 )
 from moecore.recipes.records import add_records, as_toml, parse, values_of
 from moecore.recipes.report import CONFIG, EXPORT, make_run_dir
+from moecore.recipes.rotary import with_rotary
 from moecore.recipes.sharding import fsdp_of, nvlink_of, parallelize, records_of
+from moecore.recipes.stages import plan_stages, stages_of
+from moecore.recipes.steps import BatchRamp
 from moecore.train import WidthRates, width_rates
 
 
@@ -122,10 +133,11 @@ class CorpusTraining(DecoderJob):
 
     def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
         """Return the batch of this data rank."""
-        batch = self.batches.next()
-        if self.args.cuda_graph and isinstance(batch, StepBatch):
-            return pad_borders(batch)
-        return batch
+        if isinstance(self.batches, ScheduledCorpusSteps):
+            return self.batches.next()
+        rows = self.stage.sizes.rows(step)
+        batch = self.batches.next(rows // (self.shape.data_ranks * self.shape.batch_size))
+        return pad_borders(batch) if self.args.cuda_graph else batch
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -152,10 +164,15 @@ class CorpusTraining(DecoderJob):
         return float(total) / copies
 
     def position(self) -> Metrics:
-        """Return the epoch of each source, and the number of broken lines."""
+        """Return the epoch of each source, the number of broken lines."""
         epochs = self.batches.sampler.epochs()
         metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
         return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
+
+    def close(self) -> None:
+        """End the workers, and free what the next stage makes anew."""
+        self.batches.sampler.close()
+        super().close()
 
     def finish(self) -> None:
         """End the workers and export a directory that `from_pretrained` loads."""
@@ -165,12 +182,12 @@ class CorpusTraining(DecoderJob):
             return
         if self.start < self.args.steps or not target.exists():
             dtype = compute_dtype(self.args, self.device)
-            export(self.model, self.args.hf_config, dtype, self.tokenizer, target)
+            export(self.model, export_config(self.args), dtype, self.tokenizer, target)
         say(f"{target} is ready for from_pretrained")
 
 
 def export(
-    model: Decoder, config: Path, dtype: torch.dtype, tokenizer: Tokenizer, target: Path
+    model: Decoder, config: Any, dtype: torch.dtype, tokenizer: Tokenizer, target: Path
 ) -> None:
     """Write a directory that transformers loads; a draft until all of it is there. Collective."""
     draft = target.with_name(f".{target.name}.draft")
@@ -201,7 +218,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     max_tokens = records["sharding"].dynamic_cp
     if max_tokens is None:
         check_memory(args, config, torch.device(meshes.device_type))
-    on_first_rank(lambda: write_config(args, config, records))
+    on_first_rank(lambda: write_config(args.run_args))
     if max_tokens is not None:
         records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
     rates = rates_of(args, config)
@@ -240,11 +257,18 @@ def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> 
     return CorpusOptions(**of_run, multiple=multiple_of(cp), **values_of(args, "corpus"))
 
 
-def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]) -> None:
+def write_config(args: argparse.Namespace) -> None:
     """Write the options of the run to its directory, as --config reads them."""
-    (args.run_dir / CONFIG).write_text(
-        as_toml(args, tables_of(args, config, records), without=EXCLUDED_FIELDS)
-    )
+    config = model_config(args)
+    of_run = {"corpus": corpus_options(args, config, 1), "fsdp": fsdp_options(args)}
+    tables = tables_of(args, config, records_of(args) | of_run)
+    without = (*EXCLUDED_FIELDS, "steps") if args.stages else EXCLUDED_FIELDS
+    (args.run_dir / CONFIG).write_text(as_toml(args, tables, without=without))
+
+
+def fsdp_options(args: argparse.Namespace) -> FSDPOptions:
+    """Return the options of [fsdp] in the dtype of the parameters."""
+    return FSDPOptions(**values_of(args, "fsdp"))
 
 
 def rates_of(args: argparse.Namespace, config: DecoderConfig) -> WidthRates | None:
@@ -298,6 +322,11 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
         )
     parallel = parallel_config(args, world_size, num_experts=moe_of(config).num_experts)
     check_rows(args, parallel.resolve(world_size))
+    if max_tokens is not None and ramp_of(args) != BatchRamp():
+        raise ValueError(
+            f"--dynamic-cp ({max_tokens}) must not go with options of [batch], whose steps have "
+            "whole micro-batches: drop one of them"
+        )
     if max_tokens is not None:
         check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
     check_wandb(args)
@@ -334,9 +363,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256)
     parser.set_defaults(eval_every=0, **{"optimizer.lr": 3e-3})
     words = sys.argv[1:] if arguments is None else arguments
-    args = parse(parser, words, tables=("data", "validation"))
-    args.data, args.validation = with_names(args.data), with_names(args.validation)
-    args.row_factor = values_of(args, "nvlink").get("row_factor")
+    args = parse(parser, words, tables=("data", "validation"), takes_stages=True)
+    for options in {id(part): part for part in (args, *stages_of(args))}.values():
+        options.data, options.validation = with_names(options.data), with_names(options.validation)
+        options.row_factor = values_of(options, "nvlink").get("row_factor")
     return args
 
 
@@ -358,8 +388,35 @@ def main(words: Sequence[str] | None = None) -> int:
     except ARGUMENT_ERRORS as error:
         return print_error(error)
     if args.dry_run:
-        return dry_run(args)
-    return start(run_rank, args, lambda world_size: check(args, world_size) and None)
+        return max(map(dry_run, stages_of(args)))
+    return start(run_rank, args, lambda world_size: check_stages(args, world_size))
+
+
+def resolve_stages(
+    args: argparse.Namespace, world_size: int | None = None
+) -> list[argparse.Namespace]:
+    """Return the options of each stage with its steps, see `plan_stages`."""
+    num_ranks = world_size or int(os.environ["WORLD_SIZE"])
+
+    def batch_of(options: argparse.Namespace) -> tuple[int, int, BatchRamp]:
+        num_experts = moe_of(model_config(options)).num_experts
+        parallel = parallel_config(options, num_ranks, num_experts=num_experts)
+        shape = shape_of(options, parallel.resolve(num_ranks))
+        return shape.rows, shape.data_ranks * shape.batch_size, ramp_of(options)
+
+    return plan_stages(args, batch_of)
+
+
+def check_stages(args: argparse.Namespace, world_size: int) -> None:
+    """Raise ValueError for options that do not fit together, or stages of different models."""
+    configs = [check(options, world_size)[0] for options in stages_of(args)]
+    for config, table in zip(configs, args.stages or [], strict=False):
+        if found := differences(with_rotary(config, asdict(configs[0])), configs[0]):
+            raise ValueError(
+                f"{found[0].name} ({found[0].value}) of stage {table['name']!r} must be "
+                f"{found[0].reference}, as in the first stage: stages may differ in [rotary]"
+            )
+    resolve_stages(args, world_size)
 
 
 def dry_run(args: argparse.Namespace) -> int:
@@ -372,7 +429,7 @@ def dry_run(args: argparse.Namespace) -> int:
         rows = corpus_options(args, config, parallel.cp)
         records = records_of(args) | {
             "corpus": rows,
-            "fsdp": FSDPOptions(**values_of(args, "fsdp")),
+            "fsdp": fsdp_options(args),
         }
         training_run = planned_run(args, config, records, parallel, world_size)
 
@@ -389,4 +446,4 @@ def dry_run(args: argparse.Namespace) -> int:
 
 def run_rank(args: argparse.Namespace) -> int:
     """Build, train, save and export on this rank."""
-    return run(args, build_job)
+    return run(args, build_job, resolve_stages)
