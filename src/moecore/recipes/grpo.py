@@ -40,7 +40,8 @@ from moecore.families import use_causal_attention
 from moecore.io import WeightStream
 from moecore.parallel.mesh import build_meshes
 from moecore.parallelize import parallelize_moe
-from moecore.recipes.loop import TrainingJob, batch_shape, begins, ranks_of, run, say, start
+from moecore.recipes.job import TrainingJob
+from moecore.recipes.loop import batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.optimizer import RECIPE, optimizer_of
 from moecore.recipes.options import (

@@ -17,7 +17,7 @@ from moecore.moe.layer import MoELayer
 from moecore.packing import ScheduledBatch
 from moecore.recipes.data import StepBatch, to_device
 from moecore.recipes.graphs import Graphed
-from moecore.recipes.loop import TrainingJob
+from moecore.recipes.job import TrainingJob
 from moecore.recipes.metrics import Metrics, usage
 from moecore.train.step import TrainStep
 

@@ -28,23 +28,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.io import export_hf
 from moecore.io.checkpoint.config_differences import differences
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost
-from moecore.packing import CorpusOptions, ScheduledBatch
+from moecore.packing import CorpusOptions
 from moecore.packing.split import multiple_of
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.recipes.checks import (
@@ -64,143 +61,40 @@ from moecore.recipes.corpora import (
     source_of,
     with_names,
 )
-from moecore.recipes.data import BatchShape, StepBatch, to_device
+from moecore.recipes.corpus_training import CorpusTraining
+from moecore.recipes.data import BatchShape, StepBatch
 from moecore.recipes.decoder_config import (
     EXCLUDED_FIELDS,
     RECORDS,
-    export_config,
     model_config,
     ramp_of,
     tables_of,
 )
 from moecore.recipes.dry_run import add_dry_run, planned_run, print_dry_run
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
-from moecore.recipes.graphs import pad_borders
 from moecore.recipes.loop import (
     batch_shape,
-    begins,
-    ranks_of,
     ranks_to_start,
     run,
-    say,
     shape_of,
     start,
 )
-from moecore.recipes.metrics import Metrics
-from moecore.recipes.native import DecoderJob, dispatcher_of, inputs_of
 from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import (
     DEGREES,
     add_common,
-    compute_dtype,
     count,
     moe_of,
     parallel_config,
     positive_int,
 )
 from moecore.recipes.records import add_records, as_toml, parse, values_of
-from moecore.recipes.report import CONFIG, EXPORT, make_run_dir
+from moecore.recipes.report import CONFIG, make_run_dir
 from moecore.recipes.rotary import with_rotary
 from moecore.recipes.sharding import fsdp_of, nvlink_of, parallelize, records_of
 from moecore.recipes.stages import plan_stages, stages_of
 from moecore.recipes.steps import BatchRamp
 from moecore.train import WidthRates, width_rates
-
-
-@dataclass(kw_only=True)
-class CorpusTraining(DecoderJob):
-    """A decoder on a corpus; with --dynamic-cp on `ScheduledBatch`.
-
-    Attributes:
-        batches: steps of the corpus.
-        tokenizer: of its text.
-        validation: this rank's rows of each set.
-        bad_lines: lines of the sources that are left out because they are broken.
-    """
-
-    batches: CorpusSteps | ScheduledCorpusSteps
-    tokenizer: Tokenizer
-    validation: dict[str, StepBatch | ScheduledBatch]
-    bad_lines: int
-
-    chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
-
-    def begin(self) -> None:
-        """Print model, data and ranks."""
-        args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
-        begin, name = begins(self, "from scratch"), args.hf_config or args.preset
-        say(f"training {name} {begin} to step {args.steps} on {ranks}: {len(args.data)} source(s)")
-
-    def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
-        """Return the batch of this data rank."""
-        if isinstance(self.batches, ScheduledCorpusSteps):
-            return self.batches.next()
-        rows = self.stage.sizes.rows(step)
-        batch = self.batches.next(rows // (self.shape.data_ranks * self.shape.batch_size))
-        return pad_borders(batch) if self.args.cuda_graph else batch
-
-    @torch.no_grad()
-    def evaluate(self) -> Metrics:
-        """Return the loss on each validation set, and their mean. Waits for the device."""
-        if not self.validation:
-            return {}
-        self.model.eval()
-        losses = {f"eval_loss/{name}": self._loss(rows) for name, rows in self.validation.items()}
-        self.model.train()
-        return {"eval_loss": sum(losses.values()) / len(losses), **losses}
-
-    def _loss(self, batch: StepBatch | ScheduledBatch) -> float:
-        copies = dist.get_world_size() // self.meshes.data_ranks
-        if isinstance(batch, ScheduledBatch):
-            total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
-            dist.all_reduce(total)
-            return float(total) / copies
-        num_labels = to_device(batch.num_labels.clone(), self.device)
-        dist.all_reduce(num_labels)
-        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
-        inputs = inputs_of((num_labels // copies).clamp(min=1), tensors, self.args.seq_len)
-        total = self.owner.losses(inputs).sum()
-        dist.all_reduce(total)
-        return float(total) / copies
-
-    def position(self) -> Metrics:
-        """Return the epoch of each source, the number of broken lines."""
-        epochs = self.batches.sampler.epochs()
-        metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
-        return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
-
-    def close(self) -> None:
-        """End the workers, and free what the next stage makes anew."""
-        self.batches.sampler.close()
-        super().close()
-
-    def finish(self) -> None:
-        """End the workers and export a directory that `from_pretrained` loads."""
-        self.batches.sampler.close()
-        target = self.args.run_dir / EXPORT
-        if not self.args.hf_config:
-            return
-        if self.start < self.args.steps or not target.exists():
-            dtype = compute_dtype(self.args, self.device)
-            export(self.model, export_config(self.args), dtype, self.tokenizer, target)
-        say(f"{target} is ready for from_pretrained")
-
-
-def export(
-    model: Decoder, config: Any, dtype: torch.dtype, tokenizer: Tokenizer, target: Path
-) -> None:
-    """Write a directory that transformers loads; a draft until all of it is there. Collective."""
-    draft = target.with_name(f".{target.name}.draft")
-    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
-    export_hf(model, draft, config=config, dtype=dtype)
-
-    def complete() -> None:
-        if tokenizer.hf is not None:
-            tokenizer.hf.save_pretrained(draft)
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
-
-    on_first_rank(complete)
 
 
 def build_job(args: argparse.Namespace) -> CorpusTraining:
@@ -411,10 +305,10 @@ def check_stages(args: argparse.Namespace, world_size: int) -> None:
     """Raise ValueError for options that do not fit together, or stages of different models."""
     configs = [check(options, world_size)[0] for options in stages_of(args)]
     for config, table in zip(configs, args.stages or [], strict=False):
-        if found := differences(with_rotary(config, asdict(configs[0])), configs[0]):
+        if changes := differences(with_rotary(config, asdict(configs[0])), configs[0]):
             raise ValueError(
-                f"{found[0].name} ({found[0].value}) of stage {table['name']!r} must be "
-                f"{found[0].reference}, as in the first stage: stages may differ in [rotary]"
+                f"{changes[0].name} ({changes[0].value}) of stage {table['name']!r} must be "
+                f"{changes[0].reference}, as in the first stage: stages may differ in [rotary]"
             )
     resolve_stages(args, world_size)
 

@@ -54,9 +54,11 @@ def resume(
     newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
     if newest is None:
         return 0
-    saved = on_first_rank(lambda: read_manifest(newest).facts)
-    begins_stage = stage is not None and stage.begins_at(saved.step, saved.extra.get("stage"))
-    with rotary_of(saved.config, model) if begins_stage else nullcontext():
+    saved_facts = on_first_rank(lambda: read_manifest(newest).facts)
+    begins_stage = stage is not None and stage.begins_at(
+        saved_facts.step, saved_facts.extra.get("stage")
+    )
+    with rotary_of(saved_facts.config, model) if begins_stage else nullcontext():
         extra = load(newest, model, optimizer)
     if not {"step", *facts} <= extra.keys():
         raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")

@@ -183,7 +183,7 @@ def plan_stages(
         ValueError: for a ramp that micro-batches do not divide, or stages without checkpoints.
     """
     tables: Sequence[Options] = getattr(args, "stages", None) or [{}]
-    planned: list[argparse.Namespace] = []
+    plans: list[argparse.Namespace] = []
     sizes, begin = StepSizes([]), 0
     for options, table in zip(stages_of(args), tables, strict=True):
         if table and not options.checkpoint_every:
@@ -196,10 +196,10 @@ def plan_stages(
         stage = plan_stage(options, table, sizes, begin, rows=rows, ramp=ramp)
         sizes, begin = stage.sizes, stage.end
         changes = {"steps": begin, "stage": stage, "run_args": args}
-        planned.append(argparse.Namespace(**vars(options) | changes))
-    for options in planned:
+        plans.append(argparse.Namespace(**vars(options) | changes))
+    for options in plans:
         options.stage = replace(options.stage, last=begin)
-    return planned
+    return plans
 
 
 def plan_stage(

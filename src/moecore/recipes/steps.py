@@ -114,10 +114,10 @@ def equal_steps(
     num_increments = (rows - ramp.ramp_start) // ramp.ramp_increment
     while True:
         number = min(num_increments, tokens * num_increments // ramp.ramp_tokens)
-        rows_now = ramp.ramp_start + number * ramp.ramp_increment
-        yield EqualSteps(first, rows_now, seq_len)
+        step_rows = ramp.ramp_start + number * ramp.ramp_increment
+        yield EqualSteps(first, step_rows, seq_len)
         if number == num_increments:
             return
         end = -(-(number + 1) * ramp.ramp_tokens // num_increments)  # tokens of the next increment
-        num_steps = -(-(end - tokens) // (rows_now * seq_len))
-        first, tokens = first + num_steps, tokens + num_steps * rows_now * seq_len
+        num_steps = -(-(end - tokens) // (step_rows * seq_len))
+        first, tokens = first + num_steps, tokens + num_steps * step_rows * seq_len
