@@ -12,6 +12,7 @@ from moecore.io.hf.config_fields import read_config
 from moecore.models import DecoderConfig, preset
 from moecore.packing import CorpusOptions
 from moecore.recipes.files import check_directory, naming
+from moecore.recipes.loggers import logger_options
 from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import moe_of
 from moecore.recipes.records import build, values_of
@@ -49,6 +50,7 @@ def tables_of(
         records = {"model": config, **of_moe, **records}
     of_run = {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
     of_run |= {"rotary": RotaryOptions(**values_of(args, "rotary")), "batch": ramp_of(args)}
+    of_run["logging"] = logger_options(args)
     records = records | of_run
     return {table: record for table, record in records.items() if record is not None}
 

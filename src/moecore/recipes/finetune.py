@@ -46,7 +46,7 @@ from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
 from moecore.recipes.batches import ScheduledExamples, digest_of, packed_examples, split_examples
 from moecore.recipes.chat import Example, Examples, read_examples
-from moecore.recipes.checks import check_dynamic_cp, check_graph, check_rows, check_wandb
+from moecore.recipes.checks import check_dynamic_cp, check_graph, check_rows
 from moecore.recipes.data import BatchShape, PackedSteps, StepBatch
 from moecore.recipes.dry_run import add_dry_run, planned_run, print_dry_run
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
@@ -61,6 +61,7 @@ from moecore.recipes.hf_model import (
     read_tokenizer,
     recompute,
 )
+from moecore.recipes.loggers import logger_options
 from moecore.recipes.loop import (
     batch_shape,
     ranks_to_start,
@@ -273,7 +274,7 @@ def check(args: argparse.Namespace, world_size: int) -> Any:
         raise ValueError(
             f"--seq-len ({args.seq_len}) must be <= max_position_embeddings ({longest}) of --model"
         )
-    check_wandb(args)
+    logger_options(args).check()
     return config
 
 
@@ -323,6 +324,7 @@ def tables_of(args: argparse.Namespace, records: dict[str, Any]) -> dict[str, An
     records = records | {
         "optimizer": optimizer_of(args),
         "schedule": schedule_of(args),
+        "logging": logger_options(args),
         "lora": lora,
     }
     return {table: record for table, record in records.items() if record is not None}

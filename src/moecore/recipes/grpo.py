@@ -247,7 +247,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.set_defaults(**{"optimizer.lr": 4e-3, "optimizer.weight_decay": 0.0})
     # of the loop, no options here
     parser.set_defaults(dtype=None, grad_accum=1, eval_every=0)
-    parser.set_defaults(expert_loads_every=10, plain_host=False, wandb=None)
+    parser.set_defaults(expert_loads_every=10, plain_host=False)
     parser.set_defaults(peak_tflops=None, profile=0)
     return parse(parser, sys.argv[1:] if arguments is None else arguments)
 

@@ -128,7 +128,6 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
     add("--seed", type=count, default=0, help="of the order of the data, and of new weights")
     add("--eval-every", type=count, help="steps between losses on held-out data; 0 = none")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
-    add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     add("--profile", type=count, default=0, help="steps to trace for `moecore report`; 0 = none")
     add(
         "--peak-tflops",

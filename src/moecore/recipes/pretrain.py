@@ -49,7 +49,6 @@ from moecore.recipes.checks import (
     check_graph,
     check_memory,
     check_rows,
-    check_wandb,
 )
 from moecore.recipes.corpora import (
     BYTES,
@@ -72,6 +71,7 @@ from moecore.recipes.decoder_config import (
 )
 from moecore.recipes.dry_run import add_dry_run, planned_run, print_dry_run
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
+from moecore.recipes.loggers import logger_options
 from moecore.recipes.loop import (
     batch_shape,
     ranks_to_start,
@@ -223,7 +223,7 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
         )
     if max_tokens is not None:
         check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
-    check_wandb(args)
+    logger_options(args).check()
     return config, tokenizer
 
 

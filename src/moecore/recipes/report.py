@@ -1,7 +1,7 @@
-"""What a run shows and leaves behind: a bar, metrics.jsonl, TensorBoard, W&B and curves.png.
+"""What a run shows and leaves behind: a bar, metrics.jsonl, loggers and curves.png.
 
-tqdm, TensorBoard and matplotlib are optional: what is missing is named once and left out. W&B is
-for who asks for it.
+tqdm, TensorBoard and matplotlib are optional: what is missing is named once and left out. W&B and
+MLflow are options.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ from typing import Any
 
 from moecore.recipes.alarms import Alarms
 from moecore.recipes.files import named
+from moecore.recipes.loggers import MLFLOW_ID, WANDB_ID, loggers_of
 from moecore.recipes.metrics import Metrics, expert_loads, layer_names, without_experts
 
 METRICS, CURVES, CHECKPOINTS = "metrics.jsonl", "curves.png", "checkpoints"
 CONFIG, EXPORT = "config.toml", "export"
-FILES = (METRICS, CURVES, CONFIG, "metrics.tmp")  # of a run; the last is a draft of the first
+FILES = (
+    METRICS,
+    CURVES,
+    CONFIG,
+    WANDB_ID,
+    MLFLOW_ID,
+    "metrics.tmp",
+)  # of a run; the last is a draft of METRICS
 FOLDERS = (CHECKPOINTS, EXPORT, f".{EXPORT}.draft", "tensorboard")
 LOAD = "expert_load_max_over_mean"  # of models, and stages, with MoE layers
 MOST_TICKS = 16  # layers that are named beside the map
@@ -53,15 +61,7 @@ class RunReport:
         self.file = self.path.open("ab", buffering=0)
         tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
         self.figure = modules["matplotlib.figure"]
-        self.writer = self.wandb = None
-        if tensorboard:
-            folder = str(args.run_dir / "tensorboard")
-            self.writer = tensorboard.SummaryWriter(folder, purge_step=start + 1)
-        if args.wandb:
-            config = json.loads(json.dumps(vars(args), default=str))
-            self.wandb = importlib.import_module("wandb").init(
-                project=args.wandb, name=args.run_dir.name, dir=args.run_dir, config=config
-            )
+        self.loggers = loggers_of(args, tensorboard, start=start)
         if tqdm:  # its default lock is a semaphore between processes, which a rank would leave
             tqdm.tqdm.set_lock(threading.RLock())
         self.bar = tqdm.tqdm(total=self.steps, initial=start, unit="step") if tqdm else None
@@ -79,11 +79,8 @@ class RunReport:
             print(line, flush=True) if self.bar is None else self.bar.write(line)
         metrics = metrics if expert_loads else without_experts(metrics)
         self.file.write(json.dumps({"step": step, **metrics}).encode() + b"\n")
-        if self.writer:
-            for name, value in metrics.items():
-                self.writer.add_scalar(name, value, step)
-        if self.wandb:
-            self.wandb.log(metrics, step=step)
+        for logger in self.loggers:
+            logger.log(step, metrics)
         postfix = {
             "loss": f"{metrics['loss']:.3f}",
             "tok/s": f"{metrics['tokens_per_second']:.0f}",
@@ -112,10 +109,8 @@ class RunReport:
         if error is not None:
             return
         self.file.close()
-        if self.writer:
-            self.writer.close()
-        if self.wandb:
-            self.wandb.finish()
+        for logger in self.loggers:
+            logger.close()
         if self.figure:
             draw_curves(self.figure, self.path, self.unit)
 

@@ -32,7 +32,7 @@ from moecore.recipes.schedule import LearningRateSchedule, NumTokens
 from moecore.recipes.steps import BatchRamp, StepSizes, equal_steps
 
 # Options that all stages of a run share.
-SHARED = ("run_dir", "ranks", "tokenizer", "preset", "hf_config", "wandb", "mlflow", "stages")
+SHARED = ("run_dir", "ranks", "tokenizer", "preset", "hf_config", "logging", "wandb", "mlflow")
 SCHEDULE = {"schedule", *(field.name for field in fields(LearningRateSchedule))}
 NO_RAMP = BatchRamp()
 Options = Mapping[str, Any]  # of a TOML file
