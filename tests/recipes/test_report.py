@@ -186,8 +186,20 @@ def test_a_logger_that_is_not_installed_is_refused(
 @pytest.mark.parametrize(
     ("name", "dtype", "peak"),
     [
-        ("NVIDIA H200", torch.bfloat16, 989),
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H200", torch.bfloat16, 989.4),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
+        ("NVIDIA H20", torch.bfloat16, 148),
+        ("NVIDIA B200", torch.bfloat16, 2250),
+        ("NVIDIA B300 SXM6 AC", torch.bfloat16, 2250),
+        ("NVIDIA GB200", torch.bfloat16, 2500),
+        ("NVIDIA GB300", torch.bfloat16, 2500),
+        ("NVIDIA L40S", torch.bfloat16, 362),
+        ("NVIDIA L40", torch.bfloat16, None),
+        ("NVIDIA GH200 480GB", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 5090", torch.bfloat16, 209.5),
+        ("NVIDIA GeForce RTX 5090 D", torch.bfloat16, None),
         ("NVIDIA H100 80GB HBM3", torch.float32, None),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
@@ -205,7 +217,7 @@ def test_peaks_are_known_by_name(
     from moecore.recipes.metrics import peak_tflops
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_tflops(torch.device("cuda"), dtype) == peak
+    assert peak_tflops(torch.device("cuda"), dtype) == pytest.approx(peak)
     assert peak_tflops(torch.device("cpu"), dtype) is None
 
 
@@ -347,3 +359,11 @@ def test_a_run_directory_that_cannot_be_made_is_named(
     (tmp_path / "a" / "file").touch()
     with pytest.raises(ValueError, match=r"^--run-dir \(.*\) must be a directory to write: "):
         importlib.import_module("moecore.recipes.report").make_run_dir(tmp_path / name)
+
+
+def test_every_gpu_of_the_planner_has_a_peak() -> None:
+    from moecore.planning.gpus import GPUS, bf16_flops_of
+
+    for name, gpu in GPUS.items():
+        model = name.partition("-")[0].upper().replace("RTX", "GeForce RTX ")
+        assert bf16_flops_of(f"NVIDIA {model}") == gpu.bf16_flops, name

@@ -132,7 +132,7 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
     add(
         "--peak-tflops",
         type=positive,
-        help="of one device, for MFU (None = of an H100, H200 or A100 in bfloat16, else no MFU)",
+        help="of one device, for MFU (None = bfloat16 of GPUs that moecore plan knows)",
     )
     add("--ranks", type=positive_int, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     add("--plain-host", action="store_true", help="no CPUs beside the GPU, no garbage by hand")
