@@ -93,6 +93,8 @@ class Alarms:
     def _collapse(self, metrics: Metrics) -> list[str]:
         for layer in layer_names(metrics):
             loads_E = expert_loads(metrics, layer)
+            if not loads_E:
+                continue
             sums_E = self._block.setdefault(layer, [0.0] * len(loads_E))
             self._block[layer] = [a + b for a, b in zip(sums_E, loads_E, strict=True)]
         self._block_steps += 1

@@ -74,6 +74,7 @@ class TrainingJob(ABC, Generic[BatchT]):
     chosen_by = "--data, --seq-len, --eval-every and --tokens"  # options that rows depend on
     finish_note = ""  # work after the last step, for the message of a finished run
     num_nan = 0  # steps in turn
+    is_stopping = False  # a signal has reached a rank
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.meshes.device_type)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext
 
 END_S = 10  # for a rank to end after SIGTERM
+STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that have saved
 
 
 class Terminated(BaseException):
@@ -32,7 +33,8 @@ class Terminated(BaseException):
 def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     """Run `run_rank(args)` in so many processes, with torchrun's environment, and wait for them.
 
-    No rank outlives this process, whatever ends it: SIGTERM and Ctrl-C reach the ranks first.
+    No rank outlives this process, whatever ends it: SIGTERM and Ctrl-C reach the ranks first. Ranks
+    that train save a checkpoint then, which a second signal does not wait for.
 
     Args:
         run_rank: a function at the top of a module; returns an exit code.
@@ -65,9 +67,9 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     try:
         return _wait(ranks)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return _stop(ranks, signal.SIGINT)
     except Terminated:
-        return 128 + signal.SIGTERM
+        return _stop(ranks, signal.SIGTERM)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -100,6 +102,23 @@ def _wait(ranks: ProcessContext) -> int:
             raise
         return exit_codes[0]
     return 0
+
+
+def _stop(ranks: ProcessContext, number: int) -> int:
+    """Let ranks that train end their step and save; a second signal ends them. Return the code."""
+    for process in ranks.processes:
+        process.terminate()  # SIGTERM: a terminal has sent SIGINT to all processes already
+    try:
+        alive = {process.sentinel: process for process in ranks.processes}
+        while alive:
+            ends = [alive.pop(sentinel) for sentinel in connection.wait(list(alive))]
+            for process in ends:
+                process.join()
+            if any(process.exitcode not in STOP_CODES for process in ends):
+                break  # the others may wait for it
+    except (KeyboardInterrupt, Terminated):
+        pass
+    return 128 + number
 
 
 def _end(ranks: ProcessContext) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -40,7 +41,7 @@ from moecore.recipes.errors import (
     silence_background_errors,
 )
 from moecore.recipes.host import bind_to_gpu, collect, collecting_by_hand
-from moecore.recipes.interrupts import exit_at_interrupt
+from moecore.recipes.interrupts import exit_at_interrupt, noting_signals
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.launch import check_environment, launch, leave
 from moecore.recipes.metrics import Launched, Moment, memory_gib
@@ -153,7 +154,11 @@ def run_stage(
                 say(f"stage {job.stage.name}: steps {job.start + 1} to {args.steps}")
             job.begin()
             with silence_background_errors():
-                train(job)
+                code = train(job)
+            if code:
+                if multiprocessing.parent_process() is None:  # else the launcher says it
+                    say(f"moecore: stopped: {continuation(args)}")
+                return code
         else:
             say(f"{args.run_dir} is finished at step {job.start}{job.finish_note}")
         if is_last:
@@ -169,8 +174,12 @@ def run_stage(
     return 0
 
 
-def train(job: TrainingJob[Any]) -> None:
-    """Train to the last step, with metrics, evaluations and checkpoints on the way."""
+def train(job: TrainingJob[Any]) -> int:
+    """Train to the last step, with metrics, evaluations and checkpoints on the way.
+
+    Returns:
+        0, or 128 + the signal that has stopped the run before its last step.
+    """
     args, queue = job.args, deque[Launched]()
     with (
         open_report(job) as report,
@@ -183,10 +192,11 @@ def train(job: TrainingJob[Any]) -> None:
         ) as saver,
         nullcontext() if args.plain_host else collecting_by_hand(),
         traced(args) as end_of_step,
+        noting_signals() as request,
     ):
         for step in range(job.start + 1, args.steps + 1):
             try:
-                queue.append(train_step(job, step))
+                queue.append(train_step(job, step, stops=bool(request.number)))
                 if is_due(step, every=args.eval_every, steps=args.steps):
                     metrics = queue[-1].extra | job.evaluate()
                     queue[-1] = replace(queue[-1], extra=metrics)
@@ -194,24 +204,30 @@ def train(job: TrainingJob[Any]) -> None:
                 log(job, queue, report)
                 raise
             is_checkpoint = is_due(step, every=args.checkpoint_every, steps=args.steps)
-            log(
-                job,
-                queue,
-                report,
-                keep=0 if is_checkpoint or step in (job.start + 1, args.steps) else 1,
-            )
+            is_read = is_checkpoint or step in (job.start + 1, args.steps)
+            log(job, queue, report, keep=0 if is_read else 1)
+            if job.is_stopping:
+                log(job, queue, report)
             saver.check()  # a save that failed in the background ends the run here
-            if is_checkpoint:
-                job.owner.check()  # no checkpoint of a step whose tokens got lost
-                extra = {"step": step, **job.facts, **job.owner.state_dict()}
-                if job.stage.name:
-                    extra["stage"] = job.stage.name
-                if job.batches is not None:
-                    extra["data"] = job.batches.sampler.state_dict()
-                saver.save(step, extra, wait=False)
+            if is_checkpoint or (job.is_stopping and args.checkpoint_every):
+                save(job, saver, step)
             collect(step)
             end_of_step()
+            if job.is_stopping:
+                return 0 if step == job.stage.last else 128 + (request.number or signal.SIGINT)
         job.owner.check()  # the last step's
+    return 0
+
+
+def save(job: TrainingJob[Any], saver: Saver, step: int) -> None:
+    """Save a checkpoint in the background."""
+    job.owner.check()  # no checkpoint of a step whose tokens got lost
+    extra = {"step": step, **job.facts, **job.owner.state_dict()}
+    if job.stage.name:
+        extra["stage"] = job.stage.name
+    if job.batches is not None:
+        extra["data"] = job.batches.sampler.state_dict()
+    saver.save(step, extra, wait=False)
 
 
 def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
@@ -221,14 +237,18 @@ def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | Non
     return reports[0] if reports else nullcontext()
 
 
-def train_step(job: TrainingJob[Any], step: int) -> Launched:
-    """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
+def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Launched:
+    """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns.
+
+    With `stops` on any rank the run stops: every rank reads that with the counts of the step.
+    """
     args, began, lr = job.args, Moment(job.device), learning_rate(job, step)
     for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):
         group["lr"] = lr * group["lr_factor"] * group.get("width_factor", 1.0)
     batch = job.next_batch(step)
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
-    counts = to_device(batch.counts(), job.device)
+    counts = torch.cat([batch.counts(), torch.tensor([copies * stops])])
+    counts = to_device(counts, job.device)
     dist.all_reduce(counts)
     fetched = Moment(job.device)  # when the last rank has its data
     counts //= copies
@@ -264,7 +284,9 @@ def log(
         launched = queue.popleft()
         step = launched.step
         metrics = launched.metrics()
-        counts, seconds = launched.read_counts(), launched.began.seconds_until(launched.ended)
+        *counts, num_stops = launched.read_counts()
+        job.is_stopping |= num_stops > 0
+        seconds = launched.began.seconds_until(launched.ended)
         metrics |= {"tokens_per_second": counts[1] / seconds, **memory_gib(job.device)}
         metrics["data_wait_share"] = launched.began.seconds_until(launched.fetched) / seconds
         metrics |= job.more_metrics(counts, seconds)

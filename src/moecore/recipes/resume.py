@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -110,8 +112,15 @@ def continuation(args: argparse.Namespace) -> str:
     except (OSError, ValueError) as error:
         return str(error)
     if newest is None:
-        return "there is no checkpoint yet, so the same command starts from the beginning"
-    return f"the same command continues from {newest}"
+        return f"there is no checkpoint yet, so {command_line()} starts from the beginning"
+    return f"{command_line()} continues from {newest}"
+
+
+def command_line() -> str:
+    """Return the command of this process as a shell reads it."""
+    program, *words = sys.argv
+    is_moecore = program.endswith(("moecore", "moecore/__main__.py")) and words
+    return shlex.join(["moecore", *words]) if is_moecore else "the same command"
 
 
 def checkpoint_dir(args: argparse.Namespace) -> Path:
