@@ -42,18 +42,16 @@ WHOLE = f"--steps {STEPS} --eval-every 3 --expert-loads-every 2"
 MEASURED = ("tokens_per_second", "memory_rss_gib", "data_wait_share")  # other numbers in every run
 DAMAGE = b'{"step": 7, "lo\n\n\0\0\0\n\xff\xfe\n{"step": 1}\n[1]\n' + b"[" * 100_000  # in 7 lines
 KILL_AT = 6  # past the first checkpoint and before the second: steps 5 and 6 are lost
-KILLING_BAR = f"""
+KILLING_LOGGER = f"""
 import os, pathlib, signal, time
 
 saved = pathlib.Path(__file__).parents[1] / "run" / "checkpoints" / "latest"
 
-class tqdm:
-    def __init__(self, **options): self.count = 0
-    def set_lock(lock): pass
-    def set_postfix(self, *args, **options): pass
-    def update(self):
-        self.count += 1
-        if self.count == {KILL_AT}:
+def init(**options): return Run()
+
+class Run:
+    def log(self, metrics, step):
+        if step == {KILL_AT}:
             while not saved.exists(): time.sleep(0.01)  # it is written in the background
             os.killpg(0, signal.SIGKILL)
 """
@@ -221,9 +219,9 @@ def test_killed_run_goes_on_as_if_nothing_happened(
 ) -> None:
     modules, run_dir = tmp_path / "modules", tmp_path / "run"
     modules.mkdir()
-    (modules / "tqdm.py").write_text(KILLING_BAR)
+    (modules / "wandb.py").write_text(KILLING_LOGGER)
     shorter = WHOLE.replace(f"--steps {STEPS}", f"--steps {STEPS - 1} --schedule-steps {STEPS}")
-    run(run_dir, shorter, modules=modules, code=-signal.SIGKILL)
+    run(run_dir, f"{shorter} --wandb x", modules=modules, code=-signal.SIGKILL)
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(DAMAGE)
     resumed = run_in_forks(run_dir, WHOLE)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moecore.base.progress import show_progress, track
 from moecore.io import export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder
@@ -63,7 +64,8 @@ class CorpusTraining(DecoderJob):
         if not self.validation:
             return {}
         self.model.eval()
-        losses = {f"eval_loss/{name}": self._loss(rows) for name, rows in self.validation.items()}
+        sets = track(self.validation.items(), "evaluating", unit="sets", lines=True)
+        losses = {f"eval_loss/{name}": self._loss(rows) for name, rows in sets}
         self.model.train()
         return {"eval_loss": sum(losses.values()) / len(losses), **losses}
 
@@ -110,7 +112,8 @@ def export(
     """Write a directory that transformers loads; a draft until all of it is there. Collective."""
     draft = target.with_name(f".{target.name}.draft")
     on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
-    export_hf(model, draft, config=config, dtype=dtype)
+    with show_progress("exporting", unit="B") as report:
+        export_hf(model, draft, config=config, dtype=dtype, progress=report)
 
     def complete() -> None:
         if tokenizer.hf is not None:

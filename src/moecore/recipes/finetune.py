@@ -37,6 +37,7 @@ import torch
 
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
+from moecore.base.progress import show_progress
 from moecore.base.rank_checks import difference
 from moecore.families.transformers.packing import packing_problem
 from moecore.io import init_adapters, load_hf
@@ -199,8 +200,8 @@ def build_model(args: argparse.Namespace, model: Any, meshes: Meshes, shape: Bat
         moe["balance"] = BalanceConfig(micro_batch_coef=args.aux_loss)
     parallelize(model, meshes, args, records, moe=moe)
     model.to_empty(device=device)
-    with naming("--model"):
-        load_hf(args.model, model, cast=has_adapters)
+    with naming("--model"), show_progress("loading weights", unit="B") as report:
+        load_hf(args.model, model, cast=has_adapters, progress=report)
     if has_adapters:
         init_adapters(model, args.seed)
     return model

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moecore.base.progress import show_progress
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.parallel.mesh import Meshes, ParallelConfig, start_process_group
@@ -183,12 +184,14 @@ def train(job: TrainingJob[Any]) -> int:
     args, queue = job.args, deque[Launched]()
     with (
         open_report(job) as report,
+        show_progress("saving", unit="B", lines=True) as saving,
         Saver(
             checkpoint_dir(args),
             job.model,
             job.optimizers,
             keep=KEPT_CHECKPOINTS,
             config=job.config,
+            progress=saving,
         ) as saver,
         nullcontext() if args.plain_host else collecting_by_hand(),
         traced(args) as end_of_step,

@@ -11,7 +11,9 @@ import importlib
 import json
 import math
 import os
+import sys
 import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +35,7 @@ FILES = (
 )  # of a run; the last is a draft of METRICS
 FOLDERS = (CHECKPOINTS, EXPORT, f".{EXPORT}.draft", "tensorboard")
 LOAD = "expert_load_max_over_mean"  # of models, and stages, with MoE layers
+LINES_S = 5.0  # between lines where stderr is no terminal
 MOST_TICKS = 16  # layers that are named beside the map
 NAMES = {
     "tqdm": "tqdm",
@@ -56,7 +59,8 @@ class RunReport:
         if missing:
             print(f"going on without {', '.join(missing)} (pip install {' '.join(missing)})")
         self.path, self.steps, self.unit = args.run_dir / METRICS, args.steps, unit
-        self.printed = {start + 1, self.steps}  # besides every twentieth
+        self.printed = {start + 1, self.steps}  # steps whose lines do not wait
+        self._next_line = 0.0
         cut_metrics(self.path, start)
         self.file = self.path.open("ab", buffering=0)
         tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
@@ -64,7 +68,9 @@ class RunReport:
         self.loggers = loggers_of(args, tensorboard, start=start)
         if tqdm:  # its default lock is a semaphore between processes, which a rank would leave
             tqdm.tqdm.set_lock(threading.RLock())
-        self.bar = tqdm.tqdm(total=self.steps, initial=start, unit="step") if tqdm else None
+        self.bar = None
+        if tqdm and sys.stderr.isatty():
+            self.bar = tqdm.tqdm(total=self.steps, initial=start, unit="step")
         self.alarms = Alarms()
 
     def log(self, step: int, metrics: Metrics, *, expert_loads: bool = True) -> None:
@@ -96,8 +102,10 @@ class RunReport:
         if self.bar is not None:
             self.bar.set_postfix(postfix, refresh=False)
             self.bar.update()
-        elif step % 20 == 0 or step in self.printed:
-            print(f"step {step}", *(f"{k} {v}" for k, v in postfix.items()), flush=True)
+        elif step in self.printed or time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINES_S
+            numbers = ", ".join(f"{name} {value}" for name, value in postfix.items())
+            print(f"step {step} of {self.steps}: {numbers}", flush=True)
 
     def __enter__(self) -> RunReport:
         return self

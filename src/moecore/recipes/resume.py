@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
+from moecore.base.progress import show_progress
 from moecore.io import latest, load
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.io.checkpoint.ranks import on_first_rank
@@ -60,8 +61,11 @@ def resume(
     begins_stage = stage is not None and stage.begins_at(
         saved_facts.step, saved_facts.extra.get("stage")
     )
-    with rotary_of(saved_facts.config, model) if begins_stage else nullcontext():
-        extra = load(newest, model, optimizer)
+    with (
+        rotary_of(saved_facts.config, model) if begins_stage else nullcontext(),
+        show_progress(f"loading {newest.name}", unit="B") as report,
+    ):
+        extra = load(newest, model, optimizer, progress=report)
     if not {"step", *facts} <= extra.keys():
         raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
     for name, value in facts.items():
