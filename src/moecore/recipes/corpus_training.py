@@ -23,7 +23,9 @@ from moecore.recipes.loop import begins, ranks_of, say
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.native import DecoderJob, dispatcher_of, inputs_of
 from moecore.recipes.options import compute_dtype
-from moecore.recipes.report import EXPORT
+from moecore.recipes.report import EXPORT, SAMPLES
+from moecore.recipes.samples import sample_options, write_samples
+from moecore.recipes.schedule import is_due
 
 
 @dataclass(kw_only=True)
@@ -82,6 +84,19 @@ class CorpusTraining(DecoderJob):
         total = self.owner.losses(inputs).sum()
         dist.all_reduce(total)
         return float(total) / copies
+
+    def sample(self, step: int) -> None:
+        """Continue the prompts of [samples], if it is due."""
+        options = sample_options(self.args)
+        if is_due(step, every=options.sample_every, steps=self.args.steps):
+            write_samples(
+                self.model,
+                options.prompts(self.tokenizer, max_seq_len=self.model.config.max_seq_len),
+                self.tokenizer,
+                self.args.run_dir / SAMPLES,
+                step=step,
+                num_tokens=options.sample_tokens,
+            )
 
     def position(self) -> Metrics:
         """Return the epoch of each source, the number of broken lines."""

@@ -17,6 +17,7 @@ from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import moe_of
 from moecore.recipes.records import build, values_of
 from moecore.recipes.rotary import RotaryOptions, write_rotary
+from moecore.recipes.samples import SampleOptions, sample_options
 from moecore.recipes.sharding import TABLES
 from moecore.recipes.steps import BatchRamp
 
@@ -28,6 +29,7 @@ RECORDS: dict[str, type] = {
     "balance": BalanceConfig,
     "rotary": RotaryOptions,
     "batch": BatchRamp,
+    "samples": SampleOptions,
     **TABLES,
 }
 
@@ -50,7 +52,7 @@ def tables_of(
         records = {"model": config, **of_moe, **records}
     of_run = {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
     of_run |= {"rotary": RotaryOptions(**values_of(args, "rotary")), "batch": ramp_of(args)}
-    of_run["logging"] = logger_options(args)
+    of_run |= {"logging": logger_options(args), "samples": sample_options(args)}
     records = records | of_run
     return {table: record for table, record in records.items() if record is not None}
 

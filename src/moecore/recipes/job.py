@@ -122,6 +122,10 @@ class TrainingJob(ABC, Generic[BatchT]):
         """Free what the next stage makes anew. Collective."""
         self.owner.close()
 
+    def sample(self, step: int) -> None:
+        """Write samples of the model if they are due. Waits for the device."""
+        return
+
     @abstractmethod
     def finish(self) -> None:
         """Write the result of the run after its last step."""

@@ -203,6 +203,7 @@ def train(job: TrainingJob[Any]) -> int:
                 if is_due(step, every=args.eval_every, steps=args.steps):
                     metrics = queue[-1].extra | job.evaluate()
                     queue[-1] = replace(queue[-1], extra=metrics)
+                job.sample(step)
             except RUN_ERRORS:
                 log(job, queue, report)
                 raise

@@ -91,6 +91,7 @@ from moecore.recipes.options import (
 from moecore.recipes.records import add_records, as_toml, parse, values_of
 from moecore.recipes.report import CONFIG, make_run_dir
 from moecore.recipes.rotary import with_rotary
+from moecore.recipes.samples import sample_options
 from moecore.recipes.sharding import fsdp_of, nvlink_of, parallelize, records_of
 from moecore.recipes.stages import plan_stages, stages_of
 from moecore.recipes.steps import BatchRamp
@@ -224,6 +225,13 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
     if max_tokens is not None:
         check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
     logger_options(args).check()
+    samples = sample_options(args)
+    samples.prompts(tokenizer, max_seq_len=config.max_seq_len)
+    if samples.sample_every and (args.pp or 1) > 1:
+        raise ValueError(
+            f"sample_every ({samples.sample_every}) must be 0 with --pp {args.pp}: sample from the "
+            "checkpoint, on ranks without stages"
+        )
     return config, tokenizer
 
 

@@ -24,15 +24,10 @@ from moecore.recipes.loggers import MLFLOW_ID, WANDB_ID, loggers_of
 from moecore.recipes.metrics import Metrics, expert_loads, layer_names, without_experts
 
 METRICS, CURVES, CHECKPOINTS = "metrics.jsonl", "curves.png", "checkpoints"
+SAMPLES = "samples.jsonl"
 CONFIG, EXPORT = "config.toml", "export"
-FILES = (
-    METRICS,
-    CURVES,
-    CONFIG,
-    WANDB_ID,
-    MLFLOW_ID,
-    "metrics.tmp",
-)  # of a run; the last is a draft of METRICS
+# Files of a run; metrics.tmp is a draft of METRICS.
+FILES = (METRICS, CURVES, CONFIG, SAMPLES, WANDB_ID, MLFLOW_ID, "metrics.tmp")
 FOLDERS = (CHECKPOINTS, EXPORT, f".{EXPORT}.draft", "tensorboard")
 LOAD = "expert_load_max_over_mean"  # of models, and stages, with MoE layers
 LINES_S = 5.0  # between lines where stderr is no terminal
