@@ -17,8 +17,9 @@ import pytest
 
 from moecore.io import latest
 from moecore.recipes.interrupts import StopRequest, noting_signals
+from moecore.recipes.launch import launch
 from moecore.recipes.resume import continuation
-from tests.recipes.launched import launched
+from tests.recipes.launched import forked_ranks, launched
 from tests.recipes.test_train import MEASURED
 
 RUN = (
@@ -63,6 +64,40 @@ def test_a_run_that_is_stopped_has_saved_its_last_step(number: int, tmp_path: Pa
     assert saved is not None and saved.name == f"step-{done:06}" and 3 <= done < 10_000
     assert train(run_dir, done + 2) == train(unbroken, done + 2) == 0
     assert lines_of(run_dir) == lines_of(unbroken)
+
+
+def finish_or_stop(folder: Path) -> int:
+    """Be a rank that notes signals and ends with a code; rank 0 ends before rank 1."""
+    rank = int(os.environ["RANK"])
+    with noting_signals() as request:
+        (folder / str(rank)).touch()
+        while not request.number:
+            time.sleep(0.02)
+        time.sleep(rank / 2)
+        (folder / f"{rank} has ended").touch()
+    return int((folder / "code").read_text())
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (130, 143), (143, 143)])
+def test_the_launcher_waits_for_ranks_that_save(code: int, expected: int, tmp_path: Path) -> None:
+    (tmp_path / "code").write_text(str(code))
+    before = signal.getsignal(signal.SIGTERM)
+
+    def send() -> None:
+        end = time.monotonic() + 100
+        while time.monotonic() < end:
+            has_begun = all((tmp_path / rank).exists() for rank in "01")
+            if has_begun and signal.getsignal(signal.SIGTERM) is not before:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(0.02)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    with forked_ranks():
+        assert launch(finish_or_stop, tmp_path, 2) == expected
+    sender.join()
+    assert all((tmp_path / f"{rank} has ended").exists() for rank in "01")
 
 
 def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

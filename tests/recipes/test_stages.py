@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +25,7 @@ from moecore.recipes.rotary import RotaryOptions, with_rotary, write_rotary
 from moecore.recipes.schedule import LearningRateSchedule
 from moecore.recipes.stages import length_of, options_of, plan_stages, split_stages
 from moecore.recipes.steps import BatchRamp, EqualSteps, StepSizes, equal_steps
+from tests.helpers.ranks import run_ranks
 from tests.recipes import test_pretrain
 
 corpus = test_pretrain.corpus
@@ -231,6 +236,28 @@ def test_a_run_that_is_killed_in_its_second_stage_continues(corpus: Path, tmp_pa
     for line, expected in zip(test_pretrain.metrics(other), unbroken, strict=True):
         for name in ("loss", "grad_norm", "lr", "tokens"):
             assert line[name] == pytest.approx(expected[name], rel=3e-5), (line["step"], name)
+
+
+def rank_with_signal(rank: int, device: torch.device, words: list[str]) -> tuple[int, str]:
+    """Be a rank of the script; rank 1 gets SIGTERM in the last step of the first stage."""
+    loop = importlib.import_module("moecore.recipes.loop")
+    save = loop.save
+
+    def save_and_kill(job: Any, saver: Any, step: int) -> None:
+        save(job, saver, step)
+        if (rank, step) == (1, 4):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with patch.object(loop, "save", save_and_kill):
+        return test_pretrain.rank_of_script(rank, device, 2, words)
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_last_step_of_a_stage_stops_the_run(corpus: Path, tmp_path: Path) -> None:
+    code, said = run_ranks(2, rank_with_signal, staged(corpus, tmp_path / "run"))
+    assert code == 128 + signal.SIGINT, said
+    assert "stage long" not in said and "moecore: stopped" not in said  # the launcher says it
+    assert [line["step"] for line in test_pretrain.metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def test_stages_of_other_models_are_refused(

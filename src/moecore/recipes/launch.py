@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext
 
 END_S = 10  # for a rank to end after SIGTERM
-STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that have saved
+STOP_CODES = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that end by themselves
 
 
 class Terminated(BaseException):
@@ -63,8 +63,11 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     handlers = {signal.SIGTERM: _raise_terminated, signal.SIGINT: signal.default_int_handler}
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a background job
         del handlers[signal.SIGINT]
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
+    before: dict[signal.Signals, Any] = {}
+    try:  # a signal may come as soon as the first handler is there
+        before |= {number: signal.getsignal(number) for number in handlers}
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         return _wait(ranks)
     except KeyboardInterrupt:
         return _stop(ranks, signal.SIGINT)
@@ -105,7 +108,10 @@ def _wait(ranks: ProcessContext) -> int:
 
 
 def _stop(ranks: ProcessContext, number: int) -> int:
-    """Let ranks that train end their step and save; a second signal ends them. Return the code."""
+    """Let ranks that train end their step and save, unless a second signal comes.
+
+    Return 128 + the signal, or 0 if all ranks have finished their work.
+    """
     for process in ranks.processes:
         process.terminate()  # SIGTERM: a terminal has sent SIGINT to all processes already
     try:
@@ -118,7 +124,8 @@ def _stop(ranks: ProcessContext, number: int) -> int:
                 break  # the others may wait for it
     except (KeyboardInterrupt, Terminated):
         pass
-    return 128 + number
+    is_finished = all(process.exitcode == 0 for process in ranks.processes)
+    return 0 if is_finished else 128 + number
 
 
 def _end(ranks: ProcessContext) -> None:

@@ -183,6 +183,7 @@ def train(job: TrainingJob[Any]) -> int:
     """
     args, queue = job.args, deque[Launched]()
     with (
+        noting_signals() as request,  # until the last save is whole
         open_report(job) as report,
         show_progress("saving", unit="B", lines=True) as saving,
         Saver(
@@ -195,7 +196,6 @@ def train(job: TrainingJob[Any]) -> int:
         ) as saver,
         nullcontext() if args.plain_host else collecting_by_hand(),
         traced(args) as end_of_step,
-        noting_signals() as request,
     ):
         for step in range(job.start + 1, args.steps + 1):
             try:
@@ -218,9 +218,20 @@ def train(job: TrainingJob[Any]) -> int:
             collect(step)
             end_of_step()
             if job.is_stopping:
-                return 0 if step == job.stage.last else 128 + (request.number or signal.SIGINT)
+                break
         job.owner.check()  # the last step's
-    return 0
+        # A signal during the last step of a stage, which no step has read.
+        is_stopping = job.is_stopping or is_on_any_rank(request.number > 0, job.device)
+    if not is_stopping or step == job.stage.last:
+        return 0
+    return 128 + (request.number or signal.SIGINT)
+
+
+def is_on_any_rank(value: bool, device: torch.device) -> bool:
+    """Return whether a value is True on any rank. Collective, waits for the device."""
+    flag = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def save(job: TrainingJob[Any], saver: Saver, step: int) -> None:
