@@ -142,10 +142,10 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     assert offload.call_args.kwargs == {"fraction": 1.0}
     train_step = loop.train_step
 
-    def stops(job: Any, step: int) -> Any:
+    def stops(job: Any, step: int, **options: Any) -> Any:
         if step == STOP_AT:
             raise Stopped
-        return train_step(job, step)
+        return train_step(job, step, **options)
 
     loop.train_step = stops
     with pytest.raises(Stopped):
