@@ -161,6 +161,7 @@ def test_evaluation_and_metrics_are_logged(results: dict[str, Any]) -> None:
     found = results["tokens of all ranks"]
     assert len(found["ours"][3]) == 2
     assert {f"expert_load/model.layers.{i}.mlp" for i in range(2)} <= found["log"].keys()
+    assert not any(name.startswith("z_loss") for name in found["log"])  # not in use
 
 
 def test_fp16_scales_losses_and_goes_on_with_the_scale(results: dict[str, Any]) -> None:

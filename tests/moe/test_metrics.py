@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.layer import CapacityConfig
-from moecore.moe.balance import BalanceGroups
+from moecore.moe.balance import LOSS_NAMES, BalanceGroups
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.state import MoEState
 from tests.moe.moe_cases import ALL_LOSSES, BASE, leaves, make_layer
@@ -103,6 +103,17 @@ def test_experts_are_left_out_if_asked(step: tuple[MoEMetrics, dict[str, list[An
     left_out = {f"expert_load/{name}/{e}" for name in seen for e in range(8)}
     assert whole.keys() - short.keys() == left_out
     assert short.items() <= whole.items()
+
+
+@pytest.mark.parametrize("name", ["micro_batch", "z"])
+def test_losses_that_are_not_in_use_have_no_numbers(name: str) -> None:
+    losses = torch.zeros(len(LOSS_NAMES))
+    losses[LOSS_NAMES.index(name)] = 0.25
+    counts = {"a": torch.ones(4, dtype=torch.int64)}
+    found = MoEMetrics(tokens_per_expert=counts, aux_losses={"a": losses}).to_dict()
+    expected = "z_loss" if name == "z" else "balance_loss"
+    assert {key for key in found if "_loss" in key} == {expected, f"{expected}/a"}
+    assert found[expected] == 0.25
 
 
 def test_a_dense_model_has_no_numbers() -> None:

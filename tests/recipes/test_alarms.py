@@ -87,6 +87,66 @@ def test_a_gradient_that_is_not_finite_was_skipped(alarms: ModuleType) -> None:
     assert lines_of(alarms, [{**one, "loss_scale": 2.0} for one in steps]) == {}
 
 
+def loads_of(shares: dict[str, list[float]]) -> dict[str, float]:
+    """Return the metrics of a step in which experts have these shares of the choices."""
+    metrics = {"loss": 1.0}
+    for layer, of_E in shares.items():
+        loads = [share * len(of_E) for share in of_E]
+        metrics |= {f"expert_load/{layer}": max(loads)}
+        metrics |= {f"expert_load/{layer}/{e}": load for e, load in enumerate(loads)}
+    return metrics
+
+
+def test_loads_that_collapse_are_one_line(alarms: ModuleType) -> None:
+    """8 of 32 experts have all tokens in layer b, half of them in layer a; then loads are even."""
+    uneven = {"a": [1 / 16] * 16 + [0.0] * 16, "b": [0.1, 0.15] * 4 + [0.0] * 24}
+    steps = [loads_of(uneven)] * 60 + [loads_of({"a": [1 / 32] * 32, "b": [1 / 32] * 32})] * 40
+    steps += [loads_of({"a": [1 / 32] * 32, "b": uneven["b"]})] * 40
+    line = (
+        "expert 1 has 15.0% of the choices of 20 steps, 4.8 times the mean: raise [balance] "
+        "global_batch_coef, lower --lr or lengthen the warm-up"
+    )
+    assert lines_of(alarms, steps) == {
+        20: [f"alarm at step 20: loads of 2 layers, most of all b, have collapsed: {line}"],
+        120: [f"alarm at step 120: loads of b have collapsed: {line}"],
+    }
+
+
+@pytest.mark.parametrize(("num_choices", "sigma"), [(32, 0.0), (4096, 0.7)])
+def test_loads_of_a_run_that_trains_raise_no_alarm(
+    num_choices: int, sigma: float, alarms: ModuleType
+) -> None:
+    """32 choices of 64 experts are uneven by chance; 4,096 with busiest / mean near 4."""
+    noise = random.Random(0)
+    weights = [math.exp(noise.gauss(0, sigma)) for _ in range(64)]
+    steps = []
+    for _ in range(100):
+        chosen = noise.choices(range(64), weights, k=num_choices)
+        steps.append(loads_of({"a": [chosen.count(e) / num_choices for e in range(64)]}))
+    busiest = max(step["expert_load/a"] for step in steps)
+    assert busiest > 3
+    assert lines_of(alarms, steps) == {}
+
+
+def test_the_first_gradients_say_that_rate_or_weights_are_wrong(alarms: ModuleType) -> None:
+    """The norms and losses of a run that has collapsed, and of one that trains."""
+    bad = [(28.2, 10.05), (22.0, 9.65), (93.1, 12.27), (95.0, 12.51)]
+    line = (
+        "grad_norm (95) is 3.4 times that of the first step and the loss (12.51) has risen by 2.9: "
+        "lower --lr or lengthen the warm-up"
+    )
+    steps = [{"loss": loss, "grad_norm": norm} for norm, loss in bad]
+    assert lines_of(alarms, steps) == {4: [f"alarm at step 4: {line}"]}
+    assert lines_of(alarms, [{**step, "reward": 1.0} for step in steps]) == {}
+    good = [(13.5, 5.74), (8.3, 4.24), (6.1, 3.45), (50.0, 3.9), (2.0, 3.46), (1.0, 3.9), (1, 3.9)]
+    assert lines_of(alarms, [{"loss": loss, "grad_norm": norm} for norm, loss in good]) == {}
+    line = "grad_norm (412) of the first step is above 100: check the initialisation of the weights"
+    ((said,),) = lines_of(alarms, [{"loss": 11.0, "grad_norm": 412.0}] * 3).values()
+    assert said.startswith(f"alarm at step 1: {line}")
+    late = alarms.Alarms()  # of a run that is started again behind its first steps
+    assert late.of(21, {"loss": 3.0, "grad_norm": 500.0}) == []
+
+
 def test_a_run_is_traced_and_warned_of(
     train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

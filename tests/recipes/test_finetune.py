@@ -142,10 +142,10 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     assert offload.call_args.kwargs == {"fraction": 1.0}
     train_step = loop.train_step
 
-    def stops(job: Any, step: int) -> Any:
+    def stops(job: Any, step: int, **options: Any) -> Any:
         if step == STOP_AT:
             raise Stopped
-        return train_step(job, step)
+        return train_step(job, step, **options)
 
     loop.train_step = stops
     with pytest.raises(Stopped):
@@ -239,7 +239,7 @@ def oracle(
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.param_groups[0]["lr"] = 3e-3 * LearningRateSchedule().factor(
-            step, steps=STEPS, tokens_per_step=1
+            step, steps=STEPS, steps_of=int
         )
         optimizer.step()
         optimizer.zero_grad()

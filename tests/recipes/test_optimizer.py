@@ -10,6 +10,7 @@ import torch
 from moecore.models import Decoder, preset
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.schedule import LearningRateSchedule
+from moecore.recipes.steps import EqualSteps, StepSizes
 from moecore.train import Muon
 
 
@@ -86,7 +87,8 @@ def test_options_that_are_wrong(values: dict[str, object], message: str) -> None
 
 
 def rates(schedule: LearningRateSchedule, steps: int = 20) -> list[float]:
-    return [schedule.factor(step, steps=steps, tokens_per_step=100) for step in range(1, steps + 1)]
+    steps_of = StepSizes([EqualSteps(1, 1, 100)]).steps_of
+    return [schedule.factor(step, steps=steps, steps_of=steps_of) for step in range(1, steps + 1)]
 
 
 def test_rates_are_those_of_torch_schedulers() -> None:

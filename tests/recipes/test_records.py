@@ -77,7 +77,7 @@ def test_a_run_saves_what_makes_the_same_run(pretrain: ModuleType, tmp_path: Pat
         "corpus": pretrain.corpus_options(args, config, 2),
         "fsdp": pretrain.fsdp_of(args, meshes),
     }
-    pretrain.write_config(args, config, records)
+    pretrain.write_config(args)
     again = pretrain.parse_arguments(["--config", str(tmp_path / "config.toml")])
     assert pretrain.model_config(again) == config and config.moe.capacity.factor == 1.5
     assert pretrain.corpus_options(again, config, 2) == records["corpus"]

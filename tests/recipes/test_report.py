@@ -30,6 +30,19 @@ def init(**options):
     calls.append(options)
     return Run()
 """
+MLFLOW = """
+from types import SimpleNamespace
+
+calls = []
+
+def set_experiment(name): calls.append(("experiment", name))
+def start_run(run_id=None, run_name=None):
+    calls.append(("start", run_id, run_name))
+    return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "new"))
+def log_params(params): calls.append(("params", params["preset"]))
+def log_metrics(metrics, step): calls.append((step, metrics))
+def end_run(): calls.append("end")
+"""
 
 
 def run(train: ModuleType, run_dir: Path, arguments: str) -> int:
@@ -63,6 +76,29 @@ def test_loads_of_layers_and_mfu_reach_every_log(
     assert set(found.Tags()["scalars"]) == lines[1].keys() - {"step"}
 
 
+def test_a_run_that_is_started_again_is_one_run_of_each_logger(
+    train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content in (("wandb", WANDB), ("mlflow", MLFLOW)):
+        (tmp_path / f"{name}.py").write_text(content)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run_dir, words = tmp_path / "run", "--wandb mine --mlflow tries"
+    assert run(train, run_dir, words) == 0
+    assert run(train, run_dir, f"{words} --steps 4") == 0
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first, *_, second = [c for c in sys.modules["wandb"].calls if isinstance(c, dict)]
+    assert first["id"] == second["id"] == (run_dir / "wandb.id").read_text()
+    assert len(first["id"]) == 32 and first["resume"] == second["resume"] == "allow"
+    logged = [call for call in sys.modules["wandb"].calls if isinstance(call, tuple)]
+    assert [{"step": step, **metrics} for step, metrics in logged] == lines and len(lines) == 4
+    assert sys.modules["mlflow"].calls == [
+        ("experiment", "tries"), ("start", None, "run"), ("params", "tiny-qwen3"),
+        *logged[:2], "end",
+        ("experiment", "tries"), ("start", "new", None), *logged[2:], "end",
+    ]  # fmt: skip
+
+
 def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path: Path) -> None:
     """A dense one, or a pipeline stage whose layers are dense."""
     pytest.importorskip("matplotlib", reason="it draws the curves")
@@ -75,7 +111,7 @@ def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path
         step=1, began=now, fetched=now, ended=now, loss=cpu, result=done, counts=cpu, ep=1,
         expert_loads=True, reader=None, extra={"tokens_per_second": 2.0},
     )  # fmt: skip
-    args = argparse.Namespace(run_dir=tmp_path, steps=2, wandb=None)
+    args = argparse.Namespace(run_dir=tmp_path, steps=2)
     with report.RunReport(args, start=0) as shown:
         shown.log(1, launched.metrics())
         shown.log(2, launched.metrics())
@@ -131,22 +167,39 @@ def test_maps_have_the_loads_of_layers_and_of_the_least_even(
     assert [len(line.get_xdata()) for line in axes[0].lines] == [6, 2]
 
 
-def test_wandb_that_is_not_installed_is_refused(
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_logger_that_is_not_installed_is_refused(
+    name: str,
     train: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert run(train, tmp_path, "--wandb mine") == 2
-    assert "error: --wandb (mine) must have wandb installed: pip" in capsys.readouterr().err
+    assert run(train, tmp_path, f"--{name} mine") == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f"moecore: error: --{name} (mine) must have {name} installed: pip install {name}\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "peak"),
     [
-        ("NVIDIA H200", torch.bfloat16, 989),
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H200", torch.bfloat16, 989.4),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
+        ("NVIDIA H20", torch.bfloat16, 148),
+        ("NVIDIA B200", torch.bfloat16, 2250),
+        ("NVIDIA B300 SXM6 AC", torch.bfloat16, 2250),
+        ("NVIDIA GB200", torch.bfloat16, 2500),
+        ("NVIDIA GB300", torch.bfloat16, 2500),
+        ("NVIDIA L40S", torch.bfloat16, 362),
+        ("NVIDIA L40", torch.bfloat16, None),
+        ("NVIDIA GH200 480GB", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 5090", torch.bfloat16, 209.5),
+        ("NVIDIA GeForce RTX 5090 D", torch.bfloat16, None),
         ("NVIDIA H100 80GB HBM3", torch.float32, None),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
@@ -164,7 +217,7 @@ def test_peaks_are_known_by_name(
     from moecore.recipes.metrics import peak_tflops
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_tflops(torch.device("cuda"), dtype) == peak
+    assert peak_tflops(torch.device("cuda"), dtype) == pytest.approx(peak)
     assert peak_tflops(torch.device("cpu"), dtype) is None
 
 
@@ -257,13 +310,16 @@ def test_without_a_bar_the_first_step_is_printed_at_once(
     from moecore.recipes import report
 
     monkeypatch.setattr(report, "_import", lambda name: None)
-    args = argparse.Namespace(run_dir=tmp_path, steps=50, wandb=None)
+    times = iter([0.0, 4.9, 5.0, 5.0])
+    monkeypatch.setattr(report.time, "monotonic", lambda: next(times))
+    args = argparse.Namespace(run_dir=tmp_path, steps=50)
     measured = {"loss": 1.0, "tokens_per_second": 2.0, "expert_load_max_over_mean": 1.5}
     with report.RunReport(args, start=7) as shown:
         for step in (8, 9, 20):
             shown.log(step, {**measured, "eval_loss": 3.25})
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[1] for line in lines] == ["8", "20"] and "eval 3.250" in lines[0]
+    numbers = "of 50: loss 1.000, tok/s 2, load 1.50, eval 3.250"
+    assert lines == [f"step 8 {numbers}", f"step 20 {numbers}"]
 
 
 @pytest.mark.parametrize(
@@ -306,3 +362,11 @@ def test_a_run_directory_that_cannot_be_made_is_named(
     (tmp_path / "a" / "file").touch()
     with pytest.raises(ValueError, match=r"^--run-dir \(.*\) must be a directory to write: "):
         importlib.import_module("moecore.recipes.report").make_run_dir(tmp_path / name)
+
+
+def test_every_gpu_of_the_planner_has_a_peak() -> None:
+    from moecore.planning.gpus import GPUS, bf16_flops_of
+
+    for name, gpu in GPUS.items():
+        model = name.partition("-")[0].upper().replace("RTX", "GeForce RTX ")
+        assert bf16_flops_of(f"NVIDIA {model}") == gpu.bf16_flops, name

@@ -6,14 +6,14 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moecore.base.fields import UsageError
+from moecore.base.progress import show_progress
 from moecore.base.tables import bounded_line, printable, shown_bytes
 from moecore.io.checkpoint.directory import latest, prunable, prune, root_of, whole_directories
 from moecore.io.checkpoint.lock import leftovers_of_dead_job
@@ -126,7 +126,7 @@ def run_verify(args: Any) -> int:
     if kind == "native":
         from moecore.io.checkpoint.store import verify
 
-        with _progress("hashing") as progress:
+        with show_progress("hashing", unit="B") as progress:
             manifest = verify(path, "sizes" if args.sizes else "full", progress=progress)
         print(f"{path}: whole, {len(manifest.files)} files, {shown_bytes(manifest.num_bytes)}")
         return 0
@@ -162,7 +162,7 @@ def run_convert(args: Any) -> int:
         if value is not None and to not in targets:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} ({value}) must be left out for a target that is {to}")
-    with _progress("writing") as progress:
+    with show_progress("converting", unit="B") as progress:
         target = (_to_native if to == "native" else _from_native)(args, path, kind, to, progress)
     print(f"{path} -> {target}")
     return 0
@@ -238,23 +238,6 @@ def _find(path: Path) -> tuple[Path, str]:
             "directories: it has none of them"
         )
     return newest, "native"
-
-
-@contextmanager
-def _progress(label: str) -> Iterator[Progress | None]:
-    """Show a bar on a terminal, where tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield None
-        return
-    with tqdm(desc=label, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-
-        def show(num_bytes: int, total: int) -> None:
-            bar.total = total
-            bar.update(num_bytes - bar.n)
-
-        yield show
 
 
 def _value_text(value: Any) -> str:

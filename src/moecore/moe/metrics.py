@@ -55,9 +55,9 @@ class MoEMetrics:
             per_expert: with the load of each expert: thousands of numbers in large models.
 
         Returns:
-            The same on every rank; empty without MoE layers, no drop rate without a capacity. A
-            layer without tokens, such as one below all that is trained, has no numbers where
-            others have.
+            The same on every rank; empty without MoE layers. There is no drop rate without a
+            capacity, and no loss that is not in use. A layer without tokens, such as one below all
+            that is trained, has no numbers where others have.
         """
         values = self._on_host()
         if not values["tokens_per_expert"]:
@@ -79,7 +79,8 @@ class MoEMetrics:
                 layer: sum(losses[i] for i in places)
                 for layer, losses in values["aux_losses"].items()
             }
-            numbers |= {name: sum(of_layers.values()), **_named(name, of_layers)}
+            if any(of_layers.values()):  # a loss that is in use is above 0
+                numbers |= {name: sum(of_layers.values()), **_named(name, of_layers)}
         for name in ("router_entropy", "clones_per_rank"):
             numbers |= _with_mean(name, {layer: value for layer, (value,) in values[name].items()})
         if indexer_losses:

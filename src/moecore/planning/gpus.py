@@ -8,6 +8,7 @@ been timed on; of all others nobody has compared a plan with a run.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
@@ -169,6 +170,32 @@ GPUS: Mapping[GpuName, Gpu] = MappingProxyType(
 def gpu_of(gpu: GpuName | Gpu) -> Gpu:
     """Return the record of a name, or a GPU of the caller's own."""
     return gpu if isinstance(gpu, Gpu) else GPUS[gpu]
+
+
+# Models whose rate is not that of a name of `GPUS`, by a pattern of the device's name; None = the
+# rate is not known. MIG is a part of a GPU.
+OTHER_BF16_FLOPS: Mapping[str, float | None] = MappingProxyType(
+    {
+        r"MIG|Laptop|[45]090 D": None,
+        r"H[12]00 NVL": 835 * TERA,
+        r"H100 PCIe": 756 * TERA,
+    }
+)
+
+
+def bf16_flops_of(device_name: str) -> float | None:
+    """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = it is not known.
+
+    `bf16_flops_of("NVIDIA GeForce RTX 4090")` is that of "rtx4090-24".
+    """
+    for pattern, flops in OTHER_BF16_FLOPS.items():
+        if re.search(rf"\b({pattern})\b", device_name):
+            return flops
+    for name, gpu in GPUS.items():
+        model = name.partition("-")[0].replace("rtx", "rtx ")
+        if re.search(rf"\b{model}\b", device_name, re.IGNORECASE):
+            return gpu.bf16_flops
+    return None
 
 
 def read_bytes(path: str | os.PathLike[str], name: str, max_bytes: int, fix: str) -> bytes:

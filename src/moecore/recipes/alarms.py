@@ -12,6 +12,11 @@ WINDOW, FEWEST = 128, 32  # losses before a step: the most that count, and the l
 FACTOR = 10.0  # 6.7 standard deviations of normal noise
 IDLE_STEPS = 100
 MOST_NAMED = 8  # experts of a line
+BLOCK_STEPS = 20  # steps whose loads are averaged: few tokens of one step are uneven by chance
+COLLAPSED_SHARE = 0.5  # of the experts, as the effective number of experts has it
+FIRST_STEPS = 20  # of a run
+FIRST_NORM = 100.0  # decoders with matrices of N(0, 0.02^2) begin at 1 to 20
+NORM_GROWTH, LOSS_GROWTH = 3.0, 0.3  # a factor, and nats above the lowest loss before
 
 
 class Alarms:
@@ -21,18 +26,30 @@ class Alarms:
               absolute deviation, and the loss before it was not. Neither number moves with a few
               spikes. Without a reward alone: losses of a policy measure nothing.
     experts   no token has chosen them for `IDLE_STEPS` steps; once until one does.
+    collapse  over `BLOCK_STEPS` steps the loads of a layer are as uneven as if at most half of its
+              experts shared all tokens: 1 / sum(share^2) <= E / 2. Once until no layer is.
     gradient  its norm is nan or inf, so the step was skipped. Not with a loss scale, which finds
               its value by such steps.
+    first steps  the norm of the first gradient is above `FIRST_NORM`; or two of the first steps in
+              turn have losses that have risen by `LOSS_GROWTH`, and one of them has a norm that is
+              `NORM_GROWTH` times the first. Each once. Without a reward only.
     """
 
     def __init__(self) -> None:
+        self._block: dict[str, list[float]] = {}  # layer -> sum of the loads of a block
+        self._block_steps = 0
+        self._has_collapsed = False
+        self._first_norm, self._lowest_loss = math.inf, math.inf
+        self._rising_norms: list[float] = []  # of the steps in turn whose losses have risen
+        self._has_grown = False
         self._losses = deque[float](maxlen=WINDOW)
         self._is_high = False
         self._idle: dict[tuple[str, int], int] = {}  # layer and expert -> steps without a token
 
     def of(self, step: int, metrics: Metrics) -> list[str]:
         """Return the lines of a step; of its metrics, with the load of each expert."""
-        lines = [*self._loss(metrics), *self._experts(metrics), *self._gradient(metrics)]
+        lines = [*self._loss(metrics), *self._experts(metrics), *self._collapse(metrics)]
+        lines += [*self._gradient(metrics), *self._first_steps(step, metrics)]
         return [f"alarm at step {step}: {line}" for line in lines]
 
     def _loss(self, metrics: Metrics) -> list[str]:
@@ -72,3 +89,62 @@ class Alarms:
         if math.isfinite(norm) or "loss_scale" in metrics:
             return []
         return [f"grad_norm ({norm}) is not finite, so the step was skipped"]
+
+    def _collapse(self, metrics: Metrics) -> list[str]:
+        for layer in layer_names(metrics):
+            loads_E = expert_loads(metrics, layer)
+            if not loads_E:
+                continue
+            sums_E = self._block.setdefault(layer, [0.0] * len(loads_E))
+            self._block[layer] = [a + b for a, b in zip(sums_E, loads_E, strict=True)]
+        self._block_steps += 1
+        if self._block_steps < BLOCK_STEPS:
+            return []
+        uneven = {layer: _share_of_experts(sums_E) for layer, sums_E in self._block.items()}
+        uneven = {layer: share for layer, share in uneven.items() if share <= COLLAPSED_SHARE}
+        block, self._block, self._block_steps = self._block, {}, 0
+        is_new, self._has_collapsed = bool(uneven) and not self._has_collapsed, bool(uneven)
+        if not is_new:
+            return []
+        layer = min(uneven, key=lambda name: uneven[name])
+        sums_E = block[layer]
+        busiest = max(range(len(sums_E)), key=lambda e: sums_E[e])
+        share = sums_E[busiest] / sum(sums_E)
+        layers = layer if len(uneven) == 1 else f"{len(uneven)} layers, most of all {layer},"
+        return [
+            f"loads of {layers} have collapsed: expert {busiest} has {share:.1%} of the "
+            f"choices of {BLOCK_STEPS} steps, {share * len(sums_E):.1f} times the mean: raise "
+            "[balance] global_batch_coef, lower --lr or lengthen the warm-up"
+        ]
+
+    def _first_steps(self, step: int, metrics: Metrics) -> list[str]:
+        norm, loss = metrics.get("grad_norm", math.nan), metrics["loss"]
+        if step > FIRST_STEPS or "reward" in metrics or not math.isfinite(norm + loss):
+            return []
+        rise, self._lowest_loss = loss - self._lowest_loss, min(loss, self._lowest_loss)
+        norms = self._rising_norms = [*self._rising_norms, norm] if rise > LOSS_GROWTH else []
+        if step == 1:
+            self._first_norm = norm
+            if norm <= FIRST_NORM:
+                return []
+            return [
+                f"grad_norm ({norm:.4g}) of the first step is above {FIRST_NORM:g}: check the "
+                "initialisation of the weights, or the weights that the run starts from"
+            ]
+        growth = max(norms, default=0.0) / max(self._first_norm, 1e-30)
+        if len(norms) < 2 or growth < NORM_GROWTH or self._has_grown:
+            return []
+        self._has_grown = True
+        return [
+            f"grad_norm ({max(norms):.4g}) is {growth:.1f} times that of the first step and the "
+            f"loss ({loss:.4g}) has risen by {rise:.2g}: lower --lr or lengthen the warm-up"
+        ]
+
+
+def _share_of_experts(loads_E: list[float]) -> float:
+    """Return the effective number of experts over all: 1 for even loads, 1/E for one expert.
+
+    `_share_of_experts([2, 2, 0, 0])` is 0.5. Without tokens it is 1.
+    """
+    squares = sum(load * load for load in loads_E)
+    return sum(loads_E) ** 2 / squares / len(loads_E) if squares else 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 
 import torch
@@ -13,6 +12,7 @@ from moecore.packing.corpus.scheduled_batch import TILE
 from moecore.packing.split import multiple_of
 from moecore.parallel.mesh import ParallelConfig
 from moecore.recipes.files import host_bytes
+from moecore.recipes.loggers import logger_options
 from moecore.recipes.options import compute_dtype, memory_options, prompt_bytes
 
 
@@ -41,7 +41,7 @@ def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
         )
     check_graph(args)
     memory_options(args)  # has rules of its own
-    check_wandb(args)
+    logger_options(args).check()
 
 
 def check_rows(args: argparse.Namespace, parallel: ParallelConfig) -> None:
@@ -92,12 +92,6 @@ def check_dynamic_cp(args: argparse.Namespace, max_tokens: int, parallel: Parall
             f"{name} must be >= what each of {largest} data ranks holds of --seq-len "
             f"({args.seq_len}): raise it, or lower --seq-len"
         )
-
-
-def check_wandb(args: argparse.Namespace) -> None:
-    """Raise ValueError where --wandb is set and wandb is missing."""
-    if args.wandb and importlib.util.find_spec("wandb") is None:
-        raise ValueError(f"--wandb ({args.wandb}) must have wandb installed: pip install wandb")
 
 
 def check_memory(args: argparse.Namespace, config: DecoderConfig, device: torch.device) -> None:

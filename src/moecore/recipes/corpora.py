@@ -315,9 +315,10 @@ class CorpusSteps:
         )
         self._num_borders = 1  # borders of a micro-batch so far
 
-    def next(self) -> StepBatch:
-        """Return the step behind the one before."""
-        batches: list[PackedBatch] = [next(self.sampler) for _ in range(self._shape.grad_accum)]
+    def next(self, num_micro_batches: int | None = None) -> StepBatch:
+        """Return the step behind the one before, of so many micro-batches; None = grad_accum."""
+        count = num_micro_batches or self._shape.grad_accum
+        batches: list[PackedBatch] = [next(self.sampler) for _ in range(count)]
         num_borders = max(len(batch["cu_seqlens"]) for batch in batches)
         # Few lengths in a run: what is compiled by shape is compiled seldom.
         self._num_borders = max(self._num_borders, 1 << (num_borders - 1).bit_length())

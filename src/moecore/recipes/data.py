@@ -52,6 +52,11 @@ class BatchShape:
     seq_len: int
     cp: int = 1
 
+    @property
+    def rows(self) -> int:
+        """Rows of a step over all data ranks."""
+        return self.data_ranks * self.grad_accum * self.batch_size
+
 
 @dataclass(frozen=True, slots=True)
 class Corpus:

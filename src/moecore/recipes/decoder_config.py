@@ -8,15 +8,18 @@ from typing import Any
 
 from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.io import decoder_config_from_hf
+from moecore.io.hf.config_fields import read_config
 from moecore.models import DecoderConfig, preset
 from moecore.packing import CorpusOptions
 from moecore.recipes.files import check_directory, naming
+from moecore.recipes.loggers import logger_options
 from moecore.recipes.optimizer import optimizer_of, schedule_of
-from moecore.recipes.options import (
-    moe_of,
-)
+from moecore.recipes.options import moe_of
 from moecore.recipes.records import build, values_of
+from moecore.recipes.rotary import RotaryOptions, write_rotary
+from moecore.recipes.samples import SampleOptions, sample_options
 from moecore.recipes.sharding import TABLES
+from moecore.recipes.steps import BatchRamp
 
 RECORDS: dict[str, type] = {
     "corpus": CorpusOptions,
@@ -24,6 +27,9 @@ RECORDS: dict[str, type] = {
     "moe": MoEConfig,
     "capacity": CapacityConfig,
     "balance": BalanceConfig,
+    "rotary": RotaryOptions,
+    "batch": BatchRamp,
+    "samples": SampleOptions,
     **TABLES,
 }
 
@@ -32,7 +38,7 @@ RECORDS: dict[str, type] = {
 EXCLUDED_FIELDS = (
     *("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim"),
     *("balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic"),
-    *("config", "row_factor", "dry_run", "gpu", "gpus"),
+    *("config", "row_factor", "dry_run", "gpu", "gpus", "stage", "stage_args", "run_args"),
 )
 
 
@@ -44,8 +50,22 @@ def tables_of(
         moe = moe_of(config)
         of_moe = {"moe": moe, "capacity": moe.capacity, "balance": moe.balance}
         records = {"model": config, **of_moe, **records}
-    records = records | {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
+    of_run = {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
+    of_run |= {"rotary": RotaryOptions(**values_of(args, "rotary")), "batch": ramp_of(args)}
+    of_run |= {"logging": logger_options(args), "samples": sample_options(args)}
+    records = records | of_run
     return {table: record for table, record in records.items() if record is not None}
+
+
+def ramp_of(args: argparse.Namespace) -> BatchRamp:
+    """Return the options of [batch] of the arguments."""
+    return BatchRamp(**values_of(args, "batch"))
+
+
+def export_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the config.json of an export: that of --hf-config, with the options of [rotary]."""
+    values = read_config(args.hf_config)
+    return write_rotary(values, model_config(args)) if values_of(args, "rotary") else dict(values)
 
 
 def model_config(args: argparse.Namespace) -> DecoderConfig:
@@ -75,7 +95,7 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
     moe = moe_of(config)
     balance = balance or default_balance(moe)
     moe = replace(moe, balance=replace(moe.balance, **balance))
-    return replace(config, moe=moe)
+    return RotaryOptions(**values_of(args, "rotary")).apply(replace(config, moe=moe))
 
 
 def default_balance(moe: MoEConfig) -> dict[str, Any]:

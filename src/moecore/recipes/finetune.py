@@ -37,13 +37,14 @@ import torch
 
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import BalanceConfig, MoEOverrides
+from moecore.base.progress import show_progress
 from moecore.base.rank_checks import difference
 from moecore.families.transformers.packing import packing_problem
 from moecore.io import init_adapters, load_hf
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
 from moecore.recipes.batches import digest_of, packed_examples
-from moecore.recipes.checks import check_dynamic_cp, check_graph, check_rows, check_wandb
+from moecore.recipes.checks import check_dynamic_cp, check_graph, check_rows
 from moecore.recipes.data import BatchShape, StepBatch
 from moecore.recipes.dry_run import add_dry_run, planned_run, print_dry_run
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
@@ -60,6 +61,7 @@ from moecore.recipes.hf_model import (
     recompute,
 )
 from moecore.recipes.hub import model_directory
+from moecore.recipes.loggers import logger_options
 from moecore.recipes.loop import (
     batch_shape,
     ranks_to_start,
@@ -198,8 +200,8 @@ def build_model(
         moe["balance"] = BalanceConfig(micro_batch_coef=args.aux_loss)
     parallelize(model, meshes, args, records, moe=moe)
     model.to_empty(device=device)
-    with naming("--model"):
-        load_hf(args.model, model, cast=has_adapters or is_reference)
+    with naming("--model"), show_progress("loading weights", unit="B") as report:
+        load_hf(args.model, model, cast=has_adapters or is_reference, progress=report)
     if has_adapters:
         init_adapters(model, args.seed)
     return model
@@ -281,7 +283,7 @@ def check(args: argparse.Namespace, world_size: int) -> Any:
         raise ValueError(
             f"--seq-len ({args.seq_len}) must be <= max_position_embeddings ({longest}) of --model"
         )
-    check_wandb(args)
+    logger_options(args).check()
     return config
 
 
@@ -328,7 +330,11 @@ def dry_run(args: argparse.Namespace) -> int:
 
 def tables_of(args: argparse.Namespace, records: dict[str, Any]) -> dict[str, Any]:
     """Return the record of each table of the resolved options."""
-    records = records | {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
+    records = records | {
+        "optimizer": optimizer_of(args),
+        "schedule": schedule_of(args),
+        "logging": logger_options(args),
+    }
     records |= {table: build(args, table, record) for table, record in PREFIXED_TABLES.items()}
     return {table: record for table, record in records.items() if record is not None}
 

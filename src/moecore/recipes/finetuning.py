@@ -20,8 +20,8 @@ from moecore.recipes.hf_model import (
     export,
     inputs_of,
 )
+from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import (
-    TrainingJob,
     begins,
     ranks_of,
     say,

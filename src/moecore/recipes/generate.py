@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.fields import quote
+from moecore.base.progress import track
 from moecore.recipes.corpora import BYTES, Tokenizer, read_source, source_of
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
 from moecore.recipes.files import check_directory
@@ -136,7 +137,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[int]
 
 def documents(source: Any, seq_len: int, limit: int | None) -> Iterator[Tensor]:
     """Yield the token ids of each document of a source, [1, T], with 1 < T <= seq_len."""
-    for number, document in enumerate(source.documents):
+    for number, document in enumerate(track(source.documents, "evaluating", unit="documents")):
         if number == limit:
             return
         ids = list(source.tokenize(document))[:seq_len]

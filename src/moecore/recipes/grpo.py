@@ -54,7 +54,8 @@ from moecore.recipes.hf_model import (
     read_tokenizer,
 )
 from moecore.recipes.hub import model_directory
-from moecore.recipes.loop import TrainingJob, batch_shape, begins, ranks_of, run, say, start
+from moecore.recipes.job import TrainingJob
+from moecore.recipes.loop import batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.optimizer import RECIPE, optimizer_of
 from moecore.recipes.options import (
@@ -362,7 +363,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.set_defaults(**{"optimizer.lr": 1e-6, "optimizer.weight_decay": 0.0})
     # of the loop, no options here
     parser.set_defaults(dtype=None, grad_accum=1, eval_every=0)
-    parser.set_defaults(expert_loads_every=10, plain_host=False, wandb=None)
+    parser.set_defaults(expert_loads_every=10, plain_host=False)
     parser.set_defaults(peak_tflops=None, profile=0)
     return parse(parser, sys.argv[1:] if arguments is None else arguments)
 

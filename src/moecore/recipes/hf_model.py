@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore.base.progress import show_progress
 from moecore.families import use_causal_attention
 from moecore.families.transformers.packing import packing_problem
 from moecore.io import decoder_config_from_hf, export_hf
@@ -173,10 +174,12 @@ def export(hf: Any, source: Path, target: Path) -> None:
     draft = target.with_name(f".{target.name}.draft")
     options = {"config": source, "dtype": read_config(source).dtype}
     on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
-    try:
-        export_hf(hf, draft, **options)
-    except NotImplementedError:  # nothing is written then: gpt-oss is only published stacked
-        export_hf(hf, draft, layout="fused", **options)
+    with show_progress("exporting", unit="B") as report:
+        options["progress"] = report
+        try:
+            export_hf(hf, draft, **options)
+        except NotImplementedError:  # nothing is written then: gpt-oss is only published stacked
+            export_hf(hf, draft, layout="fused", **options)
     on_first_rank(lambda: _complete(hf, source, draft, target))
 
 

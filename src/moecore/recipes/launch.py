@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext
 
 END_S = 10  # for a rank to end after SIGTERM
+STOP_CODES = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that end by themselves
 
 
 class Terminated(BaseException):
@@ -32,7 +33,8 @@ class Terminated(BaseException):
 def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     """Run `run_rank(args)` in so many processes, with torchrun's environment, and wait for them.
 
-    No rank outlives this process, whatever ends it: SIGTERM and Ctrl-C reach the ranks first.
+    No rank outlives this process, whatever ends it: SIGTERM and Ctrl-C reach the ranks first. Ranks
+    that train save a checkpoint then, which a second signal does not wait for.
 
     Args:
         run_rank: a function at the top of a module; returns an exit code.
@@ -61,13 +63,16 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     handlers = {signal.SIGTERM: _raise_terminated, signal.SIGINT: signal.default_int_handler}
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a background job
         del handlers[signal.SIGINT]
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
+    before: dict[signal.Signals, Any] = {}
+    try:  # a signal may come as soon as the first handler is there
+        before |= {number: signal.getsignal(number) for number in handlers}
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         return _wait(ranks)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return _stop(ranks, signal.SIGINT)
     except Terminated:
-        return 128 + signal.SIGTERM
+        return _stop(ranks, signal.SIGTERM)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -100,6 +105,27 @@ def _wait(ranks: ProcessContext) -> int:
             raise
         return exit_codes[0]
     return 0
+
+
+def _stop(ranks: ProcessContext, number: int) -> int:
+    """Let ranks that train end their step and save, unless a second signal comes.
+
+    Return 128 + the signal, or 0 if all ranks have finished their work.
+    """
+    for process in ranks.processes:
+        process.terminate()  # SIGTERM: a terminal has sent SIGINT to all processes already
+    try:
+        alive = {process.sentinel: process for process in ranks.processes}
+        while alive:
+            ends = [alive.pop(sentinel) for sentinel in connection.wait(list(alive))]
+            for process in ends:
+                process.join()
+            if any(process.exitcode not in STOP_CODES for process in ends):
+                break  # the others may wait for it
+    except (KeyboardInterrupt, Terminated):
+        pass
+    is_finished = all(process.exitcode == 0 for process in ranks.processes)
+    return 0 if is_finished else 128 + number
 
 
 def _end(ranks: ProcessContext) -> None:

@@ -12,30 +12,29 @@ into a checkpoint.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
+import multiprocessing
 import os
 import signal
 import sys
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.stateful import Stateful
 
+from moecore.base.progress import show_progress
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.parallel.mesh import Meshes, ParallelConfig
+from moecore.parallel.mesh import Meshes, ParallelConfig, start_process_group
 from moecore.recipes.data import BatchShape, to_device
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
-    SAVES_MEMORY,
     DivergedError,
     print_error,
     print_rank_error,
@@ -43,122 +42,23 @@ from moecore.recipes.errors import (
     silence_background_errors,
 )
 from moecore.recipes.host import bind_to_gpu, collect, collecting_by_hand
-from moecore.recipes.interrupts import exit_at_interrupt
+from moecore.recipes.interrupts import exit_at_interrupt, noting_signals
+from moecore.recipes.job import TrainingJob
 from moecore.recipes.launch import check_environment, launch, leave
-from moecore.recipes.metrics import Launched, Metrics, Moment, memory_gib, peak_tflops
-from moecore.recipes.optimizer import optimizer_of, schedule_of
-from moecore.recipes.options import DEGREES, compute_dtype, loss_scale
+from moecore.recipes.metrics import Launched, Moment, memory_gib
+from moecore.recipes.options import DEGREES
 from moecore.recipes.profiling import check_profile, traced
 from moecore.recipes.report import RunReport, make_run_dir
-from moecore.recipes.resume import KEPT_CHECKPOINTS, checkpoint_dir, continuation, resume
+from moecore.recipes.resume import (
+    KEPT_CHECKPOINTS,
+    checkpoint_dir,
+    continuation,
+    latest_step,
+)
 from moecore.recipes.schedule import is_due
-from moecore.train.step import TrainStep
 
 CPU_RANKS = 2
 MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weights stay
-
-
-class StepData(Protocol):
-    """The batch of one data rank and one step."""
-
-    def counts(self) -> Tensor:
-        """Return int64 [4]: labels that the mean loss counts, tokens, and two more counts."""
-
-
-BatchT = TypeVar("BatchT", bound=StepData)
-
-
-class BatchReader(Protocol):
-    """The reader of a job's batches; the sampler's state is the position in the data."""
-
-    @property
-    def sampler(self) -> Stateful:
-        """The order of the documents."""
-
-
-@dataclass(kw_only=True)
-class TrainingJob(ABC, Generic[BatchT]):
-    """One rank's part of a run that is ready to train; loads the last checkpoint, if there is one.
-
-    The subclass of a recipe has the data, the loss and the result.
-
-    Attributes:
-        model: parallelized, with weights.
-        optimizers: the optimizers of the model's trained parameters.
-        config: of the model, for its checkpoints.
-        facts: values that a resumed run must have in common with this one, see `resume`.
-        batches: the data, as steps read it; None = it has no position.
-        owner: of the optimizer steps.
-        start: steps that the loaded checkpoint has done; 0 = none was there.
-        reader: the CUDA stream that copies metrics to the host, so that the copies do not wait for
-            kernels of later steps. None on other devices.
-    """
-
-    args: argparse.Namespace
-    meshes: Meshes
-    model: Any
-    optimizers: list[torch.optim.Optimizer]
-    shape: BatchShape
-    config: Any
-    facts: Mapping[str, object]
-    batches: BatchReader | None
-
-    unit = "token"  # of text, which the mean loss is of
-    saves_memory = SAVES_MEMORY  # options that lower the memory of a step
-    chosen_by = "--data, --seq-len, --eval-every and --tokens"  # options that rows depend on
-    finish_note = ""  # work after the last step, for the message of a finished run
-    num_nan = 0  # steps in turn
-
-    def __post_init__(self) -> None:
-        self.device = torch.device(self.meshes.device_type)
-        torch.manual_seed(self.args.seed)
-        self.optimizer_config, self.lr_schedule = optimizer_of(self.args), schedule_of(self.args)
-        self.owner = TrainStep(
-            self.model,
-            self.optimizers,
-            max_norm=self.optimizer_config.max_norm,
-            num_micro_batches=self.args.grad_accum,
-            loss_scale=loss_scale(self.args, self.device),
-        )
-        sampler = self.batches.sampler if self.batches else None
-        restored = self.model, self.optimizers, self.facts, self.owner, sampler
-        self.start = resume(self.args, *restored, chosen_by=self.chosen_by)
-        self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
-        dtype = compute_dtype(self.args, self.device)
-        self.peak_tflops = self.args.peak_tflops or peak_tflops(self.device, dtype)
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Print model, data and ranks before the first step of a start."""
-
-    @abstractmethod
-    def next_batch(self, step: int) -> BatchT:
-        """Return the batch of this data rank."""
-
-    @abstractmethod
-    def forward_backward(self, num_labels: Tensor, batch: BatchT) -> Tensor:
-        """Run backward and return this rank's part of the mean loss.
-
-        Args:
-            num_labels: int64 scalar, the labels of all data ranks.
-            batch: of this data rank.
-        """
-
-    def evaluate(self) -> Metrics:
-        """Return metrics of held-out data, such as "eval_loss". Waits for the device."""
-        return {}
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Write the result of the run after its last step."""
-
-    def position(self) -> Metrics:
-        """Return metrics of the data up to the batch that was last read."""
-        return {}
-
-    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return a recipe's own metrics of a step, whose batches have these counts together."""
-        return {}
 
 
 def start(
@@ -196,14 +96,53 @@ def ranks_to_start(args: argparse.Namespace) -> int:
     return int(args.ranks or torch.cuda.device_count() or CPU_RANKS)
 
 
-def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], TrainingJob]) -> int:
-    """Build, train and finish a job on this rank; return the exit code."""
+def run(
+    args: argparse.Namespace,
+    build_job: Callable[[argparse.Namespace], TrainingJob],
+    plan: Callable[[argparse.Namespace], list[argparse.Namespace]] = lambda args: [args],
+) -> int:
+    """Build, train and finish a job on this rank, or one for each stage; return the exit code.
+
+    Args:
+        args: of the run.
+        build_job: makes the job of a stage.
+        plan: returns the options of each stage, see `plan_stages`.
+    """
     try:
         check_environment()
     except ARGUMENT_ERRORS as error:
         return print_error(error)
     try:
         check_ranks(args)
+        stages = remaining_stages(plan(args))
+    except ARGUMENT_ERRORS as error:
+        return print_rank_error(error, int(os.environ["RANK"]))
+    for stage_args in stages:
+        code = run_stage(stage_args, build_job, is_last=stage_args is stages[-1])
+        if code:
+            return code
+    dist.barrier()
+    return 0
+
+
+def remaining_stages(stages: list[argparse.Namespace]) -> list[argparse.Namespace]:
+    """Return the stages without those that a checkpoint has behind it, but at least the last."""
+    if len(stages) == 1:
+        return stages
+    if not dist.is_initialized():  # one rank reads the directory for all
+        start_process_group("cuda" if torch.cuda.is_available() else "cpu")
+    step = on_first_rank(lambda: latest_step(stages[0]))
+    return [stage for stage in stages[:-1] if stage.steps > step] + stages[-1:]
+
+
+def run_stage(
+    args: argparse.Namespace,
+    build_job: Callable[[argparse.Namespace], TrainingJob],
+    *,
+    is_last: bool,
+) -> int:
+    """Build and train the job of a stage; finish the job of the last; return the exit code."""
+    try:
         job = build_job(args)
         check_profile(args, job.start)
         if not args.plain_host:
@@ -212,59 +151,98 @@ def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Trai
         return print_rank_error(error, int(os.environ["RANK"]))
     try:
         if job.start < args.steps:
+            if job.stage.name:
+                say(f"stage {job.stage.name}: steps {job.start + 1} to {args.steps}")
             job.begin()
             with silence_background_errors():
-                train(job)
+                code = train(job)
+            if code:
+                if multiprocessing.parent_process() is None:  # else the launcher says it
+                    say(f"moecore: stopped: {continuation(args)}")
+                return code
         else:
             say(f"{args.run_dir} is finished at step {job.start}{job.finish_note}")
-        job.finish()
+        if is_last:
+            job.finish()
+        else:
+            job.close()
     except RUN_ERRORS as error:
         return print_run_error(error, args, saves_memory=job.saves_memory)
-    dist.barrier()
+    if not is_last:
+        del job  # before the next stage's model is made
+        gc.collect()
+        torch.cuda.empty_cache()
     return 0
 
 
-def train(job: TrainingJob[Any]) -> None:
-    """Train to the last step, with metrics, evaluations and checkpoints on the way."""
+def train(job: TrainingJob[Any]) -> int:
+    """Train to the last step, with metrics, evaluations and checkpoints on the way.
+
+    Returns:
+        0, or 128 + the signal that has stopped the run before its last step.
+    """
     args, queue = job.args, deque[Launched]()
     with (
+        noting_signals() as request,  # until the last save is whole
         open_report(job) as report,
+        show_progress("saving", unit="B", lines=True) as saving,
         Saver(
             checkpoint_dir(args),
             job.model,
             job.optimizers,
             keep=KEPT_CHECKPOINTS,
             config=job.config,
+            progress=saving,
         ) as saver,
         nullcontext() if args.plain_host else collecting_by_hand(),
         traced(args) as end_of_step,
     ):
         for step in range(job.start + 1, args.steps + 1):
             try:
-                queue.append(train_step(job, step))
+                queue.append(train_step(job, step, stops=bool(request.number)))
                 if is_due(step, every=args.eval_every, steps=args.steps):
                     metrics = queue[-1].extra | job.evaluate()
                     queue[-1] = replace(queue[-1], extra=metrics)
+                job.sample(step)
             except RUN_ERRORS:
                 log(job, queue, report)
                 raise
             is_checkpoint = is_due(step, every=args.checkpoint_every, steps=args.steps)
-            log(
-                job,
-                queue,
-                report,
-                keep=0 if is_checkpoint or step in (job.start + 1, args.steps) else 1,
-            )
+            is_read = is_checkpoint or step in (job.start + 1, args.steps)
+            log(job, queue, report, keep=0 if is_read else 1)
+            if job.is_stopping:
+                log(job, queue, report)
             saver.check()  # a save that failed in the background ends the run here
-            if is_checkpoint:
-                job.owner.check()  # no checkpoint of a step whose tokens got lost
-                extra = {"step": step, **job.facts, **job.owner.state_dict()}
-                if job.batches is not None:
-                    extra["data"] = job.batches.sampler.state_dict()
-                saver.save(step, extra, wait=False)
+            if is_checkpoint or (job.is_stopping and args.checkpoint_every):
+                save(job, saver, step)
             collect(step)
             end_of_step()
+            if job.is_stopping:
+                break
         job.owner.check()  # the last step's
+        # A signal during the last step of a stage, which no step has read.
+        is_stopping = job.is_stopping or is_on_any_rank(request.number > 0, job.device)
+    if not is_stopping or step == job.stage.last:
+        return 0
+    return 128 + (request.number or signal.SIGINT)
+
+
+def is_on_any_rank(value: bool, device: torch.device) -> bool:
+    """Return whether a value is True on any rank. Collective, waits for the device."""
+    flag = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def save(job: TrainingJob[Any], saver: Saver, step: int) -> None:
+    """Save a checkpoint in the background."""
+    job.owner.check()  # no checkpoint of a step whose tokens got lost
+    extra = {"step": step, **job.facts, **job.owner.state_dict()}
+    if job.stage.name:
+        extra["stage"] = job.stage.name
+    if job.batches is not None:
+        extra["data"] = job.batches.sampler.state_dict()
+    saver.save(step, extra, wait=False)
 
 
 def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
@@ -274,14 +252,18 @@ def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | Non
     return reports[0] if reports else nullcontext()
 
 
-def train_step(job: TrainingJob[Any], step: int) -> Launched:
-    """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
+def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Launched:
+    """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns.
+
+    With `stops` on any rank the run stops: every rank reads that with the counts of the step.
+    """
     args, began, lr = job.args, Moment(job.device), learning_rate(job, step)
     for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):
         group["lr"] = lr * group["lr_factor"] * group.get("width_factor", 1.0)
     batch = job.next_batch(step)
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
-    counts = to_device(batch.counts(), job.device)
+    counts = torch.cat([batch.counts(), torch.tensor([copies * stops])])
+    counts = to_device(counts, job.device)
     dist.all_reduce(counts)
     fetched = Moment(job.device)  # when the last rank has its data
     counts //= copies
@@ -300,18 +282,13 @@ def train_step(job: TrainingJob[Any], step: int) -> Launched:
         ep=job.meshes.parallel.ep,
         expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
         reader=job.reader,
-        extra=job.position(),
+        extra=job.position() | job.stage.metrics(step),
     )
 
 
 def learning_rate(job: TrainingJob[Any], step: int) -> float:
     """Return the learning rate of a step, without the factors of param groups."""
-    shape = job.shape
-    rows = shape.data_ranks * shape.grad_accum * shape.batch_size
-    factor = job.lr_schedule.factor(
-        step, steps=job.args.steps, tokens_per_step=rows * shape.seq_len
-    )
-    return job.optimizer_config.lr * factor
+    return job.optimizer_config.lr * job.stage.rate_factor(job.lr_schedule, step)
 
 
 def log(
@@ -322,7 +299,9 @@ def log(
         launched = queue.popleft()
         step = launched.step
         metrics = launched.metrics()
-        counts, seconds = launched.read_counts(), launched.began.seconds_until(launched.ended)
+        *counts, num_stops = launched.read_counts()
+        job.is_stopping |= num_stops > 0
+        seconds = launched.began.seconds_until(launched.ended)
         metrics |= {"tokens_per_second": counts[1] / seconds, **memory_gib(job.device)}
         metrics["data_wait_share"] = launched.began.seconds_until(launched.fetched) / seconds
         metrics |= job.more_metrics(counts, seconds)

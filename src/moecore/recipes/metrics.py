@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import resource
 import sys
 import time
@@ -16,17 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.models import DecoderConfig, flops_per_token
+from moecore.planning.gpus import TERA, bf16_flops_of
 from moecore.train.step_result import StepResult
 
 Metrics = dict[str, float]
-# Dense bf16 products, from NVIDIA's data sheets; the first name that fits counts.
-PEAK_TFLOPS = {
-    r"MIG": None,  # a part of a GPU
-    r"H[12]00 NVL": 835.0,
-    r"H100 PCIe": 756.0,
-    r"H[12]00": 989.0,
-    r"A100": 312.0,
-}
 
 
 class Moment:
@@ -180,6 +172,5 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the dense TFLOP/s of a device by its name; None = not known."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    name = torch.cuda.get_device_name(device)
-    peaks = (peak for model, peak in PEAK_TFLOPS.items() if re.search(rf"\b{model}\b", name))
-    return next(peaks, None)
+    flops = bf16_flops_of(torch.cuda.get_device_name(device))
+    return None if flops is None else flops / TERA

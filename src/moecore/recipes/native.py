@@ -17,7 +17,7 @@ from moecore.moe.layer import MoELayer
 from moecore.packing import ScheduledBatch
 from moecore.recipes.data import StepBatch, to_device
 from moecore.recipes.graphs import Graphed
-from moecore.recipes.loop import TrainingJob
+from moecore.recipes.job import TrainingJob
 from moecore.recipes.metrics import Metrics, usage
 from moecore.train.step import TrainStep
 
@@ -41,6 +41,8 @@ class DecoderJob(TrainingJob[StepBatch | ScheduledBatch]):
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
+        if self.owner.num_micro_batches != len(batch.tokens_ABT):
+            self.owner.num_micro_batches = len(batch.tokens_ABT)
         tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
         return self.run_micro_batches(num_labels, *tensors)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Positive, PositiveOrZero, Rules, quote
 from moecore.base.options.names import MomentDtype
+from moecore.recipes.loggers import LoggerOptions
 from moecore.recipes.records import values_of
 from moecore.recipes.schedule import LearningRateSchedule, Share
 from moecore.train import AdamW, Muon, StateOffload, WidthRates, assign_matrices
@@ -164,7 +165,12 @@ class OptimizerConfig(CheckedRecord):
         optimizer.param_groups = list(groups.values())
 
 
-RECIPE: dict[str, type] = {"optimizer": OptimizerConfig, "schedule": LearningRateSchedule}
+# Tables of the options of all recipes.
+RECIPE: dict[str, type] = {
+    "optimizer": OptimizerConfig,
+    "schedule": LearningRateSchedule,
+    "logging": LoggerOptions,
+}
 
 
 def optimizer_of(args: argparse.Namespace) -> OptimizerConfig:

@@ -128,12 +128,11 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
     add("--seed", type=count, default=0, help="of the order of the data, and of new weights")
     add("--eval-every", type=count, help="steps between losses on held-out data; 0 = none")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
-    add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     add("--profile", type=count, default=0, help="steps to trace for `moecore report`; 0 = none")
     add(
         "--peak-tflops",
         type=positive,
-        help="of one device, for MFU (None = of an H100, H200 or A100 in bfloat16, else no MFU)",
+        help="of one device, for MFU (None = bfloat16 of GPUs that moecore plan knows)",
     )
     add("--ranks", type=positive_int, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     add("--plain-host", action="store_true", help="no CPUs beside the GPU, no garbage by hand")

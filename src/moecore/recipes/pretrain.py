@@ -28,22 +28,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.io import export_hf
+from moecore.io.checkpoint.config_differences import differences
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost
-from moecore.packing import CorpusOptions, ScheduledBatch
+from moecore.packing import CorpusOptions
 from moecore.packing.split import multiple_of
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.recipes.checks import (
@@ -51,7 +49,6 @@ from moecore.recipes.checks import (
     check_graph,
     check_memory,
     check_rows,
-    check_wandb,
 )
 from moecore.recipes.corpora import (
     BYTES,
@@ -63,28 +60,29 @@ from moecore.recipes.corpora import (
     source_of,
     with_names,
 )
-from moecore.recipes.data import BatchShape, StepBatch, to_device
-from moecore.recipes.decoder_config import EXCLUDED_FIELDS, RECORDS, model_config, tables_of
+from moecore.recipes.corpus_training import CorpusTraining
+from moecore.recipes.data import BatchShape, StepBatch
+from moecore.recipes.decoder_config import (
+    EXCLUDED_FIELDS,
+    RECORDS,
+    model_config,
+    ramp_of,
+    tables_of,
+)
 from moecore.recipes.dry_run import add_dry_run, planned_run, print_dry_run
 from moecore.recipes.errors import ARGUMENT_ERRORS, print_error
-from moecore.recipes.graphs import pad_borders
+from moecore.recipes.loggers import logger_options
 from moecore.recipes.loop import (
     batch_shape,
-    begins,
-    ranks_of,
     ranks_to_start,
     run,
-    say,
     shape_of,
     start,
 )
-from moecore.recipes.metrics import Metrics
-from moecore.recipes.native import DecoderJob, dispatcher_of, inputs_of
 from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import (
     DEGREES,
     add_common,
-    compute_dtype,
     count,
     moe_of,
     parallel_config,
@@ -92,99 +90,13 @@ from moecore.recipes.options import (
     positive_int,
 )
 from moecore.recipes.records import add_records, as_toml, parse, values_of
-from moecore.recipes.report import CONFIG, EXPORT, make_run_dir
+from moecore.recipes.report import CONFIG, make_run_dir
+from moecore.recipes.rotary import with_rotary
+from moecore.recipes.samples import sample_options
 from moecore.recipes.sharding import fsdp_of, nvlink_of, parallelize, records_of
+from moecore.recipes.stages import plan_stages, stages_of
+from moecore.recipes.steps import BatchRamp
 from moecore.train import WidthRates, width_rates
-
-
-@dataclass(kw_only=True)
-class CorpusTraining(DecoderJob):
-    """A decoder on a corpus; with --dynamic-cp on `ScheduledBatch`.
-
-    Attributes:
-        batches: steps of the corpus.
-        tokenizer: of its text.
-        validation: this rank's rows of each set.
-        bad_lines: lines of the sources that are left out because they are broken.
-    """
-
-    batches: CorpusSteps | ScheduledCorpusSteps
-    tokenizer: Tokenizer
-    validation: dict[str, StepBatch | ScheduledBatch]
-    bad_lines: int
-
-    chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
-
-    def begin(self) -> None:
-        """Print model, data and ranks."""
-        args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
-        begin, name = begins(self, "from scratch"), args.hf_config or args.preset
-        say(f"training {name} {begin} to step {args.steps} on {ranks}: {len(args.data)} source(s)")
-
-    def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
-        """Return the batch of this data rank."""
-        batch = self.batches.next()
-        if self.args.cuda_graph and isinstance(batch, StepBatch):
-            return pad_borders(batch)
-        return batch
-
-    @torch.no_grad()
-    def evaluate(self) -> Metrics:
-        """Return the loss on each validation set, and their mean. Waits for the device."""
-        if not self.validation:
-            return {}
-        self.model.eval()
-        losses = {f"eval_loss/{name}": self._loss(rows) for name, rows in self.validation.items()}
-        self.model.train()
-        return {"eval_loss": sum(losses.values()) / len(losses), **losses}
-
-    def _loss(self, batch: StepBatch | ScheduledBatch) -> float:
-        copies = dist.get_world_size() // self.meshes.data_ranks
-        if isinstance(batch, ScheduledBatch):
-            total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
-            dist.all_reduce(total)
-            return float(total) / copies
-        num_labels = to_device(batch.num_labels.clone(), self.device)
-        dist.all_reduce(num_labels)
-        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
-        inputs = inputs_of((num_labels // copies).clamp(min=1), tensors, self.args.seq_len)
-        total = self.owner.losses(inputs).sum()
-        dist.all_reduce(total)
-        return float(total) / copies
-
-    def position(self) -> Metrics:
-        """Return the epoch of each source, and the number of broken lines."""
-        epochs = self.batches.sampler.epochs()
-        metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
-        return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
-
-    def finish(self) -> None:
-        """End the workers and export a directory that `from_pretrained` loads."""
-        self.batches.sampler.close()
-        target = self.args.run_dir / EXPORT
-        if not self.args.hf_config:
-            return
-        if self.start < self.args.steps or not target.exists():
-            dtype = compute_dtype(self.args, self.device)
-            export(self.model, self.args.hf_config, dtype, self.tokenizer, target)
-        say(f"{target} is ready for from_pretrained")
-
-
-def export(
-    model: Decoder, config: Path, dtype: torch.dtype, tokenizer: Tokenizer, target: Path
-) -> None:
-    """Write a directory that transformers loads; a draft until all of it is there. Collective."""
-    draft = target.with_name(f".{target.name}.draft")
-    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
-    export_hf(model, draft, config=config, dtype=dtype)
-
-    def complete() -> None:
-        if tokenizer.hf is not None:
-            tokenizer.hf.save_pretrained(draft)
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
-
-    on_first_rank(complete)
 
 
 def build_job(args: argparse.Namespace) -> CorpusTraining:
@@ -202,7 +114,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     max_tokens = records["sharding"].dynamic_cp
     if max_tokens is None:
         check_memory(args, config, torch.device(meshes.device_type))
-    on_first_rank(lambda: write_config(args, config, records))
+    on_first_rank(lambda: write_config(args.run_args))
     if max_tokens is not None:
         records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
     rates = rates_of(args, config)
@@ -241,11 +153,18 @@ def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> 
     return CorpusOptions(**of_run, multiple=multiple_of(cp), **values_of(args, "corpus"))
 
 
-def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]) -> None:
+def write_config(args: argparse.Namespace) -> None:
     """Write the options of the run to its directory, as --config reads them."""
-    (args.run_dir / CONFIG).write_text(
-        as_toml(args, tables_of(args, config, records), without=EXCLUDED_FIELDS)
-    )
+    config = model_config(args)
+    of_run = {"corpus": corpus_options(args, config, 1), "fsdp": fsdp_options(args)}
+    tables = tables_of(args, config, records_of(args) | of_run)
+    without = (*EXCLUDED_FIELDS, "steps") if args.stages else EXCLUDED_FIELDS
+    (args.run_dir / CONFIG).write_text(as_toml(args, tables, without=without))
+
+
+def fsdp_options(args: argparse.Namespace) -> FSDPOptions:
+    """Return the options of [fsdp] in the dtype of the parameters."""
+    return FSDPOptions(**values_of(args, "fsdp"))
 
 
 def rates_of(args: argparse.Namespace, config: DecoderConfig) -> WidthRates | None:
@@ -301,9 +220,21 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
         )
     parallel = parallel_config(args, world_size, num_experts=moe_of(config).num_experts)
     check_rows(args, parallel.resolve(world_size))
+    if max_tokens is not None and ramp_of(args) != BatchRamp():
+        raise ValueError(
+            f"--dynamic-cp ({max_tokens}) must not go with options of [batch], whose steps have "
+            "whole micro-batches: drop one of them"
+        )
     if max_tokens is not None:
         check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
-    check_wandb(args)
+    logger_options(args).check()
+    samples = sample_options(args)
+    samples.prompts(tokenizer, max_seq_len=config.max_seq_len)
+    if samples.sample_every and (args.pp or 1) > 1:
+        raise ValueError(
+            f"sample_every ({samples.sample_every}) must be 0 with --pp {args.pp}: sample from the "
+            "checkpoint, on ranks without stages"
+        )
     return config, tokenizer
 
 
@@ -338,9 +269,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256)
     parser.set_defaults(eval_every=0, **{"optimizer.router_lr_factor": 0.1})
     words = sys.argv[1:] if arguments is None else arguments
-    args = parse(parser, words, tables=("data", "validation"))
-    args.data, args.validation = with_names(args.data), with_names(args.validation)
-    args.row_factor = values_of(args, "nvlink").get("row_factor")
+    args = parse(parser, words, tables=("data", "validation"), takes_stages=True)
+    for options in {id(part): part for part in (args, *stages_of(args))}.values():
+        options.data, options.validation = with_names(options.data), with_names(options.validation)
+        options.row_factor = values_of(options, "nvlink").get("row_factor")
     return args
 
 
@@ -362,8 +294,35 @@ def main(words: Sequence[str] | None = None) -> int:
     except ARGUMENT_ERRORS as error:
         return print_error(error)
     if args.dry_run:
-        return dry_run(args)
-    return start(run_rank, args, lambda world_size: check(args, world_size) and None)
+        return max(map(dry_run, stages_of(args)))
+    return start(run_rank, args, lambda world_size: check_stages(args, world_size))
+
+
+def resolve_stages(
+    args: argparse.Namespace, world_size: int | None = None
+) -> list[argparse.Namespace]:
+    """Return the options of each stage with its steps, see `plan_stages`."""
+    num_ranks = world_size or int(os.environ["WORLD_SIZE"])
+
+    def batch_of(options: argparse.Namespace) -> tuple[int, int, BatchRamp]:
+        num_experts = moe_of(model_config(options)).num_experts
+        parallel = parallel_config(options, num_ranks, num_experts=num_experts)
+        shape = shape_of(options, parallel.resolve(num_ranks))
+        return shape.rows, shape.data_ranks * shape.batch_size, ramp_of(options)
+
+    return plan_stages(args, batch_of)
+
+
+def check_stages(args: argparse.Namespace, world_size: int) -> None:
+    """Raise ValueError for options that do not fit together, or stages of different models."""
+    configs = [check(options, world_size)[0] for options in stages_of(args)]
+    for config, table in zip(configs, args.stages or [], strict=False):
+        if changes := differences(with_rotary(config, asdict(configs[0])), configs[0]):
+            raise ValueError(
+                f"{changes[0].name} ({changes[0].value}) of stage {table['name']!r} must be "
+                f"{changes[0].reference}, as in the first stage: stages may differ in [rotary]"
+            )
+    resolve_stages(args, world_size)
 
 
 def dry_run(args: argparse.Namespace) -> int:
@@ -376,7 +335,7 @@ def dry_run(args: argparse.Namespace) -> int:
         rows = corpus_options(args, config, parallel.cp)
         records = records_of(args) | {
             "corpus": rows,
-            "fsdp": FSDPOptions(**values_of(args, "fsdp")),
+            "fsdp": fsdp_options(args),
         }
         training_run = planned_run(args, config, records, parallel, world_size)
 
@@ -393,4 +352,4 @@ def dry_run(args: argparse.Namespace) -> int:
 
 def run_rank(args: argparse.Namespace) -> int:
     """Build, train, save and export on this rank."""
-    return run(args, build_job)
+    return run(args, build_job, resolve_stages)

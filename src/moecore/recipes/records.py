@@ -26,6 +26,7 @@ import torch
 
 from moecore.base.fields import quote
 from moecore.recipes.files import named, read_text, shown_path
+from moecore.recipes.stages import options_of, split_stages
 
 MAX_CONFIG_BYTES = 1 << 24
 Records = Mapping[str, type]  # by the name of the table
@@ -112,6 +113,7 @@ def parse(
     option: str = "--config",
     *,
     tables: Sequence[str] = (),
+    takes_stages: bool = False,
 ) -> argparse.Namespace:
     """Return the arguments, those of a TOML file first.
 
@@ -120,6 +122,8 @@ def parse(
         arguments: words of the command line.
         option: that names the file.
         tables: options whose values may be tables with a path: {path = "a", weight = 1}.
+        takes_stages: whether the file may have [[stages]]. Then `stages` has their tables, and
+            `stage_args` the arguments of each; both are None without stages.
 
     Raises:
         ValueError: for a file that cannot be read, a key that no flag has, or a value of another
@@ -131,22 +135,51 @@ def parse(
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument(option, type=Path)
     file = vars(first.parse_known_args(words)[0])[option.lstrip("-")]
-    of_file = [] if file is None else words_of(parser, file, option, tables=tables)
-    return parser.parse_args([*of_file, *words])
+    if file is None:
+        args = parser.parse_args(words)
+        args.stages = args.stage_args = None
+        return args
+    content, name = read_toml(file, option), named(option, file)
+    stages: list[dict[str, Any]] = []
+    if takes_stages:
+        content, stages = split_stages(content)
+        if stages and any(word.partition("=")[0] == "--steps" for word in words):
+            raise ValueError("--steps must be left out with [[stages]], which have their own")
+    words = [*words_of(parser, content, name, option, tables=tables), *words]
+    args = parser.parse_args(words)
+    args.stages = stages or None
+    args.stage_args = [
+        parser.parse_args(
+            [*words, *words_of(parser, options_of(table), name, option, tables=tables)]
+        )
+        for table in stages
+    ] or None
+    for stage_args in args.stage_args or []:
+        stage_args.stages = stages
+    return args
 
 
-def words_of(
-    parser: argparse.ArgumentParser, file: Path, option: str, *, tables: Sequence[str]
-) -> list[str]:
-    """Return the flags that the lines of a file stand for."""
+def read_toml(file: Path, option: str) -> dict[str, Any]:
+    """Return the content of a TOML file."""
     name, text = named(option, file), read_text(file, option, max_bytes=MAX_CONFIG_BYTES)
     try:
-        content = tomllib.loads(text)
+        return tomllib.loads(text)
     except RecursionError:
         raise ValueError(f"{name} must be TOML that nests less deeply: flatten it") from None
     except ValueError as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{name} must be TOML: {reason}: correct it") from None
+
+
+def words_of(
+    parser: argparse.ArgumentParser,
+    content: Mapping[str, Any],
+    name: str,
+    option: str,
+    *,
+    tables: Sequence[str],
+) -> list[str]:
+    """Return the flags that the content of a file stands for; errors begin with its name."""
     actions = _actions(parser, without=("help", option.lstrip("-")))
     words: list[str] = []
     keys: dict[str, str] = {}  # by destination
@@ -356,8 +389,8 @@ def _toml(value: Any) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    if dataclasses.is_dataclass(value):
-        pairs = vars(value).items()
+    if dataclasses.is_dataclass(value) or isinstance(value, dict):
+        pairs = (value if isinstance(value, dict) else vars(value)).items()
         return f"{{{', '.join(f'{name} = {_toml(of)}' for name, of in pairs)}}}"
     if isinstance(value, torch.dtype):
         value = str(value).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""What a run shows and leaves behind: a bar, metrics.jsonl, TensorBoard, W&B and curves.png.
+"""What a run shows and leaves behind: a bar, metrics.jsonl, loggers and curves.png.
 
-tqdm, TensorBoard and matplotlib are optional: what is missing is named once and left out. W&B is
-for who asks for it.
+tqdm, TensorBoard and matplotlib are optional: what is missing is named once and left out. W&B and
+MLflow are options.
 """
 
 from __future__ import annotations
@@ -11,20 +11,26 @@ import importlib
 import json
 import math
 import os
+import sys
 import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from moecore.recipes.alarms import Alarms
 from moecore.recipes.files import named
+from moecore.recipes.loggers import MLFLOW_ID, WANDB_ID, loggers_of
 from moecore.recipes.metrics import Metrics, expert_loads, layer_names, without_experts
 
 METRICS, CURVES, CHECKPOINTS = "metrics.jsonl", "curves.png", "checkpoints"
+SAMPLES = "samples.jsonl"
 CONFIG, EXPORT = "config.toml", "export"
-FILES = (METRICS, CURVES, CONFIG, "metrics.tmp")  # of a run; the last is a draft of the first
+# Files of a run; metrics.tmp is a draft of METRICS.
+FILES = (METRICS, CURVES, CONFIG, SAMPLES, WANDB_ID, MLFLOW_ID, "metrics.tmp")
 FOLDERS = (CHECKPOINTS, EXPORT, f".{EXPORT}.draft", "tensorboard")
 LOAD = "expert_load_max_over_mean"  # of models, and stages, with MoE layers
+LINES_S = 5.0  # between lines where stderr is no terminal
 MOST_TICKS = 16  # layers that are named beside the map
 NAMES = {
     "tqdm": "tqdm",
@@ -48,23 +54,18 @@ class RunReport:
         if missing:
             print(f"going on without {', '.join(missing)} (pip install {' '.join(missing)})")
         self.path, self.steps, self.unit = args.run_dir / METRICS, args.steps, unit
-        self.printed = {start + 1, self.steps}  # besides every twentieth
+        self.printed = {start + 1, self.steps}  # steps whose lines do not wait
+        self._next_line = 0.0
         cut_metrics(self.path, start)
         self.file = self.path.open("ab", buffering=0)
         tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
         self.figure = modules["matplotlib.figure"]
-        self.writer = self.wandb = None
-        if tensorboard:
-            folder = str(args.run_dir / "tensorboard")
-            self.writer = tensorboard.SummaryWriter(folder, purge_step=start + 1)
-        if args.wandb:
-            config = json.loads(json.dumps(vars(args), default=str))
-            self.wandb = importlib.import_module("wandb").init(
-                project=args.wandb, name=args.run_dir.name, dir=args.run_dir, config=config
-            )
+        self.loggers = loggers_of(args, tensorboard, start=start)
         if tqdm:  # its default lock is a semaphore between processes, which a rank would leave
             tqdm.tqdm.set_lock(threading.RLock())
-        self.bar = tqdm.tqdm(total=self.steps, initial=start, unit="step") if tqdm else None
+        self.bar = None
+        if tqdm and sys.stderr.isatty():
+            self.bar = tqdm.tqdm(total=self.steps, initial=start, unit="step")
         self.alarms = Alarms()
 
     def log(self, step: int, metrics: Metrics, *, expert_loads: bool = True) -> None:
@@ -79,11 +80,8 @@ class RunReport:
             print(line, flush=True) if self.bar is None else self.bar.write(line)
         metrics = metrics if expert_loads else without_experts(metrics)
         self.file.write(json.dumps({"step": step, **metrics}).encode() + b"\n")
-        if self.writer:
-            for name, value in metrics.items():
-                self.writer.add_scalar(name, value, step)
-        if self.wandb:
-            self.wandb.log(metrics, step=step)
+        for logger in self.loggers:
+            logger.log(step, metrics)
         postfix = {
             "loss": f"{metrics['loss']:.3f}",
             "tok/s": f"{metrics['tokens_per_second']:.0f}",
@@ -99,8 +97,10 @@ class RunReport:
         if self.bar is not None:
             self.bar.set_postfix(postfix, refresh=False)
             self.bar.update()
-        elif step % 20 == 0 or step in self.printed:
-            print(f"step {step}", *(f"{k} {v}" for k, v in postfix.items()), flush=True)
+        elif step in self.printed or time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINES_S
+            numbers = ", ".join(f"{name} {value}" for name, value in postfix.items())
+            print(f"step {step} of {self.steps}: {numbers}", flush=True)
 
     def __enter__(self) -> RunReport:
         return self
@@ -112,10 +112,8 @@ class RunReport:
         if error is not None:
             return
         self.file.close()
-        if self.writer:
-            self.writer.close()
-        if self.wandb:
-            self.wandb.finish()
+        for logger in self.loggers:
+            logger.close()
         if self.figure:
             draw_curves(self.figure, self.path, self.unit)
 

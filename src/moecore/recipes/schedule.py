@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from moecore.base.fields import Bound, CheckedRecord, Count, CountOrZero, Rules
 
 Share = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
+NumTokens = Annotated[int, Bound(">=", 1), Bound("<", 2**62)]
 Shape = Literal["linear", "cosine", "1-sqrt"]
 # From 1 to 0 over the decay; the argument is the completed share of the decay.
 SHAPES: dict[Shape, Callable[[float], float]] = {
@@ -39,7 +40,7 @@ class LearningRateSchedule(CheckedRecord):
 
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: CountOrZero | None = None
-    warmup_tokens: Count | None = None
+    warmup_tokens: NumTokens | None = None
     schedule_steps: Count | None = None
     decay_steps: Count | None = None
     decay_shape: Shape = "1-sqrt"
@@ -51,16 +52,16 @@ class LearningRateSchedule(CheckedRecord):
         if self.decay_steps is not None and self.lr_schedule != "wsd":
             yield "decay_steps", f"be None with lr_schedule ({self.lr_schedule!r}): use 'wsd'"
 
-    def factor(self, step: int, *, steps: int, tokens_per_step: int) -> float:
+    def factor(self, step: int, *, steps: int, steps_of: Callable[[int], int]) -> float:
         """Return the learning rate of a step as a share of the peak.
 
         Args:
             step: the optimizer step, from 1.
             steps: optimizer steps of the run.
-            tokens_per_step: tokens of a step over all ranks, padding included.
+            steps_of: returns the fewest steps that read so many tokens over all ranks.
         """
         total = self.schedule_steps or steps
-        warmup = self._warmup(total, tokens_per_step)
+        warmup = self._warmup(total, steps_of)
         if step <= warmup:
             return step / warmup
         if self.lr_schedule == "constant":
@@ -72,9 +73,9 @@ class LearningRateSchedule(CheckedRecord):
         share = min(1.0, max(0, step - begin) / max(1, total - begin))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * SHAPES[shape](share)
 
-    def _warmup(self, total: int, tokens_per_step: int) -> int:
+    def _warmup(self, total: int, steps_of: Callable[[int], int]) -> int:
         if self.warmup_tokens is not None:
-            return -(-self.warmup_tokens // tokens_per_step)
+            return steps_of(self.warmup_tokens)
         if self.warmup_steps is None:
             return max(1, round(0.05 * total), min(100, total // 3))
         return self.warmup_steps

@@ -71,7 +71,10 @@ def test_transformers_models_load_experts_that_are_stacked(name, tmp_path):
     model = random_model(name).eval()
     write_directory(tmp_path, model.state_dict(), {}, num_shards=3)
     loaded = empty_like(model)
-    report = load_hf(tmp_path, loaded)
+    seen: list[tuple[int, int]] = []
+    report = load_hf(tmp_path, loaded, progress=lambda *numbers: seen.append(numbers))
+    num_bytes = sum(param.nbytes for param in loaded.parameters())
+    assert seen[-1][0] == seen[-1][1] >= num_bytes and seen == sorted(seen)
     assert_state(loaded, model.state_dict())
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)  # rotary buffers too
     size = sum(t.nbytes for t in model.state_dict().values())

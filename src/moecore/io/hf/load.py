@@ -29,6 +29,7 @@ from moecore.base.fields import Seed, check_arguments
 from moecore.base.params import clean_name, init_normal_
 from moecore.families.transformers.lora import adapted, trained_copies
 from moecore.io.checkpoint.ranks import gather, on_every_rank, on_first_rank
+from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.checkpoint.state import fresh_buffers
 from moecore.io.hf.config_fields import read_config
 from moecore.io.hf.files import HFFiles, read_headers
@@ -68,7 +69,12 @@ class LoadReport:
 @torch.no_grad()
 @share_call_errors
 def load_hf(
-    path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True, cast: bool = False
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    progress: Progress | None = None,
 ) -> LoadReport:
     """Fill a model from a Hugging Face directory, in place. Collective.
 
@@ -92,6 +98,7 @@ def load_hf(
             stays an error.
         cast: round values to a parameter's dtype that does not hold them all (fp32 files into a
             bf16 model). Widening, and quantised values, need no leave.
+        progress: called with (bytes filled, bytes of this rank's tensors).
 
     Raises:
         ValueError: on every rank, listing all mismatches, before any parameter changes.
@@ -116,7 +123,8 @@ def load_hf(
         on_every_rank(lambda: check_load_plan(path, model, plan, strict=strict))
         compared_bytes = files.bytes_read
         drop_step(outer_model)
-        on_every_rank(lambda: _fill(model, plan, sources, files))
+        meter = Meter(progress)
+        on_every_rank(lambda: _fill(model, plan, sources, files, meter))
     piece_names = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
     return LoadReport(
         bytes_read=files.bytes_read - compared_bytes,
@@ -130,12 +138,18 @@ def load_hf(
 
 
 def _fill(
-    model: nn.Module, plan: LoadPlan, sources: Mapping[str, TensorSource], files: HFFiles
+    model: nn.Module,
+    plan: LoadPlan,
+    sources: Mapping[str, TensorSource],
+    files: HFFiles,
+    meter: Meter,
 ) -> None:
     """Copy this rank's part of every tensor into its shard, and fill tensors without a file."""
     dtypes = {name: source.dtype for name, source in sources.items()}
+    meter.expect(sum(local_part(target).nbytes for target in plan.targets.values()))
     for piece, box, part in shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
         part.copy_(read_box(files, sources, piece, box).view(part.shape))
+        meter.add(part.nbytes)
     for buffer, value in plan.buffers:
         buffer.copy_(value)
     for name, copy in trained_copies(model, plan.tensors).items():

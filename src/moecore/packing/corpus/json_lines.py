@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.base.fields import check_arguments, quote
+from moecore.base.progress import track
 from moecore.packing.corpus.files import SizedFile
 from moecore.packing.documents import Integers
 
@@ -152,13 +153,14 @@ def _parse_file(file: SizedFile, field: str | None) -> list[_LineRange]:
     tasks = [(file, start, field) for start in range(0, file.size, PART)] or [(file, 0, field)]
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     cores = len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdecimal() else 1)
-    processes = min(cores, len(tasks))
+    processes, label = min(cores, len(tasks)), f"reading {file.short_path}"
     if processes < 2 or multiprocessing.current_process().daemon:  # a daemon has no children
-        return [_parse_part(task) for task in tasks]
+        return [_parse_part(task) for task in track(tasks, label, unit="parts")]
     context = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(processes, mp_context=context) as pool:
-            return list(pool.map(_parse_part, tasks))
+            parts = pool.map(_parse_part, tasks)
+            return list(track(parts, label, total=len(tasks), unit="parts"))
     except BrokenProcessPool:
         raise ValueError(
             f"{file.short_path} must be parsed by {processes} processes, one of which was killed: "

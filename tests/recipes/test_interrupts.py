@@ -1,0 +1,142 @@
+"""Ctrl-C and SIGTERM: ranks end their step and save, and the same command continues."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moecore.io import latest
+from moecore.recipes.interrupts import StopRequest, noting_signals
+from moecore.recipes.launch import launch
+from moecore.recipes.resume import continuation
+from tests.recipes.launched import forked_ranks, launched
+from tests.recipes.test_train import MEASURED
+
+RUN = (
+    "--preset tiny-qwen3 --tokens random --layers 1 --batch-size 1 --seq-len 16 --sample-bytes 0 "
+    "--checkpoint-every 100000 --lr-schedule constant --warmup-steps 0"
+)
+
+
+def train(run_dir: Path, steps: int) -> int:
+    words = [*RUN.split(), "--steps", str(steps), "--run-dir", str(run_dir)]
+    run_rank = importlib.import_module("moecore.recipes.train").run_rank
+    code, _ = launched(run_rank, "train.py", words, run_dir.with_suffix(".txt"))
+    return code
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [{k: v for k, v in json.loads(n).items() if k not in MEASURED} for n in lines]
+
+
+def send(number: int, run_dir: Path) -> None:
+    """Send a signal to this process, which launches, once three steps are done."""
+    end = time.monotonic() + 200
+    while time.monotonic() < end and len((run_dir / "metrics.jsonl").read_bytes().splitlines()) < 3:
+        time.sleep(0.02)
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_has_saved_its_last_step(number: int, tmp_path: Path) -> None:
+    run_dir, unbroken = tmp_path / "run", tmp_path / "unbroken"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").touch()
+    sender = threading.Thread(target=send, args=(number, run_dir), daemon=True)
+    sender.start()
+    assert train(run_dir, 100_000) == 128 + number
+    sender.join()
+    done = len(lines_of(run_dir))
+    saved = latest(run_dir / "checkpoints")
+    assert saved is not None and saved.name == f"step-{done:06}" and 3 <= done < 10_000
+    assert train(run_dir, done + 2) == train(unbroken, done + 2) == 0
+    assert lines_of(run_dir) == lines_of(unbroken)
+
+
+def finish_or_stop(folder: Path) -> int:
+    """Be a rank that notes signals and ends with a code; rank 0 ends before rank 1."""
+    rank = int(os.environ["RANK"])
+    with noting_signals() as request:
+        (folder / str(rank)).touch()
+        while not request.number:
+            time.sleep(0.02)
+        time.sleep(rank / 2)
+        (folder / f"{rank} has ended").touch()
+    return int((folder / "code").read_text())
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (130, 143), (143, 143)])
+def test_the_launcher_waits_for_ranks_that_save(code: int, expected: int, tmp_path: Path) -> None:
+    (tmp_path / "code").write_text(str(code))
+    before = signal.getsignal(signal.SIGTERM)
+
+    def send() -> None:
+        end = time.monotonic() + 100
+        while time.monotonic() < end:
+            has_begun = all((tmp_path / rank).exists() for rank in "01")
+            if has_begun and signal.getsignal(signal.SIGTERM) is not before:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(0.02)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    with forked_ranks():
+        assert launch(finish_or_stop, tmp_path, 2) == expected
+    sender.join()
+    assert all((tmp_path / f"{rank} has ended").exists() for rank in "01")
+
+
+def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with noting_signals() as request:
+            assert request.number == 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (request.number, codes) == (signal.SIGTERM, [])
+            os.kill(os.getpid(), signal.SIGINT)
+            assert codes == [130]
+        assert signal.getsignal(signal.SIGTERM) == handlers[1]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a shell's background job
+        with noting_signals() as request:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert request.number == 0
+    finally:
+        signal.signal(signal.SIGINT, handlers[0])
+    thread = threading.Thread(target=lambda: noting_signals().__enter__(), daemon=True)
+    thread.start()
+    thread.join()
+    assert StopRequest().number == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["/bin/moecore", "pretrain", "a b.toml"], "moecore pretrain 'a b.toml'"),
+        (["/x/moecore/__main__.py", "train"], "moecore train"),
+        (["/bin/pytest", "x"], "the same command"),
+    ],
+)
+def test_a_stopped_run_names_its_command(
+    words: list[str], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", words)
+    line = continuation(SimpleNamespace(run_dir=tmp_path))  # type: ignore[arg-type]
+    assert line == f"there is no checkpoint yet, so {command} starts from the beginning"

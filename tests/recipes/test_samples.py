@@ -1,0 +1,74 @@
+"""[samples]: texts of the sharded model while it trains are those of transformers on its export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from moecore.recipes.samples import read_samples
+from tests.recipes import test_pretrain
+
+pytest.importorskip("transformers", reason="it generates from the export")
+corpus = test_pretrain.corpus
+PROMPTS = ("one two", "three")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", ["--ep 2", "--cp 2 --batch-size 6"])
+def test_two_ranks_generate_what_transformers_does(
+    degrees: str, corpus: Path, tmp_path: Path
+) -> None:
+    """Greedy tokens after the last step, whose weights are those of the export."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words = test_pretrain.words(corpus, tmp_path, f"{degrees} --sample-every 3 --sample-tokens 6")
+    said = test_pretrain.run_in_forks([*words, "--sample-prompts", *PROMPTS])
+    assert "exporting" not in said  # it takes less than five seconds
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(s["step"], s["prompt"]) for s in samples] == [
+        (n, p) for n in (3, 6, 8) for p in PROMPTS
+    ]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    for sample in samples[-2:]:
+        ids = tokenizer(sample["prompt"], return_tensors="pt")
+        out_1T = model.generate(**ids, max_new_tokens=6, do_sample=False)
+        expected = out_1T[0, ids["input_ids"].shape[1] :].tolist()
+        assert sample["tokens"] == expected
+        assert sample["text"] == tokenizer.decode(expected)
+
+
+def test_samples_of_later_steps_are_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    assert read_samples(file, before=3) == []
+    lines = [json.dumps({"step": step, "text": "a"}) for step in (1, 2, 3, 4)]
+    file.write_text("\n".join(lines) + "\n")
+    assert read_samples(file, before=3) == lines[:2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--sample-every 2", "SampleOptions.sample_every (2) must be > 0 with sample_prompts ()"),
+        ("--sample-every 2 --sample-prompts", "SampleOptions.sample_every (2) must be > 0 with"),
+        (
+            "--sample-every 2 --sample-prompts ab --sample-tokens 511",
+            "sample_tokens (511) and the 2 of prompt 'ab' must be <= max_seq_len (512)",
+        ),
+        (
+            "--sample-every 2 --sample-prompts ab --pp 2",
+            "sample_every (2) must be 0 with --pp 2: sample from the checkpoint",
+        ),
+    ],
+)
+def test_samples_that_cannot_be_made_are_refused(
+    words: str, message: str, pretrain: ModuleType
+) -> None:
+    args = pretrain.parse_arguments(["--data", "python:", *words.split()])
+    with pytest.raises(ValueError) as error:
+        pretrain.check(args, 2)
+    assert str(error.value).startswith(message), error.value
