@@ -355,11 +355,10 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
     values = torch.zeros(args.steps, 4, device=device, dtype=torch.float64)
     held_out: list[tuple[int, Tensor]] = []
     grads: list[Tensor] = []
+    schedule = LearningRateSchedule(warmup_steps=max(1, round(0.05 * args.steps)))
     for step in range(args.steps):
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * LearningRateSchedule().factor(
-                step + 1, steps=args.steps, tokens_per_step=1
-            )
+            group["lr"] = args.lr * schedule.factor(step + 1, steps=args.steps, steps_of=int)
         tokens_BT, labels_BT = batches.at(step)
         is_probed = probe is not None and step % args.probe_every == 0
         with probe.recording() if is_probed else nullcontext(), owner.micro_batch():
