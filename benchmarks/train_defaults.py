@@ -3,7 +3,7 @@ r"""Trains one decoder with several recipes; compares losses, loads of experts, 
     python -m benchmarks.train_defaults --seeds 0 1 2 --json benchmarks/results/train/defaults.json
     python -m benchmarks.train_defaults --device cpu --steps 20 --recipes default transformers
 
-A decoder of 1.5 B parameters (8 layers of 32 experts, 8 per token) reads 16,384 tokens a step. The
+A decoder of 1.43 B parameters (8 layers of 32 experts, 8 per token) reads 16,384 tokens a step. The
 text is that of the Python installation (`benchmarks/text.py`); its tokens are those of a byte-level
 BPE of 32,768 ids that is trained on it. All runs of a seed read the same batches. Recipes differ in
 `RECIPES` alone. "transformers" is the stock Qwen3-MoE class with its own initialisation and

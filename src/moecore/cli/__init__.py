@@ -27,7 +27,7 @@ GROUPS = {
         "train": "train a decoder of moecore on text, byte by byte",
         "pretrain": "train a decoder on a corpus",
         "finetune": "fine-tune a Hugging Face model on chats, prompts or text",
-        "grpo": "train a tiny model by reinforcement learning",
+        "grpo": "train a Hugging Face model by reinforcement learning (GRPO)",
         "recipes": "list, show and copy configs that are ready",
         "tiny-model": "make a tiny Hugging Face model and chats to try the other commands",
     },
