@@ -112,7 +112,9 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     def start(run: str, words: str = f"{TWO_RANKS} {SAVING}", wanted: int = 0) -> str:
         printed = StringIO()
         with redirect_stdout(printed), redirect_stderr(printed):
-            code = script.run_rank(script.parse_arguments(arguments(folder, run, words)))
+            is_saved = "config.toml" in words
+            words = words.split() if is_saved else arguments(folder, run, words)
+            code = script.run_rank(script.parse_arguments(words))
         assert code == wanted, printed.getvalue()
         return printed.getvalue()
 
@@ -153,7 +155,9 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     loop.train_step = train_step
     if rank == 0:
         (folder / "stopped" / ".export.draft").mkdir()  # of an export that was stopped, too
-    return [straight, start("stopped"), start("stopped"), other]
+    saved = f"{folder}/stopped/config.toml"
+    resumed = start("stopped", saved)  # by its own file
+    return [straight, resumed, start("stopped", f"{saved} --checkpoint-every 3"), other]
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +361,9 @@ def test_ranks_that_share_rows_or_layers_compute_the_same(
 def test_a_run_that_stopped_goes_on_bit_for_bit(runs: tuple[Path, list[str]]) -> None:
     folder, (_, resumed, again, _) = runs
     assert "from step 4 to step 6" in resumed and "before the first step" not in resumed
-    assert "is finished at step 6" in again
+    assert "is finished at step 6" in again and " -> " not in resumed
+    assert "checkpoint_every: 2 -> 3 (does not change the numbers)\n" in again
+    assert again.count(" -> ") == 1
     straight, stopped = folder / "straight", folder / "stopped"
     assert metrics(stopped) == metrics(straight)
     mine, theirs = tensors(stopped, STEPS), tensors(straight, STEPS)
@@ -638,7 +644,7 @@ def test_resolved_options_start_the_same_run(finetune: ModuleType, tmp_path: Pat
     def toml(*words: str) -> str:
         args = finetune.parse_arguments(words)
         tables = finetune.tables_of(args, finetune.records_of(args))
-        text: str = finetune.as_toml(args, tables, without=finetune.EXCLUDED_FIELDS)
+        text: str = finetune.as_toml(args, tables)
         return text
 
     wanted = toml("--model", "m", "--data", "a.jsonl", "--lr", "2e-5", "--epochs", "3")

@@ -89,6 +89,9 @@ def test_a_reward_of_a_module_of_the_user(
     )
     key = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(trained[key], first[key])
+    assert "kl_coef = 0.1\n" in (tmp_path / "run" / "config.toml").read_text()
+    assert grpo.run_rank(grpo.parse_arguments(["run/config.toml"])) == 0
+    assert metrics(tmp_path / "run") == lines
 
 
 def test_points_of_sums() -> None:

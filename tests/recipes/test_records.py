@@ -77,7 +77,7 @@ def test_a_run_saves_what_makes_the_same_run(pretrain: ModuleType, tmp_path: Pat
         "corpus": pretrain.corpus_options(args, config, 2),
         "fsdp": pretrain.fsdp_of(args, meshes),
     }
-    pretrain.write_config(args)
+    (tmp_path / "config.toml").write_text(pretrain.as_toml(args, pretrain.run_tables(args)))
     again = pretrain.parse_arguments(["--config", str(tmp_path / "config.toml")])
     assert pretrain.model_config(again) == config and config.moe.capacity.factor == 1.5
     assert pretrain.corpus_options(again, config, 2) == records["corpus"]

@@ -12,8 +12,7 @@ from moecore.io.hf.config_fields import read_config
 from moecore.models import DecoderConfig, preset
 from moecore.packing import CorpusOptions
 from moecore.recipes.files import check_directory, naming
-from moecore.recipes.loggers import logger_options
-from moecore.recipes.optimizer import optimizer_of, schedule_of
+from moecore.recipes.optimizer import recipe_tables
 from moecore.recipes.options import moe_of
 from moecore.recipes.records import build, values_of
 from moecore.recipes.rotary import RotaryOptions, write_rotary
@@ -38,7 +37,6 @@ RECORDS: dict[str, type] = {
 EXCLUDED_FIELDS = (
     *("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim"),
     *("balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic"),
-    *("config", "row_factor", "dry_run", "gpu", "gpus", "stage", "stage_args", "run_args"),
 )
 
 
@@ -50,11 +48,8 @@ def tables_of(
         moe = moe_of(config)
         of_moe = {"moe": moe, "capacity": moe.capacity, "balance": moe.balance}
         records = {"model": config, **of_moe, **records}
-    of_run = {"optimizer": optimizer_of(args), "schedule": schedule_of(args)}
-    of_run |= {"rotary": RotaryOptions(**values_of(args, "rotary")), "batch": ramp_of(args)}
-    of_run |= {"logging": logger_options(args), "samples": sample_options(args)}
-    records = records | of_run
-    return {table: record for table, record in records.items() if record is not None}
+    of_run = {"rotary": RotaryOptions(**values_of(args, "rotary")), "batch": ramp_of(args)}
+    return records | recipe_tables(args) | of_run | {"samples": sample_options(args)}
 
 
 def ramp_of(args: argparse.Namespace) -> BatchRamp:

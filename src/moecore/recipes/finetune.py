@@ -70,7 +70,7 @@ from moecore.recipes.loop import (
     start,
 )
 from moecore.recipes.lora import LoRAOptions, add_adapters
-from moecore.recipes.optimizer import optimizer_of, schedule_of
+from moecore.recipes.optimizer import optimizer_of, recipe_tables, schedule_of
 from moecore.recipes.options import (
     DEGREES,
     add_common,
@@ -91,15 +91,7 @@ PREFIXED_TABLES: dict[str, type] = {
     "columns": ColumnNames,
     "dpo": DPO,
 }
-EXCLUDED_FIELDS = (
-    "fsdp.param_dtype",
-    "context.dynamic",
-    "config",
-    "dynamic_cp",
-    "expert_loads_every",
-    "dry_run",
-    "gpu",
-)  # fields that another option sets
+EXCLUDED_FIELDS = "fsdp.param_dtype", "context.dynamic"  # fields that another option sets
 
 
 def build_job(args: argparse.Namespace) -> FineTuning:
@@ -153,6 +145,7 @@ def build_job(args: argparse.Namespace) -> FineTuning:
             "rows per step": shape.data_ranks * shape.grad_accum * shape.batch_size,
             **facts,
         },
+        tables=tables_of(args, records_of(args) | {"fsdp": fsdp_of(args, meshes)}),
         batches=batches,
         examples=examples,
         held_out=held_out,
@@ -320,7 +313,7 @@ def dry_run(args: argparse.Namespace) -> int:
                 parts, shape, seed=args.seed, data_rank=0, packs=packed_rows
             ).next()
 
-        toml = as_toml(args, tables_of(args, records), without=EXCLUDED_FIELDS)
+        toml = as_toml(args, tables_of(args, records))
         return print_dry_run(
             args, toml, training_run, read_batch, read_tokenizer(args.model).decode
         )
@@ -330,13 +323,8 @@ def dry_run(args: argparse.Namespace) -> int:
 
 def tables_of(args: argparse.Namespace, records: dict[str, Any]) -> dict[str, Any]:
     """Return the record of each table of the resolved options."""
-    records = records | {
-        "optimizer": optimizer_of(args),
-        "schedule": schedule_of(args),
-        "logging": logger_options(args),
-    }
-    records |= {table: build(args, table, record) for table, record in PREFIXED_TABLES.items()}
-    return {table: record for table, record in records.items() if record is not None}
+    of_run = {table: build(args, table, record) for table, record in PREFIXED_TABLES.items()}
+    return records | recipe_tables(args) | of_run
 
 
 def run_rank(args: argparse.Namespace) -> int:

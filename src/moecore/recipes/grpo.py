@@ -57,7 +57,7 @@ from moecore.recipes.hub import model_directory
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
-from moecore.recipes.optimizer import RECIPE, optimizer_of
+from moecore.recipes.optimizer import RECIPE, optimizer_of, recipe_tables
 from moecore.recipes.options import (
     add_degrees,
     compute_dtype,
@@ -66,7 +66,7 @@ from moecore.recipes.options import (
     positive_int,
 )
 from moecore.recipes.prompts import Prompt, PromptSteps, read_prompts
-from moecore.recipes.records import add_records, build, parse, values_of
+from moecore.recipes.records import add_records, build, parse
 from moecore.recipes.report import EXPORT, make_run_dir
 from moecore.recipes.rewards import Reward, load_reward, rewards_of
 from moecore.recipes.rows import ColumnNames, DatasetOptions
@@ -141,7 +141,7 @@ class Reinforcement(TrainingJob[Samples]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.objective = objective_of(self.args)
+        self.objective = build(self.args, "grpo", GRPO)
         self.engine = Engine(
             self.model, self.owner, max_tokens=self.args.seq_len, reference=self.reference
         )
@@ -254,11 +254,6 @@ def until_end(response: list[int], ends: set[int]) -> list[int]:
     return response[: place + 1]
 
 
-def objective_of(args: argparse.Namespace) -> GRPO:
-    """Return the objective of [grpo]; without a kl_coef there is no penalty."""
-    return GRPO(**{"kl_coef": 0.0, **values_of(args, "grpo")})
-
-
 def read_model(args: argparse.Namespace, config: Any, meshes: Meshes) -> Any:
     """Return the model of the directory, sharded over the ranks."""
     device = torch.device(meshes.device_type)
@@ -303,7 +298,7 @@ def build_job(args: argparse.Namespace) -> Reinforcement:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     policy = read_model(args, config, meshes)
     reference = None
-    if objective_of(args).kl_coef:
+    if build(args, "grpo", GRPO).kl_coef:
         reference = read_model(args, config, meshes).requires_grad_(False).eval()
     dtype = compute_dtype(args, torch.device(meshes.device_type))
     logging.disable_progress_bar()  # each rank would draw one
@@ -321,6 +316,8 @@ def build_job(args: argparse.Namespace) -> Reinforcement:
             "prompts of a step": meshes.data_ranks * args.batch_size,
             **facts,
         },
+        tables=recipe_tables(args)
+        | {table: build(args, table, record) for table, record in TABLES.items()},
         batches=PromptSteps(
             prompts,
             rows=args.batch_size,
@@ -360,11 +357,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--ranks", type=positive_int, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     add_degrees(parser, ("ep", "dp_replicate"))
     add_records(parser, {**RECIPE, **TABLES}, prefixed=("grpo", "dataset", "columns"))
-    parser.set_defaults(**{"optimizer.lr": 1e-6, "optimizer.weight_decay": 0.0})
+    parser.set_defaults(
+        **{"optimizer.lr": 1e-6, "optimizer.weight_decay": 0.0, "grpo.kl_coef": 0.0}
+    )
     # of the loop, no options here
     parser.set_defaults(dtype=None, grad_accum=1, eval_every=0)
-    parser.set_defaults(expert_loads_every=10, plain_host=False)
-    parser.set_defaults(peak_tflops=None, profile=0)
+    parser.set_defaults(expert_loads_every=10, plain_host=False, peak_tflops=None, profile=0)
     return parse(parser, sys.argv[1:] if arguments is None else arguments)
 
 
@@ -381,7 +379,7 @@ def check(args: argparse.Namespace, world_size: int) -> Any:
     if sampling is None:
         raise ValueError("--reward (None) must be MODULE:FUNCTION: give it")
     load_reward(sampling.reward)
-    objective_of(args), optimizer_of(args)
+    build(args, "grpo", GRPO), optimizer_of(args)
     return config
 
 

@@ -18,7 +18,9 @@ from moecore.recipes.errors import SAVES_MEMORY
 from moecore.recipes.metrics import Metrics, peak_tflops
 from moecore.recipes.optimizer import optimizer_of, schedule_of
 from moecore.recipes.options import compute_dtype, loss_scale
+from moecore.recipes.records import as_toml
 from moecore.recipes.resume import resume
+from moecore.recipes.run_config import print_changes
 from moecore.recipes.stages import TrainingStage, plan_stage
 from moecore.recipes.steps import StepSizes
 from moecore.train.step import TrainStep
@@ -53,8 +55,10 @@ class TrainingJob(ABC, Generic[BatchT]):
         optimizers: the optimizers of the model's trained parameters.
         config: of the model, for its checkpoints.
         facts: values that a resumed run must have in common with this one, see `resume`.
+        tables: the records of the options of the run, see `as_toml`.
         batches: the data, as steps read it; None = it has no position.
         owner: of the optimizer steps.
+        toml: the options of the run, as RUN_DIR/config.toml has them.
         start: steps that the loaded checkpoint has done; 0 = none was there.
         reader: the CUDA stream that copies metrics to the host, so that the copies do not wait for
             kernels of later steps. None on other devices.
@@ -67,6 +71,7 @@ class TrainingJob(ABC, Generic[BatchT]):
     shape: BatchShape
     config: Any
     facts: Mapping[str, object]
+    tables: Mapping[str, Any]
     batches: BatchReader | None
 
     unit = "token"  # of text, which the mean loss is of
@@ -92,6 +97,8 @@ class TrainingJob(ABC, Generic[BatchT]):
         )
         sampler = self.batches.sampler if self.batches else None
         restored = self.model, self.optimizers, self.facts, self.owner, sampler
+        self.toml = as_toml(getattr(self.args, "run_args", self.args), self.tables)
+        print_changes(self.args, self.toml)
         self.start = resume(self.args, *restored, stage=self.stage, chosen_by=self.chosen_by)
         self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
         dtype = compute_dtype(self.args, self.device)

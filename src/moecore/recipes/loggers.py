@@ -141,5 +141,6 @@ def logger_options(args: argparse.Namespace) -> LoggerOptions:
 
 def json_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of a run as JSON has them."""
-    values: dict[str, Any] = json.loads(json.dumps(vars(args), default=str))
+    options = {name: value for name, value in vars(args).items() if name != "flags"}
+    values: dict[str, Any] = json.loads(json.dumps(options, default=str))
     return values

@@ -55,6 +55,7 @@ from moecore.recipes.resume import (
     continuation,
     latest_step,
 )
+from moecore.recipes.run_config import save_config
 from moecore.recipes.schedule import is_due
 
 CPU_RANKS = 2
@@ -150,6 +151,7 @@ def run_stage(
     except ARGUMENT_ERRORS as error:
         return print_rank_error(error, int(os.environ["RANK"]))
     try:
+        save_config(args, job.toml)
         if job.start < args.steps:
             if job.stage.name:
                 say(f"stage {job.stage.name}: steps {job.start + 1} to {args.steps}")

@@ -12,7 +12,7 @@ from torch import nn
 
 from moecore.base.fields import Bound, CheckedRecord, Count, Positive, PositiveOrZero, Rules, quote
 from moecore.base.options.names import MomentDtype
-from moecore.recipes.loggers import LoggerOptions
+from moecore.recipes.loggers import LoggerOptions, logger_options
 from moecore.recipes.records import values_of
 from moecore.recipes.schedule import LearningRateSchedule, Share
 from moecore.train import AdamW, Muon, StateOffload, WidthRates, assign_matrices
@@ -181,3 +181,12 @@ def optimizer_of(args: argparse.Namespace) -> OptimizerConfig:
 def schedule_of(args: argparse.Namespace) -> LearningRateSchedule:
     """Return the options of [schedule] of the arguments."""
     return LearningRateSchedule(**values_of(args, "schedule"))
+
+
+def recipe_tables(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the records of the tables of `RECIPE`."""
+    return {
+        "optimizer": optimizer_of(args),
+        "schedule": schedule_of(args),
+        "logging": logger_options(args),
+    }

@@ -103,7 +103,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--prompt", type=non_empty, default="def ", help="what the sample continues")
     add("--sample-bytes", type=count, default=200, help="length of the sample; 0 = none")
     add("--layout", help="of pipeline stages, such as 'Et*3|(tt|)*29m|L' (None = even)")
-    add("--schedule", default="1f1b", choices=get_args(ScheduleName), help="of pipeline stages")
+    add(
+        "--schedule",
+        dest="pipeline_schedule",  # [schedule] is the table of the learning rate
+        default="1f1b",
+        choices=get_args(ScheduleName),
+        help="of pipeline stages",
+    )
     add_common(parser, DEGREES)
     parser.set_defaults(run_dir=Path("runs/demo"), batch_size=8, seq_len=256, eval_every=0)
     parser.set_defaults(**{"optimizer.lr": 3e-3})
@@ -269,7 +275,7 @@ def pipeline_config(args: argparse.Namespace) -> PipelineConfig | None:
     """Return the stages; None without --pp."""
     if (args.pp or 1) == 1:
         return None
-    return PipelineConfig(layout=args.layout, schedule=args.schedule)
+    return PipelineConfig(layout=args.layout, schedule=args.pipeline_schedule)
 
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:

@@ -39,7 +39,6 @@ import torch
 
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.io.checkpoint.config_differences import differences
-from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder, DecoderConfig, at_width, document_cost
 from moecore.packing import CorpusOptions
 from moecore.packing.split import multiple_of
@@ -90,7 +89,7 @@ from moecore.recipes.options import (
     positive_int,
 )
 from moecore.recipes.records import add_records, as_toml, parse, values_of
-from moecore.recipes.report import CONFIG, make_run_dir
+from moecore.recipes.report import make_run_dir
 from moecore.recipes.rotary import with_rotary
 from moecore.recipes.samples import sample_options
 from moecore.recipes.sharding import fsdp_of, nvlink_of, parallelize, records_of
@@ -114,7 +113,6 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     max_tokens = records["sharding"].dynamic_cp
     if max_tokens is None:
         check_memory(args, config, torch.device(meshes.device_type))
-    on_first_rank(lambda: write_config(args.run_args))
     if max_tokens is not None:
         records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
     rates = rates_of(args, config)
@@ -133,6 +131,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
         shape=shape,
         config=config,
         facts={"--tokenizer": args.tokenizer},
+        tables=run_tables(args.run_args),
         batches=steps(sources, rows, shape, workers=args.workers),
         tokenizer=tokenizer,
         bad_lines=sum(getattr(source.documents, "num_invalid", 0) for source in sources),
@@ -153,13 +152,11 @@ def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> 
     return CorpusOptions(**of_run, multiple=multiple_of(cp), **values_of(args, "corpus"))
 
 
-def write_config(args: argparse.Namespace) -> None:
-    """Write the options of the run to its directory, as --config reads them."""
+def run_tables(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the record of each table of the options of the run."""
     config = model_config(args)
     of_run = {"corpus": corpus_options(args, config, 1), "fsdp": fsdp_options(args)}
-    tables = tables_of(args, config, records_of(args) | of_run)
-    without = (*EXCLUDED_FIELDS, "steps") if args.stages else EXCLUDED_FIELDS
-    (args.run_dir / CONFIG).write_text(as_toml(args, tables, without=without))
+    return tables_of(args, config, records_of(args) | of_run)
 
 
 def fsdp_options(args: argparse.Namespace) -> FSDPOptions:
@@ -344,7 +341,7 @@ def dry_run(args: argparse.Namespace) -> int:
             shape = shape_of(args, parallel)
             return CorpusSteps(sources, rows, shape, data_rank=0, workers=0).next()
 
-        toml = as_toml(args, tables_of(args, config, records), without=EXCLUDED_FIELDS)
+        toml = as_toml(args, tables_of(args, config, records))
         return print_dry_run(args, toml, training_run, read_batch, tokenizer.decode)
     except ARGUMENT_ERRORS as error:
         return print_error(error)

@@ -29,6 +29,7 @@ from moecore.recipes.files import named, read_text, shown_path
 from moecore.recipes.stages import options_of, split_stages
 
 MAX_CONFIG_BYTES = 1 << 24
+COMMAND_FLAGS = {"help", "config", "dry_run", "gpu", "gpus"}  # flags of a command, not of a run
 Records = Mapping[str, type]  # by the name of the table
 
 
@@ -115,7 +116,7 @@ def parse(
     tables: Sequence[str] = (),
     takes_stages: bool = False,
 ) -> argparse.Namespace:
-    """Return the arguments, those of a TOML file first.
+    """Return the arguments, those of a TOML file first; `flags` are the names that a run saves.
 
     Args:
         parser: of all options.
@@ -135,9 +136,10 @@ def parse(
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument(option, type=Path)
     file = vars(first.parse_known_args(words)[0])[option.lstrip("-")]
+    flags = {action.dest for action in parser._actions} - COMMAND_FLAGS
     if file is None:
         args = parser.parse_args(words)
-        args.stages = args.stage_args = None
+        args.stages, args.stage_args, args.flags = None, None, flags
         return args
     content, name = read_toml(file, option), named(option, file)
     stages: list[dict[str, Any]] = []
@@ -145,9 +147,10 @@ def parse(
         content, stages = split_stages(content)
         if stages and any(word.partition("=")[0] == "--steps" for word in words):
             raise ValueError("--steps must be left out with [[stages]], which have their own")
+        flags = flags - {"steps"} | {"stages"} if stages else flags
     words = [*words_of(parser, content, name, option, tables=tables), *words]
     args = parser.parse_args(words)
-    args.stages = stages or None
+    args.stages, args.flags = stages or None, flags
     args.stage_args = [
         parser.parse_args(
             [*words, *words_of(parser, options_of(table), name, option, tables=tables)]
@@ -155,7 +158,7 @@ def parse(
         for table in stages
     ] or None
     for stage_args in args.stage_args or []:
-        stage_args.stages = stages
+        stage_args.stages, stage_args.flags = stages, flags
     return args
 
 
@@ -183,7 +186,7 @@ def words_of(
     actions = _actions(parser, without=("help", option.lstrip("-")))
     words: list[str] = []
     keys: dict[str, str] = {}  # by destination
-    for key, value in _flat(content):
+    for key, value in flatten(content):
         action = actions.get(key.replace("-", "_"))
         if action is None:
             hint = _hint(key, actions)
@@ -221,15 +224,14 @@ def _hint(key: str, actions: Mapping[str, argparse.Action]) -> str:
     return f"did you mean {close[0]}?" if close else "remove it"
 
 
-def as_toml(
-    args: argparse.Namespace, records: Mapping[str, Any], *, without: Sequence[str] = ()
-) -> str:
-    """Return the lines that `parse` reads: options of the run, and of each table its record's."""
+def as_toml(args: argparse.Namespace, records: Mapping[str, Any]) -> str:
+    """Return the lines that `parse` reads: options that have flags, and the fields of records."""
     options = {name: value for name, value in vars(args).items() if "." not in name}
-    tables = {"": {name: value for name, value in options.items() if name not in without}}
+    tables = {"": {name: value for name, value in options.items() if name in args.flags}}
     for table, record in records.items():
-        names = [n for n in kinds_of(type(record)) if f"{table}.{n}" not in without]
-        tables[table] = {name: getattr(record, name) for name in names}
+        if record is not None:
+            names = [n for n in kinds_of(type(record)) if f"{table}.{n}" in args.flags]
+            tables[table] = {name: getattr(record, name) for name in names}
     return "\n".join(
         "\n".join(
             [
@@ -325,7 +327,8 @@ def _has_record(kind: Any) -> bool:
     return dataclasses.is_dataclass(kind) or any(_has_record(part) for part in get_args(kind))
 
 
-def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a TOML file by key; `table.field` is the key of a table's field."""
     for name, value in content.items():
         if isinstance(value, dict):
             yield from ((f"{name}.{key}", of) for key, of in value.items())

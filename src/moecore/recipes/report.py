@@ -18,12 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.recipes.alarms import Alarms
 from moecore.recipes.files import named
 from moecore.recipes.loggers import MLFLOW_ID, WANDB_ID, loggers_of
 from moecore.recipes.metrics import Metrics, expert_loads, layer_names, without_experts
 
-METRICS, CURVES, CHECKPOINTS = "metrics.jsonl", "curves.png", "checkpoints"
+METRICS, CURVES = "metrics.jsonl", "curves.png"
 SAMPLES = "samples.jsonl"
 CONFIG, EXPORT = "config.toml", "export"
 # Files of a run; metrics.tmp is a draft of METRICS.

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from moecore.base.progress import show_progress
 from moecore.io import latest, load
+from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder
-from moecore.recipes.report import CHECKPOINTS
 from moecore.recipes.rotary import with_rotary
 from moecore.recipes.stages import TrainingStage
 from moecore.train.step import TrainStep

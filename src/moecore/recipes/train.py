@@ -69,7 +69,7 @@ from moecore.recipes.data import (
 from moecore.recipes.loop import batch_shape, begins, ranks_of, run, say, start
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.native import DecoderJob, dispatcher_of
-from moecore.recipes.optimizer import optimizer_of
+from moecore.recipes.optimizer import optimizer_of, recipe_tables
 from moecore.recipes.options import (
     compute_dtype,
     memory_options,
@@ -172,6 +172,7 @@ def build_job(args: argparse.Namespace) -> Pretraining:
         shape=shape,
         config=config,
         facts={"--seed": args.seed},  # the data position depends on it
+        tables=recipe_tables(args),
         batches=batches,
         corpus=corpus,
         held_out_N=held_out_N,

@@ -60,7 +60,7 @@ from moecore.integrations.transformers.run_state import (
 )
 from moecore.integrations.transformers.scheduled import ScheduledSteps, is_dynamic
 from moecore.io import Saver, export_hf, load, save_adapters
-from moecore.io.checkpoint.directory import directory_of
+from moecore.io.checkpoint.directory import CHECKPOINTS, directory_of
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.io.hf.lora import unmerged
 from moecore.packing import ScheduledBatch
@@ -104,7 +104,7 @@ class MoETrainer(Trainer):
             if has_parts_of_rows(self.model):
                 check_logits(self)
             self._steps = ScheduledSteps(self) if is_dynamic(self.model) else None
-        self._root = Path(self.args.output_dir) / "checkpoints"
+        self._root = Path(self.args.output_dir) / CHECKPOINTS
         self._saver: Saver | None = None
         self.add_callback(_StepOwner(self))
 

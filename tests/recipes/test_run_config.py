@@ -1,0 +1,89 @@
+"""RUN_DIR/config.toml: what a run saves, and what it prints when another start changes options."""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from moecore.io import set_latest
+from moecore.recipes.run_config import changes
+from tests.recipes.test_train import metrics
+
+BEFORE = """
+seed = 0
+ep = 2
+run_dir = "a"
+[optimizer]
+lr = 0.1
+[pipeline]
+layout = "Et|tL"
+[[stages]]
+name = "long.1"
+steps = 2
+checkpoint-every = 5
+"""
+AFTER = """
+seed = 0
+ep = 4
+run_dir = "a"
+data = ["b"]
+[optimizer]
+lr = 0.2
+[logging]
+wandb = "c"
+[[stages]]
+name = "long.1"
+steps = 3
+checkpoint-every = 6
+"""
+LAYOUT = "(does not change the numbers if a step has as many rows)"
+CHANGES = [
+    f"ep: 2 -> 4 {LAYOUT}",
+    "optimizer.lr: 0.1 -> 0.2 (changes the numbers)",
+    f"pipeline.layout: 'Et|tL' -> None {LAYOUT}",
+    "stages.long.1.steps: 2 -> 3 (changes the numbers)",
+    "stages.long.1.checkpoint-every: 5 -> 6 (does not change the numbers)",
+    "data: None -> ['b'] (changes the numbers)",
+    "logging.wandb: None -> 'c' (does not change the numbers)",
+]
+
+
+def test_changes_say_whether_numbers_change() -> None:
+    assert changes(tomllib.loads(BEFORE), tomllib.loads(AFTER)) == CHANGES
+    assert changes(tomllib.loads(AFTER), tomllib.loads(AFTER)) == []
+
+
+def test_a_training_continues_by_its_own_file(
+    train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    file, steps = run_dir / "config.toml", run_dir / "checkpoints"
+    words = "--layers 2 --batch-size 1 --seq-len 64 --steps 2 --sample-bytes 0 --tokens random"
+
+    def start(more: str, code: int = 0) -> list[str]:
+        """Start from step 1 if it is there; return the lines of changes."""
+        if steps.exists():
+            set_latest(steps / "step-000001")
+            shutil.rmtree(steps / "step-000002", ignore_errors=True)
+        capsys.readouterr()
+        assert train.run_rank(train.parse_arguments(more.split())) == code
+        return [line for line in capsys.readouterr().out.splitlines() if " -> " in line]
+
+    assert start(f"{words} --checkpoint-every 1 --run-dir {run_dir}") == []
+    straight, saved = metrics(run_dir), file.read_text()
+    assert start(str(file)) == [] and metrics(run_dir) == straight
+    assert file.read_text() == saved and 'pipeline_schedule = "1f1b"\n' in saved
+    assert start(f"{file} --seed 7", code=2) == ["seed: 0 -> 7 (changes the numbers)"]
+    assert file.read_text() == saved
+    assert start(f"{file} --lr 0.5 --expert-loads-every 5") == [
+        "expert_loads_every: 10 -> 5 (does not change the numbers)",
+        "optimizer.lr: 0.003 -> 0.5 (changes the numbers)",
+    ]
+    assert tomllib.loads(file.read_text())["optimizer"]["lr"] == 0.5
+    assert metrics(run_dir)[1]["lr"] != straight[1]["lr"]
+    file.write_text("seed = ")
+    assert start(f"{words} --run-dir {run_dir}") == [] and "seed = 0\n" in file.read_text()
