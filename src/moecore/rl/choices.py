@@ -2,6 +2,7 @@
 
 Legend: B sequences, S tokens of a sequence, T tokens of this rank, L layers, K experts per token, E
 experts.
+
 A recording is a plain dict: layer name -> list of int32 [T, K], one entry per call of the layer.
 Ids are global expert ids, and -1 is a dropped choice. The T tokens have the order of the layer's
 input: sequence after sequence, and under tp only this rank's slice of each sequence.
@@ -26,8 +27,7 @@ EMPTY = "none"  # ends the name of a layer that never ran
 
 
 def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> None:
-    """Raise ValueError for choices that these layers cannot replay. A host sync per entry on a GPU.
-    """
+    """Raise ValueError for choices that these layers cannot replay. Host syncs on a GPU."""
     for name in choices:
         if name not in layers:
             raise ValueError(
@@ -78,8 +78,7 @@ def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
 def check_weights(
     weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
 ) -> None:
-    """Raise ValueError if weights do not match the checked choices. A host sync per entry on a GPU.
-    """
+    """Raise ValueError if weights do not match the checked choices. One host sync per entry."""
     if {name: len(entries) for name, entries in weights.items()} != {
         name: len(entries) for name, entries in choices.items()
     }:
@@ -154,8 +153,7 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
 def local_choices_of(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
-    """Return layer name -> int32 [T, K]: this rank's tokens of an engine's choices. No collective.
-    """
+    """Return layer name -> int32 [T, K], this rank's part of an engine's choices. No collective."""
     # `engine_layers` has for each of the L layers its name, or None to skip it.
     try:
         ids_BSLK = torch.as_tensor(indices_BSLK)

@@ -8,6 +8,7 @@
         -> `TrainStep`: backward; `TrainStep.finish` runs the optimizers
     between steps
         -> weights with Hugging Face names and free device memory for the inference engine
+
 Legend: N tokens of a data-parallel rank's rollouts, L MoE layers, K experts per token.
 """
 
@@ -272,8 +273,7 @@ class Engine:
 
     @contextmanager
     def _raise_on_all_ranks(self, action: str) -> Iterator[None]:
-        """Return a context whose ValueErrors all ranks raise; other ranks receive them in `_rows`.
-        """
+        """Return a context whose ValueErrors all ranks raise; the other ranks wait in `_rows`."""
         problem = None
         try:
             yield
@@ -284,8 +284,7 @@ class Engine:
                 agree(self._meshes, None, problem, global_entries={}, shared={})
 
     def _computing(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which a model runs batch invariant if the engine is batch invariant.
-        """
+        """Return a context in which the model is batch invariant if the engine is."""
         state = parallel_state(model)
         if state is None or not self._is_invariant:
             return nullcontext()
@@ -294,8 +293,7 @@ class Engine:
     def _replaying(
         self, rows: Sequence[RolloutRow], rollouts: Rollouts
     ) -> AbstractContextManager[None]:
-        """Return a context in which forwards of rows replay the rollouts' routes, if there are any.
-        """
+        """Return a context in which forwards of rows replay the rollouts' routes, if any."""
         if rollouts.routes_NLK is None:
             return nullcontext()
         return self._layers.replaying(rows)
@@ -358,8 +356,7 @@ class Engine:
         objective: Objective | None,
         shares_N: Tensor | None,
     ) -> Mapping[str, Any]:
-        """Return arguments of a forward that stores log-probabilities in `scores` and returns a loss.
-        """
+        """Return arguments of a forward that stores log-probabilities in `scores`, and the loss."""
 
         def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
             log_probs_N = row.of_tokens(log_probs_BT)
@@ -387,8 +384,7 @@ class Engine:
         return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
 
     def _of_stages(self, scores: TokenScores) -> TokenScores:
-        """All-reduce scores over pp, because only the pipeline stage with the head computes them.
-        """
+        """All-reduce scores over pp, because only the stage with the head computes them."""
         if self._pipeline is not None:
             for numbers_N in (scores.log_probs_N, scores.entropy_N):
                 if numbers_N is not None:
@@ -450,8 +446,7 @@ def _of_sequences(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
 
 
 def _totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) -> Totals:
-    """Return the totals of a data-parallel rank's rollouts; raise ValueError for invalid numbers.
-    """
+    """Return the totals of a data-parallel rank's rollouts; raise for invalid numbers."""
     for name in PER_TOKEN:
         value_N = getattr(rollouts, name)
         if value_N is None:

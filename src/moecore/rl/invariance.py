@@ -46,8 +46,7 @@ def check_invariant(model: nn.Module, state: ParallelState) -> None:
 
 
 def _obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, Any, str]]:
-    """Yield each option that rules out batch invariance: name, value, and what the error requires.
-    """
+    """Yield each option that rules out batch invariance: name, value, requirement."""
     request, degrees = state.request, state.request.meshes.parallel
     for axis in ("tp", "cp", "etp"):
         if getattr(degrees, axis) > 1:

@@ -2,11 +2,14 @@
 
 Legend: N tokens of the sequences of a micro-batch, T tokens of its row, M tokens of the row that
 predict a response token.
+
     sequences     are not cut (`packing/bins.py`), and a group of sequences is in one micro-batch
     row           sequences end to end, each padded for cp, and the row padded for tp
     rows_M        positions in the row that predict a response token
     tokens_M      the indices of the predicted tokens among the N
+
 Example, the response [8 9] to [5 6] and cp 2:
+
     row       5  6  8  9  -  -  -  -
     labels    -  8  9  -  -  -  -  -       rows_M  1 2       tokens_M  2 3
 """
@@ -109,8 +112,7 @@ class RolloutRow:
     read_T: Tensor
 
     def of_tokens(self, values_BT: Tensor) -> Tensor:
-        """Move values of [1, T] positions to the tokens that they predict; return [N], 0 elsewhere.
-        """
+        """Move values of [1, T] positions to the tokens they predict; return [N], 0 elsewhere."""
         values_N = values_BT.new_zeros(len(self.places_N))
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 

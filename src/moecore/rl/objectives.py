@@ -2,6 +2,7 @@
 
 Legend: N tokens, n sequences; p the current policy, p_old the policy that sampled, p_ref the
 reference model; A the advantage of a token; r = p / p_old.
+
 An objective reads complete sequences and returns a loss per token. The engine computes the mean
 over the global batch. With "token" it is the mean over response tokens. With "sequence" it is the
 mean over sequences of each response's mean. An objective therefore does not depend on micro-batches

@@ -1,6 +1,7 @@
 """RouterReplay: records the experts that a model's routers chose, and replays these choices.
 
 Legend: T tokens of this rank, K experts per token, E experts.
+
     replay = RouterReplay(model)
     with replay.record():
         model(tokens)                        # any number of forwards

@@ -1,9 +1,12 @@
 """Rollouts: sequences that a policy sampled, end to end, and values of their tokens.
 
 Legend: N tokens of all sequences, n sequences, L MoE layers, K experts per token.
+
 Example, prompts [5 6] and [7] with responses [8 9] and [4]:
+
     tokens_N           5  6  8  9  7  4
     response_mask_N    -  -  x  x  -  x       cu_seqlens  [0, 4, 6]
+
 A token's value has the index of the token: `old_log_probs_N[2]` is of token 8 after 5 and 6.
 """
 
@@ -46,6 +49,7 @@ class Rollouts(CheckedRecord):
             gradients to the routers. None = the current routers compute them, with gradients.
         temperature: of the sampling; logits are divided by it before log-probabilities are
             computed.
+
     Values outside of the mask are ignored.
 
     Raises:

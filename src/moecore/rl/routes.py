@@ -2,6 +2,7 @@
 
 Legend: N tokens of a data-parallel rank's rollouts, L MoE layers, K experts per token, T tokens of
 a row.
+
 A recording has this rank's tokens in the order of its forwards, for the layers of its pipeline
 stages. Routes have all tokens of the data-parallel rank in the order of the rollouts, for all
 layers. A mini-batch can therefore replay the routes of a batch in other rows and on another
@@ -74,8 +75,7 @@ class RoutedLayers:
         return len(self.configs), next(iter(self.configs.values())).choices_per_token
 
     def check(self, rollouts: Rollouts) -> None:
-        """Raise ValueError for routes that these layers cannot replay. Host syncs, no collective.
-        """
+        """Raise ValueError for routes that these layers cannot replay. Host syncs, but local."""
         routes_NLK, weights_NLK = rollouts.routes_NLK, rollouts.route_weights_NLK
         choices = {name: config.choices_per_token for name, config in self.configs.items()}
         if len(set(choices.values())) != 1:
@@ -104,8 +104,7 @@ class RoutedLayers:
         return nullcontext() if self.replay is None else self.replay.record()
 
     def recorded(self, rows: Sequence[RolloutRow], rollouts: Rollouts) -> Tensor:
-        """Return int32 [N, L, K], the routes of the recorded rows. Collective over cp, tp and pp.
-        """
+        """Return int32 [N, L, K], the recorded routes of rows. Collective over cp, tp and pp."""
         shape = (len(rollouts.tokens_N), *self.shape)
         routes_NLK = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
         choices = {} if self.replay is None else self.replay.choices()

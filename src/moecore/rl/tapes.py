@@ -1,6 +1,7 @@
 """Tapes that record or replay the choices of a router, and the entry that each call replays.
 
 Legend: T tokens of this rank, K experts per token.
+
 Note [pairing]. Activation checkpointing calls a layer again in backward, while several forwards may
 wait for their backward. The call must replay the choices of its own forward. Autograd identifies
 the forward: the node that backward executes (and that unpacks recomputed tensors) is upstream of an
@@ -9,6 +10,7 @@ outputs notes where a backward enters. The first recompute of that backward copi
 the upstream nodes, up to nodes that already have a forward. This works for both kinds of
 checkpointing and any order of backwards. Nodes of a backward inside a recompute (nested reentrant
 checkpointing) have no forward, and their recomputes raise an error.
+
 Note [late backward]. A backward may run after `with replay.replay(...)` has ended. The same hook
 then sets the tapes of the routers again until that backward ends.
 """
