@@ -1,4 +1,4 @@
-"""`moecore checkpoint`: inspect, verify, convert and prune."""
+"""The commands of `moecore checkpoint`: inspect, verify, convert and prune."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class PPO(CheckedRecord):
         return log_probs_N - (log_probs_N.detach() if old_N is None else old_N)
 
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
-        """Return the loss of each token."""
+        """Return the loss of each token, fp32 [N]."""
         assert rollouts.advantages_N is not None, "the engine has looked"
         ratio_N = self.log_ratio(log_probs_N, rollouts).clamp(max=MAX_LOG_RATIO).exp()
         high = self.clip if self.clip_high is None else self.clip_high
@@ -255,5 +255,5 @@ class OwnObjective(CheckedRecord):
             yield "needs", f"be fields of Rollouts ({', '.join(field_names)}): name those"
 
     def __call__(self, *args: Any) -> Tensor:
-        """Return the loss of each token."""
+        """Return the result of `function`: the loss of each token, [N]."""
         return self.function(*args)

@@ -71,7 +71,7 @@ class RoutedLayers:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """L and K."""
+        """Number of MoE layers L, and experts per token K."""
         return len(self.configs), next(iter(self.configs.values())).choices_per_token
 
     def check(self, rollouts: Rollouts) -> None:

@@ -228,7 +228,10 @@ class _Player:
     def recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the entry of this call, None after the replay: `ChoiceTape.recorded_choice`."""
+        """Return the ids and weights of this call's entry: see `ChoiceTape.recorded_choice`.
+
+        After the replay it returns None, and the router chooses.
+        """
         _refuse_capture(device)
         index = self.replay.index(self.name)
         if index is None:

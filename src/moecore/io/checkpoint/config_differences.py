@@ -164,7 +164,7 @@ def own_config(model: nn.Module) -> Config | None:
 
 
 def _configured(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that have a config of a known kind."""
+    """Yield the outermost modules that are a native decoder or a transformers model."""
     if isinstance(module, Decoder) or (is_pretrained(module) and hasattr(module, "config")):
         yield module
         return

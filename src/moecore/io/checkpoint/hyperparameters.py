@@ -32,7 +32,7 @@ MAX_NESTING = MAX_DEPTH - 10  # of a value, which lies in others
 
 
 def all_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """Return the parameter groups, one optimizer after the other."""
+    """Return the parameter groups of all optimizers, concatenated."""
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
@@ -114,13 +114,13 @@ def restore_groups(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """The methods required of a learning rate scheduler; torch's schedulers have them."""
+    """Protocol of a learning rate scheduler; torch's schedulers implement it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the scheduler's state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state."""
+        """Set the scheduler's state."""
 
 
 Schedulers = Scheduler | Sequence[Scheduler]

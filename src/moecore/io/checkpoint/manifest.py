@@ -1,12 +1,12 @@
 """The manifest of a checkpoint: its metadata, tensors, files and digests.
 
-It is one line of JSON, written last. Strict both ways: a manifest that deviates from
+It is one line of JSON, written last. A manifest that deviates from
 the format is neither written nor read.
 
     format, step, world_size    whole numbers
     meshes                      [{mesh dim: size}] of the saved model's DTensors
     versions                    moecore, torch, python
-    config, scheduler, extra    the caller's JSON; config and scheduler may be null
+    config, scheduler, extra    the caller's JSON, without tensors; config, scheduler may be null
     optimizer_class             name of its class, or of several one for each group: "A, B", or null
     optimizer                   [{params: [name], hyperparameter: value}], or null
     files                       file name -> {size in bytes, sha256 of the file}
@@ -99,7 +99,7 @@ class ManifestFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A checked manifest. Build one with `make_manifest` or `read_manifest` only."""
+    """A checked manifest, from `make_manifest` or `read_manifest`; `text` is its line of JSON."""
 
     facts: ManifestFacts
     files: dict[str, StoredFile]

@@ -46,7 +46,7 @@ Hashes = dict[Key, str]
 
 
 def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
-    """Raise a ValueError on every rank, naming the first value that differs. Collective."""
+    """Raise ValueError on every rank if ranks differ, naming the first difference. Collective."""
     if not dist.is_initialized():
         return
     local_hashes = on_every_rank(lambda: _hashes(snapshot), group)

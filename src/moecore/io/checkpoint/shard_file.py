@@ -60,7 +60,7 @@ class Meter:
                 self._progress(self.moved_bytes, self.total)
 
     def log(self, message: str) -> None:
-        """Log one line on rank 0: bytes of this rank, seconds, GB/s."""
+        """Log a message on rank 0 with the bytes of this rank, seconds and GB/s."""
         if not is_first_rank():
             return
         seconds, size = time.perf_counter() - self._start, self.moved_bytes / 1e9
@@ -78,7 +78,7 @@ class FileLayout:
 
 
 def layout_of(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
-    """Return the layout of a file with these tensors (key -> dtype and sizes), in file order."""
+    """Return the file layout of these tensors (key -> dtype and sizes); `begins` has file order."""
     order = sorted(entries, key=lambda key: (-entries[key][0].itemsize, key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     spans, end = {}, 0
@@ -169,7 +169,7 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous CPU tensor as a memoryview."""
     # Not by numpy(), after which torch lets nobody resize the storage: see `TrainingOffload`.
     data: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     data.tensor = tensor  # lives as long as the view
@@ -197,7 +197,8 @@ class ShardReader:
         offsets: Sequence[int],
         out: Tensor,
     ) -> None:
-        """Fill `out`, on any device and of any layout and dtype, with the slice at `offsets`."""
+        """Fill `out` (any device, layout and dtype) with the slice of a tensor from `offsets` on.
+        """
         if out.numel() == 0:
             return
         strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]

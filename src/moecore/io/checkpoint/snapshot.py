@@ -219,7 +219,7 @@ def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
 
 
 def _parts(part: StagePart, stages: AllStages, group: Group) -> list[StagePart]:
-    """Return the part of each stage."""
+    """Return the `StagePart` of each pipeline stage."""
     rank_parts = gather(part if is_first_of_stage(stages) else None, group)
     return [stage_part for stage_part in rank_parts if stage_part is not None]
 
@@ -264,7 +264,10 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Set model, optimizer, scheduler and generators in place; return `extra`. Drops a step."""
+    """Set model, optimizer, scheduler and generators in place; return the tensors of `extra`.
+
+    Gradients and counts of an unfinished step are dropped.
+    """
     drop_step(model)
     kinds: dict[str, dict[str, Tensor]] = {
         kind: {} for kind in ("model", "optimizer", "amax", "extra", "rng")

@@ -226,7 +226,7 @@ def _layout(tensor: Tensor) -> object:
 
 
 def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
-    """Return "<fqn>.<operand>" -> a history and its operand."""
+    """Return "<fqn>.<operand>" -> (amax history, operand), for FP8 with delayed scaling."""
     # The loss of a data rank is a mean over its tokens, so how large gradients are depends on who
     # has which tokens: their names have these degrees, and another folding finds none.
     degrees = "dp1.cp1.tp1"
@@ -245,7 +245,7 @@ def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
 
 
 def amax_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return "<fqn>.<operand>" -> history of delayed scaling, sharing its memory."""
+    """Return "<fqn>.<operand>" -> amax history of delayed scaling, sharing its memory."""
     owners = amax_names(model).items()
     return {name: h.steps[operand] for name, (h, operand) in owners if operand in h.steps}
 
@@ -325,7 +325,7 @@ def split_halves(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _shifted(placement: Placement, dim: int) -> Placement:
-    """Return the placement on the split view."""
+    """Return a tensor's DTensor placement on the view that splits `dim`."""
     axis = getattr(placement, "dim", None)
     if axis is None or axis < dim:
         return placement

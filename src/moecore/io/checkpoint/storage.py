@@ -202,7 +202,7 @@ class SavePlannerOfLocals(dcp.DefaultSavePlanner):
             yield replace(item, index=index, tensor_data=replace(data, chunk=chunk))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the data of a block."""
+        """Return the local tensor of a block."""
         local, blocks = self._locals[index.fqn], self._blocks[index.fqn]
         return local[blocks[_offset_of(index)]] if blocks else local
 
@@ -228,7 +228,7 @@ class LoadPlannerOfBlocks(dcp.DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the memory of a block."""
+        """Return the view of the local tensor into which a block is read."""
         if index.fqn not in self._blocks:
             return super().lookup_tensor(index)
         return local_of(self.state_dict[index.fqn])[self._blocks[index.fqn][_offset_of(index)]]

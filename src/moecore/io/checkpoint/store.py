@@ -289,7 +289,7 @@ def _read(
     *,
     strict: bool,
 ) -> dict[str, Any]:
-    """Fill model, optimizers, `amax` and generators; return `extra`."""
+    """Read the checkpoint into model, optimizers, `amax` and generators; return `extra`."""
     target = {f"model.{name}": view.stored_views[name] for name in sorted(fit.model)}
     extra = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype)

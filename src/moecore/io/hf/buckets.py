@@ -2,8 +2,9 @@
 
     senders' shards -> boxes packed into a preallocated message -> broadcast -> boxes of the bucket
 
-A box is a rectangular part of a tensor. Every rank computes from `Holders` which boxes of each
-rank are in which message, so no sizes are sent. Boxes that all ranks have are copied locally.
+An item is a Hugging Face tensor to send, and a box is a rectangular part of a tensor. Every rank
+computes from `Holders` which boxes of each rank are in which message, so no sizes are sent. Boxes
+that all ranks have are copied locally.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Hugging Face tensors assembled from all ranks' shards, on one rank or on all (`stream.py`).
 
+An item is a Hugging Face tensor to assemble. It consists of pieces (`pieces.py`), and a box is the
+part of a piece that one shard has. The writer of an item is the rank that needs it.
+
 The ranks exchange once which parts they have (`Holders`). Each tensor then takes one message per
 sender. One of the ranks that replicate a part sends it, and the writer copies its own. A rank with
 an error (such as out of memory) must still send and receive, or the other ranks hang. Message
@@ -85,7 +88,7 @@ class Collector(Protocol):
         """Return the complete tensor on the CPU of its writer, and None on other ranks."""
 
     def release(self, tensor: Tensor | None) -> None:
-        """Note that the writer has freed a tensor."""
+        """Subtract a tensor that the writer has freed from the counted memory."""
 
     def check(self) -> None:
         """Raise the first error of this rank that `collect` has not raised."""
@@ -208,7 +211,7 @@ class RankCollector(ErrorKeeper):
                 self._receive(item, holding, numel, sender, tensor)
 
     def release(self, tensor: Tensor | None) -> None:
-        """Note that the writer has freed a tensor."""
+        """Subtract a tensor that the writer has freed from the counted memory."""
         if tensor is not None:
             self._current_bytes -= tensor.nbytes
 

@@ -249,7 +249,7 @@ def latent_attention(fields: Fields) -> dict[str, Any]:
 
 
 def windows_of(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
-    """Return the shortest period of the layers' windows; () if no window is shorter than a row."""
+    """Return the window of each layer, up to the shortest period; () if no layer hides a token."""
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
     if window is None or window >= length or not any(pattern):
         return ()

@@ -216,7 +216,7 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
 def finish_config(
     values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
-    """Return a copy without quantisation, with `num_mtp` modules and a class that loads it."""
+    """Return a config.json without quantisation, with `num_mtp` and a class that loads it."""
     values = {k: v for k, v in values.items() if k != "quantization_config"}
     for key in MTP_KEYS:
         if key in values:

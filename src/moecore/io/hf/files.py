@@ -38,7 +38,7 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a shard, a file of the directory, as its header describes it."""
+    """File name, dtype and shape of a tensor, from the header of its safetensors file."""
 
     file: str
     dtype: torch.dtype
@@ -166,7 +166,7 @@ def read_index(path: Path) -> dict[str, str] | None:
 
 
 def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
-    """Return the object in a JSON file of at most `max_bytes` bytes, or raise ValueError."""
+    """Read a JSON file of at most `max_bytes` bytes; return its object or raise ValueError."""
     try:
         data = read_regular(file, follow=True, max_bytes=max_bytes)
     except FileNotFoundError:

@@ -71,7 +71,7 @@ class Merge:
     add: Callable[[Tensor], None]  # to a tensor like this rank's part of the weight; collective
 
     def inputs(self) -> list[Tensor]:
-        """Return A and B of these adapters."""
+        """Return the A and B tensors of these adapters."""
         owners: list[Any] = [getattr(self.layer, kind) for kind in self.layer.adapter_layer_names]
         parts = [owner[n] for n in _applied_adapters(self.layer) for owner in owners if n in owner]
         return [part if isinstance(part, Tensor) else part.weight for part in parts]
@@ -363,7 +363,7 @@ def refuse_unmerged(model: nn.Module) -> None:
 
 
 def unmerged(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers whose forward adds adapters to their weights, by name."""
+    """Return name -> layer, for each layer whose forward adds adapters to its weight."""
     return {n: m for n, m in model.named_modules() if is_tuner_layer(m) and _applied_adapters(m)}
 
 
@@ -449,7 +449,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _select(tensor: Tensor, indices: list[Tensor]) -> Tensor:
-    """Return the elements of a tensor with a shard's global indices."""
+    """Return the part of an unsharded tensor that a shard with these global indices has."""
     for dim, index in enumerate(indices):
         if index.numel() != tensor.shape[dim]:
             tensor = tensor.index_select(dim, index.to(tensor.device))

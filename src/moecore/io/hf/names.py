@@ -159,7 +159,7 @@ def first_ignored_layer(model: nn.Module) -> int | None:
 
 
 def find_layout(names: Collection[str]) -> HFLayout:
-    """Return the layout of a Hugging Face state dict with these names; "fused" without experts."""
+    """Return the layout of Hugging Face tensors with these names; "fused" without experts."""
     if any(".block_sparse_moe." in name for name in names):
         return "mixtral"
     published = re.compile(r"\.(mlp|mixer)\.experts\.\d+\.|^backbone\.")

@@ -60,7 +60,7 @@ class TensorPiece:
         return self.shape if self.view is None else self.view.file_shape
 
     def box_in(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the region as one slice per dim of a native tensor of this shape."""
+        """Return the region as one slice per dim, for a native tensor of this shape."""
         region = (slice(r, r + 1) if isinstance(r, int) else r for r in self.region)
         return (*region, *(slice(0, n) for n in shape[len(self.region) :]))
 

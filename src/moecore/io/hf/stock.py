@@ -111,7 +111,7 @@ def _floats(value: Any) -> Any:
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape."""
+    """Return name -> shape of these tensors."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
@@ -313,7 +313,7 @@ class _Arena(DispatchMode):
         self._ranges, self._firsts, self._next = list[_Range](), list[int](), FIRST
 
     def place(self, shape: Sequence[int], file: str = "", parts: Any = ()) -> Tensor:
-        """Return a tensor at new addresses."""
+        """Return a tensor of this shape at new addresses, and record its file or its inputs."""
         self._ranges.append(_Range(self._next, tuple(shape), file, tuple(parts)))
         self._firsts.append(self._next)
         strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()

@@ -269,7 +269,7 @@ class WeightStream:
 
 
 class _PassExit(RuntimeError):
-    """Raised on every rank when a rank, its argument, has left a pass before its end."""
+    """Raised on every rank if a rank, the argument, left a pass before its end."""
 
     def __str__(self) -> str:
         return f"rank {self.args[0]} has left a stream of weights before its end"

@@ -80,7 +80,7 @@ class _MetadataRecord:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds records, sizes and dtypes; any other name raises."""
+    """Unpickler that builds only records, sizes and dtypes; any other name raises."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in RECORDS and module.startswith(HOMES):
