@@ -75,7 +75,7 @@ class RoutedLayers:
         return len(self.configs), next(iter(self.configs.values())).choices_per_token
 
     def check(self, rollouts: Rollouts) -> None:
-        """Raise ValueError for routes that these layers cannot replay. Host syncs, but local."""
+        """Raise ValueError for routes that the layers cannot replay. Host syncs; no collective."""
         routes_NLK, weights_NLK = rollouts.routes_NLK, rollouts.route_weights_NLK
         choices = {name: config.choices_per_token for name, config in self.configs.items()}
         if len(set(choices.values())) != 1:

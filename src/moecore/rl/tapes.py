@@ -3,7 +3,7 @@
 Legend: T tokens of this rank, K experts per token.
 
 Note [pairing]. Activation checkpointing calls a layer again in backward, while several forwards may
-wait for their backward. The call must replay the choices of its own forward. Autograd identifies
+wait for their backward. The call must replay the choices of its forward. Autograd identifies
 the forward: the node that backward executes (and that unpacks recomputed tensors) is upstream of an
 output of that forward. A forward stores itself in the metadata of its outputs' nodes. A hook on the
 outputs notes where a backward enters. The first recompute of that backward copies the forward to

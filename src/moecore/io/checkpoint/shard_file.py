@@ -197,8 +197,7 @@ class ShardReader:
         offsets: Sequence[int],
         out: Tensor,
     ) -> None:
-        """Fill `out` (any device, layout and dtype) with the slice of a tensor from `offsets` on.
-        """
+        """Fill `out` (any device, layout and dtype) with a slice of a tensor from `offsets` on."""
         if out.numel() == 0:
             return
         strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]

@@ -159,7 +159,7 @@ class MLPNames(CheckedRecord):
         up: first matrix.
         down: second matrix.
         gate: the gate's matrix; None if the activation has no gate, or if `up` has the rows of the
-            gate followed by those of up.
+            gate, then the rows of up.
     """
 
     up: str = "up_proj"

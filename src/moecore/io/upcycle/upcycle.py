@@ -8,7 +8,7 @@ expert, X expansion (copies of each shard), E = X * G experts, T active experts 
 Note [virtual groups]. Experts j * G .. j * G + G - 1 are virtual group j: one copy of each shard,
 in order. Its router rows are equal, so its members have equal scores, and E scores are ranked by
 (score, greatest first; id, lowest first): the order is one full group after another, also if
-two groups tie, because members are neighbours and a tie goes to the lower id. With T a multiple of
+two groups tie, because members are neighbours and the lower id wins a tie. With T a multiple of
 G the first T are full groups. Example, X2 G2 T2, scores [.3 .3 .3 .3]: order 0 1 2 3, group 0 is
 chosen; had the shards' copies been neighbours (ids 0 and 1 both shard 0), the second shard would
 be missing. Equal rows gave bitwise equal logits in every size tried on a CPU with E a multiple of
@@ -19,7 +19,7 @@ iterations keep equal columns equal.
 Note [scale]. The members of group j have equal weights w_j, and the group's shards sum to the
 dense output y, so the layer gives sum_j w_j * y over the T / G chosen groups. The weights of all T
 sum to S = G * sum_j w_j, so FC2 is multiplied by G / S. FC2 and later operations are linear: this
-is exact for every activation, and in any dtype if G / S is a power of two (else FC2 is rounded
+is exact for every activation, and in any dtype if G / S is a power of two (or FC2 is rounded
 once). S with s = routed_scaling_factor:
 
     normalised or "post", any scores        s
