@@ -2,8 +2,8 @@
 
 Families are Nemotron-H, Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5,
 DeepSeek-V2, -V3 and -V3.2 and Kimi-K2, and the dense models Qwen3, Qwen2, Llama and Mistral, as
-published (with rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters). 
-option that changes the computation and that the decoder lacks is refused, never dropped.
+published (with rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters).
+An option that changes the computation and that the decoder lacks is refused, never dropped.
 Dropout is not read: it is 0 in every published config of these families, and another value is
 refused too.
 """

@@ -19,7 +19,7 @@ iterations keep equal columns equal.
 Note [scale]. The members of group j have equal weights w_j, and the group's shards sum to the
 dense output y, so the layer gives sum_j w_j * y over the T / G chosen groups. The weights of all T
 sum to S = G * sum_j w_j, so FC2 is multiplied by G / S. FC2 and later operations are linear: this
-is exact for every activation, and in any dtype if G / S is a power of two (or FC2 is rounded
+is exact for every activation, and in any dtype if G / S is a power of two (else FC2 is rounded
 once). S with s = routed_scaling_factor:
 
     normalised or "post", any scores        s
