@@ -1,7 +1,6 @@
-"""Files in and out: checkpoints, Hugging Face directories, other trainers' files, upcycling.
+"""Checkpoints, Hugging Face directories, formats of other trainers, and upcycling.
 
-Names are imported on first use: Hugging Face directories need safetensors (extra `hf`), which a
-model without Hugging Face does not.
+Names are imported on first use, because Hugging Face directories need safetensors (extra `hf`).
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`moecore checkpoint`: inspect, verify, convert and prune."""
+"""The commands of `moecore checkpoint`: inspect, verify, convert and prune."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", 
 
 
 def run_inspect(args: Any) -> int:
-    """Print what a checkpoint holds."""
+    """Print format, metadata and tensors of a checkpoint."""
     path, kind = _find(args.path)
     facts = {"native": _native_facts, "Hugging Face": _hf_facts, "DCP": _dcp_facts}[kind](path)
     tensors = facts.pop("tensors")
@@ -111,7 +111,7 @@ def _entries(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _totals(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Number of tensors, elements and bytes by dtype."""
+    """Return the number of tensors, elements by dtype, and bytes."""
     elements = Counter[str]()
     for entry in tensors.values():
         elements[entry["dtype"]] += math.prod(entry["shape"])
@@ -121,7 +121,7 @@ def _totals(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_verify(args: Any) -> int:
-    """Check a checkpoint; 1 where something is wrong."""
+    """Check a checkpoint; return 1 if it is damaged or incomplete."""
     path, kind = _find(args.path)
     if kind == "native":
         from moecore.io.checkpoint.store import verify
@@ -200,12 +200,12 @@ def _dtype(args: Any) -> torch.dtype | None:
 
 
 def _drop_none(**options: Any) -> dict[str, Any]:
-    """Return the options that were given; of others the functions have the defaults."""
+    """Return the options that are not None; the called functions have the defaults."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def run_prune(args: Any) -> int:
-    """Remove the older checkpoints of a run."""
+    """Remove the oldest checkpoints of a run."""
     if args.keep < 1:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     if not args.path.is_dir():
@@ -222,7 +222,7 @@ def run_prune(args: Any) -> int:
 
 
 def _find(path: Path) -> tuple[Path, str]:
-    """Return the checkpoint that a path means, and "native", "Hugging Face" or "DCP"."""
+    """Return the checkpoint at a path or the latest of a run, and its format."""
     if not path.is_dir():
         raise UsageError(f"path ({path}) must be a directory: it is not there")
     if (path / MANIFEST).is_file():
@@ -249,5 +249,5 @@ def _value_text(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return a string of a checkpoint for a terminal; `--json` prints it whole."""
+    """Return a string of a checkpoint, printable and truncated; `--json` prints it in full."""
     return printable(text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}...")

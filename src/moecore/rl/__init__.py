@@ -1,4 +1,4 @@
-"""What reinforcement learning needs of an MoE model: log-probabilities, objectives, replay."""
+"""Reinforcement learning of an MoE model: log-probabilities, objectives, and replay of routing."""
 
 from moecore.rl.choices import Choices, choices_from_tensors, choices_to_tensors
 from moecore.rl.engine import Engine, ObjectiveResult, TokenScores

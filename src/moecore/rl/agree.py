@@ -1,7 +1,7 @@
-"""What ranks tell each other before they run micro-batches of rollouts: one all-gather.
+"""Agreement of all ranks before they run micro-batches of rollouts, in one all-gather.
 
-Errors of one rank's rollouts are errors on all, ranks that share rows have the same ones, and all
-know the numbers of the global batch.
+If the rollouts of one rank are invalid, all ranks raise the error. Ranks that share rows must have
+equal rollouts. All ranks receive the totals of the global batch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moecore.parallel.mesh import Meshes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """Numbers of a batch: of one data rank, or of all.
+    """Totals of a batch: of one data-parallel rank, or of the global batch.
 
     Attributes:
-        num_micro_batches: of each rank; of all, the most.
-        weight: of the tokens of responses.
-        num_responses: sequences with a token of weight.
+        num_micro_batches: of each rank; in the global totals, the maximum over ranks.
+        weight: sum of the weights of response tokens.
+        num_responses: number of sequences with a positive weight.
     """
 
     num_micro_batches: int
@@ -43,17 +43,17 @@ def agree(
     global_entries: Mapping[str, Any],
     shared: Mapping[str, Any],
 ) -> Totals:
-    """Return the numbers of the global batch; collective over the world, with a host sync.
+    """Return the totals of the global batch. Collective over the world, with a host sync.
 
     Args:
         meshes: of the model.
-        local_totals: numbers of this data rank; None with a problem.
-        problem: an error of this rank.
-        global_entries: what must be the same on all ranks, by name.
-        shared: what must be the same on the ranks of a data rank, by name.
+        local_totals: totals of this data-parallel rank; None if `problem` is given.
+        problem: the error text of this rank; None = no error.
+        global_entries: values that must be equal on all ranks, by name.
+        shared: values that must be equal on the ranks of one data-parallel rank, by name.
 
     Raises:
-        ValueError: on every rank, when one has a problem or ranks differ.
+        ValueError: on every rank, if one rank has a problem or values differ.
     """
     local_totals = local_totals or Totals(num_micro_batches=0, weight=0.0, num_responses=0)
     weight = int(torch.tensor(local_totals.weight, dtype=torch.float64).view(torch.int64))
@@ -95,7 +95,10 @@ def _digest(entries: Mapping[str, Any]) -> int:
 
 
 def sum_of_data_ranks(value: Tensor, meshes: Meshes) -> Tensor:
-    """Return the sum of a number that the ranks of each data rank have alike. Collective."""
+    """Return the sum over data-parallel ranks of a value that their tp, cp and pp ranks replicate.
+
+    Collective over the world.
+    """
     inner = (meshes.dense.get_local_rank(name) for name in ("pp", "cp", "tp"))
     total = value.clone() if not any(inner) else torch.zeros_like(value)
     dist.all_reduce(total)

@@ -1,11 +1,11 @@
-"""What a recording of expert choices is: checked, stored, and exchanged with inference engines.
+"""Recordings of expert choices: checks, flat tensors for files, and an inference engine's format.
 
 Legend: B sequences, S tokens of a sequence, T tokens of this rank, L layers, K experts per token, E
 experts.
 
-Choices are a plain dict: layer name -> list of int32 [T, K], one entry per call of the layer. Ids
-are global expert ids, -1 = no choice. T counts this rank's tokens in the order in which the layer
-gets them: sequence after sequence, and under tp this rank's slice of each.
+A recording is a plain dict: layer name -> list of int32 [T, K], one entry per call of the layer.
+Ids are global expert ids, and -1 is a dropped choice. The T tokens have the order of the layer's
+input: sequence after sequence, and under tp only this rank's slice of each sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EMPTY = "none"  # ends the name of a layer that never ran
 
 
 def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> None:
-    """Raise for choices that these layers cannot follow. One host sync per entry on a GPU."""
+    """Raise ValueError for choices that these layers cannot replay. Host syncs on a GPU."""
     for name in choices:
         if name not in layers:
             raise ValueError(
@@ -45,7 +45,7 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
 
 
 def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
-    """Raise for ids that a layer cannot follow. Host syncs on a GPU."""
+    """Raise ValueError for expert ids that a layer cannot replay. Host syncs on a GPU."""
     K, E = config.choices_per_token, config.num_candidates
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
@@ -78,7 +78,7 @@ def check_ids(label: str, ids_TK: Tensor, config: MoEConfig) -> None:
 def check_weights(
     weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
 ) -> None:
-    """Raise for weights that do not go with checked choices. One host sync per entry on a GPU."""
+    """Raise ValueError if weights do not match the checked choices. One host sync per entry."""
     if {name: len(entries) for name, entries in weights.items()} != {
         name: len(entries) for name, entries in choices.items()
     }:
@@ -92,7 +92,7 @@ def check_weights(
 
 
 def check_entry_weights(label: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
-    """Raise for weights that do not go with ids. A host sync on a GPU."""
+    """Raise ValueError if weights are invalid or lack the shape of the ids. Host sync on a GPU."""
     if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
         raise ValueError(
             f"{label} ({weights_TK.dtype} {tuple(weights_TK.shape)}) must be floating "
@@ -108,10 +108,10 @@ def check_entry_weights(label: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
 
 
 def choices_to_tensors(choices: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Return one flat dict for `safetensors.torch.save_file` or `torch.save`.
+    """Return a flat dict of the choices for `safetensors.torch.save_file` or `torch.save`.
 
-    Names are "<layer>/<forward>", for example "model.layers.3.mlp/0"; a layer that never ran is
-    "<layer>/none", a tensor without elements. Tensors are contiguous and share no memory.
+    Keys are "<layer>/<forward>", for example "model.layers.3.mlp/0". A layer that never ran has the
+    key "<layer>/none" and an empty tensor. Tensors are contiguous copies.
     """
     check_arguments(choices_to_tensors, locals())
     tensors: dict[str, Tensor] = {}
@@ -124,10 +124,10 @@ def choices_to_tensors(choices: Mapping[str, Sequence[Tensor]]) -> dict[str, Ten
 
 
 def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
-    """Return the choices that `choices_to_tensors` made flat.
+    """Return the choices from the flat dict that `choices_to_tensors` returned.
 
     Raises:
-        ValueError: for a name of another form, or a layer whose forwards are not 0, 1, 2, ...
+        ValueError: for a key of another form, or a layer whose forwards are not 0, 1, 2, ...
     """
     check_arguments(choices_from_tensors, locals())
     layer_records: dict[str, dict[int, Tensor]] = {}
@@ -195,7 +195,7 @@ def local_choices_of(
 def engine_indices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
 ) -> list[Tensor]:
-    """Return int32 [B, S, L, K] per forward, B the batch size; collective over tp."""
+    """Return one int32 [B, S, L, K] per forward; B is `batch_size`. Collective over tp."""
     check_choices(choices, layers)
     forwards = {name: len(choices[name]) for name in layers}
     if len(set(forwards.values())) > 1:

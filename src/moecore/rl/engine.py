@@ -1,13 +1,15 @@
-"""Engine: log-probabilities of sampled tokens, and forward and backward of an objective of them.
+"""Engine: log-probabilities of sampled tokens, and forward and backward of an objective.
 
-    rollouts of a data rank -> ranks agree on numbers and errors, in one collective
-                            -> micro-batches of packed rows, equally many on all ranks
-                            -> the model's forward: log-probabilities of responses, no logits
-                            -> the objective: a loss per token, its share of the global mean
-                            -> `TrainStep`: backward, and the rest of the step
-    between steps           -> weights by Hugging Face names, and the device for who samples
+    rollouts of a data-parallel rank
+        -> all ranks agree on totals and errors, in one collective
+        -> micro-batches of packed rows, as many on every rank
+        -> forward of the model: log-probabilities of responses, without logits in memory
+        -> the objective: a loss per token, times the token's share of the global mean
+        -> `TrainStep`: backward; `TrainStep.finish` runs the optimizers
+    between steps
+        -> weights with Hugging Face names and free device memory for the inference engine
 
-Legend: N tokens of a data rank's rollouts, L MoE layers, K experts per token.
+Legend: N tokens of a data-parallel rank's rollouts, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -47,12 +49,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """What a model says of the tokens of rollouts, on its device, detached.
+    """Log-probabilities, entropies and routes of the tokens of rollouts; on the device, detached.
 
     Attributes:
-        log_probs_N: fp32 [N], of each token of a response given those before it; 0 elsewhere.
-        entropy_N: fp32 [N], of the distribution that it is from, in nats; None = not asked for.
-        routes_NLK: int32 [N, L, K], the experts of each token; None = not asked for.
+        log_probs_N: fp32 [N], of each response token given the tokens before it; 0 elsewhere.
+        entropy_N: fp32 [N], of the distribution of each response token, in nats; None = not
+            requested.
+        routes_NLK: int32 [N, L, K], the experts of each token; None = not requested.
     """
 
     log_probs_N: Tensor
@@ -62,11 +65,11 @@ class TokenScores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveResult:
-    """What a forward and backward of an objective found.
+    """Result of `Engine.forward_backward`.
 
     Attributes:
-        loss: fp32 scalar, the objective's mean over the global batch, the same on every rank.
-        scores: by the policy of this forward, of this data rank's tokens.
+        loss: fp32 scalar, the objective's mean over the global batch, equal on every rank.
+        scores: of this data-parallel rank's tokens, by the policy of this forward.
         num_micro_batches: of each rank.
     """
 
@@ -76,23 +79,25 @@ class ObjectiveResult:
 
 
 class Engine:
-    """Trains a parallelized model on rollouts. Made on every rank; no tokenizer, no generation.
+    """Trains a parallelized model on rollouts; it has no tokenizer and does not generate.
+
+    Every rank constructs it. Collective.
 
     Args:
-        model: of `parallelize_moe`: a `Decoder`, or a causal language model of transformers after
+        model: from `parallelize_moe`: a `Decoder`, or a causal language model of transformers after
             `use_causal_attention`, also with adapters of peft.
-        step: the model's `TrainStep`. Its `num_micro_batches` is set by `forward_backward`;
-            `step.finish()` ends a step as it does any other.
-        max_tokens: of the row of a micro-batch, padding included, which cp and tp ranks share.
+        step: the model's `TrainStep`. `forward_backward` sets its `num_micro_batches`, and the
+            caller ends each step with `step.finish()`.
+        max_tokens: of a micro-batch's row with padding, before cp and tp split the row.
         reference: the reference model, parallelized on the same meshes; None = the model without
             its adapters.
-        batch_invariant: each token's log-probability has the same bits whatever else is in its
-            row or micro-batch, and with any dp, ep and pp. Slower. Other threads of the process
-            compute so, too, while the engine does.
+        batch_invariant: whether a token's log-probability has the same bits for all other tokens in
+            its row or micro-batch, and for all dp, ep and pp. Slower. While the engine runs, other
+            threads of the process use the same kernels.
 
     Raises:
-        ValueError: for a model that is not parallelized, numbers that do not fit its layout, or
-            what cannot be batch invariant.
+        ValueError: for a model that is not parallelized, a `max_tokens` that does not fit the
+            layout, or a model that cannot be batch invariant.
         NotImplementedError: for dynamic context parallelism.
 
     Example:
@@ -155,19 +160,19 @@ class Engine:
     def log_probs(
         self, rollouts: Rollouts, *, entropy: bool = False, routes: bool = False
     ) -> TokenScores:
-        """Return what the model says of the tokens of responses, without gradients.
+        """Return the model's log-probabilities of response tokens, without gradients.
 
-        The model runs in its mode. Collective over the world, with host syncs
-        before the forwards.
+        The model runs in its current training or eval mode. Collective over the world, with host
+        syncs before the forwards.
 
         Args:
-            rollouts: of this data rank.
+            rollouts: of this data-parallel rank.
             entropy: whether entropies are computed.
             routes: whether the experts of each token are recorded, for `Rollouts.routes_NLK`.
 
         Raises:
-            ValueError: on every rank, when rollouts of one do not fit, or ranks that share rows
-                have other ones.
+            ValueError: on every rank, if the rollouts of one rank do not fit, or if ranks that
+                share rows have different rollouts.
         """
         arguments = locals()
         with self._raise_on_all_ranks("log_probs() of rollouts"):
@@ -179,10 +184,10 @@ class Engine:
         return self._scores(self.step, rollouts, entropy=entropy, routes=routes)
 
     def reference_log_probs(self, rollouts: Rollouts) -> TokenScores:
-        """Return what the reference model says, by its own routes; otherwise as `log_probs`.
+        """Return the reference model's log-probabilities, with its own routing; see `log_probs`.
 
         Raises:
-            ValueError: for a model without adapters and reference; as `log_probs`.
+            ValueError: for a model without adapters and without a reference; as `log_probs`.
         """
         arguments = locals()
         with self._raise_on_all_ranks("reference_log_probs() of rollouts"):
@@ -198,20 +203,19 @@ class Engine:
         rollouts: Rollouts,
         objective: Annotated[Objective, "pass PPO(), GRPO() or OwnObjective(function)"],
     ) -> ObjectiveResult:
-        """Run forward and backward of an objective on a batch; `step.finish()` follows.
+        """Run forward and backward of an objective on a batch; `step.finish()` must follow.
 
-        Gradients are those of the objective's mean over the rollouts of all data ranks, whatever
-        the micro-batches. Collective over the world, with host syncs
-        before the forwards.
+        Gradients are of the objective's mean over the rollouts of all data-parallel ranks, for any
+        split into micro-batches. Collective over the world, with host syncs before the forwards.
 
         Args:
-            rollouts: of this data rank, with the fields that the objective needs; ranks may have
-                different numbers of sequences.
+            rollouts: of this data-parallel rank, with the fields that the objective needs. Ranks
+                may have different numbers of sequences.
             objective: `PPO`, `GRPO`, `GSPO`, `DPO`, or an `OwnObjective`.
 
         Raises:
-            ValueError: as `log_probs`, when a field is missing, no token of any rank counts, or
-                under torch.no_grad().
+            ValueError: as `log_probs`, if a field is missing, if no token of any rank has a weight,
+                or under torch.no_grad().
         """
         arguments = locals()
         with self._raise_on_all_ranks("forward_backward() of rollouts"):
@@ -235,9 +239,9 @@ class Engine:
             )
 
     def weights(self, **options: Any) -> WeightStream:
-        """Return a stream of the model's weights, each pass of which gives them as they are then.
+        """Return a `WeightStream`; each pass over it yields the model's weights of that moment.
 
-        Arguments are those of `moecore.io.stream_weights`. Collective.
+        Arguments are the options of `moecore.io.stream_weights`. Collective.
         """
         from moecore.io import stream_weights  # needs safetensors
 
@@ -249,7 +253,7 @@ class Engine:
             offload.offload(selection)
 
     def onload(self, selection: PartOrAll = "all") -> None:
-        """Bring it back: see `TrainingOffload.onload`."""
+        """Move model, optimizers and reference back to the device: see `TrainingOffload.onload`."""
         for offload in self._offloads:
             offload.onload(selection)
 
@@ -269,7 +273,7 @@ class Engine:
 
     @contextmanager
     def _raise_on_all_ranks(self, action: str) -> Iterator[None]:
-        """Return a context whose ValueErrors are errors of all ranks, which wait in `_rows`."""
+        """Return a context whose ValueErrors all ranks raise; the other ranks wait in `_rows`."""
         problem = None
         try:
             yield
@@ -280,7 +284,7 @@ class Engine:
                 agree(self._meshes, None, problem, global_entries={}, shared={})
 
     def _computing(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which a model computes as the engine was asked to."""
+        """Return a context in which the model is batch invariant if the engine is."""
         state = parallel_state(model)
         if state is None or not self._is_invariant:
             return nullcontext()
@@ -289,7 +293,7 @@ class Engine:
     def _replaying(
         self, rows: Sequence[RolloutRow], rollouts: Rollouts
     ) -> AbstractContextManager[None]:
-        """Return a context in which forwards of rows follow the routes of rollouts, if any."""
+        """Return a context in which forwards of rows replay the rollouts' routes, if any."""
         if rollouts.routes_NLK is None:
             return nullcontext()
         return self._layers.replaying(rows)
@@ -302,7 +306,7 @@ class Engine:
         entropy: bool,
         routes: bool = False,
     ) -> tuple[list[RolloutRow], Totals]:
-        """Return this rank's micro-batches, and the numbers of the global batch. Collective."""
+        """Return this rank's micro-batches, and the totals of the global batch. Collective."""
         with self._raise_on_all_ranks("rollouts"):
             for name in () if objective is None else objective.needs:
                 if getattr(rollouts, name) is None:
@@ -352,7 +356,7 @@ class Engine:
         objective: Objective | None,
         shares_N: Tensor | None,
     ) -> Mapping[str, Any]:
-        """Return arguments of the model's forward, which writes scores and returns the loss."""
+        """Return arguments of a forward that stores log-probabilities in `scores`, and the loss."""
 
         def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
             log_probs_N = row.of_tokens(log_probs_BT)
@@ -380,7 +384,7 @@ class Engine:
         return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
 
     def _of_stages(self, scores: TokenScores) -> TokenScores:
-        """Return scores on every pipeline rank, where the stage with the head alone has them."""
+        """All-reduce scores over pp, because only the stage with the head computes them."""
         if self._pipeline is not None:
             for numbers_N in (scores.log_probs_N, scores.entropy_N):
                 if numbers_N is not None:
@@ -405,7 +409,7 @@ def _check_ids(tokens_N: Tensor, vocab_size: int | None) -> None:
 
 
 def _check_losses(name: str, loss_N: object, log_probs_N: Tensor) -> None:
-    """Raise unless an objective returned what backward can start from."""
+    """Raise ValueError unless an objective returned one differentiable loss per token."""
     if not isinstance(loss_N, Tensor):
         raise ValueError(
             f"{name} returned {quote(loss_N)}, which must be a tensor: return one loss per token"
@@ -428,7 +432,7 @@ def _check_losses(name: str, loss_N: object, log_probs_N: Tensor) -> None:
 
 
 def _weights(rollouts: Rollouts) -> Tensor:
-    """Return the weight of each token in a mean, fp64 [N], on the CPU."""
+    """Return the weight of each token in a mean, fp64 [N], on the CPU; 0 outside of responses."""
     mask_N = rollouts.response_mask_N.cpu()
     weights_N = rollouts.weights_N
     unit_weights_N = torch.ones(len(mask_N), dtype=torch.float64)
@@ -436,13 +440,13 @@ def _weights(rollouts: Rollouts) -> Tensor:
 
 
 def _of_sequences(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
-    """Return the weight of each sequence, fp64 [n]."""
+    """Return the sum of the weights of each sequence, fp64 [n]."""
     sums_n = weights_N.new_zeros(rollouts.num_sequences)
     return sums_n.index_add(0, rollouts.sequence_N.cpu(), weights_N)
 
 
 def _totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) -> Totals:
-    """Return the numbers of a data rank's rollouts; raises for those that are none."""
+    """Return the totals of a data-parallel rank's rollouts; raise for invalid numbers."""
     for name in PER_TOKEN:
         value_N = getattr(rollouts, name)
         if value_N is None:
@@ -471,7 +475,7 @@ def _totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) -> Tota
 
 
 def _shares(rollouts: Rollouts, mean: Mean, totals: Totals, factor: float) -> Tensor:
-    """Return what the loss of each token counts in the global mean times a factor, fp32 [N]."""
+    """Return the factor of each token's loss in the global mean, times `factor`, fp32 [N]."""
     weights_N = _weights(rollouts)
     if mean == "token":
         # This order, because a factor over weights of 1e-308 overflows.

@@ -1,8 +1,8 @@
-"""Batch invariance of a parallelized model: what computes it so, and which models cannot be.
+"""Batch invariance of a parallelized model: its context, and the check of the model.
 
-A token's log-probability then has the same bits whatever sequences share its row, wherever its
-sequence stands, and however dp, ep and pp are folded. `kernels/invariant` does so for products;
-experts' outputs are added in the order of a token's choices (`moe/dispatch/local.py`).
+A token's log-probability then has the same bits for all sequences in its row, all positions of its
+sequence in the row, and all dp, ep and pp. `kernels/invariant` has the matrix products. Outputs of
+experts are added in the order of a token's choices (`moe/dispatch/local.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAME_ORDER = 2  # choices: their sum is the same in either order
 
 @contextmanager
 def invariant(layers: Mapping[str, RoutedLayer], device_type: str) -> Iterator[None]:
-    """Within, forwards of MoE layers and of what surrounds them do not depend on other tokens."""
+    """Return a context in which forwards of MoE layers and other modules are batch invariant."""
     with ExitStack() as undo:
         undo.enter_context(batch_invariant(device_type))
         for layer in layers.values():
@@ -37,16 +37,16 @@ def invariant(layers: Mapping[str, RoutedLayer], device_type: str) -> Iterator[N
 
 
 def check_invariant(model: nn.Module, state: ParallelState) -> None:
-    """Raise a ValueError for a model whose sums depend on other tokens or on where they are.
+    """Raise ValueError for a model whose sums depend on other tokens or on a token's position.
 
-    The same on every rank; no collective.
+    The result is equal on every rank; no collective.
     """
     for name, value, fix in _obstacles(model, state):
         raise ValueError(f"{name} ({value}) must {fix} for an Engine with batch_invariant=True")
 
 
 def _obstacles(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, Any, str]]:
-    """Yield what keeps a model from it: a name, its value, and what must be."""
+    """Yield each option that rules out batch invariance: name, value, requirement."""
     request, degrees = state.request, state.request.meshes.parallel
     for axis in ("tp", "cp", "etp"):
         if getattr(degrees, axis) > 1:

@@ -1,12 +1,12 @@
-"""Rollouts -> micro-batches of one packed row each, with at most so many tokens.
+"""Rollouts -> micro-batches of one packed row each, with a maximum number of tokens.
 
-Legend: N tokens of the sequences of a micro-batch, T tokens of its row, M of them with a
-log-probability.
+Legend: N tokens of the sequences of a micro-batch, T tokens of its row, M tokens of the row that
+predict a response token.
 
-    sequences     whole ones, as they fit (`packing/bins.py`); what belongs together is as one
-    row           sequences end to end, each padded to what cp ranks share, the row to what tp does
-    rows_M        the places of the row that predict a token of a response
-    tokens_M      those tokens among the N
+    sequences     are not cut (`packing/bins.py`), and a group of sequences is in one micro-batch
+    row           sequences end to end, each padded for cp, and the row padded for tp
+    rows_M        positions in the row that predict a response token
+    tokens_M      the indices of the predicted tokens among the N
 
 Example, the response [8 9] to [5 6] and cp 2:
 
@@ -33,12 +33,12 @@ from moecore.rl.rollouts import PER_TOKEN, Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLimits:
-    """What a row of a micro-batch may be.
+    """Length limits of the row of a micro-batch.
 
     Attributes:
-        max_tokens: of a row, which cp and tp ranks share.
-        of_document: tokens of a sequence are padded to a multiple of it.
-        of_row: tokens of a row are.
+        max_tokens: of a row, before cp and tp split it.
+        of_document: each sequence is padded to a multiple of this number of tokens.
+        of_row: each row is padded to a multiple of this number of tokens.
     """
 
     max_tokens: int
@@ -47,7 +47,7 @@ class RowLimits:
 
     @classmethod
     def of(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
-        """Return those of a layout."""
+        """Return the limits of a parallel layout."""
         of_document = multiple_of(parallel.cp)
         limits = cls(
             max_tokens=max_tokens, of_document=of_document, of_row=of_document * parallel.tp
@@ -60,14 +60,14 @@ class RowLimits:
         return limits
 
     def padded_length(self, length: int) -> int:
-        """Return the tokens of a sequence with its padding."""
+        """Return the number of tokens of a sequence with its padding."""
         return -(-length // self.of_document) * self.of_document
 
 
 def sequences_of_micro_batches(
     rollouts: Rollouts, limits: RowLimits, group_size: int
 ) -> list[list[int]]:
-    """Return which sequences each micro-batch has."""
+    """Return the indices of the sequences of each micro-batch."""
     lengths = [limits.padded_length(length) for length in rollouts.lengths]
     number = rollouts.num_sequences
     if number % group_size:
@@ -91,16 +91,16 @@ def sequences_of_micro_batches(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRow:
-    """A micro-batch, on the device of the model.
+    """A micro-batch of rollouts as one packed row, on the device of the model.
 
     Attributes:
-        rollouts: its sequences; numbers outside of responses are 0.
-        places_N: int64 [N], its tokens among those of all rollouts.
+        rollouts: the sequences of the micro-batch; values outside of responses are 0.
+        places_N: int64 [N], the index of each token among the tokens of all rollouts.
         batch: the packed row, [1, T].
-        labels_BT: int64 [1, T], the tokens of responses, -100 elsewhere.
-        rows_M: int64 [M], places of the row.
-        tokens_M: int64 [M], the tokens that they predict.
-        read_T: int64 [T], the token of `rollouts` at each place of the row; -1 = padding.
+        labels_BT: int64 [1, T], the response token that each position predicts; -100 elsewhere.
+        rows_M: int64 [M], positions in the row that predict a response token.
+        tokens_M: int64 [M], the index in `rollouts` of each predicted token.
+        read_T: int64 [T], the index in `rollouts` of the token at each position; -1 = padding.
     """
 
     rollouts: Rollouts
@@ -112,12 +112,12 @@ class RolloutRow:
     read_T: Tensor
 
     def of_tokens(self, values_BT: Tensor) -> Tensor:
-        """Return [N], what a row's places say of the tokens they predict; 0 elsewhere."""
+        """Move values of [1, T] positions to the tokens they predict; return [N], 0 elsewhere."""
         values_N = values_BT.new_zeros(len(self.places_N))
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 
     def of_places(self, values_N: Tensor, padding: float) -> Tensor:
-        """Return [T, ..], what is known of the tokens that a row's places read."""
+        """Gather values of [N, ..] tokens at the positions of the row; return [T, ..]."""
         values_T = values_N.new_full((len(self.read_T), *values_N.shape[1:]), padding)
         is_token_T = self.read_T >= 0
         values_T[is_token_T] = values_N[self.read_T[is_token_T]]
@@ -127,7 +127,7 @@ class RolloutRow:
 def rollout_row(
     rollouts: Rollouts, sequences: Sequence[int], limits: RowLimits, device: torch.device
 ) -> RolloutRow:
-    """Return a micro-batch of some sequences; of none it is a row of padding."""
+    """Return a micro-batch of the given sequences; without sequences, a row of padding."""
     selection = rollouts.take(sequences)
     borders = selection.borders
     padded_tokens = (

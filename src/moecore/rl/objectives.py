@@ -1,11 +1,12 @@
-"""Objectives: from log-probabilities of sampled tokens to the loss of each token.
+"""Objectives: functions from log-probabilities of sampled tokens to a loss per token.
 
-Legend: N tokens, n sequences; p, p_old, p_ref the policy as it is, as it sampled, and the reference
-model; A the advantage of a token; r = p / p_old.
+Legend: N tokens, n sequences; p the current policy, p_old the policy that sampled, p_ref the
+reference model; A the advantage of a token; r = p / p_old.
 
-An objective gets the numbers of whole sequences and returns a loss per token. The engine takes the
-mean over the global batch: of tokens ("token"), or of sequences, each the mean over its response
-("sequence"). So an objective knows nothing of micro-batches and ranks.
+An objective reads complete sequences and returns a loss per token. The engine computes the mean
+over the global batch. With "token" it is the mean over response tokens. With "sequence" it is the
+mean over sequences of each response's mean. An objective therefore does not depend on micro-batches
+and ranks.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ MAX_LOG_RATIO = 80.0
 
 @runtime_checkable
 class Objective(Protocol):
-    """What `Engine.forward_backward` asks of an objective."""
+    """Protocol of the objectives that `Engine.forward_backward` accepts."""
 
     @property
     def mean(self) -> Mean:
-        """What the loss is the mean of."""
+        """Whether the loss is a mean over tokens or over sequences."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Fields of `Rollouts` that must be given."""
+        """Names of the fields of `Rollouts` that must not be None."""
 
     @property
     def entropy(self) -> bool:
-        """Whether it reads entropies."""
+        """Whether the objective reads entropies."""
 
     @property
     def group_size(self) -> int:
-        """So many neighbouring sequences are in one micro-batch."""
+        """Number of consecutive sequences that must be in one micro-batch."""
 
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
-        """Return the loss of each token, fp32 [N]; outside of responses it is not read."""
+        """Return the loss of each token, fp32 [N]; values outside of responses are ignored."""
 
 
 def kl_estimate(
@@ -69,8 +70,9 @@ def kl_estimate(
 ) -> Tensor:
     """Return an estimate of KL(p || p_ref) at each token that p sampled, in nats, fp32 [N].
 
-    With d = log p_ref - log p it is -d ("k1"), d^2 / 2 ("k2") or exp(d) - 1 - d ("k3"). Where d is
-    above 80, "k3" is its value at 80 and the gradient of the token is 0: exp(d) overflows fp32.
+    With d = log p_ref - log p, the estimate is -d ("k1"), d^2 / 2 ("k2") or exp(d) - 1 - d ("k3").
+    Where d exceeds 80, "k3" uses d = 80 and the token's gradient is 0, because exp(d) overflows
+    fp32.
     """
     check_arguments(kl_estimate, locals())
     if log_probs_N.shape != ref_log_probs_N.shape:
@@ -91,14 +93,15 @@ def kl_estimate(
 class PPO(CheckedRecord):
     """The clipped loss of PPO: -min(r A, clip(r, 1 - clip, 1 + clip_high) A) for each token.
 
-    A ratio r above exp(80) counts as exp(80), and its token has no gradient: fp32 cannot hold r.
+    A ratio r above exp(80) is replaced by exp(80), and its token has no gradient, because r
+    overflows fp32.
 
     Attributes:
-        clip: how far below 1 a ratio counts.
-        clip_high: how far above; None = as far.
+        clip: the lower bound of the clipped ratio is 1 - clip.
+        clip_high: the upper bound of the clipped ratio is 1 + clip_high; None = clip.
         kl: the estimator of the penalty: see `kl_estimate`.
-        kl_coef: times the penalty, which is added; > 0 needs `ref_log_probs_N`.
-        entropy_coef: times the entropy, which is subtracted.
+        kl_coef: coefficient of the KL penalty; > 0 needs `ref_log_probs_N`.
+        entropy_coef: coefficient of the entropy, which is subtracted from the loss.
         mean: over tokens, or over sequences.
     """
 
@@ -125,12 +128,12 @@ class PPO(CheckedRecord):
         return 1
 
     def log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return log r of each token."""
+        """Return log r of each token, [N]."""
         old_N = rollouts.old_log_probs_N
         return log_probs_N - (log_probs_N.detach() if old_N is None else old_N)
 
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
-        """Return the loss of each token."""
+        """Return the loss of each token, fp32 [N]."""
         assert rollouts.advantages_N is not None, "the engine has looked"
         ratio_N = self.log_ratio(log_probs_N, rollouts).clamp(max=MAX_LOG_RATIO).exp()
         high = self.clip if self.clip_high is None else self.clip_high
@@ -146,10 +149,10 @@ class PPO(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GRPO(PPO):
-    """PPO's loss as GRPO has it: advantages of a group, a k3 penalty, the mean over sequences.
+    """The loss of GRPO: PPO's with group advantages, a k3 penalty, and the mean over sequences.
 
-    `group_advantages` makes the advantages. DAPO's is `GRPO(mean="token", clip_high=0.28,
-    kl_coef=0.0)`.
+    `group_advantages` computes the advantages. The loss of DAPO is `GRPO(mean="token",
+    clip_high=0.28, kl_coef=0.0)`.
     """
 
     kl_coef: PositiveOrZero = 0.04
@@ -158,14 +161,14 @@ class GRPO(PPO):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GSPO(PPO):
-    """PPO's loss with one ratio for all tokens of a sequence, the geometric mean of theirs."""
+    """The loss of GSPO: PPO's with one ratio per sequence, the geometric mean of token ratios."""
 
     clip: Share = 3e-4
     clip_high: Positive | None = 4e-4
     mean: Mean = "sequence"
 
     def log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return the mean of log r over the response of each token's sequence."""
+        """Return the mean of log r over the response of each token's sequence, [N]."""
         of_tokens_N = PPO.log_ratio(self, log_probs_N, rollouts)
         counts_n = rollouts.sum_responses(torch.ones_like(log_probs_N))
         return rollouts.spread(rollouts.sum_responses(of_tokens_N) / counts_n.clamp(min=1))
@@ -178,9 +181,9 @@ class DPO(CheckedRecord):
     Sequences 2i and 2i + 1 are a pair, the chosen one first. The loss is the mean over pairs.
 
     Attributes:
-        beta: how far the policy may leave the reference model.
-        label_smoothing: the probability that a pair is in the wrong order; its loss has this weight
-            with the responses exchanged.
+        beta: a larger value keeps the policy closer to the reference model.
+        label_smoothing: the probability that a pair is in the wrong order; the loss of the
+            exchanged pair has this weight.
     """
 
     beta: Positive = 0.1
@@ -188,7 +191,7 @@ class DPO(CheckedRecord):
 
     @property
     def mean(self) -> Mean:
-        """See `Objective`; both sequences of a pair have the loss of the pair."""
+        """Return "sequence"; both sequences of a pair have the loss of the pair."""
         return "sequence"
 
     @property
@@ -207,7 +210,7 @@ class DPO(CheckedRecord):
         return 2
 
     def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
-        """Return the loss of its pair for each token."""
+        """Return the loss of each token's pair, [N]."""
         loss_i = self.pair_losses(self.log_ratios(log_probs_N, rollouts))
         return rollouts.spread(loss_i.repeat_interleave(2))
 
@@ -229,15 +232,15 @@ class DPO(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class OwnObjective(CheckedRecord):
-    """A function of the user's own.
+    """An objective from a function of the user.
 
     Attributes:
-        function: gets fp32 log-probabilities [N], entropies [N] or None, and the `Rollouts` of
-            whole sequences of a micro-batch; returns the loss of each token, [N].
+        function: receives fp32 log-probabilities [N], entropies [N] or None, and the `Rollouts` of
+            a micro-batch's complete sequences; returns the loss of each token, [N].
         mean: over tokens, or over sequences.
-        needs: fields of `Rollouts` that must be given.
+        needs: fields of `Rollouts` that must not be None.
         entropy: whether the function reads entropies.
-        group_size: so many neighbouring sequences are in one micro-batch.
+        group_size: number of consecutive sequences that must be in one micro-batch.
     """
 
     function: TokenLoss
@@ -252,5 +255,5 @@ class OwnObjective(CheckedRecord):
             yield "needs", f"be fields of Rollouts ({', '.join(field_names)}): name those"
 
     def __call__(self, *args: Any) -> Tensor:
-        """Return the loss of each token."""
+        """Return the result of `function`: the loss of each token, [N]."""
         return self.function(*args)

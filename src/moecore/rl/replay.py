@@ -1,4 +1,4 @@
-"""RouterReplay: records which experts a model chose, and makes it choose the same again.
+"""RouterReplay: records the experts that a model's routers chose, and replays these choices.
 
 Legend: T tokens of this rank, K experts per token, E experts.
 
@@ -7,7 +7,7 @@ Legend: T tokens of this rank, K experts per token, E experts.
         model(tokens)                        # any number of forwards
     choices = replay.choices("cpu")          # layer name -> list of int32 [T, K], one per forward
     with replay.replay(choices):
-        loss(model(tokens)).backward()       # the same experts, weights of the router as it is now
+        loss(model(tokens)).backward()       # the recorded experts, weights of the current router
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ Unrecorded = Literal["drop", "route"]
 class RouterReplay:
     """Records and replays the expert choices of the MoE layers of a model.
 
-    Layers are known by their qualified name, without what torch.compile and checkpoint wrappers add
-    to it, so a recording moves between a plain, a wrapped and a parallelized model. A replay fixes
-    ids, and weights where they are given: else weights come from the live logits and carry
-    gradients to the router. Capacity, padding and balance counts are worked out anew for the
-    replayed ids.
+    Layers are identified by their qualified name without the prefixes of torch.compile and
+    checkpoint wrappers. A recording therefore fits the plain, the wrapped and the parallelized
+    model. A replay fixes the expert ids, and the weights if the caller passes weights. Otherwise
+    weights are computed from the current logits, and the router has a gradient. Capacity, padding
+    and balance counts are recomputed for the replayed ids.
 
     Args:
-        model: a model with MoELayers, parallelized or not, or one pipeline stage. Call this module
-            itself, not a part of it, where checkpointed forwards are replayed: see Note [pairing]
+        model: a model with MoELayers, parallelized or not, or one pipeline stage. To replay
+            checkpointed forwards, call this module itself and not a submodule: see Note [pairing]
             in `rl/tapes.py`.
-        layers: names of the layers that take part; None = all. The others route by their scores.
+        layers: names of the layers that are recorded and replayed; None = all.
 
     Raises:
-        ValueError: when the model has no MoELayer, as before parallelize_moe or where its blocks
-            keep their own routers, or a name is not one of them.
+        ValueError: if the model has no MoELayer (before parallelize_moe, or in families that keep
+            their own routers), or if a name is not the name of an MoELayer.
     """
 
     def __init__(self, model: nn.Module, *, layers: Sequence[str] | None = None) -> None:
@@ -84,19 +84,20 @@ class RouterReplay:
 
     @property
     def layer_names(self) -> list[str]:
-        """The layers that take part, in the order of the model."""
+        """Names of the recorded and replayed layers, in the order of the model."""
         return list(self.layers)
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Note the choice of every forward inside; `choices()` returns them afterwards.
+        """Record the choice of every forward in the context; `choices()` returns it afterwards.
 
-        Ids are copied on the device, 4 * T * K bytes per layer and forward; no host sync. Repeated
-        forwards of activation checkpointing are not noted. An exception discards the recording.
+        Ids are copied on the device, 4 * T * K bytes per layer and forward; no host sync.
+        Recomputed forwards of activation checkpointing are not recorded. An exception discards the
+        recording.
 
         Raises:
-            ValueError: when a router is recorded or replayed already.
-            NotImplementedError: inside, when a CUDA graph captures a forward.
+            ValueError: if a router is already recorded or replayed.
+            NotImplementedError: in the context, if a CUDA graph captures a forward.
         """
         refuse_active_tapes(self._routers)
         self._records = None
@@ -114,16 +115,17 @@ class RouterReplay:
         self._records = records
 
     def choices(self, device: torch.device | str | None = None) -> Choices:
-        """Return what the last `record()` noted: layer name -> int32 [T, K] per forward.
+        """Return the choices of the last `record()`: layer name -> int32 [T, K] per forward.
 
-        Padding is -1. A layer that ran twice in a forward has two entries, one that never ran an
-        empty list.
+        Padding is -1. A layer that ran twice in a forward has two entries. A layer that never ran
+        has an empty list.
 
         Args:
-            device: where the tensors go; None = where they are. A copy to the CPU is a host sync.
+            device: device of the returned tensors; None = no copy. A copy to the CPU is a host
+                sync.
 
         Raises:
-            ValueError: when nothing has been recorded.
+            ValueError: if nothing was recorded.
         """
         check_arguments(RouterReplay.choices, locals())
         if self._records is None:
@@ -144,31 +146,31 @@ class RouterReplay:
         unrecorded: Unrecorded = "drop",
         strict: bool = True,
     ) -> Iterator[None]:
-        """Make every forward inside choose as recorded: forward i gets entry i of each layer.
+        """Replay recorded choices in the context: forward i uses entry i of each layer.
 
-        Backwards may run inside or afterwards, in any order; a forward that activation
-        checkpointing repeats gets the choices of its first run. Choices are checked and moved to
-        the device here, forwards inside sync no more than others.
+        Backwards may run in the context or afterwards, in any order. A forward that activation
+        checkpointing recomputes uses the choices of its first run. Choices are checked and copied
+        to the device on entry. Forwards have no additional host sync.
 
         Args:
             choices: layer name -> integer [T, K] per forward, of this rank's tokens.
-            weights: layer name -> floating [T, K] per forward, >= 0: the factors on the outputs of
-                these experts, as they are after normalization and scaling. They are constants, so
-                the router has no gradient by them, that of balance losses alone. None, and in rows
-                of -1: those of the router as it is, with their gradient.
-            unrecorded: what a row of -1 alone means. "drop": the token goes to no routed expert.
-                "route": the router chooses for it; for tokens that an engine did not run.
-            strict: raise at the end when entries were not used.
+            weights: layer name -> floating [T, K] per forward, >= 0: the factors of the experts'
+                outputs after normalization and scaling. They are constants, and only balance losses
+                give the router a gradient. With None, and in rows of -1, the router computes the
+                weights with their gradient.
+            unrecorded: the routing of a row that is -1 throughout. "drop": the token has no routed
+                expert. "route": the router chooses, for tokens that an engine did not run.
+            strict: whether an unused entry is an error at the end.
 
         Raises:
-            ValueError: for choices that do not fit the layers, or weights that do not fit choices,
-                on every rank when they do not fit on one; when a router is recorded or replayed
-                already; inside, when a forward has no entry, or one of another number of tokens.
-            RuntimeError: when entries are left at the end, unless another exception is on its way;
-                when a forward follows one that failed.
-            NotImplementedError: for "route" where experts choose; inside, when a CUDA graph
-                captures a forward, and in backward for a recompute that belongs to no known forward
-                and nothing was selected.
+            ValueError: if choices do not fit the layers, or weights do not fit choices, on every
+                rank if on one; if a router is already recorded or replayed; in the context, if a
+                forward has no entry, or an entry with another number of tokens.
+            RuntimeError: if entries are unused at the end, unless another exception is raised; in
+                the context, if a forward follows a failed forward.
+            NotImplementedError: for "route" with expert-choice routing; in the context, if a CUDA
+                graph captures a forward; in backward, if a recompute matches no forward and no
+                entry is selected.
         """
         arguments = locals()
         with self._share_errors():
@@ -192,16 +194,17 @@ class RouterReplay:
             run.check_complete()
 
     def _share_errors(self) -> AbstractContextManager[None]:
-        """Return a context whose errors all data ranks raise; of this rank if it has no others."""
+        """Return a context whose errors all data-parallel ranks raise."""
         layer = next(iter(self.layers.values()))
         group = layer.tracker.groups.global_batch
         return nullcontext() if group is None else share_errors(group)
 
     def select(self, forward: CountOrZero | None) -> None:
-        """Use this entry of each layer's list in forwards until `replay` ends; None = the next one.
+        """Use this entry of each layer's list until `replay` ends; None = the next entry.
 
-        For schedules that run forwards in another order than they were recorded, or repeat one. A
-        recompute whose forward autograd cannot identify uses it too, else it is refused.
+        For schedules that run forwards in another order than the recording, or more than once. A
+        recompute whose forward autograd cannot identify also uses this entry. Without one it
+        raises.
 
         Raises:
             ValueError: outside of `replay`, or for a negative index.
@@ -212,14 +215,14 @@ class RouterReplay:
         self._replaying.selected = forward
 
     def from_engine(self, indices: Any, layer_names: Sequence[str | None] | None = None) -> Choices:
-        """Return an engine's choices as this model's, int32, for this rank. No collective.
+        """Convert an inference engine's choices to this rank's choices, int32. No collective.
 
-        Row (b, s) are the experts of the token that the model reads at position s of sequence b.
-        Each tp rank takes its slice of every sequence.
+        Row (b, s) has the experts of the model's input token at position s of sequence b. Each tp
+        rank takes its slice of every sequence.
 
         Args:
-            indices: integers [batch, sequence, layers, K], a tensor or array, -1 = no choice; this
-                data rank's sequences. A list of them: one per forward.
+            indices: integers [batch, sequence, layers, K] of this data-parallel rank's sequences, a
+                tensor or array, -1 = no choice. A list has one such entry per forward.
             layer_names: this model's name of each of the engine's layers, None for a layer to skip
                 (a dense one); None = the engine has the layers of `layer_names`, in this order.
 
@@ -238,15 +241,15 @@ class RouterReplay:
     ) -> list[Tensor]:
         """Return int32 [batch, sequence, layers, K] per forward: the reverse of `from_engine`.
 
-        Collective over tp, whose ranks all get whole sequences.
+        Collective over tp; every tp rank receives the full sequences.
 
         Args:
             choices: as from `choices()`.
-            batch_size: sequences of this data rank in each forward.
+            batch_size: sequences of this data-parallel rank in each forward.
 
         Raises:
-            ValueError: for choices that do not fit the layers, or of layers that ran different
-                numbers of times, on different tokens or with different K.
+            ValueError: for choices that do not fit the layers, or if layers ran different numbers
+                of times, on different tokens, or with different K.
         """
         check_arguments(RouterReplay.to_engine, locals())
         return engine_indices(choices, self.layers, batch_size)
@@ -273,7 +276,7 @@ def _check(
 def _weights_on_devices(
     weights: Mapping[str, Sequence[Tensor]], records: Choices
 ) -> dict[str, list[Tensor]]:
-    """Copies as fp32; 0 for what is no choice, -1 in rows without any, which are the router's."""
+    """Return fp32 copies of weights: 0 at dropped choices, -1 in rows that the router must fill."""
     return {
         name: [
             weights_TK.to(ids.device, torch.float32)
@@ -286,7 +289,7 @@ def _weights_on_devices(
 
 
 def _on_devices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> Choices:
-    """Copies that no other code can change, where the layers are."""
+    """Return int32 copies of choices on the devices of their layers."""
     return {
         name: [
             ids.to(layer.part("router").weight.device, torch.int32, copy=True).contiguous()

@@ -1,4 +1,4 @@
-"""Rollouts: sequences that a policy has sampled, end to end, and what is known of their tokens.
+"""Rollouts: sequences that a policy sampled, end to end, and values of their tokens.
 
 Legend: N tokens of all sequences, n sequences, L MoE layers, K experts per token.
 
@@ -7,7 +7,7 @@ Example, prompts [5 6] and [7] with responses [8 9] and [4]:
     tokens_N           5  6  8  9  7  4
     response_mask_N    -  -  x  x  -  x       cu_seqlens  [0, 4, 6]
 
-A number of a token stands at the token itself: `old_log_probs_N[2]` is of token 8 after 5 and 6.
+A token's value has the index of the token: `old_log_probs_N[2]` is of token 8 after 5 and 6.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ Numbers = Annotated[Tensor, "pass one number per token"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts(CheckedRecord):
-    """Sequences of one data rank, with what an objective reads; any device, no padding.
+    """Sequences of one data-parallel rank with their token values; any device, no padding.
 
     Attributes:
         tokens_N: int64 [N], sequence after sequence.
-        cu_seqlens: integers [n + 1], where sequences begin, and N.
+        cu_seqlens: integers [n + 1], the start of each sequence, and N.
         response_mask_N: bool [N], True = a token that the policy sampled and learns from. The first
-            of a sequence has no log-probability and is False.
+            token of a sequence has no log-probability and must be False.
         advantages_N: floating [N], of each token.
-        old_log_probs_N: floating [N], by the policy that sampled; None = the policy as it is.
+        old_log_probs_N: floating [N], by the policy that sampled; None = the current policy.
         ref_log_probs_N: floating [N], by the reference model.
-        weights_N: floating [N], >= 0, of tokens in the mean of a loss, such as truncated importance
-            weights; None = 1.
-        routes_NLK: integers [N, L, K], the experts of each token in each MoE layer, to replay; a
-            row of -1 is routed by the model. See docs/rl.md.
-        route_weights_NLK: floating [N, L, K], >= 0, the factor on the output of each of these
-            experts, as the engine that sampled computed it (normalized and scaled). They are
-            constants: the routers have no gradient by them. None = those of the routers as they
-            are, with their gradient.
-        temperature: of the sampling; logits are divided by it wherever log-probabilities are made.
+        weights_N: floating [N], >= 0, the weight of each token in the mean of a loss, such as
+            truncated importance weights; None = 1.
+        routes_NLK: integers [N, L, K], the experts of each token in each MoE layer, to replay. The
+            model routes a token whose row is -1 throughout. See docs/rl.md.
+        route_weights_NLK: floating [N, L, K], >= 0, the factor of each expert's output, normalized
+            and scaled, as the sampling engine computed it. The factors are constants without
+            gradients to the routers. None = the current routers compute them, with gradients.
+        temperature: of the sampling; logits are divided by it before log-probabilities are
+            computed.
 
-    What numbers hold where the mask is False is not read.
+    Values outside of the mask are ignored.
 
     Raises:
-        ValueError: for shapes and dtypes that do not fit, borders that do not ascend from 0 to N, a
-            mask that has the first token of a sequence.
+        ValueError: for wrong shapes and dtypes, a `cu_seqlens` that does not ascend from 0 to N, or
+            a mask with the first token of a sequence.
     """
 
     tokens_N: Annotated[Tensor, "pass int64 [N]"]
@@ -113,9 +113,9 @@ class Rollouts(CheckedRecord):
 
     @classmethod
     def of(cls, prompts: Sequence[Any], responses: Sequence[Any], **token_fields: Any) -> Rollouts:
-        """Return prompts and their responses end to end, each a list or tensor of token ids.
+        """Return rollouts from prompts and responses, each a list or tensor of token ids.
 
-        `token_fields` are fields by name.
+        `token_fields` are more fields of `Rollouts` by name.
         """
         if len(prompts) != len(responses):
             raise ValueError(
@@ -139,28 +139,28 @@ class Rollouts(CheckedRecord):
 
     @cached_property
     def borders(self) -> list[int]:
-        """`cu_seqlens` as numbers."""
+        """`cu_seqlens` as a list of Python integers."""
         return [int(x) for x in self.cu_seqlens.tolist()]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
+        """Number of tokens of each sequence."""
         return [b - a for a, b in pairwise(self.borders)]
 
     @property
     def num_sequences(self) -> int:
-        """Sequences n."""
+        """Number of sequences, n."""
         return len(self.borders) - 1
 
     @cached_property
     def sequence_N(self) -> Tensor:
-        """int64 [N], the sequence of each token."""
+        """int64 [N], the index of each token's sequence."""
         numbers = torch.arange(self.num_sequences, device=self.tokens_N.device)
         lengths = self.cu_seqlens.to(self.tokens_N.device).long().diff()
         return numbers.repeat_interleave(lengths, output_size=len(self.tokens_N))
 
     def spread(self, values_n: Tensor) -> Tensor:
-        """Return [N], a number of each sequence at all of its tokens."""
+        """Repeat one value per sequence for each of its tokens; return [N]."""
         _check_length("values_n", values_n, self.num_sequences, "sequence")
         return values_n.to(self.tokens_N.device)[self.sequence_N]
 
@@ -173,11 +173,11 @@ class Rollouts(CheckedRecord):
         return torch.segment_reduce(masked_N, "sum", lengths=lengths_n, unsafe=True)
 
     def replace(self, **changes: Any) -> Rollouts:
-        """Return rollouts with other fields, such as `old_log_probs_N`."""
+        """Return a copy with some fields replaced, such as `old_log_probs_N`."""
         return replace(self, **changes)
 
     def take(self, sequences: Iterable[int]) -> Rollouts:
-        """Return some of the sequences, by number from 0, in this order: a mini-batch."""
+        """Return the sequences with these indices, in this order: a mini-batch."""
         indices = list(sequences)
         if any(not 0 <= i < self.num_sequences for i in indices):
             raise ValueError(
@@ -195,7 +195,7 @@ class Rollouts(CheckedRecord):
         return replace(self, cu_seqlens=borders, **changes)
 
     def places(self, sequences: Sequence[int]) -> Tensor:
-        """Return int64, the places of some sequences' tokens among all."""
+        """Return int64, the token indices of the given sequences."""
         borders = self.borders
         ranges = [torch.arange(borders[i], borders[i + 1]) for i in sequences]
         return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
@@ -214,19 +214,19 @@ def group_advantages(
     *,
     scale_rewards: bool = True,
 ) -> Tensor:
-    """Return the advantage of each response within its group, fp32 [n], as GRPO has it.
+    """Return the advantage of each response within its group as in GRPO, fp32 [n].
 
-    It is (reward - mean of the group) / (standard deviation of the group + 1e-6), of the unbiased
-    estimate. In a group of one it is 0.
+    It is (reward - mean of the group) / (unbiased standard deviation of the group + 1e-6). In a
+    group of one response it is 0.
 
     Args:
         rewards_n: of each response.
-        groups_n: whole numbers >= 0, equal for responses to the same prompt; a whole group is on
-            this rank.
+        groups_n: whole numbers >= 0, equal for responses to the same prompt. A group must not be
+            split between ranks.
         scale_rewards: False = no division (arXiv:2503.20783).
 
     Raises:
-        ValueError: for rewards that are not one finite number per response.
+        ValueError: if rewards are not one finite number per response.
     """
     check_arguments(group_advantages, locals())
     groups = torch.from_numpy(as_lengths(groups_n, "groups_n", 0)).to(rewards_n.device)

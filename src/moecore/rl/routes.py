@@ -1,10 +1,12 @@
-"""Routes: which experts tokens of rollouts went to, by token, whatever the micro-batches.
+"""Routes: the experts of each token of rollouts, in the order of the rollouts.
 
-Legend: N tokens of a data rank's rollouts, L MoE layers, K experts per token, T tokens of a row.
+Legend: N tokens of a data-parallel rank's rollouts, L MoE layers, K experts per token, T tokens of
+a row.
 
-A recording has the tokens of this rank in the order of its forwards, for the layers of its pipeline
-stages. Routes have all tokens of the data rank in the order of the rollouts, for all layers. So a
-mini-batch replays what a batch recorded, in other rows and on other layouts.
+A recording has this rank's tokens in the order of its forwards, for the layers of its pipeline
+stages. Routes have all tokens of the data-parallel rank in the order of the rollouts, for all
+layers. A mini-batch can therefore replay the routes of a batch in other rows and on another
+parallel layout.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ from moecore.rl.rollouts import Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedLayers:
-    """The MoE layers that routes have entries of: those that log-probabilities pass.
+    """The MoE layers that routes cover: all layers that affect log-probabilities.
 
     Attributes:
         configs: of the layers of all pipeline stages, by name, in the order of the model.
-        replay: of the layers of this rank's stages; None where they have none.
+        replay: of the layers of this rank's stages; None if the stages have no such layer.
         meshes: of the model.
     """
 
@@ -46,7 +48,7 @@ class RoutedLayers:
 
     @classmethod
     def of(cls, model: nn.Module, meshes: Meshes) -> RoutedLayers:
-        """Return those of a parallelized model. Collective over pp."""
+        """Return the layers of a parallelized model. Collective over pp."""
         # Modules of multi-token prediction make no log-probabilities, and sampling engines list
         # none of their layers.
         mtp_layers = [m for m in model.modules() if isinstance(m, MTPLayer)]
@@ -69,11 +71,11 @@ class RoutedLayers:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """L and K."""
+        """Number of MoE layers L, and experts per token K."""
         return len(self.configs), next(iter(self.configs.values())).choices_per_token
 
     def check(self, rollouts: Rollouts) -> None:
-        """Raise for routes that these layers cannot follow or have. Host syncs, no collective."""
+        """Raise ValueError for routes that the layers cannot replay. Host syncs; no collective."""
         routes_NLK, weights_NLK = rollouts.routes_NLK, rollouts.route_weights_NLK
         choices = {name: config.choices_per_token for name, config in self.configs.items()}
         if len(set(choices.values())) != 1:
@@ -98,11 +100,11 @@ class RoutedLayers:
                 check_entry_weights(f"Rollouts.route_weights_NLK{label}", weights_NK, ids_NK)
 
     def recording(self) -> AbstractContextManager[None]:
-        """Return a context; `recorded` has its forwards."""
+        """Return a context that records forwards; `recorded` then returns their routes."""
         return nullcontext() if self.replay is None else self.replay.record()
 
     def recorded(self, rows: Sequence[RolloutRow], rollouts: Rollouts) -> Tensor:
-        """Return int32 [N, L, K] of forwards of rows. Collective over cp, tp and pp."""
+        """Return int32 [N, L, K], the recorded routes of rows. Collective over cp, tp and pp."""
         shape = (len(rollouts.tokens_N), *self.shape)
         routes_NLK = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
         choices = {} if self.replay is None else self.replay.choices()
@@ -116,7 +118,7 @@ class RoutedLayers:
         return routes_NLK
 
     def replaying(self, rows: Sequence[RolloutRow]) -> AbstractContextManager[None]:
-        """Return a context in which forwards of rows follow their routes."""
+        """Return a context in which forwards of rows replay the routes of the rows."""
         if self.replay is None:
             return nullcontext()
         routes = [row.rollouts.routes_NLK for row in rows]
@@ -130,7 +132,7 @@ class RoutedLayers:
     def _local_choices(
         self, rows: Sequence[RolloutRow], values: Sequence[Tensor | None]
     ) -> dict[str, list[Tensor]]:
-        """Return [T, K] of this rank's tokens, by layer and row, of [N, L, K] of each row."""
+        """Return this rank's [T, K] by layer and row, from the [N, L, K] of each row."""
         local_choices: dict[str, list[Tensor]] = {name: [] for name, _, _ in self._local_layers()}
         for row, values_NLK in zip(rows, values, strict=True):
             assert values_NLK is not None, "all rows are of the same rollouts"
@@ -142,14 +144,14 @@ class RoutedLayers:
         return local_choices
 
     def _local_layers(self) -> Iterator[tuple[str, MoELayer, int]]:
-        """Yield name, layer, and place among all layers, of those that this rank has."""
+        """Yield (name, layer, index among all layers) of each layer of this rank."""
         places = {name: place for place, name in enumerate(self.configs)}
         for name, layer in ({} if self.replay is None else self.replay.layers).items():
             yield name, layer, places[name]
 
 
 def _places(model: nn.Module, name: str) -> list[int]:
-    """Return the place of a module among its siblings, and of all that it is in: model order."""
+    """Return the index of a module among its siblings, and of each of its parents: a sort key."""
     # Modules that other stages have leave `Elsewhere` in their place, so places are those of the
     # whole model.
     places, module = [], model

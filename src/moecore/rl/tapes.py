@@ -1,18 +1,18 @@
-"""The tapes of recorded and replayed routers, and which entry a call gets.
+"""Tapes that record or replay the choices of a router, and the entry that each call replays.
 
 Legend: T tokens of this rank, K experts per token.
 
-Note [pairing]. Activation checkpointing calls a layer again inside backward, when several forwards
-may wait for theirs, and the call must get the choices of its own forward. Autograd knows which one:
-the node that backward is at (the one that asks for recomputed tensors) lies behind an output of
-that forward. A forward writes itself into the nodes of its outputs. A hook on them notes where a
-backward enters, and the first recompute of that backward writes the forward into the nodes behind,
-up to those that have one. That holds for either kind of checkpointing and any order of backwards.
-The nodes of a backward inside a recompute (nested reentrant checkpointing) have no forward: what
-the rule cannot identify is refused.
+Note [pairing]. Activation checkpointing calls a layer again in backward, while several forwards may
+wait for their backward. The call must replay the choices of its forward. Autograd identifies
+the forward: the node that backward executes (and that unpacks recomputed tensors) is upstream of an
+output of that forward. A forward stores itself in the metadata of its outputs' nodes. A hook on the
+outputs notes where a backward enters. The first recompute of that backward copies the forward to
+the upstream nodes, up to nodes that already have a forward. This works for both kinds of
+checkpointing and any order of backwards. Nodes of a backward inside a recompute (nested reentrant
+checkpointing) have no forward, and their recomputes raise an error.
 
 Note [late backward]. A backward may run after `with replay.replay(...)` has ended. The same hook
-then puts the choices back into the routers for as long as that backward runs.
+then sets the tapes of the routers again until that backward ends.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class ChoiceRecorder:
     def recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return None: the router chooses."""
+        """Return None, so that the router chooses."""
         return None
 
     @torch.compiler.disable
     def took(self, ids_TK: Tensor) -> None:
-        """Append the choice; a repeated forward of activation checkpointing is not another one."""
+        """Append the router's choice, unless activation checkpointing recomputes the forward."""
         if not is_recomputing():
             _refuse_capture(ids_TK.device)
             # A copy: torch.compile may reuse the memory of its outputs.
@@ -60,19 +60,20 @@ class ChoiceRecorder:
             self.records.append(ids_TK.clone(memory_format=torch.contiguous_format))
 
     def rewinder(self) -> Callable[[], None]:
-        """Return what forgets all choices from here on."""
+        """Return a function that removes all choices recorded after this call."""
         return partial(_cut, self.records, len(self.records))
 
 
 class _TapeForward:
-    """One forward of the model, which `Node.metadata` has under `FORWARD`."""
+    """One forward of the model. `Node.metadata[FORWARD]` of its outputs' nodes refers to it."""
 
 
 class TapeReplay:
-    """What one `with replay.replay(...)` knows; it lives on in the hooks of its forwards.
+    """State of one `with replay.replay(...)`; hooks on the outputs keep it alive afterwards.
 
-    Routers, checked records and their weights go by the name of their layer. With `fill` routers
-    choose for rows of -1. Forwards use the `selected` entry; None = the next one.
+    `routers`, `records` (checked choices) and `weights` have layer names as keys. With `fill`,
+    routers choose for rows of -1. Forwards use the entry `selected`, or the next entry if it is
+    None.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class TapeReplay:
         self._hooks: list[Any] = []
 
     def open(self) -> None:
-        """Put the tapes into the routers and count the model's forwards from now on."""
+        """Set the tapes of the routers, and hook the model's forwards."""
         self._hooks = [
             self.model.register_forward_pre_hook(self._begin),
             self.model.register_forward_hook(self._end),
@@ -107,14 +108,14 @@ class TapeReplay:
         self._insert()
 
     def close(self) -> None:
-        """Take everything out again; backwards that come later are still served."""
+        """Remove the tapes and hooks; later backwards still replay: see Note [late backward]."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.selected, self._current_forward = [], None, None
         remove(self._tapes)
 
     def rewinder(self, name: str) -> Callable[[], None]:
-        """Return what makes a layer's later calls from here on not have been."""
+        """Return a function that undoes the calls of a layer after this call."""
         calls, replayed_entries, next_entry = (
             len(self._calls[name]),
             set(self._replayed_entries[name]),
@@ -128,7 +129,7 @@ class TapeReplay:
         return rewind
 
     def check_complete(self) -> None:
-        """Raise a RuntimeError when a forward was recorded and not replayed."""
+        """Raise RuntimeError if a recorded forward was not replayed."""
         for name, records in self.records.items():
             remaining = sorted(set(range(len(records))) - self._replayed_entries[name])
             if remaining:
@@ -138,7 +139,7 @@ class TapeReplay:
                 )
 
     def index(self, name: str) -> int | None:
-        """Return which entry this call of a layer uses; None = it is not replayed."""
+        """Return the entry that this call of a layer replays; None = the router chooses."""
         if is_recomputing():
             return self._of_recompute(name)
         if not self._hooks:  # a late backward failed and left the tapes behind
@@ -161,7 +162,7 @@ class TapeReplay:
         return index
 
     def _of_recompute(self, name: str) -> int:
-        """See Note [pairing]."""
+        """Return the entry of the forward that is recomputed: see Note [pairing]."""
         while self._entered:
             _mark_next_nodes(self._entered.pop())
         node_forward = _forward_of(current_node())
@@ -202,7 +203,7 @@ class TapeReplay:
         self._current_forward = None
 
     def _enter_backward(self, grad: Tensor) -> None:
-        """Hook of a forward's output; see Note [late backward]."""
+        """Note the node at which a backward enters a forward: see Note [late backward]."""
         self._entered.append(current_node())
         call_after_backward(self._entered.clear)
         if all(router.tape is tape for router, tape in self._tapes.items()):
@@ -227,7 +228,10 @@ class _Player:
     def recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the entry of this call, None after the replay: `ChoiceTape.recorded_choice`."""
+        """Return the ids and weights of this call's entry: see `ChoiceTape.recorded_choice`.
+
+        After the replay it returns None, and the router chooses.
+        """
         _refuse_capture(device)
         index = self.replay.index(self.name)
         if index is None:
@@ -256,10 +260,10 @@ class _Player:
 
     @torch.compiler.disable
     def took(self, ids_TK: Tensor) -> None:
-        """Nothing to see: the choice is known."""
+        """Do nothing, because the choice is recorded."""
 
     def rewinder(self) -> Callable[[], None]:
-        """Return what makes later calls from here on not have been."""
+        """Return a function that undoes the calls after this call."""
         return self.replay.rewinder(self.name)
 
 
@@ -273,7 +277,7 @@ def _forward_of(node: Any) -> _TapeForward | None:
 
 
 def _mark_next_nodes(node: Any) -> None:
-    """Write a node's forward into those behind it, up to those that have one."""
+    """Copy a node's forward to its upstream nodes, up to nodes that have a forward."""
     forward, nodes = _forward_of(node), [node]
     while nodes:
         for next_node, _ in nodes.pop().next_functions:
@@ -283,14 +287,14 @@ def _mark_next_nodes(node: Any) -> None:
 
 
 def remove(tapes: Mapping[Router, Any]) -> None:
-    """Take these tapes out of their routers; others stay."""
+    """Remove these tapes from their routers; a router with another tape keeps it."""
     for router, tape in tapes.items():
         if router.tape is tape:
             router.tape = None
 
 
 def refuse_active_tapes(routers: Mapping[str, Router]) -> None:
-    """Raise a ValueError when one of these routers has a tape already."""
+    """Raise ValueError if one of these routers already has a tape."""
     for name, router in routers.items():
         if router.tape is not None:
             raise ValueError(

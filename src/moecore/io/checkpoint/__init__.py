@@ -1,1 +1,1 @@
-"""Distributed checkpoints: save, load on any layout, find the newest."""
+"""Distributed checkpoints: save, load on any parallel layout, find the newest."""

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits what is to be loaded: found out in full before anything is changed."""
+"""Comparison of a checkpoint with the objects to load, in full before any object changes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_LINES, MAX_CHARS = 10, 400  # differences in one error, and characters of ea
 
 @dataclass(slots=True)
 class Comparison:
-    """What a load sets, by the names of the checkpoint, and what differs."""
+    """The objects that a load sets, by the names of the checkpoint, and all differences."""
 
     model: set[str] = field(default_factory=set)  # the model's tensors that are loaded
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -64,7 +64,10 @@ def compare(
     *,
     cast: bool,
 ) -> Comparison:
-    """Return how a checkpoint fits. None asks for no state; `cast` allows other dtypes."""
+    """Compare a checkpoint with a model, optimizers and schedulers; `cast` allows other dtypes.
+
+    If `optimizer` or `scheduler` is None, its state is not loaded.
+    """
     fit = Comparison()
     if missing := missing_fields(view.config, manifest.facts.config):
         fit.uncompared = (
@@ -86,7 +89,7 @@ def compare(
 
 
 def check_fit(fit: Comparison, path: Path, *, strict: bool) -> None:
-    """Raise one ValueError with all differences that matter."""
+    """Raise one ValueError with all differences that are errors."""
     problems = fit.refused + (fit.left_out if strict else [])
     if problems:
         advice = "build them as when it was saved"
@@ -99,7 +102,7 @@ def check_fit(fit: Comparison, path: Path, *, strict: bool) -> None:
 
 
 def summary(differences: list[str]) -> str:
-    """Return how many there are, and the first of them."""
+    """Return the number of differences, and the first ones."""
     remaining = len(differences) - MAX_LINES
     tail = f"; and {remaining} more" if remaining > 0 else ""
     first = "; ".join(bounded_line(line, MAX_CHARS) for line in differences[:MAX_LINES])
@@ -107,7 +110,7 @@ def summary(differences: list[str]) -> str:
 
 
 def below(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
-    """Return the tensors of one kind, without the prefix in their names."""
+    """Return the manifest's tensors with this prefix, by their names without it."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in manifest.tensors.items()
@@ -118,7 +121,7 @@ def below(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
 def optimizer_target(
     fit: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
-    """Return the state of each optimizer to load into, and the same by its stored names."""
+    """Return the state tensors to fill for each optimizer, and their views by stored name."""
     states = [optimizer_state_to_fill(o, view, fit.matrices, fit.scalars) for o in fit.optimizers]
     target = {}
     for param, slots in (item for state in states for item in state.items()):
@@ -130,7 +133,7 @@ def optimizer_target(
 
 
 def amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
-    """Return saved histories of this rank's modules to load into, of any number of steps."""
+    """Return tensors to fill with this rank's saved amax histories, of any number of steps."""
     tensors = below("amax.", manifest)
     shapes = {name: tensors[name] for name in amax_names(model) if name in tensors}
     return {
@@ -141,7 +144,7 @@ def amax_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:
 
 
 def rng_target(manifest: Manifest) -> dict[str, Tensor]:
-    """Return this rank's generator states to load into, as far as they were saved and fit."""
+    """Return this rank's generator states to fill, if the checkpoint has matching ones."""
     states = rng_tensors()
     return {
         name: tensor
@@ -232,7 +235,7 @@ def _compare_optimizers(
 def _shape_problem(
     optimizer: Optimizer, view: ModelView, name: str, stored_slots: dict[str, StoredTensor]
 ) -> str | None:
-    """Return which stored state of a parameter is no scalar and has a shape that does not fit."""
+    """Return the stored state of a parameter that is not a scalar and has a wrong shape."""
     for key, tensor in stored_slots.items():
         like = state_like(optimizer, view.tensors[name], key.partition(".")[0])
         shape = tuple(view.view(name, like).shape)
@@ -242,7 +245,7 @@ def _shape_problem(
 
 
 def _owners(classes: str, groups: list[dict[str, Any]]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return name of each parameter -> class of its optimizer, its group."""
+    """Return parameter name -> class of its optimizer, and its group."""
     return {
         name: (kind, group)
         for kind, group in zip(group_classes(classes, len(groups)), groups, strict=True)

@@ -1,7 +1,7 @@
-"""Whether two configs of a model give the same numbers from the same weights.
+"""Comparison of two model configs: whether they compute the same from the same weights.
 
 Names and shapes do not suffice: another top_k, score function or rope_theta fits every tensor. A
-field that only training reads may differ, because it changes between runs that continue each other.
+field that only training reads may differ, because a run may change it between checkpoints.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def differences(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[Difference]:
-    """Return the fields that differ; none where `reference` describes no native decoder."""
+    """Return the fields that differ; [] if `reference` does not describe a native decoder."""
     values = asdict(reference) if isinstance(reference, DecoderConfig) else reference
     if values is None or not values.keys() >= _NO_DEFAULT:
         return []
@@ -79,18 +79,18 @@ def differences(
 
 
 def training_only(moe: MoEConfig | None) -> frozenset[str]:
-    """Return the paths of fields that only training reads: of capacity, unless eval drops too."""
+    """Return the paths of fields that only training reads; no capacity if eval drops tokens."""
     drops = moe is not None and moe.capacity is not None and moe.capacity.eval_factor is not None
     return TRAINING - {"moe.capacity"} if drops else TRAINING
 
 
 def moe_differences(config: MoEConfig, reference: MoEConfig) -> list[Difference]:
-    """Return the fields in which a layer computes differently in eval; see `TRAINING`."""
+    """Return the fields in which a layer's eval computation differs; see `TRAINING`."""
     return list(_differing(config, asdict(reference), "moe.", training_only(config)))
 
 
 def hf_differences(config: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:
-    """Return the fields in which two transformers configs (what `to_dict` gives) differ."""
+    """Return the fields in which two transformers configs (from `to_dict`) differ."""
     kinds = [values.get("model_type") for values in (config, reference)]
     if kinds[0] != kinds[1]:  # then other fields mean other things
         return [Difference("model_type", *map(_value_text, kinds))]
@@ -98,7 +98,7 @@ def hf_differences(config: Mapping[str, Any], reference: Mapping[str, Any]) -> l
 
 
 def saved_differences(config: Config | None, values: Mapping[str, Any] | None) -> list[Difference]:
-    """Return how a model's config (`own_config`) differs from a saved one of its kind, or []."""
+    """Return the fields in which a model's config (`own_config`) differs from a saved one."""
     if config is None or values is None or missing_fields(config, values):
         return []
     if isinstance(config, DecoderConfig):
@@ -107,7 +107,7 @@ def saved_differences(config: Config | None, values: Mapping[str, Any] | None) -
 
 
 def missing_fields(config: Config | None, values: Mapping[str, Any] | None) -> list[str]:
-    """Return the fields without which a saved config cannot be compared with a model's config."""
+    """Return the fields that a saved config lacks for a comparison with a model's config."""
     if config is None or values is None:
         return []
     names = _NO_DEFAULT if isinstance(config, DecoderConfig) else {"model_type"}
@@ -115,10 +115,10 @@ def missing_fields(config: Config | None, values: Mapping[str, Any] | None) -> l
 
 
 def config_values(config: object) -> dict[str, Any]:
-    """Return the fields of a mapping, a dataclass or a config of transformers; also nested ones.
+    """Return the nested fields of a mapping, a dataclass or a config of transformers.
 
     Raises:
-        ValueError: when the config is another object.
+        ValueError: for an object of another type.
     """
     try:
         values = _opened(config)
@@ -150,12 +150,12 @@ def _opened(value: object) -> Any:
 
 
 def _json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that JSON can hold; transformers lets users set any object as a field."""
+    """Return the fields that JSON supports; users may set any object as a transformers field."""
     return {str(name): json.loads(t) for name, v in values.items() if (t := _json(v))}
 
 
 def own_config(model: nn.Module) -> Config | None:
-    """Return the config of the one native decoder or transformers model in a model, or None."""
+    """Return the config of the only native decoder or transformers model in a module, or None."""
     modules = {id(part): part for part in _configured(model)}
     if len(modules) != 1:
         return None
@@ -164,7 +164,7 @@ def own_config(model: nn.Module) -> Config | None:
 
 
 def _configured(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that have a config of a known kind."""
+    """Yield the outermost modules that are a native decoder or a transformers model."""
     if isinstance(module, Decoder) or (is_pretrained(module) and hasattr(module, "config")):
         yield module
         return
@@ -213,7 +213,7 @@ def _differing_rope(
 
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that count, under one name each, but for rotary options."""
+    """Return the fields that affect outputs, without rotary options, with one name for aliases."""
     result = {
         name: value
         for name, value in values.items()
@@ -233,7 +233,7 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return where rotary options are (per kind of layer) -> those that are on; {} without any."""
+    """Return prefix (per kind of layer) -> the enabled rotary options; {} without options."""
     if all(values.get(name) is None for name in ROPE):
         return {}
     rope: dict[str, Any] = {}

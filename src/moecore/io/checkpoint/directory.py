@@ -1,17 +1,16 @@
-"""Which directories of a run are whole checkpoints, and how a new one becomes whole.
+"""The directories of a run: complete checkpoints, drafts, and the publication of a draft.
 
     root/
-      .step-000200.tmp-5f3c0a12/   a draft: being written, or left behind by a kill
-      step-000100/                 whole
+      .step-000200.tmp-5f3c0a12/   a draft: incomplete, or left by a killed job
+      step-000100/                 complete
         moecore.json               the manifest, written last
         rank-00000.safetensors     tensors, one file for each rank that wrote any
       latest                       name of the newest one, and the SHA-256 of its manifest
       .lock/                       while a job may write; see `lock.py`
 
-A draft is never read. It becomes whole by one rename, after everything in it is on disk, and is
-announced by replacing the pointer file; so a kill at any moment leaves the previous one loadable.
-
-No function here communicates: a save calls those that write on one rank, which holds the lock.
+A draft is never read. When all its files are on disk, one rename completes it, and the pointer file
+`latest` is replaced. A kill at any moment therefore leaves the previous checkpoint loadable. No
+function here communicates. A save calls the writing functions on the rank with the lock.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ logger = logging.getLogger("moecore.io")
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """Return the newest whole checkpoint under `root`, which `save` got; None if there is none.
+    """Return the newest complete checkpoint under `root`, the run's directory; None without any.
 
-    That is the one the pointer file names. When the file or what it names is gone, it is the whole
-    directory of the highest step. Damage is never passed over: an older checkpoint is no answer to
-    a question about the newest.
+    It is the checkpoint that the pointer file names. If the pointer file or its target is missing,
+    it is the complete directory with the highest step. Damage raises an error, because an older
+    checkpoint would not be the newest.
 
     Raises:
-        ValueError: when the pointer file is damaged, or the manifest of what it names.
+        ValueError: if the pointer file is damaged, or the manifest that it names.
     """
     check_arguments(latest, locals())
     root = Path(root)
@@ -83,7 +82,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 def root_of(path: Path) -> Path:
     """Return the directory with the steps of a run: `path`, or its checkpoints directory.
 
-    `moecore train` and its siblings, and MoETrainer, write checkpoints below their run directory.
+    `moecore train`, similar commands and MoETrainer save below their run directory.
     """
     below = path / CHECKPOINTS
     has_steps = (path / POINTER).exists() or bool(whole_directories(path))
@@ -91,13 +90,13 @@ def root_of(path: Path) -> Path:
 
 
 def set_latest(path: str | os.PathLike[str]) -> None:
-    """Make a whole checkpoint the one that `latest` names, such as to roll a run back.
+    """Make `latest` name a complete checkpoint, for example to roll a run back.
 
     Later steps stay until a save of the same step replaces them, or pruning removes them.
 
     Raises:
-        ValueError: when it is not a whole checkpoint.
-        OSError: when another job writes to the run.
+        ValueError: if the directory is not a complete checkpoint.
+        OSError: if another job writes to the run.
     """
     check_arguments(set_latest, locals())
     path = Path(path)
@@ -112,22 +111,22 @@ def set_latest(path: str | os.PathLike[str]) -> None:
 
 
 def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
-    """Remove whole checkpoints but the newest, and return those removed.
+    """Remove complete checkpoints except the newest, and return the removed ones.
 
-    The one that `latest` names always stays. Later steps than it, those of a run that was rolled
-    back, go first, then the lowest ones.
-
-    Args:
-        root: what `save` got. A step that is a symlink loses its link, not what it names.
-        keep: how many stay, >= 1.
+    The checkpoint that `latest` names always stays. Later steps, of a run that was rolled back, are
+    removed first, then the lowest steps. If a job died while it had the lock, `prune` also removes
+    the drafts of that job.
 
     Example: of 100 200 210 300 400 and latest 210, keep=2 leaves 200 210.
 
-    If a job died while it held the lock, `prune` also removes the drafts of that job.
+    Args:
+        root: the run's directory, as in `save`. For a step that is a symlink, only the link is
+            removed.
+        keep: the number of checkpoints that stay, >= 1.
 
     Raises:
-        ValueError: when `keep` is wrong, or the pointer file is damaged; nothing is removed then.
-        OSError: when another job writes to the run, or when a checkpoint cannot be removed. Such a
+        ValueError: if `keep` is wrong or the pointer file is damaged; no checkpoint is removed.
+        OSError: if another job writes to the run, or a checkpoint cannot be removed. That
             checkpoint stays in the run, and the other old checkpoints are removed.
     """
     if not prunable(root, keep):
@@ -154,7 +153,7 @@ def _prune(root: Path, keep: int) -> list[Path]:
 
 
 def prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
-    """Return what `prune` would remove; see there."""
+    """Return the checkpoints that `prune` would remove."""
     check_arguments(prunable, locals())
     newest = latest(root)
     if newest is None:
@@ -175,7 +174,7 @@ def prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
 
 
 def is_published(root: Path, step: int) -> bool:
-    """Return whether `latest` names the checkpoint of this step, and that checkpoint is whole."""
+    """Whether `latest` names the checkpoint of this step, and the checkpoint is complete."""
     try:
         named = _read_pointer(root)
     except (OSError, ValueError):
@@ -185,7 +184,7 @@ def is_published(root: Path, step: int) -> bool:
 
 
 def check_unused(root: Path) -> None:
-    """Raise ValueError when a directory is a run already: it has checkpoints or drafts."""
+    """Raise ValueError if a directory already has checkpoints or drafts of a run."""
     if not root.is_dir():
         return
     for name in sorted(path.name for path in root.iterdir()):
@@ -196,9 +195,9 @@ def check_unused(root: Path) -> None:
 
 
 def whole_directories(root: Path) -> list[Path]:
-    """Return all whole checkpoints under `root`, in rising order of their steps.
+    """Return all complete checkpoints under `root`, sorted by step.
 
-    Directories of other names, such as step-0000006 for step 6, are ignored.
+    Directories with other names, such as step-0000006 for step 6, are ignored.
     """
     if not root.is_dir():
         return []
@@ -207,7 +206,7 @@ def whole_directories(root: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether everything of this checkpoint was written."""
+    """Whether the checkpoint's manifest, which is written last, exists."""
     return (path / MANIFEST).is_file()
 
 
@@ -217,7 +216,7 @@ def directory_of(root: Path, step: int) -> Path:
 
 
 def new_draft(root: Path, step: int) -> Path:
-    """Make an empty draft, remove those of killed saves; refuse a step not past the newest."""
+    """Create an empty draft after removing old ones; refuse a step not after the newest."""
     root.mkdir(parents=True, exist_ok=True)
     final = directory_of(root, step)
     _check_free(final)
@@ -228,7 +227,7 @@ def new_draft(root: Path, step: int) -> Path:
 
 
 def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
-    """Make a written draft the newest checkpoint; only the newest `keep` stay (0 = all)."""
+    """Rename a complete draft to the newest checkpoint; `keep` checkpoints stay (0 = all)."""
     root, final = draft.parent, directory_of(draft.parent, manifest.facts.step)
     write_new(draft / MANIFEST, manifest.text)
     sync(draft)
@@ -254,7 +253,7 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
 
 
 def _check_shard_files(draft: Path, manifest: Manifest) -> None:
-    """Raise OSError when a shard file is not there as it was written."""
+    """Raise OSError if a shard file is missing or has the wrong size."""
     for name, file in manifest.files.items():
         try:
             descriptor = open_regular(draft / name)  # a network file system then asks its server
@@ -267,7 +266,7 @@ def _check_shard_files(draft: Path, manifest: Manifest) -> None:
 
 
 def _check_free(final: Path) -> None:
-    """Raise unless this step comes after the newest checkpoint: no save moves `latest` back."""
+    """Raise ValueError unless this step is after the newest: no save moves `latest` back."""
     step, newest = _step_of(final) or 0, None
     try:
         newest = _newest_step(final.parent)
@@ -283,12 +282,12 @@ def _check_free(final: Path) -> None:
 
 
 def discard(draft: Path) -> None:
-    """Remove a draft that will not become whole; what cannot be removed stays."""
+    """Remove a draft of a failed save; ignore errors."""
     shutil.rmtree(draft, ignore_errors=True)
 
 
 def _pointed(root: Path) -> Path | None:
-    """Return what the pointer file names; None when one of both is gone."""
+    """Return the checkpoint that the pointer file names; None if either is missing."""
     named = _read_pointer(root)
     if named is None:
         return None
@@ -306,7 +305,7 @@ def _pointed(root: Path) -> Path | None:
 
 
 def _read_pointer(root: Path) -> tuple[str, str] | None:
-    """Return name and digest in the pointer file; None when it is gone."""
+    """Return name and digest in the pointer file; None if it is missing."""
     try:
         text = read_beginning(root / POINTER, 200).decode("ascii", errors="replace")
     except FileNotFoundError:
@@ -321,7 +320,7 @@ def _read_pointer(root: Path) -> tuple[str, str] | None:
 
 
 def _newest_step(root: Path) -> int | None:
-    """Return the step of what `latest` names; its manifest, which may be large, is not read."""
+    """Return the step of the newest checkpoint without reading its manifest, which may be large."""
     named = _read_pointer(root)
     if named is not None and is_complete(root / named[0]):
         return _step_of(root / named[0])
@@ -335,7 +334,7 @@ def _step_of(path: Path) -> int | None:
 
 
 def _new_pointer(root: Path, name: str, manifest: bytes) -> Path:
-    """Write a pointer file under another name and return it, to replace the old one with."""
+    """Write a pointer file under a temporary name and return its path, for a rename."""
     pointer = root / f".{POINTER}-{uuid.uuid4().hex[:8]}"
     try:
         write_new(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")

@@ -1,7 +1,7 @@
-"""Files of a run: a symlink, a FIFO or a device in their place is refused.
+"""Files of a run; a symlink, a FIFO or a device in place of a file is refused.
 
-A name that can be predicted may be planted. New files are made with O_EXCL, and a read checks the
-kind of a file before its first byte.
+Another user could create a file with a predictable name. New files are therefore created with
+O_EXCL, and a read checks the file type first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_regular(path: Path, *, max_bytes: int, follow: bool = False) -> bytes:
     """Return the bytes of a regular file; see `open_regular`.
 
     Raises:
-        ValueError: when it has more than `max_bytes` bytes, which are not read then.
+        ValueError: if it has more than `max_bytes` bytes.
     """
     with open(open_regular(path, follow=follow), "rb") as file:
         size = os.fstat(file.fileno()).st_size  # of a sparse file, too
@@ -50,7 +50,7 @@ def read_regular(path: Path, *, max_bytes: int, follow: bool = False) -> bytes:
 
 
 def check_size(path: Path, size: int, max_bytes: int) -> None:
-    """Raise ValueError when a file has more bytes than its kind may have."""
+    """Raise ValueError if a file has more than `max_bytes` bytes."""
     if size > max_bytes:
         raise ValueError(
             f"path ({path}) must have at most {max_bytes} bytes, but has {size}: it is damaged, or "
@@ -65,7 +65,7 @@ def read_beginning(path: Path, max_bytes: int) -> bytes:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write an ASCII file that must not exist, and put it on disk."""
+    """Write and fsync an ASCII file that must not exist."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     with open(descriptor, "w", encoding="ascii") as file:
         file.write(text)
@@ -74,7 +74,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 def sync(directory: Path) -> None:
-    """Put the names in a directory on disk; a file's own fsync does not."""
+    """Fsync a directory, so that the names of its files are on disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -83,11 +83,11 @@ def sync(directory: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a directory or a link to one, which must not look whole when it is half deleted.
+    """Delete a directory or a symlink to one; it is renamed first, so it never looks complete.
 
     Raises:
-        OSError: when something in it cannot be deleted; a directory that is still complete then
-            has its name again.
+        OSError: if an entry cannot be deleted; if all entries still exist, the old name is
+            restored.
     """
     hidden = _hidden_name(path)
     entries = _entries(path)
@@ -127,12 +127,12 @@ def _entries(path: Path) -> list[str]:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Return the remains of killed saves: drafts, half-deleted checkpoints, pointers."""
+    """Return the files of killed saves: drafts, half-deleted checkpoints, pointers."""
     return [path for path in sorted(root.glob(".*")) if _LEFTOVER.fullmatch(path.name)]
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete what killed saves left behind. What cannot be deleted stays, under another name."""
+    """Delete the files of killed saves; renamed ones that cannot be deleted stay."""
     # Never under its own name: a stopped job could go on and publish its draft.
     for leftover in leftovers(root):
         with contextlib.suppress(OSError):

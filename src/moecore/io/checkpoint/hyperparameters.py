@@ -1,8 +1,8 @@
-"""Hyperparameters of optimizers and state of schedulers: what is stored, and whether it fits.
+"""Hyperparameters of optimizers and state of schedulers: the stored values and their checks.
 
-A parameter belongs to one optimizer at most, so the state of several needs no names of theirs: they
-are stored as one whose groups follow each other, with the class of each group. How groups of one
-class are spread over optimizers decides about nothing, and is not stored.
+Each parameter belongs to at most one optimizer, so stored state needs no name of the optimizer.
+Several optimizers are stored as one, with consecutive groups and the class of each group. The
+assignment of groups to optimizers of one class has no effect and is not stored.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MAX_NESTING = MAX_DEPTH - 10  # of a value, which lies in others
 
 
 def all_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """Return the parameter groups, one optimizer after the other."""
+    """Return the parameter groups of all optimizers, concatenated."""
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def optimizer_class(optimizers: Sequence[Optimizer]) -> str:
-    """Return the name of their class, or those of each group, such as "Muon, AdamW, AdamW"."""
+    """Return the common class name, or the class of each group, such as "Muon, AdamW, AdamW"."""
     # An optimizer that only computes elsewhere declares the class whose state it has.
     names = [
         str(getattr(optimizer, "checkpoint_class", type(optimizer).__name__))
@@ -48,13 +48,13 @@ def optimizer_class(optimizers: Sequence[Optimizer]) -> str:
 
 
 def group_classes(name: str, num_groups: int) -> list[str]:
-    """Return the class of each group, from what `optimizer_class` gave."""
+    """Return the class of each group, from the result of `optimizer_class`."""
     names = name.split(", ")
     return names * num_groups if len(names) == 1 else names
 
 
 def optimizer_groups(optimizers: Sequence[Optimizer], model: ModelView) -> list[dict[str, Any]]:
-    """Return each group's hyperparameters, JSON-able, without `OF_THE_RUN`, and its names."""
+    """Return each group's hyperparameters, JSON-able, without `OF_THE_RUN`, and parameter names."""
     groups = []
     for group in all_groups(optimizers):
         values = {k: v for k, v in group.items() if k != "params" and k not in OF_THE_RUN}
@@ -65,7 +65,7 @@ def optimizer_groups(optimizers: Sequence[Optimizer], model: ModelView) -> list[
 
 
 def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[str]:
-    """Return why saved hyperparameters do not fit; groups of `present` have names as parameters."""
+    """Return the mismatches of saved hyperparameters; groups of `present` have parameter names."""
     # State goes by name, so the order within a group decides about nothing.
     if [sorted(group["params"]) for group in present] != [sorted(g["params"]) for g in groups]:
         return [
@@ -82,7 +82,7 @@ def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) 
 
 
 def option_problems(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> list[str]:
-    """Return how two groups differ in what decides about the state of a parameter."""
+    """Return the differences of two groups in options that affect the state of a parameter."""
     ignored = OF_SCHEDULERS | OF_THE_RUN | {"params"}
     odd = sorted((group.keys() - ignored) ^ (saved_group.keys() - OF_SCHEDULERS - {"params"}))
     problems = []
@@ -100,7 +100,7 @@ def option_problems(group: Mapping[str, Any], saved_group: Mapping[str, Any]) ->
 
 
 def restore_groups(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
-    """Set the hyperparameters of each group, in place; `group_problems` has found none."""
+    """Set the hyperparameters of each group, in place, after `group_problems` returned []."""
     for group, saved_group in zip(all_groups(optimizers), groups, strict=True):
         for key, value in saved_group.items():
             current = group.get(key)
@@ -114,32 +114,32 @@ def restore_groups(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """What is asked of a learning rate scheduler; torch's own have it."""
+    """Protocol of a learning rate scheduler; torch's schedulers implement it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the scheduler's state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state."""
+        """Set the scheduler's state."""
 
 
 Schedulers = Scheduler | Sequence[Scheduler]
 
 
 class _Several:
-    """Several schedulers as one: its state has "0.last_epoch" for last_epoch of the first."""
+    """Several schedulers as one; the first one's last_epoch has the key "0.last_epoch"."""
 
     def __init__(self, parts: Sequence[Scheduler]) -> None:
         self._parts = parts
         self.kind = ", ".join(type(part).__name__ for part in parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all, side by side."""
+        """Return the states of all schedulers, with prefixed keys."""
         states = [part.state_dict() for part in self._parts]
         return {f"{i}.{key}": v for i, state in enumerate(states) for key, v in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state of each."""
+        """Set the state of each scheduler."""
         states: list[dict[str, Any]] = [{} for _ in self._parts]
         for name, value in state_dict.items():
             i, _, key = name.partition(".")
@@ -151,7 +151,7 @@ class _Several:
 def one_scheduler(
     scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
 ) -> Scheduler | None:
-    """Return a caller's scheduler, or its list as one; the list must follow the optimizers."""
+    """Return a scheduler, or a list as one; the list must have the order of the optimizers."""
     if not isinstance(scheduler, Sequence):
         return scheduler
     if not scheduler:
@@ -172,7 +172,7 @@ def _kind(scheduler: Scheduler) -> str:
 
 
 def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
-    """Return saved values with the types of this scheduler's own; refuse another kind's."""
+    """Return saved values with the types of this scheduler's state; refuse another kind's."""
     state = scheduler.state_dict()
     if state.keys() != values.keys():
         raise ValueError(
@@ -190,7 +190,7 @@ def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, A
 
 
 def _rates(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what schedulers keep of learning rates, also of those in others."""
+    """Yield the learning rate lists in a scheduler's state, also of nested schedulers."""
     for name, entry in value.items() if isinstance(value, dict) else ():
         if name.endswith(("base_lrs", "_last_lr")):
             yield name, entry
@@ -201,7 +201,7 @@ def _rates(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
-    """Return a scheduler's state as JSON holds it, or raise ValueError."""
+    """Return a scheduler's state as JSON values, or raise ValueError."""
     state = scheduler.state_dict()
     name = _kind(scheduler)
     numbers = _numbers(state)
@@ -215,7 +215,7 @@ def scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Any:
-    """Return a value with numbers for scalar tensors (of a tensor lr): one host sync for each."""
+    """Replace scalar tensors (of a tensor lr) by Python numbers; one host sync for each."""
     if isinstance(value, Tensor) and value.ndim == 0:
         return value.item()
     if isinstance(value, dict):
@@ -226,7 +226,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _like(template: Any, value: Any) -> Any:
-    """Give what JSON made of a value its types back: tuples, new tensors, numbers as keys."""
+    """Restore the types of a value that JSON changed: tuples, tensors, integer keys."""
     if isinstance(template, Tensor) and isinstance(value, int | float):
         return torch.full_like(template, value)
     if isinstance(template, tuple) and isinstance(value, list):
@@ -241,13 +241,13 @@ def _like(template: Any, value: Any) -> Any:
 
 
 def copy_json(values: T) -> T:
-    """Return what JSON makes of it, so that no change reaches it while it is written."""
+    """Return a deep copy through JSON, so that later changes do not affect the save."""
     result: T = json.loads(json.dumps(values))
     return result
 
 
 def check_json(label: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first value that the JSON of a manifest cannot hold."""
+    """Raise ValueError for the first value that the manifest's JSON does not support."""
     for name, value in values.items():
         try:
             json.dumps(value, sort_keys=True)
@@ -261,7 +261,7 @@ def check_json(label: str, values: Mapping[str, Any]) -> None:
 
 
 def _may_become(key: str, current: Any, value: Any) -> bool:
-    """Whether a hyperparameter may get the saved value; None is "off", but not of `VALUES`."""
+    """Whether a hyperparameter may change to the saved value; None is "off", except in `VALUES`."""
     if key == WIDTH:
         return bool(current == value)
     if current is None or value is None:
@@ -280,7 +280,7 @@ def _may_become(key: str, current: Any, value: Any) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    """Whether it is a number that a float can hold."""
+    """Whether a value is a number that a float can represent."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     try:

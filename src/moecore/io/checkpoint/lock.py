@@ -1,14 +1,14 @@
-"""Which job may write to a run: the one whose lock is in its directory.
+"""The lock of a run: the job whose lock is in the directory may write to it.
 
     root/.lock/owner     JSON: host, machine, pid, started, since, token
 
-A lock is written under another name and renamed. A rename onto a directory that holds a file fails,
-so one of two jobs succeeds, and every lock that can be read has its owner. A save needs the same of
-its file system.
+A lock is written under a temporary name and renamed. A rename onto a non-empty directory fails, so
+exactly one of two jobs succeeds, and every readable lock has an owner. A save requires the same
+atomic rename of its file system.
 
-An owner on this machine (the same boot and pid namespace) is dead when its pid is gone or belongs
-to a process that started at another time. A live one is never replaced. On another machine it is
-dead when it has not touched its file for `STALE_SECONDS`; it does so every `BEAT_SECONDS`.
+An owner on this machine (the same boot and pid namespace) is dead if its pid does not exist or
+belongs to a process with another start time. A live owner is never replaced. An owner touches its
+file every `BEAT_SECONDS`. On another machine, it is dead after `STALE_SECONDS` without a touch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OWNER_BYTES = 4096
 
 
 class RunLock:
-    """The right to write to a run. It ends with `release`, with the object, or with the process."""
+    """The lock of a run. `release`, the end of the object or the end of the process releases it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -49,7 +49,7 @@ class RunLock:
         self._end: weakref.finalize[..., RunLock] | None = None  # runs once, at exit at the latest
 
     def acquire(self) -> None:
-        """Take the lock on one rank, or see that it is held still; an OSError names its owner."""
+        """Take the lock, or check that this object still has it; an OSError names another owner."""
         if self._end is not None:
             if not _holds(self.root, self._text):
                 raise OSError(
@@ -73,7 +73,7 @@ class RunLock:
         raise OSError(f"path ({self.root / LOCK}) must name its owner: remove it")
 
     def release(self) -> None:
-        """Give the lock back, if it is held."""
+        """Release the lock if this object has it."""
         if self._end is not None:
             self._end()
             self._end = None
@@ -111,7 +111,7 @@ def _release(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
 
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold the lock of a run, as `RunLock.acquire`, unless a `Saver` of this process does."""
+    """Return a context with the lock of a run, unless this process already has it (`Saver`)."""
     owner = _read_owner(root)[0]
     process = _this_process()
     lock = RunLock(root)
@@ -124,7 +124,7 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def _write_draft(draft: Path, text: str) -> float:
-    """Make a lock under another name; return what time it is for the file system."""
+    """Write a lock under a temporary name; return the file system's current time."""
     try:
         draft.mkdir(parents=True)
         write_new(draft / OWNER, text)
@@ -136,7 +136,7 @@ def _write_draft(draft: Path, text: str) -> float:
 
 
 def _set_dead_aside(root: Path, current_time: float) -> None:
-    """Make room where a lock's owner is dead; raise OSError where it is not."""
+    """Rename the lock of a dead owner; raise OSError for a live owner."""
     owner, text, touched = _read_owner(root)
     if not text:
         return  # released meanwhile
@@ -169,7 +169,7 @@ def leftovers_of_dead_job(root: Path) -> list[Path]:
 
 
 def _renamed(source: Path, target: Path) -> bool:
-    """Rename a directory; False where another one is there, or the source is gone."""
+    """Rename a directory; return False if the target exists or the source is missing."""
     try:
         source.rename(target)
     except FileNotFoundError:
@@ -184,7 +184,7 @@ def _renamed(source: Path, target: Path) -> bool:
 
 
 def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
-    """Return the owner ({} = unreadable), its file's text (empty = no lock), and its last touch."""
+    """Return the owner ({} = unreadable), its text (empty = no lock), and its last touch."""
     path = root / LOCK / OWNER
     try:
         text = read_beginning(path, _OWNER_BYTES)
@@ -210,7 +210,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return the boot and pid namespace, in which a pid is one process; "" without /proc."""
+    """Return boot id and pid namespace, in which pids are unique; "" without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -219,7 +219,7 @@ def _machine() -> str:
 
 
 def _start_ticks(pid: object) -> str | None:
-    """Return when a process started, in ticks since boot; None where there is none."""
+    """Return the start time of a process in ticks since boot; None if it does not exist."""
     if not isinstance(pid, int) or isinstance(pid, bool):
         return None
     try:

@@ -1,20 +1,20 @@
-"""The manifest of a checkpoint: what it holds, in which files, and the digests that prove it.
+"""The manifest of a checkpoint: its metadata, tensors, files and digests.
 
-It is one line of JSON, written last. Strict both ways: a manifest that does not describe exactly
-what the format allows is neither written nor read.
+It is one line of JSON, written last. A manifest that deviates from
+the format is neither written nor read.
 
     format, step, world_size    whole numbers
     meshes                      [{mesh dim: size}] of the saved model's DTensors
     versions                    moecore, torch, python
-    config, scheduler, extra    the caller's JSON; extra has no tensors, the others may be null
+    config, scheduler, extra    the caller's JSON, without tensors; config, scheduler may be null
     optimizer_class             name of its class, or of several one for each group: "A, B", or null
     optimizer                   [{params: [name], hyperparameter: value}], or null
-    files                       file name -> {size in bytes, sha256 of the whole file}
+    files                       file name -> {size in bytes, sha256 of the file}
     tensors                     name -> {shape, dtype, chunks: [{file, key, offsets, sizes}]}
     sha256                      of this line without this entry
 
-The text must be byte for byte what Python's `json` makes of it, so one flipped bit anywhere is
-found: in a value by the digest, elsewhere by the comparison. The digest finds damage; it is no
+The text must equal the output of Python's `json` byte for byte, so one flipped bit anywhere is
+detected: in a value by the digest, elsewhere by the comparison. The digest is no
 signature, so every field is checked as if it were forged.
 """
 
@@ -57,7 +57,7 @@ _FIELDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFile:
-    """One shard file: its size in bytes and the hex SHA-256 of all of it."""
+    """A shard file: its size in bytes and the hex SHA-256 of its content."""
 
     size: int
     sha256: str
@@ -65,7 +65,7 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestChunk:
-    """A block of a tensor: `sizes` from `offsets` on lie in `file` under `key`, row-major."""
+    """A block of a tensor: `sizes` from `offsets` on, stored in `file` under `key`, row-major."""
 
     file: str
     key: str
@@ -75,7 +75,7 @@ class ManifestChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A whole tensor; its chunks are the cells of a grid, none where it has no elements."""
+    """A tensor of the checkpoint; its chunks are the cells of a grid, () if it has no elements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestFacts:
-    """What is stored beside the tensors, as in the manifest; every value is JSON-able."""
+    """Metadata of the save other than tensors, as in the manifest; every value is JSON-able."""
 
     step: int
     world_size: int
@@ -99,7 +99,7 @@ class ManifestFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A checked manifest. Build one with `make_manifest` or `read_manifest` only."""
+    """A checked manifest, from `make_manifest` or `read_manifest`; `text` is its line of JSON."""
 
     facts: ManifestFacts
     files: dict[str, StoredFile]
@@ -112,7 +112,7 @@ class Manifest:
         return sum(file.size for file in self.files.values())
 
     def entries_of(self, file: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return key -> dtype and sizes of what a file holds."""
+        """Return key -> (dtype, sizes) of the chunks in a file."""
         return {
             chunk.key: (tensor.dtype, chunk.sizes)
             for tensor in self.tensors.values()
@@ -124,7 +124,7 @@ class Manifest:
 def make_manifest(
     facts: ManifestFacts, files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]
 ) -> Manifest:
-    """Return the manifest, with its text; refuse with ValueError what `read_manifest` would."""
+    """Return a manifest with its text; raise ValueError where `read_manifest` would."""
     values = asdict(facts) | {
         "format": FORMAT,
         "files": {name: asdict(file) for name, file in files.items()},
@@ -144,8 +144,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest of a checkpoint directory.
 
     Raises:
-        ValueError: when the directory is no whole checkpoint, or the manifest is damaged.
-        OSError: when it cannot be read.
+        ValueError: if the directory is not a complete checkpoint, or the manifest is damaged.
+        OSError: if it cannot be read.
     """
     check_arguments(read_manifest, locals())
     path = Path(path)
@@ -167,7 +167,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def parse_manifest(text: str) -> Manifest:
-    """Return the manifest that a text is, or raise ValueError with the first thing wrong."""
+    """Parse and check a manifest's text; raise ValueError with the first problem."""
     _must(
         len(text) <= MAX_TABLE,
         f"its size ({len(text)} bytes) must be <= {MAX_TABLE}: save on fewer ranks",
@@ -197,7 +197,7 @@ def parse_manifest(text: str) -> Manifest:
 
 
 def nests_deeper(value: Any, max_depth: int) -> bool:
-    """Whether lists and objects of JSON lie in each other more than so many times."""
+    """Whether lists and objects of JSON are nested more than `max_depth` times."""
     level = [value]
     while level and max_depth >= 0:
         level = [v for v in level if isinstance(v, dict | list | tuple)]
@@ -296,7 +296,7 @@ def _chunk(value: Any, num_dims: int, files: Mapping[str, Any], label: str) -> M
 
 
 def check_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
-    """Raise ValueError unless the chunks are a grid, which has each element once."""
+    """Raise ValueError unless the chunks form a grid that covers each element once."""
     # Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
     # refused: the cut of dim 1 at 3 must go through all rows. DTensor shards always are a grid.
     label = f"tensor {name!r:.120}"
@@ -320,7 +320,7 @@ def check_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk])
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise NotImplementedError for a dtype that safetensors does not know."""
+    """Raise NotImplementedError for a dtype that safetensors does not support."""
     if dtype not in DTYPE_NAMES:
         raise NotImplementedError(
             f"tensor {shown_name(name)} ({dtype}) must have a dtype of safetensors to be saved: "

@@ -1,11 +1,12 @@
-"""Whether ranks agree on what only one of them will write: found out before anything is written.
+"""Check, before a save writes, that ranks agree on values that only one rank will write.
 
-That is all that a resume reads but DTensors, of which each rank writes its part, and generators, of
-which each rank has its own. Silently one rank's value would become everybody's: its step counts,
-its learning rate. Of `config` rank 0's is stored: a caller's own may name a rank or a host.
+The check covers all values that a resume reads, with two exceptions. Each rank writes its own
+shards of DTensors and its own generators. Without the check, one rank's step count or learning rate
+would silently become the value of all ranks. Rank 0's `config` is stored without a check, because a
+caller's config may name a rank or a host.
 
-Ranks of one pipeline stage agree in everything, those of different stages in what both have but the
-parameters of groups.
+Ranks of one pipeline stage must agree on all values. Ranks of different stages must agree on values
+that both have, except the parameters of groups.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Hashes = dict[Key, str]
 
 
 def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
-    """Raise a ValueError on every rank, naming the first value that differs. Collective."""
+    """Raise ValueError on every rank if ranks differ, naming the first difference. Collective."""
     if not dist.is_initialized():
         return
     local_hashes = on_every_rank(lambda: _hashes(snapshot), group)
@@ -68,7 +69,7 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
 
 
 def _compare_stages(hashes: list[tuple[int, Hashes]]) -> None:
-    """Raise for the first difference between stages; of each one rank with its hashes."""
+    """Raise for the first difference between stages, given (rank, hashes) of one rank per stage."""
     seen: dict[Key, tuple[int, str]] = {}
     for rank, rank_hashes in hashes:
         for key, value in rank_hashes.items():
@@ -134,7 +135,7 @@ def _bytes(tensor: Tensor, limit: int | None) -> Tensor:
 
 
 def _on_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
-    """Return the same bytes in host memory. One host sync per device: step counts are many."""
+    """Copy the bytes to host memory. One host sync per device, because step counts are many."""
     host_parts = {key: part for key, part in parts.items() if part.device.type == "cpu"}
     for device in {part.device for part in parts.values()} - {torch.device("cpu")}:
         group = {key: part for key, part in parts.items() if part.device == device}

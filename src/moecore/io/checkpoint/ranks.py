@@ -1,7 +1,7 @@
-"""Ranks that act together: one does the work, or all do, and every rank learns how it went.
+"""Actions on one rank or all ranks, whose results or errors every rank receives.
 
-Without a process group every function just runs. Errors cross ranks as they are, so every rank
-raises the same one and none waits for a rank that has given up.
+Without a process group, each function runs its action locally. All ranks raise the same error, so
+no rank waits for a rank that failed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class ControlGroup:
-    """A gloo group of all ranks, which ends with this object. Construction is collective.
+    """A gloo group of all ranks, destroyed with this object. Construction is collective.
 
-    A collective in it cannot meet a collective of the training, which another rank may run: gloo
-    aborts the process where the two have other sizes.
+    Its collectives cannot be matched with the training's collectives on another rank. gloo aborts
+    the process if matched collectives have different sizes.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
 
 
 def check_same_path(path: Path) -> None:
-    """Raise on every rank when they want to load different checkpoints, or one sees none."""
+    """Raise on every rank if ranks load different checkpoints, or only some see the path."""
     answers = gather((path.name, path.is_dir()))
     if len({name for name, _ in answers}) > 1:
         raise ValueError(
@@ -86,7 +86,7 @@ def check_same_path(path: Path) -> None:
 
 
 def check_visible(draft: Path, group: Group = None) -> None:
-    """Raise on every rank when one does not see the directory: its shards would be lost."""
+    """Raise on every rank if one does not see the directory: its shards would be lost."""
     seen = gather(draft.is_dir(), group)
     if not all(seen):
         raise ValueError(

@@ -1,17 +1,16 @@
-"""Saves in the background: copy to host memory, go on training, write meanwhile.
+"""Background saves: copy to host memory, continue training, write concurrently.
 
     saver = Saver(root, model, optimizer, keep=2)
     for step in ...:
         train_step()
-        saver.check()                        an error of the last save comes out here
+        saver.check()                        raises an error of the last save
         if step % 100 == 0:
             saver.save(step, {"step": step}, wait=False)
     saver.close()                            waits for the last save
 
-A background save succeeds or fails on all ranks together, but ranks learn of it at slightly
-different times. `check` does not communicate, so a rank that catches its error and goes on stays in
-step with the others. `save` and `close` wait for the save before and agree: when any rank has not
-seen its error yet, all of them raise it.
+A background save succeeds or fails on all ranks, but ranks detect an error at different times.
+`check` does not communicate, so a rank that catches its error may continue. `save` and `close` wait
+for the previous save and agree. If any rank has not raised the error yet, all ranks raise it.
 """
 
 from __future__ import annotations
@@ -46,24 +45,24 @@ logger = logging.getLogger("moecore.io")
 
 
 class Saver:
-    """Saves checkpoints of one run, in the background if asked. Construction is collective.
+    """Saves checkpoints of one run, optionally in the background. Construction is collective.
 
-    It owns a gloo process group, a thread, host memory and the lock of the run, so that no other
-    job writes there: `close` it, or use it in a `with`.
+    It owns a gloo process group, a thread, host memory and the lock of the run, which excludes
+    other jobs. Call `close`, or use it in a `with`.
 
     Args:
-        root: directory of the run, which is made; every rank must see it.
+        root: directory of the run, which is created; every rank must see it.
         model: parallelized or plain.
-        optimizer: over the model's parameters; a list of several, each with parameters of its own;
-            None = keep the model only.
-        scheduler: of the learning rate; its state must be JSON-able. A list of several, in the
-            order of their optimizers.
-        keep: how many of the newest checkpoints stay; 0 = all.
+        optimizer: over the model's parameters, or a list of optimizers with disjoint parameters;
+            None = save only the model.
+        scheduler: of the learning rate, with JSON-able state, or a list in the order of the
+            optimizers.
+        keep: number of the newest checkpoints that stay; 0 = all.
         config: the description of the model; see `save`.
         progress: called with (bytes done, bytes expected) of this rank, from the writing thread.
 
     Raises:
-        OSError: on every rank, naming the owner, when another job or `Saver` writes to `root`.
+        OSError: on every rank, naming the owner, if another job or `Saver` writes to `root`.
     """
 
     @share_call_errors
@@ -114,16 +113,16 @@ class Saver:
             self._closed = True
 
     def prepare(self) -> None:
-        """Make the host memory of background saves, so that the first one need not. Collective.
+        """Allocate the host memory of background saves before the first save. Collective.
 
-        It pins what the model and the optimizer hold now, which takes seconds: call it before
-        training where the optimizer has its state, as after a load, else after the first step.
-        Between steps, as `save`; not while a CUDA graph is captured.
+        It pins memory for the current tensors of model and optimizer, which takes seconds. Call it
+        after a load, or after the first step, when the optimizer has state. Call it between steps,
+        as `save`, and not during CUDA graph capture.
 
         Raises:
             ValueError: after `close`.
-            RuntimeError: on every rank, when one has no memory for it.
-            OSError: of the save before.
+            RuntimeError: on every rank, if one rank has not enough memory.
+            OSError: of the previous save.
         """
         self._check_open()
         self._finish()
@@ -131,22 +130,22 @@ class Saver:
 
     @share_call_errors
     def save(self, step: Step, extra: Mapping[str, Any] | None = None, *, wait: bool) -> Path:
-        """Save a step and return where it will be. Collective.
+        """Save a step and return its future directory. Collective.
 
-        With `wait=False` the model may change as soon as this returns; the checkpoint is there
+        With `wait=False` the model may change as soon as this returns. The checkpoint is complete
         when the next `save` or `close` returns.
 
         Args:
             step: >= 0; names the directory.
-            extra: name -> JSON-able value or plain tensor, the same on every rank.
-            wait: until it is on disk.
+            extra: name -> JSON-able value or plain tensor, equal on every rank.
+            wait: whether to wait until the checkpoint is on disk.
 
         Raises:
-            ValueError: for a wrong argument, a value that differs between ranks though only one is
-                kept, or after `close`, before anything is written.
-            NotImplementedError: for state that has no place in a checkpoint, likewise.
-            RuntimeError: when a rank has no memory for the copies; the draft is removed.
-            OSError: when a rank could not write; of the save before, or with `wait` of this one.
+            ValueError: before files are written, for a wrong argument, a replicated value that
+                differs between ranks, or after `close`.
+            NotImplementedError: before files are written, for state that a checkpoint cannot store.
+            RuntimeError: if a rank has not enough memory for the copies; the draft is removed.
+            OSError: if a rank could not write in the previous save, or with `wait` in this one.
         """
         arguments = locals()
         with share_errors():
@@ -176,21 +175,21 @@ class Saver:
         return directory_of(self._lock.root, step)
 
     def check(self) -> None:
-        """Raise the error of a background save that has failed. Call it every step; cheap, local.
+        """Raise the error of a failed background save. Call it every step; cheap and local.
 
         Raises:
-            OSError: as `save` with `wait` would have. The save before it is still loadable, unless
-                the error says that the failed step is saved.
+            OSError: as `save` with `wait`. The previous checkpoint is still loadable, unless the
+                error says that the failed step is saved.
         """
         if self._future is not None and self._future.done():
             future, self._future = self._future, None
             future.result()
 
     def close(self) -> None:
-        """Wait for a background save and release what the saver owns. Collective.
+        """Wait for a background save and release the saver's resources. Collective.
 
         Raises:
-            OSError: when that save failed.
+            OSError: if that save failed.
         """
         if self._closed:
             return
@@ -209,7 +208,7 @@ class Saver:
             raise ValueError("Saver (closed) must be open to save: make another one")
 
     def _finish(self) -> None:
-        """Wait for the running save; raise its error on all ranks if one has not seen it."""
+        """Wait for the running save; raise its error on all ranks if one has not raised it."""
         future, self._future = self._future, None
         error = future.exception() if future is not None else None
         try:

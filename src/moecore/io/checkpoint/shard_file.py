@@ -2,11 +2,9 @@
 
     8 bytes little-endian: length of the header | header: JSON, padded with blanks to 8 | tensors
 
-Tensors lie without gaps, wider dtypes first, then by key; so each is aligned, and the header
-follows from the keys, dtypes and sizes alone. A reader therefore needs no header: it compares the
-bytes in the file with those that the manifest implies, and nothing parses what a file claims.
-
-Any safetensors reader opens such a file.
+Tensors have no gaps and are sorted by decreasing item size, then by key, so each is aligned. Keys,
+dtypes and sizes determine the header. A reader does not parse it, but compares its bytes with the
+header that the manifest implies. Any safetensors reader can open the file.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ logger = logging.getLogger("moecore.io")
 
 
 class Meter:
-    """Counts bytes from any thread, which calls `progress` with (done, expected so far)."""
+    """Counts bytes from any thread, and calls `progress` with (done, expected so far)."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress, self._lock = progress, Lock()
@@ -50,19 +48,19 @@ class Meter:
         self.moved_bytes = self.total = 0
 
     def expect(self, num_bytes: int) -> None:
-        """Announce bytes to come."""
+        """Add bytes to the expected total."""
         with self._lock:
             self.total += num_bytes
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that have moved."""
+        """Add bytes that were read or written."""
         with self._lock:
             self.moved_bytes += num_bytes
             if self._progress:
                 self._progress(self.moved_bytes, self.total)
 
     def log(self, message: str) -> None:
-        """Log one line on rank 0: bytes of this rank, seconds, GB/s."""
+        """Log a message on rank 0 with the bytes of this rank, seconds and GB/s."""
         if not is_first_rank():
             return
         seconds, size = time.perf_counter() - self._start, self.moved_bytes / 1e9
@@ -72,7 +70,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """What a file with some tensors looks like."""
+    """Header, positions and size of a file with given tensors."""
 
     header: bytes  # the first bytes of the file, its length field included
     begins: dict[str, int]  # key -> position of the first byte in the file
@@ -80,7 +78,7 @@ class FileLayout:
 
 
 def layout_of(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
-    """Return the layout of a file with these tensors (key -> dtype and sizes), in file order."""
+    """Return the file layout of these tensors (key -> dtype and sizes); `begins` has file order."""
     order = sorted(entries, key=lambda key: (-entries[key][0].itemsize, key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     spans, end = {}, 0
@@ -100,7 +98,7 @@ def layout_of(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileL
 
 
 class ShardWriter:
-    """Writes one new file from front to back; a second thread hashes what is being written."""
+    """Writes one new file sequentially; a second thread computes its hash."""
 
     def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -136,7 +134,7 @@ class ShardWriter:
             self._filled = end
 
     def finish(self) -> StoredFile:
-        """Put all bytes on disk and return size and digest."""
+        """Flush and fsync the file, and return its size and digest."""
         self._flush()
         os.fsync(self._fd)
         return StoredFile(size=self._size, sha256=self._sha256.hexdigest())
@@ -159,7 +157,7 @@ class ShardWriter:
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield parts of at most `CHUNK_BYTES` that, one after the other, are the tensor row-major."""
+    """Yield consecutive parts of a tensor, row-major, of at most `CHUNK_BYTES` each."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
     elif tensor.is_contiguous():
@@ -171,7 +169,7 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous CPU tensor as a memoryview."""
     # Not by numpy(), after which torch lets nobody resize the storage: see `TrainingOffload`.
     data: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     data.tensor = tensor  # lives as long as the view
@@ -179,7 +177,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class ShardReader:
-    """Reads slices of the tensors in one file, through `buffer` (uint8) where not contiguous."""
+    """Reads slices of the tensors in one file; non-contiguous ones through `buffer` (uint8)."""
 
     def __init__(self, path: Path, layout: FileLayout, buffer: Tensor, meter: Meter) -> None:
         self._path, self._layout, self._buffer, self._meter = path, layout, buffer, meter
@@ -199,7 +197,7 @@ class ShardReader:
         offsets: Sequence[int],
         out: Tensor,
     ) -> None:
-        """Fill `out`, on any device and of any layout and dtype, with the slice at `offsets`."""
+        """Fill `out` (any device, layout and dtype) with a slice of a tensor from `offsets` on."""
         if out.numel() == 0:
             return
         strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
@@ -237,7 +235,7 @@ class ShardReader:
 
 
 def _run(sizes: Sequence[int], lengths: Sequence[int]) -> int:
-    """Number of neighbouring elements in a row-major tensor that a slice takes in one run."""
+    """Return the number of contiguous elements in each run of a slice of a row-major tensor."""
     run = 1
     for size, length in zip(reversed(sizes), reversed(lengths), strict=True):
         run *= length
@@ -249,7 +247,7 @@ def _run(sizes: Sequence[int], lengths: Sequence[int]) -> int:
 def file_problem(
     path: Path, layout: FileLayout, stored_file: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Return what is wrong with a file, or None; not `full` looks at its size and header only."""
+    """Return the problem of a file, or None; without `full` only size and header are checked."""
     try:
         descriptor = open_regular(path)
     except FileNotFoundError:

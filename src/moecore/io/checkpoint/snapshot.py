@@ -1,13 +1,13 @@
-"""What one save keeps, of all pipeline stages: the tensors by name, and the facts of the manifest.
+"""Snapshot of one save: tensors by name, and the facts of the manifest, of all pipeline stages.
 
-    save    names and groups of each stage -> one manifest; of copies the first stage's is written
-    load    names and groups of each stage -> what other stages have is not missed on this rank
+    save    names and groups of each stage -> one manifest; the first stage writes copies
+    load    names and groups of each stage -> tensors of other stages are not reported as missing
 
-Names are those of the whole model, so neither knows how it was cut. One rank of each stage sends
-names; without stages nothing is sent.
+Names refer to the complete model, so they do not depend on the stages. One rank of each stage sends
+its names; without stages there is no communication.
 
-`rank_state` is the snapshot of one rank in memory, which a rank with the same parts takes over by
-`load_rank_state`: both have made the same model on the same meshes, so nothing is compared.
+`rank_state` is the snapshot of one rank in memory. `load_rank_state` sets it on a rank with the
+same parts. Both ranks have the same model on the same meshes, so nothing is compared.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from moecore.train.rerun import drop_step
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one save stores. The tensors share memory with the model and the optimizer."""
+    """Content of one save. The tensors share memory with the model and the optimizer."""
 
     tensors: dict[str, Tensor]
     facts: ManifestFacts
@@ -78,7 +78,7 @@ def take_snapshot(
     scheduler: Schedulers | None,
     config: object,
 ) -> Snapshot:
-    """Return what a save stores, or raise as `save`, also for a step that is not finished."""
+    """Return the content of a save; raise as `save`, also for an unfinished step."""
     _check_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored_views.items()}
@@ -111,7 +111,7 @@ def take_snapshot(
 
 
 def _check_extra(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for what JSON cannot hold, or would give back as something else."""
+    """Raise ValueError for values that JSON does not support or would change."""
     check_json("extra", values)
     for name, value in values.items():
         if not _survives_json({name: value}):
@@ -130,7 +130,7 @@ def _survives_json(value: Any) -> bool:
 
 
 def _check_finished(model: nn.Module) -> None:
-    """Raise when an optimizer step is half done: what it has counted and its gradients are lost."""
+    """Raise ValueError in an unfinished step, whose counts and gradients a save would lose."""
     for state in (v for m in model.modules() for v in vars(m).values()):
         if not isinstance(state, MoEState):
             continue
@@ -155,7 +155,7 @@ def _meshes(view: ModelView) -> list[dict[str, int]]:
 
 
 def versions() -> dict[str, str]:
-    """Return a manifest's facts about the software that wrote it."""
+    """Return the versions of moecore, torch and Python for a manifest."""
     try:
         release = version("moecore")
     except PackageNotFoundError:  # run from a checkout
@@ -173,7 +173,7 @@ def _config_values(config: object) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """What a stage has, or all of them together."""
+    """Names, groups and meshes of one pipeline stage, or of all stages."""
 
     names: frozenset[str]
     groups: list[list[str]]  # names of the parameters of each group of the optimizers
@@ -181,17 +181,20 @@ class StagePart:
 
 
 def is_first_of_stage(stages: AllStages) -> bool:
-    """Whether this rank is the one that sends for its stage."""
+    """Whether this rank is the first of its stage, which sends for the stage."""
     return dist.get_rank() % (dist.get_world_size() // stages.pp) == 0
 
 
 def whole_of(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
-    """Return what all stages have together; collective where there are several."""
+    """Return the union of all stages' parts; collective if there are several stages."""
     return part if stages is None else _merge_parts(_parts(part, stages, group))
 
 
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
-    """Return what this rank writes, with the facts of all stages; collective with several."""
+    """Return the tensors that this rank writes, with the facts of all stages; collective.
+
+    Without several stages, it returns the snapshot without communication.
+    """
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:
         return snapshot
@@ -216,7 +219,7 @@ def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
 
 
 def _parts(part: StagePart, stages: AllStages, group: Group) -> list[StagePart]:
-    """Return the part of each stage."""
+    """Return the `StagePart` of each pipeline stage."""
     rank_parts = gather(part if is_first_of_stage(stages) else None, group)
     return [stage_part for stage_part in rank_parts if stage_part is not None]
 
@@ -247,7 +250,7 @@ def rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Any]:
-    """Return what `load_rank_state` takes; tensors share memory with the model and optimizer."""
+    """Return the input of `load_rank_state`; tensors share memory with model and optimizer."""
     snapshot = take_snapshot(0, model, optimizer, extra, scheduler=scheduler, config=None)
     facts = {"optimizer": snapshot.facts.optimizer, "scheduler": snapshot.facts.scheduler}
     return {"tensors": locals_of(snapshot), **facts}
@@ -261,7 +264,10 @@ def load_rank_state(
     *,
     scheduler: Schedulers | None = None,
 ) -> dict[str, Tensor]:
-    """Set model, optimizer, scheduler and generators in place; return `extra`. Drops a step."""
+    """Set model, optimizer, scheduler and generators in place; return the tensors of `extra`.
+
+    Gradients and counts of an unfinished step are dropped.
+    """
     drop_step(model)
     kinds: dict[str, dict[str, Tensor]] = {
         kind: {} for kind in ("model", "optimizer", "amax", "extra", "rng")

@@ -1,4 +1,4 @@
-"""What of a model, its optimizer and this rank goes into a checkpoint, under which name.
+"""The tensors of a model, its optimizer and this rank in a checkpoint, and their names.
 
 Legend: E experts, D model dim, F expert hidden dim.
 
@@ -8,9 +8,9 @@ Legend: E experts, D model dim, F expert hidden dim.
     rng.<device>.<rank>       generator state of one rank, uint8
     extra.<name>              the caller's tensors
 
-All are plain tensors or DTensors, whose placements give torch.distributed.checkpoint where a shard
-lies in the global tensor. A checkpoint can only store blocks, so gate and up of one dim are stored
-as a view (`split_halves`).
+All are plain tensors or DTensors. torch.distributed.checkpoint reads the global position of a shard
+from DTensor placements. A checkpoint can store only blocks, so gate and up in one dim are stored as
+a view (`split_halves`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class ModelView:
-    """A model's tensors by name, as they are stored: views that share memory with the model."""
+    """A model's tensors by name, and their stored views, which share memory with the model."""
 
     def __init__(self, model: nn.Module) -> None:
         refuse_fp8_storage(model, "saved or loaded")
@@ -68,12 +68,12 @@ class ModelView:
         self.stored_views = {name: self.view(name, t.detach()) for name, t in self.tensors.items()}
 
     def view(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the stored view of a tensor laid out like the parameter `name`."""
+        """Return the stored view of a tensor with the layout of parameter `name`."""
         dim = self._halved_dims[name]
         return tensor if dim is None else split_halves(tensor, dim)
 
     def name_of(self, param: Tensor) -> str:
-        """Return the name of a parameter, or raise ValueError for one that is not the model's."""
+        """Return the name of a parameter; raise ValueError if the model does not have it."""
         if id(param) not in self._names:
             raise ValueError(
                 f"optimizer parameter {tuple(param.shape)} must be one of the model's: build the "
@@ -83,7 +83,7 @@ class ModelView:
 
 
 def listed_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
-    """Return a caller's optimizers, each with parameters of its own, their state brought back."""
+    """Return the optimizers as a list, checked for disjoint parameters, with state on device."""
     if optimizer is None:
         return []
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -139,7 +139,7 @@ def optimizer_state_to_fill(
     matrices: Mapping[str, torch.dtype],
     scalars: Mapping[str, torch.dtype],
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return state to load into: param -> slot -> tensor."""
+    """Return state tensors to load into: param -> slot -> tensor."""
     slots: dict[str, list[str]] = {}
     for key in (*matrices, *scalars):
         slot, name = key.split(".", 1)
@@ -166,7 +166,7 @@ def optimizer_state_to_fill(
 
 
 def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Tensor]]) -> None:
-    """Set what `optimizer_state_to_fill` gave and a checkpoint has filled; empties it."""
+    """Set the state from `optimizer_state_to_fill` after a load has filled it; empties `state`."""
     restore = getattr(optimizer, "restore_state", None)
     while state:
         param, slots = state.popitem()
@@ -177,20 +177,20 @@ def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, 
 
 
 def state_like(optimizer: Optimizer, param: Tensor, slot: str) -> Tensor:
-    """Return a tensor that lies as a state of an optimizer does, unless that is a scalar."""
+    """Return a tensor with the layout of an optimizer's non-scalar state of a parameter."""
     like: Tensor = _declared(optimizer, "state_like", param, param, slot)
     return like
 
 
 def _declared(optimizer: Optimizer, name: str, default: Any, *args: Any) -> Any:
-    """Return the result of a method that moecore's optimizers declare; of others the default."""
+    """Call an optional method of moecore's optimizers; return the default if it is missing."""
     # AdamW has stored_state, moment_dtype_of and state_device_of, Muon state_like.
     method = getattr(optimizer, name, None)
     return default if method is None else method(*args)
 
 
 def _moment_dtype(optimizer: Optimizer, param: Tensor, stored_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which an optimizer keeps a moment, whatever that of the saved one."""
+    """Return the dtype in which an optimizer stores a moment, given the saved dtype."""
     if not stored_dtype.is_floating_point:
         return stored_dtype
     default = stored_dtype
@@ -226,7 +226,7 @@ def _layout(tensor: Tensor) -> object:
 
 
 def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
-    """Return "<fqn>.<operand>" -> a history and its operand."""
+    """Return "<fqn>.<operand>" -> (amax history, operand), for FP8 with delayed scaling."""
     # The loss of a data rank is a mean over its tokens, so how large gradients are depends on who
     # has which tokens: their names have these degrees, and another folding finds none.
     degrees = "dp1.cp1.tp1"
@@ -245,14 +245,14 @@ def amax_names(model: nn.Module) -> dict[str, tuple[AmaxHistory, str]]:
 
 
 def amax_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return "<fqn>.<operand>" -> history of delayed scaling, sharing its memory."""
+    """Return "<fqn>.<operand>" -> amax history of delayed scaling, sharing its memory."""
     owners = amax_names(model).items()
     return {name: h.steps[operand] for name, (h, operand) in owners if operand in h.steps}
 
 
 @torch.no_grad()
 def restore_amax(model: nn.Module, saved_histories: Mapping[str, Tensor]) -> None:
-    """Set histories from what `amax_tensors` gave; those that are not there start anew."""
+    """Set histories from the result of `amax_tensors`; histories without a saved one restart."""
     steps_by_history: dict[AmaxHistory, dict[str, Tensor]] = {}
     for name, (history, operand) in amax_names(model).items():
         steps = steps_by_history.setdefault(history, {})
@@ -272,7 +272,7 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor]) -> None:
-    """Set this rank's generators from what `rng_tensors` gave."""
+    """Set this rank's generators from the result of `rng_tensors`."""
     for name, state in states.items():
         set_state = torch.set_rng_state if name.startswith("rng.cpu.") else torch.cuda.set_rng_state
         set_state(state)
@@ -285,12 +285,12 @@ def _storable(value: Tensor, like: Tensor) -> bool:
 
 
 def _scalar_device(group: Mapping[str, Any], param: Tensor) -> torch.device:
-    """Where torch's optimizers keep their step counts."""
+    """Return the device on which torch's optimizers store their step counts."""
     return param.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def _halved_dims(model: nn.Module) -> dict[int, int]:
-    """Id of each parameter that holds gate above up in one dim -> that dim."""
+    """Return id -> dim of each parameter that stores gate, then up, in one dim."""
     dims: dict[int, int] = {}
     for module in model.modules():
         if isinstance(module, Experts) and module.is_strided:
@@ -304,7 +304,7 @@ def _halved_dims(model: nn.Module) -> dict[int, int]:
 
 
 def split_halves(tensor: Tensor, dim: int) -> Tensor:
-    """Return a view of a tensor with `dim`, all of gate, then all of up, split into (2, half)."""
+    """Return a view that splits `dim` (gate, then up) into (2, half)."""
     # An expert tensor parallel rank has a piece of both halves, which is one block in the view
     # only. Whole tensors are split too, so that any folding loads what another saved. Example: [E,
     # 8, D] over etp=2, placed _StridedShard(1, split_factor=2): rank 1 holds rows 2 3 6 7. The view
@@ -325,7 +325,7 @@ def split_halves(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _shifted(placement: Placement, dim: int) -> Placement:
-    """Return the placement on the split view."""
+    """Return a tensor's DTensor placement on the view that splits `dim`."""
     axis = getattr(placement, "dim", None)
     if axis is None or axis < dim:
         return placement
@@ -341,7 +341,7 @@ def _shifted(placement: Placement, dim: int) -> Placement:
 
 
 def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return (buffer, value) of each buffer of a transformers module that no file holds."""
+    """Return (buffer, value) of each transformers buffer that checkpoints do not store."""
     # Such buffers (rotary frequencies) follow from the config; `to_empty` leaves them undefined.
     pairs = []
     for path, module in model.named_modules():
@@ -368,14 +368,14 @@ def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def _owner(model: nn.Module, path: str) -> Any:
-    """Return the innermost model of transformers that holds a module, or None."""
+    """Return the innermost transformers model that contains a module, or None."""
     names = path.split(".")
     around = [model, *(model.get_submodule(".".join(names[:i])) for i in range(1, len(names)))]
     return next((m for m in reversed(around) if hasattr(m, "_init_weights")), None)
 
 
 def _initialised(module: nn.Module, owner: Any) -> dict[str, Tensor | None]:
-    """Return a module's buffers as transformers fills them; NaN where it does not."""
+    """Return a module's buffers as transformers initializes them; NaN if it does not."""
     shell = copy.copy(module)
     shell._parameters = {
         name: None if param is None else nn.Parameter(param.detach().to("meta"))

@@ -1,8 +1,7 @@
-"""What torch.distributed.checkpoint writes to and reads from: shard files and a manifest.
+"""Storage of torch.distributed.checkpoint (DCP): shard files and a manifest, without pickles.
 
 DCP's default planners decide which rank writes which block (replicas once) and which blocks a rank
-needs (resharding). Here is where the bytes go, and what DCP lacks: a rank's part of a tensor may be
-several blocks. No pickle is written or read.
+reads (resharding). The planners here add support for several blocks per rank.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ Plan = TypeVar("Plan")
 
 
 class _DCPStorage:
-    """What DCP asks of a writer and of a reader, and what neither needs."""
+    """Methods that DCP requires of both a writer and a reader, without an effect here."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -74,7 +73,7 @@ class _DCPStorage:
 
 
 class Writer(_DCPStorage, StorageWriter):
-    """Writes a save into a draft, one file per rank; the coordinator publishes it."""
+    """Writes a save into a draft, one file per rank; the coordinator publishes the draft."""
 
     def __init__(
         self, draft: Path, rank: int, facts: ManifestFacts, *, keep: int, meter: Meter
@@ -83,7 +82,7 @@ class Writer(_DCPStorage, StorageWriter):
         self._file, self._meter = f"rank-{rank:05d}.safetensors", meter
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up; the draft is there."""
+        """Do nothing, because the draft exists."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's blocks into its file."""
@@ -117,7 +116,7 @@ class Writer(_DCPStorage, StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the manifest and publish; the coordinator comes here when every rank has written."""
+        """Build the manifest and publish. DCP calls it on the coordinator after all ranks wrote."""
         chunks: dict[str, list[ManifestChunk]] = {}
         files: dict[str, StoredFile] = {}
         for result in itertools.chain.from_iterable(results):
@@ -137,7 +136,7 @@ class Writer(_DCPStorage, StorageWriter):
 
 
 def _by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
-    """Key in the file -> block. The key is the tensor's name, unless a rank has several blocks."""
+    """Return key in the file -> block: the tensor's name, with "#i" for a rank's further blocks."""
     blocks: dict[str, WriteItem] = {}
     for item in items:
         assert item.tensor_data is not None, "everything saved is a tensor"
@@ -154,7 +153,7 @@ Blocks = dict[torch.Size, tuple[slice, ...]]  # offset in the tensor -> place in
 
 
 def _blocks_of(tensor: Any) -> Blocks:
-    """Return the blocks of a rank's part of a tensor, where that is several; else {}."""
+    """Return the blocks of this rank's part of a tensor, if there are several; otherwise {}."""
     # Gate and up in one dim: DCP takes the part for one block. Example: [8] over tp=2, placed
     # _StridedShard(0, split_factor=2): rank 1 has rows 2 3 6 7, {2: [0:2], 6: [2:4]}.
     if not isinstance(tensor, DTensor):
@@ -177,7 +176,7 @@ def _sizes_of(place: tuple[slice, ...]) -> torch.Size:
 
 
 class SavePlannerOfLocals(dcp.DefaultSavePlanner):
-    """The default planner over live tensors' layouts, with data from elsewhere (by name)."""
+    """The default planner for the layouts of live tensors, with data from `locals_` by name."""
 
     def __init__(self, locals_: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -185,7 +184,7 @@ class SavePlannerOfLocals(dcp.DefaultSavePlanner):
         self._blocks: dict[str, Blocks] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """Return what this rank has, block by block."""
+        """Return this rank's plan, block by block."""
         plan = super().create_local_plan()
         self._blocks = {name: _blocks_of(tensor) for name, tensor in self.state_dict.items()}
         items = [block for item in plan.items for block in self._items(item)]
@@ -203,20 +202,20 @@ class SavePlannerOfLocals(dcp.DefaultSavePlanner):
             yield replace(item, index=index, tensor_data=replace(data, chunk=chunk))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the data of a block."""
+        """Return the local tensor of a block."""
         local, blocks = self._locals[index.fqn], self._blocks[index.fqn]
         return local[blocks[_offset_of(index)]] if blocks else local
 
 
 class LoadPlannerOfBlocks(dcp.DefaultLoadPlanner):
-    """The default planner, for tensors of which a rank may have several blocks."""
+    """The default planner, with support for several blocks of a tensor on one rank."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._blocks: dict[str, Blocks] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what this rank needs, block by block."""
+        """Return this rank's plan, block by block."""
         plan = super().create_local_plan()
         all_blocks = {name: _blocks_of(tensor) for name, tensor in self.state_dict.items()}
         self._blocks = {name: blocks for name, blocks in all_blocks.items() if blocks}
@@ -229,7 +228,7 @@ class LoadPlannerOfBlocks(dcp.DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the memory of a block."""
+        """Return the view of the local tensor into which a block is read."""
         if index.fqn not in self._blocks:
             return super().lookup_tensor(index)
         return local_of(self.state_dict[index.fqn])[self._blocks[index.fqn][_offset_of(index)]]
@@ -252,7 +251,7 @@ class Reader(_DCPStorage, StorageReader):
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the manifest's tensors in DCP's terms."""
+        """Return the manifest's tensors as DCP metadata."""
         entries: dict[str, Any] = {
             name: TensorStorageMetadata(
                 properties=TensorProperties(dtype=tensor.dtype),
@@ -269,10 +268,10 @@ class Reader(_DCPStorage, StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing to set up."""
+        """Do nothing."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for straight into the tensors to load, file after file."""
+        """Read the planned slices directly into the tensors to load, file by file."""
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             chunk, dtype = self._chunks[item.storage_index]
@@ -293,7 +292,7 @@ class Reader(_DCPStorage, StorageReader):
 
 
 def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:
-    """Run a DCP call; its own exception (no Exception, many lines) becomes an OSError."""
+    """Run a DCP call; replace its multi-line exception, which is no Exception, by an OSError."""
     try:
         if not dist.is_initialized():
             # A plain model in one process is what the caller has, not an oversight. No

@@ -1,6 +1,6 @@
 """save, load and verify: one directory per step, written and read by all ranks together.
 
-The first two are the short form of what `Saver` also does in the background.
+`save` is the short form of a `Saver` without background writes.
 """
 
 from __future__ import annotations
@@ -98,35 +98,35 @@ def save(
 ) -> Path:
     """Write a checkpoint of this step and return its directory. Collective.
 
-    Kept are parameters, persistent buffers (the routers' expert bias among them), histories of
-    delayed scaling, the optimizer's state and hyperparameters, each rank's CPU and CUDA generator
-    states, and `extra`: what a bit-exact resume needs. Call it between optimizer steps. A kill at
-    any moment leaves the previous checkpoint loadable. Every rank must see `root`.
+    It stores all state of a bit-exact resume: parameters, persistent buffers (including the
+    routers' expert bias), histories of delayed scaling, the optimizer's state and hyperparameters,
+    each rank's CPU and CUDA generator states, and `extra`. Call it between optimizer steps. A kill
+    at any moment leaves the previous checkpoint loadable. Every rank must see `root`.
 
     Args:
         root: directory of the run; one job at a time writes to it.
         step: >= 0; names the directory.
         model: parallelized or plain.
-        optimizer: over the model's parameters; a list of several, each with parameters of its own;
-            None = keep the model only.
-        extra: name -> JSON-able value or plain tensor, the same on every rank.
-        scheduler: of the learning rate; its state must be JSON-able. A list of several, in the
-            order of their optimizers.
-        keep: how many of the newest checkpoints stay; 0 = all.
-        config: a mapping, a dataclass or a transformers config that describes the model, and that
-            JSON can hold. None stores the config of a native decoder or a transformers model.
-            `load` compares it with the config of the model, or warns that it cannot.
+        optimizer: over the model's parameters, or a list of optimizers with disjoint parameters;
+            None = save only the model.
+        extra: name -> JSON-able value or plain tensor, equal on every rank.
+        scheduler: of the learning rate, with JSON-able state, or a list in the order of the
+            optimizers.
+        keep: number of the newest checkpoints that stay; 0 = all.
+        config: a JSON-able mapping, dataclass or transformers config that describes the model. None
+            stores the config of a native decoder or a transformers model. `load` compares it with
+            the config of the model, or warns that it cannot.
 
     Returns:
         The new checkpoint, `root/step-000123`.
 
     Raises:
-        ValueError: for a wrong argument, or a value that differs between ranks though only one is
-            kept (`rank_agreement.py`), before anything is written.
-        NotImplementedError: for state that has no place in a checkpoint, likewise.
-        OSError: when another job writes to `root`, before anything is written; when a rank could
-            not write, or has ended. `latest` then names the checkpoint that it named before, unless
-            the error says that this step is saved: the failure came after the publication.
+        ValueError: before files are written, for a wrong argument, or a replicated value that
+            differs between ranks (`rank_agreement.py`).
+        NotImplementedError: before files are written, for state that a checkpoint cannot store.
+        OSError: if another job writes to `root`, before files are written; if a rank could not
+            write, or ended. `latest` is then unchanged, unless the error says that this step is
+            saved.
     """
     arguments = locals()
     with share_errors():
@@ -154,23 +154,23 @@ def load(
     verify: Verify = "full",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Set model, optimizer and generators as they were saved, in place. Collective.
+    """Set model, optimizer and generators to their saved state, in place. Collective.
 
-    Layouts may differ: every rank reads what it holds. A rank that the saving run did not have
-    keeps its generators, and without an optimizer (for inference) every rank does. Histories of
-    delayed scaling that the checkpoint does not have start anew. What a half-done step has left,
-    such as gradients, is dropped (`TrainStep.drop`). Buffers that no checkpoint holds
-    (transformers' rotary frequencies) are computed again: `to_empty` leaves them undefined.
+    Parallel layouts may differ: every rank reads its parts. A rank that the saving run did not have
+    does not change its generators, and without an optimizer (for inference) no rank does. Histories
+    of delayed scaling without a saved one restart. Gradients and counts of an unfinished step are
+    dropped (`TrainStep.drop`). Buffers that no checkpoint stores (transformers' rotary frequencies)
+    are recomputed, because `to_empty` leaves them undefined.
 
     Args:
-        path: a whole checkpoint, such as from `latest`.
+        path: a complete checkpoint, such as from `latest`.
         model: materialised, with the same global shapes and dtypes.
-        optimizer: built like the saved one, or a list of all, in the order of the save; its state
-            may be empty, and is replaced.
-        scheduler: built like the saved one, or a list of all; None = its state is not asked for.
-        strict: refuse any difference; False loads what has the same name and shape, leaves the rest
-            as it is and warns of it.
-        cast: let the model's dtypes differ from the saved ones, and convert.
+        optimizer: built like the saved one, or a list in the order of the save; its state may be
+            empty, and is replaced.
+        scheduler: built like the saved one, or a list; None = its state is not loaded.
+        strict: refuse any difference; False loads tensors with equal names and shapes, leaves
+            others unchanged and warns.
+        cast: allow dtypes that differ from the saved ones, and convert.
         verify: "full" hashes every file first, each on one rank; "sizes" checks sizes and headers.
         progress: called with (bytes done, bytes expected) of this rank.
 
@@ -178,8 +178,8 @@ def load(
         `extra` of the save; tensors are on the CPU.
 
     Raises:
-        ValueError: when the checkpoint is damaged or does not fit, before anything is changed.
-        OSError: when a rank could not read; the model may then be part old, part new.
+        ValueError: if the checkpoint is damaged or does not fit, before any state changes.
+        OSError: if a rank could not read; the model may then be partly loaded.
     """
     arguments = locals()
     with share_errors():
@@ -226,7 +226,7 @@ def load(
 
 @torch.no_grad()
 def _refresh_buffers(path: Path, model: nn.Module) -> None:
-    """Set what no checkpoint holds; warn where that cannot be worked out, since it may be right."""
+    """Recompute buffers that no checkpoint stores; warn if they cannot be recomputed."""
     try:
         for buffer, value in fresh_buffers(model):
             buffer.copy_(value)
@@ -235,7 +235,7 @@ def _refresh_buffers(path: Path, model: nn.Module) -> None:
 
 
 def begin(lock: RunLock, step: int, group: Group = None) -> Path:
-    """Take the lock on rank 0, and return a draft directory that every rank sees (`new_draft`)."""
+    """Take the lock on rank 0, and return a draft directory that every rank sees."""
 
     def action() -> Path:
         lock.acquire()
@@ -289,7 +289,7 @@ def _read(
     *,
     strict: bool,
 ) -> dict[str, Any]:
-    """Fill model, optimizers, `amax` and generators; return `extra`."""
+    """Read the checkpoint into model, optimizers, `amax` and generators; return `extra`."""
     target = {f"model.{name}": view.stored_views[name] for name in sorted(fit.model)}
     extra = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -320,16 +320,16 @@ def _read(
 def verify(
     path: str | os.PathLike[str], mode: Verify = "full", *, progress: Progress | None = None
 ) -> Manifest:
-    """Check a checkpoint and return its manifest; nothing is loaded. Collective.
+    """Check a checkpoint and return its manifest, without loading it. Collective.
 
     Args:
         path: its directory.
-        mode: "full" hashes every byte, each file on one rank; "sizes" looks at sizes and headers.
+        mode: "full" hashes every byte, each file on one rank; "sizes" checks sizes and headers.
         progress: called with (bytes done, bytes expected) of this rank.
 
     Raises:
         ValueError: on every rank, naming the first damaged file.
-        OSError: when a rank could not read.
+        OSError: if a rank could not read.
     """
     arguments = locals()
     with share_errors():
@@ -340,7 +340,7 @@ def verify(
 
 
 def verify_files(path: Path, manifest: Manifest, mode: Verify, meter: Meter) -> None:
-    """Raise on every rank when a file is damaged; see `verify`."""
+    """Raise on every rank if a file is damaged; see `verify`."""
     rank, world = rank_and_world()
     names = sorted(manifest.files)[rank::world]
     if mode == "full":

@@ -1,1 +1,1 @@
-"""Hugging Face: safetensors directories in and out."""
+"""Loading, export and streaming of Hugging Face weights."""

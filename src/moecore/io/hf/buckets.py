@@ -1,9 +1,10 @@
-"""WeightBucket: Hugging Face tensors in one flat piece of memory; the ranks put it together.
+"""WeightBucket: Hugging Face tensors in one flat buffer, assembled from the shards of all ranks.
 
-    senders' shards -> boxes packed in a message of fixed memory -> broadcast -> boxes of the bucket
+    senders' shards -> boxes packed into a preallocated message -> broadcast -> boxes of the bucket
 
-Every rank knows from `Holders` which boxes of which rank are in which message, so no sizes travel.
-What all ranks hold travels not at all.
+An item is a Hugging Face tensor to send, and a box is a rectangular part of a tensor. Every rank
+computes from `Holders` which boxes of each rank are in which message, so no sizes are sent. Boxes
+that all ranks have are copied locally.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class WeightMeta(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Some tensors of a stream, which share memory: `flat` is uint8 on the model's device."""
+    """Tensors of a weight stream that share memory; `flat` is uint8 on the model's device."""
 
     metas: tuple[WeightMeta, ...]
     flat: Tensor
@@ -57,23 +58,23 @@ class WeightBucket:
 
     @classmethod
     def empty(cls, metas: Sequence[WeightMeta], device: torch.device) -> WeightBucket:
-        """Return a bucket for these tensors, with any values."""
+        """Return an uninitialized bucket for these tensors."""
         size = sum(aligned(meta.nbytes) for meta in metas)
         return cls(tuple(metas), torch.empty(size, dtype=torch.uint8, device=device))
 
 
 def aligned(num_bytes: int) -> int:
-    """Return so many bytes, rounded up to where a tensor may begin."""
+    """Round a number of bytes up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def meta_of(item: Item) -> WeightMeta:
-    """Return what is told of an item."""
+    """Return name, dtype and shape of an item."""
     return WeightMeta(item.name, item.dtype, item.shape)
 
 
 class _SentBox(NamedTuple):
-    """Elements of a part of an item that ranks hold alike: see `PieceOverlap`."""
+    """A box of a part of an item that a group of ranks replicates: see `PieceOverlap`."""
 
     part: int  # which of the item's parts
     overlap: PieceOverlap
@@ -83,7 +84,7 @@ class _SentBox(NamedTuple):
 
 
 class _SentCopy(NamedTuple):
-    """A box on its way: what it is read from, and the item's number in the bucket."""
+    """A box to copy, the name of its source tensor, and the item's index in the bucket."""
 
     source: str
     item: int
@@ -91,9 +92,9 @@ class _SentCopy(NamedTuple):
 
 
 class BucketCollector(ErrorKeeper):
-    """Puts buckets together on all ranks, which call it for the same items in the same order.
+    """Assembles buckets on all ranks. Every rank calls it for the same items in the same order.
 
-    A bucket and the memory of messages have at most `bucket_bytes`, but for a larger tensor.
+    A bucket and the message buffer together have at most `size` bytes, unless one tensor is larger.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class BucketCollector(ErrorKeeper):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Return the context of a pass, in which messages have their memory. Collective."""
+        """Return the context of one pass, which allocates the message buffer. Collective."""
         size = self._capacity if self._holders.world > 1 else 0
 
         def allocate() -> Tensor:
@@ -137,7 +138,7 @@ class BucketCollector(ErrorKeeper):
         return by_size(items, _bucket_bytes, self._room)
 
     def collect(self, items: Sequence[Item], read: Read) -> WeightBucket | None:
-        """Return a bucket of these items, new; None after an error of this rank. Collective."""
+        """Return a new bucket of these items, or None after an error of this rank. Collective."""
         bucket, parts = None, list[list[Tensor]]()
         with self._keep_error():
             bucket = WeightBucket.empty([meta_of(item) for item in items], self.device)
@@ -214,7 +215,7 @@ class BucketCollector(ErrorKeeper):
                     yield _SentBox(number, overlap, shape, size, sender)
 
     def _row_bytes(self, item: Item) -> int:
-        """Return the bytes of the largest box that cannot be cut."""
+        """Return the bytes of the item's largest row; a box is not split further."""
         sizes = []
         for source, piece in item.parts:
             rows = next(iter(piece.box_in(self._holders.shapes[source])), slice(0, 1))
@@ -223,7 +224,7 @@ class BucketCollector(ErrorKeeper):
 
 
 def _bucket_bytes(item: Item) -> int:
-    """Return the bytes of an item, and of parts that are put together in their own order first."""
+    """Return the bytes of an item, and of its parts that need a reordered copy."""
     numels = (math.prod(piece.shape) for _, piece in item.parts if piece.view is not None)
     return aligned(item.nbytes) + sum(numels) * item.dtype.itemsize
 

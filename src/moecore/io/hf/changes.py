@@ -1,10 +1,10 @@
-"""Which weights have changed: since an earlier stream, by their bits, and while a stream is open.
+"""Changes of weights: since an earlier stream, by digests, and while a stream is open.
 
-Whether a tensor changed between two streams is read off its bits: counters miss fused optimizers,
-replayed graphs and writes to `.data`. A digest is a multilinear hash with random factors: 32-bit
-words times factors of 64 bits, summed modulo 2^64, twice. For any two different tensors the chance
-of equal digests is below 2^-64, whatever their values are. Larger tensors are hashed in chunks, and
-the digests of the chunks once more.
+Digests of the bits detect a change between two streams. Version counters miss fused optimizers,
+replayed CUDA graphs and writes to `.data`. A digest is a multilinear hash with random factors:
+32-bit words times 64-bit factors, summed modulo 2^64, twice. Two different tensors have equal
+digests with a probability below 2^-64, for all values. Larger tensors are hashed in chunks, and the
+chunks' digests are hashed again.
 
     digest([w0, w1, ..]) = (sum of f0[i] * w[i], sum of f1[i] * w[i])
 """
@@ -31,9 +31,9 @@ CHUNK, CHUNK_ON_GPU = 1 << 16, 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class WeightsVersion:
-    """The weights that a whole stream has given, by digests of this rank's parts.
+    """The weights of one complete pass of a stream, as digests of this rank's shards.
 
-    It belongs to the stream that made it, in this process.
+    It is valid only for the stream and the process that made it.
     """
 
     digests: Mapping[str, Any] = field(repr=False)
@@ -41,14 +41,14 @@ class WeightsVersion:
 
 
 class Digests:
-    """Computes digests with factors of its own."""
+    """Computes digests with the random factors of this object."""
 
     def __init__(self) -> None:
         self._seed = int.from_bytes(os.urandom(7), "little")
         self._factors: dict[tuple[int, torch.device], Tensor] = {}
 
     def of_all(self, sources: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
-        """Return the digest of the tensors behind each name, of this rank's parts. Host sync."""
+        """Return the digest of each name's tensors, of this rank's shards. Host sync."""
         with torch.no_grad():
             digests = {name: self._digest_parts(map(memory_of, ts)) for name, ts in sources.items()}
         self._factors.clear()
@@ -66,7 +66,7 @@ class Digests:
         return digests[0] if len(digests) == 1 else self._digest(_bits(torch.stack(digests)), 2)
 
     def _digest(self, bits: Tensor, level: int = 0) -> Tensor:
-        """Return int64 [2] of uint8 [n]."""
+        """Return the digest int64 [2] of uint8 [n]."""
         words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
         factors = self._factors_of(level, bits.device)
         sums = [(factors[:, : len(x)] * x).sum(1) for x in words.split(factors.shape[1])]
@@ -83,7 +83,7 @@ class Digests:
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
-    """Return what this rank holds of a tensor: values, or FP8 blocks and their scales."""
+    """Return this rank's storage of a tensor: its local values, or FP8 blocks and their scales."""
     blocks = gathered_blocks(tensor)
     return [local_of(tensor).detach()] if blocks is None else blocks.tensors()
 
@@ -94,7 +94,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def weights_changed() -> RuntimeError:
-    """Return the error of a pass whose weights changed before its end."""
+    """Return the error of a pass during which weights changed."""
     return RuntimeError(
         "weights (changed) must stay as they are while a stream of them is open: end the "
         "stream before the optimizer's step, and begin a new one"
@@ -102,10 +102,10 @@ def weights_changed() -> RuntimeError:
 
 
 class Watch:
-    """Notes whether tensors may have changed since it was made, at no cost and not reliably.
+    """Detects most changes of tensors since its construction, without reading their values.
 
-    It reads counters and addresses, and hooks the steps of optimizers. It does not see a write by
-    `.data`; a stream compares digests at the end of a pass for that.
+    It reads version counters and addresses, and hooks optimizer steps. It misses writes to `.data`,
+    for which a stream compares digests at the end of a pass.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -116,7 +116,7 @@ class Watch:
 
     @contextmanager
     def watch_steps(self) -> Iterator[None]:
-        """Return the context in which steps of optimizers count: fused ones leave no mark."""
+        """Return the context in which optimizer steps are hooked; fused steps change no counter."""
         hook = register_optimizer_step_post_hook(self._after_step)
         try:
             yield

@@ -1,9 +1,12 @@
-"""Hugging Face tensors put together from all ranks' shards: on one rank, or on all (`stream.py`).
+"""Hugging Face tensors assembled from all ranks' shards, on one rank or on all (`stream.py`).
 
-Who holds what is exchanged once (`Holders`). Then each tensor takes one message per sender: of the
-ranks with the same part (replicas) one sends, and the writer itself if it is among them. A rank
-with an error (such as no memory) must still send and receive, or the others wait for it for ever.
-So messages have their memory before the first of them, and an error waits until ranks agree
+An item is a Hugging Face tensor to assemble. It consists of pieces (`pieces.py`), and a box is the
+part of a piece that one shard has. The writer of an item is the rank that needs it.
+
+The ranks exchange once which parts they have (`Holders`). Each tensor then takes one message per
+sender. One of the ranks that replicate a part sends it, and the writer copies its own. A rank with
+an error (such as out of memory) must still send and receive, or the other ranks hang. Message
+buffers are therefore allocated in advance, and an error is raised when ranks agree on errors
 (`check`).
 """
 
@@ -42,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One tensor of the directory, and what it is made of: (the model's tensor, piece)."""
+    """One tensor of the directory, and its parts: (name of the model's tensor, piece)."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,12 +54,12 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def by_size(things: Iterable[T], size_of: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
-    """Yield groups of neighbours of at most `max_size` together; a larger one is alone."""
+    """Yield groups of consecutive items of at most `max_size`; a larger item is a group."""
     group: list[T] = []
     total = 0
     for thing in things:
@@ -79,20 +82,20 @@ class _Part(NamedTuple):
 
 
 class Collector(Protocol):
-    """Where the tensors come from; every rank asks for the same ones in the same order."""
+    """Source of complete tensors. Every rank requests the same tensors in the same order."""
 
     def collect(self, item: Item, writer: int) -> Tensor | None:
-        """Return the whole tensor on its writer, on the CPU, and None elsewhere."""
+        """Return the complete tensor on the CPU of its writer, and None on other ranks."""
 
     def release(self, tensor: Tensor | None) -> None:
-        """Note that the writer has freed a tensor."""
+        """Subtract a tensor that the writer has freed from the counted memory."""
 
     def check(self) -> None:
-        """Raise what went wrong on this rank so far, if `collect` has not."""
+        """Raise the first error of this rank that `collect` has not raised."""
 
 
 class ErrorKeeper:
-    """Keeps the first error of this rank, of any kind: the others wait for what it sends."""
+    """Stores the first error of this rank, because other ranks wait for its messages."""
 
     _error: Exception | None = None
 
@@ -110,7 +113,7 @@ class ErrorKeeper:
 
 
 class HeldPart(NamedTuple):
-    """What one rank holds of a tensor: shape and dtype are those of the whole."""
+    """The part of a tensor that one rank has; shape and dtype are of the full tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -118,7 +121,7 @@ class HeldPart(NamedTuple):
 
 
 class Holders:
-    """Which ranks hold which part of each tensor of a model, of all its stages. Collective."""
+    """For each tensor of all pipeline stages: the ranks that have each part. Collective."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         parts = on_every_rank(lambda: {name: held_of(tensor) for name, tensor in tensors.items()})
@@ -133,14 +136,14 @@ class Holders:
                 self._ranks.setdefault(name, {}).setdefault(holding, []).append(rank)
 
     def merge(self, other: Holders) -> Holders:
-        """Return these and the holders of other tensors."""
+        """Return the union with the holders of other tensors."""
         result = copy(self)
         result.shapes, result.dtypes = self.shapes | other.shapes, self.dtypes | other.dtypes
         result._ranks = self._ranks | other._ranks
         return result
 
     def of(self, name: str) -> dict[Holding, list[int]]:
-        """Return the different shards of a tensor, and the ranks that hold each."""
+        """Return part -> ranks that have it, for a tensor."""
         return self._ranks[name]
 
     def boxes(
@@ -151,13 +154,13 @@ class Holders:
 
 
 def part_of(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
-    """Return a box of what this rank holds of a tensor; new memory where it is FP8 alone."""
+    """Return a box of this rank's part of a tensor; a copy if the values are only stored in FP8."""
     local = local_part(tensor)
     return local[box] if gathered_blocks(tensor) is None else stored_values(tensor, box)
 
 
 class RankCollector(ErrorKeeper):
-    """Puts tensors together on their writers. Every rank calls it for the same items in order."""
+    """Assembles tensors on their writers. Every rank calls it for the same items in order."""
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class RankCollector(ErrorKeeper):
         self._hold(largest)
 
     def collect(self, item: Item, writer: int) -> Tensor | None:
-        """Return the whole tensor, new, on its writer's CPU; None elsewhere, and after an error."""
+        """Return the new full tensor on its writer's CPU; None on other ranks or after an error."""
         tensor = self._new(item.shape, item.dtype, writer)
         for source, piece in item.parts:
             is_view = piece.view is not None  # in an order of its own, put in place afterwards
@@ -208,7 +211,7 @@ class RankCollector(ErrorKeeper):
                 self._receive(item, holding, numel, sender, tensor)
 
     def release(self, tensor: Tensor | None) -> None:
-        """Note that the writer has freed a tensor."""
+        """Subtract a tensor that the writer has freed from the counted memory."""
         if tensor is not None:
             self._current_bytes -= tensor.nbytes
 
@@ -217,7 +220,7 @@ class RankCollector(ErrorKeeper):
         self.peak_bytes = max(self.peak_bytes, self._current_bytes)
 
     def _copy(self, item: _Part, holding: Holding, tensor: Tensor | None) -> None:
-        """Bring what the writer itself holds into its tensor."""
+        """Copy the writer's own part into its tensor."""
         if tensor is None:
             return
         with self._keep_error():
@@ -250,11 +253,11 @@ class RankCollector(ErrorKeeper):
         return self._holders.boxes(item.source, item.piece, holding)
 
     def _message(self, item: _Part, numel: int) -> Tensor:
-        """Return a flat tensor of so many elements, in memory that is there."""
+        """Return a flat view with `numel` elements of the preallocated buffer."""
         return self._buffer[: numel * item.dtype.itemsize].view(item.dtype)
 
     def _largest_message(self, items: Iterable[Item]) -> int:
-        """Return bytes that no message exceeds; equal on all ranks."""
+        """Return an upper bound of the bytes of a message, equal on all ranks."""
         largest = 0
         for item in (_Part(*part, entry.dtype) for entry in items for part in entry.parts):
             holders = self._holders.of(item.source)
@@ -268,7 +271,7 @@ class RankCollector(ErrorKeeper):
 
 
 class StoredCollector:
-    """Reads the tensors of a native checkpoint's model by box or by Hugging Face tensor."""
+    """Reads boxes or complete Hugging Face tensors from the model of a native checkpoint."""
 
     def __init__(
         self, path: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor], stack: ExitStack
@@ -278,7 +281,7 @@ class StoredCollector:
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a new CPU tensor, the box of a stored tensor."""
+        """Return a box of a stored tensor as a new CPU tensor."""
         entry = self._tensors[name]
         out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
         for chunk in entry.chunks:
@@ -290,7 +293,7 @@ class StoredCollector:
         return out
 
     def collect(self, item: Item, writer: int) -> Tensor:
-        """Return the whole tensor."""
+        """Return the complete tensor."""
         tensor = torch.empty(item.shape, dtype=item.dtype)
         for source, piece in item.parts:
             part = self.read(source, piece.box_in(self._tensors[source].shape))
@@ -300,10 +303,10 @@ class StoredCollector:
         return tensor
 
     def release(self, tensor: Tensor | None) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def check(self) -> None:
-        """Errors come out of `collect` itself; no other rank waits."""
+        """Do nothing, because `collect` raises errors itself and no other rank waits."""
 
     def _reader(self, file: str) -> ShardReader:
         if file not in self._readers:
@@ -314,20 +317,20 @@ class StoredCollector:
 
 
 def put(part: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
-    """Write a piece's elements, in its own order, into its file tensor."""
+    """Copy a piece, in its own order, into its file tensor."""
     assert piece.view is not None, "other pieces are file tensors"
     target = piece.view.of(file_tensor)
     target.copy_(part.view(target.shape))
 
 
 def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """View a flat tensor as one after the other of these shapes."""
+    """Split a flat tensor into consecutive views with these shapes."""
     parts = message.split([t.numel() for t in like])
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
 def _num_common(holding: Holding, piece: TensorPiece, shape: Sequence[int]) -> int:
-    """Return how many elements of a piece a shard holds; cannot fail, as it makes no tensors."""
+    """Return the number of elements that a piece and a shard share. It cannot fail."""
     return math.prod(
         sum(max(0, min(a + n, part.stop) - max(a, part.start)) for a, n in runs)
         for runs, part in zip(holding, piece.box_in(shape), strict=True)
@@ -335,5 +338,5 @@ def _num_common(holding: Holding, piece: TensorPiece, shape: Sequence[int]) -> i
 
 
 def held_of(tensor: Tensor) -> HeldPart:
-    """Return what this rank holds of a tensor."""
+    """Return the part of a tensor that this rank has."""
     return HeldPart(tuple(tensor.shape), tensor.dtype, holding_of(global_indices(tensor)))

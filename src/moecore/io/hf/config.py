@@ -1,10 +1,10 @@
 """decoder_config_from_hf: the native decoder that a Hugging Face config.json describes, exactly.
 
-Known are Nemotron-H, Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5,
-DeepSeek-V2, -V3 and -V3.2 and Kimi-K2, and of dense models Qwen3, Qwen2, Llama and Mistral, as
-published (with rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters). An
-option that changes what the model computes and that the decoder lacks is refused, never dropped.
-Dropout is not read: it is 0 in every published config of these families, and anything else is
+Families are Nemotron-H, Qwen3-Next, Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5,
+DeepSeek-V2, -V3 and -V3.2 and Kimi-K2, and the dense models Qwen3, Qwen2, Llama and Mistral, as
+published (with rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters).
+An option that changes the computation and that the decoder lacks is refused, never dropped.
+Dropout is not read: it is 0 in every published config of these families, and another value is
 refused too.
 """
 
@@ -46,13 +46,14 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
     """Return the native config of a Hugging Face one.
 
     Args:
-        config: a directory, a config.json, or what it holds. In a directory with weights the
-            multi-token prediction modules that are in the files count, not those in config.json.
+        config: a directory, a config.json, or its content as a mapping. For a directory with
+            weights, the multi-token prediction modules in the files are counted instead of the ones
+            in config.json.
 
     Raises:
-        ValueError: when a field is missing or makes no sense.
-        NotImplementedError: naming the field that the native decoder cannot express; a transformers
-            model can be parallelized as it is.
+        ValueError: if a field is missing or invalid.
+        NotImplementedError: naming the field that the native decoder does not support.
+            `parallelize_moe` accepts the transformers model instead.
     """
     check_arguments(decoder_config_from_hf, locals())
     values = read_config(config)
@@ -83,7 +84,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 def _softmax_moe(
     fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
 ) -> MoEConfig:
-    """The MoE layers of families that route by softmax; `coef` is transformers' default."""
+    """Return the MoEConfig of families with softmax routing; `coef` is transformers' default."""
     return MoEConfig(
         dim=fields.need("hidden_size"),
         hidden_dim=fields.need(hidden_dim),
@@ -186,7 +187,7 @@ def _olmoe(fields: Fields) -> DecoderConfig:
 
 
 def _gpt_oss(fields: Fields) -> DecoderConfig:
-    """Without a balance loss: no training adds the published coefficient of 0.9."""
+    """Return the config, without a balance loss: no training uses the published coefficient 0.9."""
     fields.values.setdefault("sliding_window", 128)
     num_layers, kinds = fields.need("num_hidden_layers"), fields.get("layer_types", ())
     kinds = kinds or [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)]
@@ -216,7 +217,7 @@ def _deepseek_v3(fields: Fields) -> DecoderConfig:
 
 
 def _deepseek_v32(fields: Fields) -> DecoderConfig:
-    """Fields of the indexer that are missing have the values of its class."""
+    """Return the config; missing fields of the indexer have the defaults of its class."""
     kinds = fields.get("layer_types", [])
     fields.refuse("layer_types", any(kind != "indexed_attention" for kind in kinds))
     config, first = _deepseek_v3(fields), fields.need("first_k_dense_replace")
@@ -262,7 +263,7 @@ LAYER_LETTERS = {  # transformers' names, and those of older files
 
 
 def _nemotron_h(fields: Fields) -> DecoderConfig:
-    """The config of a class that turns no heads."""
+    """Return the config of Nemotron-H, whose attention has no rotary embedding."""
     kinds = fields.get("layers_block_type", fields.get("layer_types", []))
     fields.refuse("layers_block_type", any(kind not in LAYER_LETTERS for kind in kinds))
     pattern = "".join(LAYER_LETTERS[kind] for kind in kinds)
@@ -303,7 +304,7 @@ def _nemotron_h(fields: Fields) -> DecoderConfig:
 
 
 def _sigmoid_choice(fields: Fields) -> dict[str, Any]:
-    """Arguments of MoEConfig: DeepSeek-V3's router."""
+    """Return the arguments of MoEConfig for DeepSeek-V3's router."""
     return dict(
         score_function="sigmoid",
         normalize_weights=fields.get("norm_topk_prob", True),
@@ -318,7 +319,7 @@ def _sigmoid_choice(fields: Fields) -> dict[str, Any]:
 def _first_dense(
     fields: Fields, attention: dict[str, Any], choice: dict[str, Any]
 ) -> DecoderConfig:
-    """A decoder with its first layers dense, shared experts, and multi-token prediction."""
+    """Return a decoder with dense first layers, shared experts, and multi-token prediction."""
     num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
     attention |= _mtp(fields)
     F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
@@ -341,13 +342,13 @@ def _first_dense(
 
 
 def _mtp(fields: Fields) -> dict[str, Any]:
-    """Arguments of DecoderConfig: multi-token prediction."""
+    """Return the arguments of DecoderConfig for multi-token prediction."""
     number = next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
     return dict(num_mtp_layers=number, mtp_loss_coef=MTP_LOSS_COEF if number else 0.0)
 
 
 def _stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
-    """How many modules the files have, behind the last layer or below `mtp`; {} without weights."""
+    """Return the number of MTP modules in the files, as a config field; {} without weights."""
     path = path if path.is_dir() else path.parent
     if not fields.family.has_mtp or not ((path / INDEX).is_file() or (path / SINGLE).is_file()):
         return {}
@@ -427,7 +428,7 @@ def config_problems(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> list[str]:
-    """Return the fields of a config.json that are not those of the model, one line each."""
+    """Return the fields of a config.json that differ from the model's config, one line each."""
     # Where the native decoder can be both models, their native configs are compared, however a
     # config.json spells them. Other models are compared where both name a field.
     if isinstance(model, Mapping) and "model_type" in model:

@@ -1,7 +1,7 @@
-"""Fields of a config.json: their kinds, the errors of reading them, and attention made of them.
+"""Fields of a config.json: checks of their types, errors, and arguments of attention.
 
-What differs between the families that the native decoder knows is one record for each,
-`NativeFamily`; `config.py` lists them.
+The differences between the families of the native decoder are in one `NativeFamily` record per
+family; `config.py` lists the records.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def read_config(config: HFConfig) -> dict[str, Any]:
     """Return the fields of a config.json, from its directory, its path, or a copy of a mapping.
 
     Raises:
-        ValueError: when it is no object, or a field that every reader uses has another kind.
+        ValueError: if it is not a JSON object, or if model_type or quantization_config has a wrong
+            type.
     """
     if isinstance(config, Mapping):
         values = dict(config)
@@ -108,7 +109,7 @@ def read_config(config: HFConfig) -> dict[str, Any]:
 
 
 def check_kind(name: str, value: Any) -> Any:
-    """Return a value, or raise ValueError when its type does not fit the field of this name."""
+    """Return the value of a field; raise ValueError if its type does not fit the field's name."""
     words, matches = KIND_OF.get(name, ("", None))
     if matches is not None and not matches(value):
         raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
@@ -116,7 +117,7 @@ def check_kind(name: str, value: Any) -> Any:
 
 
 def check_layers(values: Mapping[str, Any]) -> None:
-    """Raise a ValueError when a config of any family asks for too many layers."""
+    """Raise ValueError if a config of any family has more than `MAX_LAYERS` layers."""
     # Classes of transformers make lists with an entry for each layer before they check anything.
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -131,16 +132,16 @@ def check_layers(values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NativeFamily:
-    """A family of transformers that the native decoder computes.
+    """A family of transformers that the native decoder implements.
 
     Attributes:
         architecture: name of its class in transformers.
-        read: makes the decoder's config of a config.json.
-        bias: of attention: the field that turns it on ("" = none does), whether it is on without
-            that field, and which projections have it.
-        defaults: fields that are missing or null have these values, those of its class.
-        known_values: any other value of these fields is refused.
-        has_mtp: whether files may hold modules of multi-token prediction.
+        read: returns the decoder's config for a config.json.
+        bias: of attention: the field that enables it ("" = no such field), the field's default, and
+            the projections that have a bias.
+        defaults: values of fields that are missing or null, from the transformers class.
+        known_values: fields with one supported value; any other value is refused.
+        has_mtp: whether files may have multi-token prediction modules.
     """
 
     architecture: str
@@ -152,7 +153,7 @@ class NativeFamily:
 
 
 class Fields:
-    """A config.json of a family, and the errors that reading it may give."""
+    """The fields of a config.json of a family, with checked access."""
 
     def __init__(self, values: Mapping[str, Any], family: NativeFamily) -> None:
         self.values, self.family = dict(values), family
@@ -161,14 +162,14 @@ class Fields:
             self.values["num_experts"] = values.get("num_local_experts")
 
     def complete(self) -> DecoderConfig:
-        """Return the decoder's config, with the family's defaults, or raise for other values."""
+        """Return the decoder's config, with the family's defaults; raise for unsupported values."""
         for name, only in self.family.known_values.items():
             self.refuse(name, self.get(name, only) != only)
         self.values |= {name: self.get(name, v) for name, v in self.family.defaults.items()}
         return self.family.read(self)
 
     def need(self, name: str) -> Any:
-        """Return a field that has no default."""
+        """Return the value of a required field."""
         if self.values.get(name) is None:
             raise ValueError(
                 f"config.json {name} (None) must be given for model_type "
@@ -177,12 +178,12 @@ class Fields:
         return check_kind(name, self.values[name])
 
     def get(self, name: str, default: Any) -> Any:
-        """Return a field, or the default where it is missing or null."""
+        """Return the value of a field, or the default if it is missing or null."""
         value = self.values.get(name)
         return default if value is None else check_kind(name, value)
 
     def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
-        """Raise when the field asks for something that the decoder lacks."""
+        """Raise NotImplementedError if `wrong`: the native decoder lacks the field's option."""
         if wrong:
             value = self.values.get(name) if value is None else value
             raise NotImplementedError(
@@ -192,7 +193,7 @@ class Fields:
             )
 
     def rope(self) -> dict[str, Any]:
-        """Return the rotary options: rope_type, rope_theta and what belongs to the type."""
+        """Return the rotary options: rope_type, rope_theta and the options of the type."""
         options = {"rope_theta": self.values.get("rope_theta"), **self.get("rope_scaling", {})}
         options |= self.get("rope_parameters", {})
         options.setdefault("rope_type", options.pop("type", None))
@@ -206,7 +207,7 @@ class Fields:
 
 
 def grouped_attention(fields: Fields) -> dict[str, Any]:
-    """Arguments of DecoderConfig that families share, with grouped-query attention and rotary."""
+    """Return the arguments of DecoderConfig for grouped-query attention with rotary embeddings."""
     heads, rope = sizes_and_heads(fields), fields.rope()
     return heads | dict(
         rope_theta=float(rope["rope_theta"]),
@@ -217,7 +218,7 @@ def grouped_attention(fields: Fields) -> dict[str, Any]:
 
 
 def sizes_and_heads(fields: Fields) -> dict[str, Any]:
-    """Arguments of DecoderConfig that all families share."""
+    """Return the arguments of DecoderConfig that all families share."""
     heads = fields.need("num_attention_heads")
     return dict(
         vocab_size=fields.need("vocab_size"),
@@ -233,7 +234,7 @@ def sizes_and_heads(fields: Fields) -> dict[str, Any]:
 
 
 def latent_attention(fields: Fields) -> dict[str, Any]:
-    """What `grouped_attention` returns, of latent attention."""
+    """Return the arguments of DecoderConfig for multi-head latent attention."""
     mla = MLAConfig(
         q_lora_rank=fields.get("q_lora_rank", 0),
         kv_lora_rank=fields.need("kv_lora_rank"),
@@ -248,7 +249,7 @@ def latent_attention(fields: Fields) -> dict[str, Any]:
 
 
 def windows_of(fields: Fields, pattern: Sequence[bool]) -> tuple[int, ...]:
-    """The windows of layers, as short as they repeat; () where none hides a token of a row."""
+    """Return the window of each layer, up to the shortest period; () if no layer hides a token."""
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
     if window is None or window >= length or not any(pattern):
         return ()
@@ -267,7 +268,7 @@ def _attention_bias(fields: Fields) -> AttentionBias | None:
 
 
 def _rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
-    """Dims of a head that are turned, 0 = all; other classes turn all whatever the field."""
+    """Return the number of rotated dims of a head, 0 = all; refuse a field the class ignores."""
     turns_all = "partial_rotary_factor" not in fields.family.defaults
     fields.refuse("partial_rotary_factor", part != 1 and turns_all, part)
     turned = int(head_dim * part)
@@ -280,7 +281,7 @@ def _rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
 
 
 def _yarn(fields: Fields) -> YarnConfig | None:
-    """YaRN; without both scales transformers takes 1 and 0."""
+    """Return the YaRN config. Without both mscale fields, transformers uses 1 and 0."""
     rope = fields.rope()
     kind = rope["rope_type"]
     fields.refuse("rope_type", kind not in (*PLAIN, "yarn"), kind)

@@ -1,7 +1,7 @@
-"""Native checkpoints <-> Hugging Face directories, file to file: no model is built, one process.
+"""Native checkpoints <-> Hugging Face directories, in one process without building a model.
 
-Both ways one tensor after the other goes from file to file, so the memory needed is that of the
-largest Hugging Face tensor (an expert's matrix, or the embedding), whatever the model's size.
+Tensors are converted one at a time, so the peak memory is the largest Hugging Face tensor (an
+expert's matrix, or the embedding), for any model size.
 """
 
 from __future__ import annotations
@@ -72,26 +72,25 @@ def native_to_hf(
     layout: ExportLayout = "per_expert",
     progress: Progress | None = None,
 ) -> int:
-    """Write the model of a native checkpoint as a Hugging Face directory; return its tensors.
+    """Write the model of a native checkpoint as a Hugging Face directory; return its tensor count.
 
-    It may be a checkpoint of a native decoder or of a transformers model. Its files are verified
-    first.
+    The checkpoint may have a native decoder or a transformers model. Its files are verified first.
 
     Args:
         path: a step's directory.
         out: the new directory; see `export_hf` for this and the options.
         config: the config.json of the model.
-        dtype: of all float tensors but those that transformers keeps in fp32, as in `export_hf`;
-            None keeps each one's.
+        dtype: of all float tensors except those that transformers keeps in fp32, as in `export_hf`;
+            None keeps the stored dtypes.
         max_shard_bytes: of tensors in one file.
         layout: "per_expert" or "fused".
         progress: called with (bytes written, bytes expected).
 
     Raises:
-        ValueError: for a damaged checkpoint or one that the config does not describe; in a job of
-            several ranks.
-        NotImplementedError: when a tensor has no Hugging Face name.
-        OSError: when a file could not be read or written; nothing is left behind.
+        ValueError: for a damaged checkpoint, a config of another model, or a job with several
+            ranks.
+        NotImplementedError: if a tensor has no Hugging Face name.
+        OSError: if a file could not be read or written; no files remain.
     """
     check_arguments(native_to_hf, locals())
     check_single_rank()
@@ -107,7 +106,7 @@ def native_to_hf(
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The model of a native checkpoint, by its Hugging Face names."""
+    """The model of a native checkpoint, with its Hugging Face tensors."""
 
     values: dict[str, Any]
     items: list[Item]
@@ -120,7 +119,7 @@ class StoredModel:
 def open_native(
     path: Path, stack: ExitStack, *, config: HFConfig, dtype: torch.dtype | None, layout: HFLayout
 ) -> StoredModel:
-    """Return the model of a native checkpoint, verified and compared with its config.json."""
+    """Verify a native checkpoint, compare it with its config.json, and return its model."""
     manifest = verify(path)
     tensors = below(PREFIX + _wrapper_of(below(PREFIX, manifest)), manifest)
     num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
@@ -154,22 +153,23 @@ def hf_to_native(
 ) -> Path:
     """Write a Hugging Face directory as a checkpoint of the native decoder; return its directory.
 
-    `load(path, model)` reads it. There is no optimizer state in it.
+    `load(path, model)` reads it. It has no optimizer state.
 
     Args:
         path: the Hugging Face directory; quantised weights are dequantised.
-        root: directory of a new run, without checkpoints or drafts; this one becomes its latest.
+        root: directory of a new run, without checkpoints or drafts; the new checkpoint becomes its
+            latest.
         step: of the checkpoint.
-        dtype: of all float tensors but the router's selection bias, which is fp32; None keeps what
-            is stored, and makes quantised weights bf16.
+        dtype: of all float tensors except the router's selection bias, which is fp32. None keeps
+            the stored dtypes, with bf16 for quantised weights.
         max_file_bytes: of tensors in one file.
         progress: called with (bytes written, bytes expected).
 
     Raises:
-        ValueError: for a wrong argument, a run that has begun, a broken directory, or one whose
-            tensors differ from its config; in a job of several ranks.
-        NotImplementedError: when the native decoder cannot express the model.
-        OSError: when a file could not be read or written; `latest` did not change then.
+        ValueError: for a wrong argument, a run that already has checkpoints, a broken directory,
+            tensors that differ from the config, or a job with several ranks.
+        NotImplementedError: if the native decoder does not support the model.
+        OSError: if a file could not be read or written; `latest` is then unchanged.
     """
     check_arguments(hf_to_native, locals())
     check_single_rank()
@@ -196,14 +196,14 @@ def _wrapper_of(names: Collection[str]) -> str:
 
 
 def _is_decoder(names: Collection[str]) -> bool:
-    """Whether names are the native decoder's; a dense decoder shares transformers' names."""
+    """Whether names are of a native decoder; a dense decoder has transformers' names."""
     suffixes = (".mlp.experts.w1", ".self_attn.o_bias")
     return any(name.endswith(suffixes) or name.startswith("mtp.") for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What files are made of, and the model on meta that reads them; None = a native decoder's."""
+    """The recipes of the files, and the transformers model on meta that reads them, or None."""
 
     recipes: dict[str, FileRecipe]
     copies: dict[str, str]
@@ -213,7 +213,7 @@ class _Plan:
 def _plan_of(
     tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
 ) -> _Plan:
-    """Return the plan of a checkpoint's tensors, of a native decoder or a transformers model."""
+    """Return the plan for the tensors of a native decoder or a transformers model."""
     if not _is_decoder(tensors):
         tied, reader = values.get("tie_word_embeddings", False), reader_of(values)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -232,7 +232,7 @@ def _plan_of(
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a native checkpoint is made of."""
+    """The files and the plan from which a native checkpoint is written."""
 
     path: Path
     files: BoxReader
@@ -243,7 +243,7 @@ class Origin:
 
 
 def check_single_rank() -> None:
-    """Raise on a rank among others: it would wait for them, or leave them their work."""
+    """Raise ValueError in a job with several ranks, because a conversion runs in one process."""
     _, world = rank_and_world()
     if world > 1:
         raise ValueError(
@@ -261,7 +261,7 @@ def write_native(
     max_file_bytes: int,
     meter: Meter,
 ) -> Path:
-    """Write a checkpoint of the native decoder as the first of a run; return its directory."""
+    """Write a native decoder's checkpoint as the first of a run; return its directory."""
     # After any error `latest` is as before: files and config differ, or the run has begun.
     _check(origin, dtype)
     facts = ManifestFacts(
@@ -287,7 +287,7 @@ def write_native(
 
 
 def _check(origin: Origin, dtype: torch.dtype | None) -> None:
-    """Raise if the tensors of the files are not the tensors of the decoder."""
+    """Raise ValueError if the tensors of the files are not the tensors of the decoder."""
     sources, plan, copies = origin.sources, origin.plan, hf_copies(origin.config)
     problems = origin.problems + shape_problems(sources, file_shapes(plan), copies)
     if not problems:
@@ -303,7 +303,7 @@ def _check(origin: Origin, dtype: torch.dtype | None) -> None:
 def _dtype_problems(
     sources: Mapping[str, TensorSource], plan: Mapping[str, FileRecipe], dtype: torch.dtype | None
 ) -> list[str]:
-    """What would be cast without having been asked for."""
+    """Return the tensors that would be cast although no dtype was requested."""
     problems = []
     for name, recipe in plan.items():
         parts = [sources[piece.name] for piece in recipe.pieces]
@@ -370,7 +370,7 @@ def _add(
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:
-    """Append a tensor part by part; a recipe's pieces follow each other in it."""
+    """Append a tensor to the file in chunks of its pieces, which are consecutive in the tensor."""
     for piece in recipe.pieces:
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))

@@ -1,12 +1,11 @@
-"""export_hf: write a model as a Hugging Face directory, one tensor at a time, from any layout.
+"""export_hf: write a model of any layout as a Hugging Face directory, one tensor at a time.
 
-Every rank knows which tensor lies in which shard, and who writes it (shards go round robin over
-the ranks). A tensor is put together on its writer from the ranks that hold a part of it, one
-sender per replica, appended to the shard, and freed. So beside the model a rank holds one Hugging
-Face tensor (one expert's matrix with "per_expert"), what it sends or receives, and a buffer of 16
-MiB; never a shard, never the model.
+Every rank knows the file of each tensor and its writer (files are assigned to ranks round-robin).
+The writer assembles a tensor from the ranks that have its parts, with one sender per replica. It
+appends the tensor to the file and frees it. The peak memory of a rank beyond the model is one
+Hugging Face tensor (one expert's matrix with "per_expert"), one message and a buffer of 16 MiB.
 
-The directory is a draft until everything in it is on disk; then one rename makes it whole.
+The directory has a temporary name until all files are on disk, and is then renamed atomically.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from moecore.io.hf.lora import refuse_unmerged
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What `export_hf` did."""
+    """Sizes and time of an `export_hf`."""
 
     tensors: int
     shards: int
@@ -70,30 +69,29 @@ def export_hf(
 ) -> ExportReport:
     """Write a model as a Hugging Face directory. Collective.
 
-    transformers' `from_pretrained` and `load_hf` read it. The tokenizer's files are not the
-    model's: copy them beside it. Of pipeline stages all write one directory. Experts that are
-    stored in FP8 alone are written as the values that products read, in their dtype.
+    transformers' `from_pretrained` and `load_hf` read it. Tokenizer files are not written. All
+    pipeline stages write one directory. Experts that are only stored in FP8 are written as
+    dequantised values in the dtype of their products.
 
     Args:
         model: a `moecore.models.Decoder`, a transformers model, or a PeftModel of one with merged
             adapters; plain or parallelized.
         path: the new directory; every rank must see its parent.
         config: the config.json to write, as a mapping, a file or a directory. A native decoder
-            needs one that describes it; None takes a transformers model's own.
-        dtype: of all float tensors but those that transformers keeps in fp32 (selection biases, and
-            what a class names); None keeps each one's.
-        max_shard_bytes: of tensors in one file; a larger tensor has a file of its own.
-        layout: "per_expert" is how models are published, which is what transformers' own
-            `save_pretrained` writes; "fused" is how transformers holds them.
+            needs a config that describes it. None uses the config of the transformers model.
+        dtype: of all float tensors except those that transformers keeps in fp32 (selection biases,
+            and tensors that a class names); None keeps the model's dtypes.
+        max_shard_bytes: of tensors in one file; a larger tensor is the only one of its file.
+        layout: "per_expert" is the published format, which transformers' `save_pretrained` also
+            writes; "fused" has the in-memory names and shapes of transformers.
         progress: called with (bytes done, bytes expected) of this rank.
 
     Raises:
-        ValueError: for a wrong argument, a directory that is there, a config of another model, a
-            transformers model without all parameters of its class or with others (a part of one,
-            one that was upcycled into what no class computes), adapters that are not merged;
-            before anything is written.
-        NotImplementedError: when the layout has no name for a tensor.
-        OSError: on every rank, when one could not write; nothing is left behind.
+        ValueError: before files are written: for a wrong argument, an existing directory, a config
+            of another model, missing or additional parameters of a transformers class (a part of a
+            model, or upcycled layers without a class), or adapters that are not merged.
+        NotImplementedError: if the layout has no name for a tensor.
+        OSError: on every rank, if one rank could not write; no files remain.
     """
     arguments = locals()
     with share_errors():
@@ -118,7 +116,7 @@ def export_hf(
 def write_directory(
     path: Path, shards: list[list[Item]], config: dict[str, Any], collector: Collector, meter: Meter
 ) -> None:
-    """Write shards, index and config (its dtype is set) into a new `path`. Collective."""
+    """Write files, index and config (with the tensors' dtype) into a new `path`. Collective."""
     with draft_of(path) as draft:
         _write_shards(draft, shards, collector, meter)
         on_first_rank(lambda: _write_names(draft, shards, config))
@@ -126,7 +124,7 @@ def write_directory(
 
 @contextmanager
 def draft_of(path: Path) -> Iterator[Path]:
-    """Yield a directory that becomes `path` when all went well, else goes. Collective."""
+    """Yield a directory, renamed to `path` on success and removed on an error. Collective."""
     draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
     def make() -> Path:
@@ -152,14 +150,14 @@ def draft_of(path: Path) -> Iterator[Path]:
 
 
 def check_target(path: Path, dtype: torch.dtype | None) -> None:
-    """Raise ValueError for a directory that is there, or a dtype that would quantise."""
+    """Raise ValueError for an existing directory, or a dtype below 16 bits."""
     if path.exists():
         raise ValueError(f"path ({path}) must not exist yet: choose another, or remove it")
     check_dtype(dtype)
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
-    """Raise ValueError for a dtype that would quantise."""
+    """Raise ValueError for a dtype that is not a float of 16 bits or more."""
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
         raise ValueError(
             f"dtype ({dtype!r}) must be a float of 16 bits or more, a torch.dtype, or None: "
@@ -168,14 +166,14 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def fill_shards(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
-    """Return which tensors lie in which file, in order."""
+    """Return the tensors of each file, in order."""
     return list(by_size(items, lambda item: item.nbytes, max_shard_bytes))
 
 
 def _write_shards(
     draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
 ) -> None:
-    """Write this rank's shards, and send what others need for theirs. Collective."""
+    """Write this rank's files, and send its parts to the writers of other files. Collective."""
     rank, world = rank_and_world()
     for first in range(0, len(shards), world):  # as many shards as ranks grow at once
         wave = [in_file_order(shard) for shard in shards[first : first + world]]
@@ -193,7 +191,7 @@ def _write_shards(
 
 
 class _ExportOutput(ErrorKeeper):
-    """This rank's shard, if any; after an error, which `check` raises, it drops tensors."""
+    """This rank's file, if any. After an error, which `check` raises, tensors are dropped."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -221,14 +219,14 @@ class _ExportOutput(ErrorKeeper):
 
 
 def in_file_order(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
-    """Return the layout of a shard's file, and its tensors in their order there."""
+    """Return the layout of a file, and its tensors in the order of the file."""
     by_name = {item.name: item for item in shard}
     layout = layout_of({name: (item.dtype, item.shape) for name, item in by_name.items()})
     return layout, [by_name[name] for name in layout.begins]
 
 
 def _write_names(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
-    """Write the config, and the index where there are several shards."""
+    """Write the config, and the index if there are several files."""
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
         sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes

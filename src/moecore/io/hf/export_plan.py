@@ -1,8 +1,8 @@
-"""The Hugging Face tensors that an export or a stream makes of a model, and who holds their parts.
+"""The plan of an export or a stream: the Hugging Face tensors, and the ranks that have their parts.
 
-Each pipeline stage has its own tensors; names, shapes and order are those of the whole model.
-The config.json that is written must describe the model, and the class that it names, which is built
-on meta, must read every tensor by name and shape.
+Each pipeline stage has its own tensors; names, shapes and order are of the complete model. The
+written config.json must describe the model. The class that it names is built on meta and must read
+every tensor by name and shape.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ADAPTERS = ("lora_", "base_layer.", "modules_to_save.", "original_module.")
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """What is written, of which tensors."""
+    """The tensors to write, the model's tensors, and the config.json."""
 
     items: list[Item]
     holders: Holders
@@ -74,10 +74,10 @@ def plan_export(
     *,
     needs_config: bool = True,
 ) -> ExportPlan:
-    """Return what is written of a model without its adapters. Collective.
+    """Return the plan for a model without its adapters. Collective.
 
-    Without `needs_config` a native decoder may have config None: it then has the names of all
-    families but Mixtral's.
+    If `needs_config` is False, a native decoder may have config None. The tensors then have the
+    names that all families except Mixtral use.
     """
     base = adapted(model)
 
@@ -107,7 +107,7 @@ def plan_export(
 
 
 def export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return this rank's tensors of what is written, by their names in a model without adapters."""
+    """Return this rank's tensors to write, by their names in a model without adapters."""
     all_tensors = model_tensors(base)
     tensors = without_adapters(base, all_tensors) | trained_copies(base, all_tensors)
     return tensors | shared_of_no_size(base, values, tensors)
@@ -116,7 +116,7 @@ def export_tensors(base: nn.Module, values: Mapping[str, Any]) -> dict[str, Tens
 def _recipes(
     model: nn.Module, values: Mapping[str, Any], shapes: Shapes, layout: HFLayout
 ) -> dict[str, FileRecipe]:
-    """Return what a model's files are made of; refuse what would not give the model back."""
+    """Return the recipes of a model's files; raise if the files could not restore the model."""
     if isinstance(model, Decoder):
         recipes = hf_plan(model.config, layout)
         for name in recipes.keys() - shapes.keys():
@@ -136,13 +136,13 @@ def _recipes(
 
 
 def _entry(name: str) -> str:
-    """Return the part of a name up to the entry of a list; a name in no list itself."""
+    """Return a name up to its first list index, such as a layer; otherwise the full name."""
     match = IN_LIST.match(name)
     return name if match is None else match[0]
 
 
 def names_of(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
-    """Return the names of a native decoder's files; Mixtral has its own."""
+    """Return the layout of a native decoder's names in files; Mixtral has its own names."""
     mixtral = config.get("model_type") == "mixtral"
     return "mixtral" if mixtral and layout == "per_expert" else layout
 
@@ -154,7 +154,7 @@ def make_items(
     dtype: torch.dtype | None,
     keeps: Callable[[str], bool],
 ) -> Iterator[Item]:
-    """Yield what to write, in model order; DeepSeek-V3's copies last, a tied head not at all."""
+    """Yield the items in model order, DeepSeek-V3's copies last, without a tied head."""
     items: dict[str, Item] = {}
     for name, recipe in recipes.items():
         if name == HEAD and HEAD in copies:
@@ -172,7 +172,7 @@ def make_items(
 
 
 def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
-    """Return the content of config.json without dtypes, or refuse a config of another model."""
+    """Return the content of config.json without dtypes; raise for a config of another model."""
     if isinstance(model, Decoder):
         return _decoder_config(model, config)
     model_config = getattr(model, "config", None)
@@ -189,7 +189,7 @@ def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
 
 
 def _decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
-    """The config given for a native decoder, checked against it."""
+    """Return the config given for a native decoder after checking it against the decoder."""
     if config is None:
         raise ValueError(
             f"config (None) must be given for {type(model).__name__}: pass the config.json of "
@@ -203,7 +203,7 @@ def _decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
 
 
 def _refuse_wrapper(model: nn.Module) -> NoReturn:
-    """Raise for a module that is no model, naming the one that it holds."""
+    """Raise ValueError for a wrapper module, naming the model inside it."""
     for path, module in model.named_modules():
         if isinstance(module, Decoder) or transformers_class(type(module)) is not None:
             raise ValueError(
@@ -216,7 +216,7 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
 def finish_config(
     values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
-    """Return a copy without quantisation, with `num_mtp` modules and a class that loads it."""
+    """Return a config.json without quantisation, with `num_mtp` and a class that loads it."""
     values = {k: v for k, v in values.items() if k != "quantization_config"}
     for key in MTP_KEYS:
         if key in values:
@@ -243,13 +243,13 @@ def _check_values(
     *,
     skipped_fields: Collection[str] = TRAINING,
 ) -> None:
-    """Raise for a field that differs, unless only training reads it."""
+    """Raise ValueError for a field that differs, unless only training reads it."""
     for problem in config_problems(values, model, skipped_fields=skipped_fields):
         raise ValueError(f"{problem}: pass the config of this model")
 
 
 def checked_reader(model: nn.Module, values: Mapping[str, Any], shapes: Shapes) -> nn.Module | None:
-    """Return the model that reads an export, on meta; None for an unknown class."""
+    """Return the model on meta that reads an export, after checks; None for an unknown class."""
     is_part = getattr(model, "base_model", None) is model  # the whole reads it, if there is one
     full_reader = reader_of({**values, "architectures": None}) if is_part else None
     reader = full_reader or reader_of(values, model)
@@ -261,7 +261,7 @@ def checked_reader(model: nn.Module, values: Mapping[str, Any], shapes: Shapes) 
 
 
 def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
-    """Raise for a head that the config ties to the embedding, but that has numbers of its own."""
+    """Raise ValueError if a tied head has values that differ from the embedding."""
     if HEAD not in copies or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:
@@ -297,7 +297,7 @@ def _check_names(model: nn.Module, kind: Any, class_shapes: Shapes, shapes: Shap
 
 
 def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
-    """Raise for a MoE layer whose rule is not that of the same block in its class."""
+    """Raise ValueError for an MoE layer whose routing rule differs from its class."""
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     for path, layer in layers.items():
         block = reader.get_submodule(path)  # is there, as names and shapes agree
@@ -311,7 +311,7 @@ def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
 
 
 def _fix(model: nn.Module, kind: Any, missing: str, class_shapes: Shapes, shapes: Shapes) -> str:
-    """What to pass instead of a model that lacks a tensor of its class."""
+    """Return the fix for a model that lacks a tensor of its class, for an error text."""
     if any(part in name for name in shapes for part in ADAPTERS):
         return "merge adapters first, with peft's merge_and_unload(), and pass what it returns"
     for name in shapes:

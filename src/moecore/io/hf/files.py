@@ -1,11 +1,11 @@
-"""A Hugging Face directory: which tensors it holds, and any box of one of them. It counts bytes.
+"""HFFiles: the tensors of a Hugging Face directory, read by box. It counts the bytes.
 
     config.json
     model.safetensors                      one shard, or
     model.safetensors.index.json           {"weight_map": {tensor: shard}}
     model-00001-of-00002.safetensors ...
 
-Opening reads headers only. No file is ever unpickled: weights in .bin or .pt are refused by name.
+Opening reads only headers. No file is unpickled: .bin and .pt files are refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a shard, a file of the directory, as its header describes it."""
+    """File name, dtype and shape of a tensor, from the header of its safetensors file."""
 
     file: str
     dtype: torch.dtype
@@ -46,12 +46,15 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def common_part(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Box, Box] | None:
-    """Return what a box and a block share, as a box of the block and of the box; None = nothing."""
+    """Return the intersection of a box and a block, in coordinates of the block and the box.
+
+    If it is empty, return None.
+    """
     spans = [
         (max(s.start, o), min(s.stop, o + n)) for s, o, n in zip(box, offsets, sizes, strict=True)
     ]
@@ -66,7 +69,7 @@ class BoxReader(Protocol):
     """Reads boxes of stored tensors."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a new CPU tensor, the box of a stored tensor."""
+        """Return a box of a stored tensor as a new CPU tensor."""
 
 
 class HFFiles:
@@ -81,7 +84,7 @@ class HFFiles:
         self._open: dict[str, Any] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box (slices with start and stop) of a tensor, new; its bytes alone are read."""
+        """Return a box (slices with start and stop) of a tensor as a copy; reads only its bytes."""
         entry = self.tensors[name]
         try:
             if entry.file not in self._open:
@@ -99,7 +102,7 @@ class HFFiles:
         return value
 
     def num_bytes(self, names: Iterable[str]) -> int:
-        """Return the bytes of data of stored tensors."""
+        """Return the total bytes of these stored tensors."""
         return sum(self.tensors[name].nbytes for name in names)
 
     def __enter__(self) -> HFFiles:
@@ -110,7 +113,7 @@ class HFFiles:
 
 
 def read_headers(path: Path) -> dict[str, FileTensor]:
-    """Return the tensors of a directory, from its shards' headers, which must fit the index."""
+    """Return the tensors of a directory from its files' headers, checked against the index."""
     if not path.is_dir():
         raise ValueError(f"path ({path}) must be a Hugging Face directory: it is not there")
     weight_map = read_index(path)
@@ -137,7 +140,7 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """Return tensor -> shard of the index, or None for a directory with one shard."""
+    """Return tensor -> file of the index, or None for a directory with one file."""
     if not (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             return None
@@ -163,7 +166,7 @@ def read_index(path: Path) -> dict[str, str] | None:
 
 
 def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
-    """Return the object in a JSON file of at most `max_bytes` bytes, or raise ValueError."""
+    """Read a JSON file of at most `max_bytes` bytes; return its object or raise ValueError."""
     try:
         data = read_regular(file, follow=True, max_bytes=max_bytes)
     except FileNotFoundError:
@@ -180,13 +183,13 @@ def read_json(file: Path, *, max_bytes: int = MAX_CONFIG) -> dict[str, Any]:
 
 
 def _float_or_object(value: dict[str, Any]) -> Any:
-    """Return the inf or nan that transformers writes as {"__float__": "Infinity"}."""
+    """Replace transformers' {"__float__": "Infinity"} with the float that it stands for."""
     text = value.get("__float__")
     return float(text) if isinstance(text, str) and len(value) == 1 else value
 
 
 def listed(problems: Iterable[str]) -> str:
-    """Return the first problems in one line, and how many there are."""
+    """Return the first problems in one line, and the number of the remaining ones."""
     problems = list(problems)
     first = "; ".join(bounded_line(problem, MAX_CHARS) for problem in problems[:MAX_LINES])
     return (
@@ -195,7 +198,7 @@ def listed(problems: Iterable[str]) -> str:
 
 
 def _header(file: Path) -> dict[str, FileTensor]:
-    """The tensors of one shard; safetensors itself checks that sizes and file length agree."""
+    """Return the tensors of one file; safetensors checks sizes and file length."""
     try:
         shard = safe_open(file, framework="pt", device="cpu")
     except SafetensorError as error:
@@ -216,7 +219,7 @@ def _header(file: Path) -> dict[str, FileTensor]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the text of an error without line breaks, cut where it is long."""
+    """Return the text of an error without line breaks, truncated."""
     return bounded_line(str(error), 1000)
 
 

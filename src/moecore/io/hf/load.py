@@ -6,9 +6,9 @@
     shard_boxes                   pieces.py             `ShardBox`: the part of each local shard
     read_box                      quant.py, files.py    the values of one box, dequantised
 
-Names, shapes and dtypes are compared from the headers alone, on every rank, and all that is wrong
-is one error before the first value is written. Then each rank copies box after box of the files
-into its shards, so it never holds more than `CHUNK_BYTES` or one expert's matrix besides the model.
+Every rank compares names, shapes and dtypes from the headers. One error lists all mismatches before
+the first value is written. Each rank then copies boxes of the files into its shards, so its memory
+beyond the model is at most `CHUNK_BYTES` or one expert's matrix.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What `load_hf` did.
+    """Sizes and mismatches of a `load_hf`.
 
     Attributes:
-        bytes_read: of tensor data, by this rank, for its shards; quantised ones as stored.
-        compared_bytes: read besides, to see that copies (a tied head, DeepSeek-V3's second
-            embedding) equal their originals.
+        bytes_read: of tensor data, by this rank, for its shards; quantised tensors as stored.
+        compared_bytes: read in addition, to compare copies (a tied head, DeepSeek-V3's second
+            embedding) with their originals.
         total_bytes: bytes of all file tensors that the model has.
-        tensors: of the model that were filled.
-        missing: of the model, not in the files; left as they were. Empty with `strict`.
-        left_over: in the files, not in the model.
+        tensors: number of the model's tensors that were filled.
+        missing: names of the model's tensors without a file tensor, which keep their values. Empty
+            with `strict`.
+        left_over: names of the file tensors that the model does not have.
         seconds: from call to return.
     """
 
@@ -78,32 +79,31 @@ def load_hf(
 ) -> LoadReport:
     """Fill a model from a Hugging Face directory, in place. Collective.
 
-    Files may hold experts stacked ("fused", as transformers has them in memory) or one by one (as
-    published), in fp32, bf16, fp16, DeepSeek-V3's block-wise FP8 or gpt-oss's MXFP4; the last two
-    are dequantised into the dtype of the parameter. Of a PeftModel the adapted model is filled, and
-    the copies that `modules_to_save` trains; its adapters stay. Buffers that are in no file, such
-    as transformers' rotary frequencies, are worked out anew, because `to_empty` leaves them
-    undefined. What a half-done step has left is dropped (`TrainStep.drop`). Of pipeline stages each
-    takes its own tensors.
+    Experts in files may be stacked ("fused", as in transformers' memory) or separate (as
+    published). Files may be in fp32, bf16, fp16, DeepSeek-V3's block-wise FP8 or gpt-oss's MXFP4;
+    the last two are dequantised into the parameter's dtype. For a PeftModel, the base model and the
+    trained copies of `modules_to_save` are filled, and adapters are unchanged. Buffers that no file
+    has, such as transformers' rotary frequencies, are recomputed, because `to_empty` leaves them
+    undefined. Gradients and counts of an unfinished step are dropped (`TrainStep.drop`). Each
+    pipeline stage loads its own tensors.
 
     Args:
         path: a directory that every rank sees, with config.json and model.safetensors, or shards
             and their index.
         model: a `moecore.models.Decoder`, a transformers model or a PeftModel of one, plain or
             parallelized, with real storage (after `to_empty`), any dtypes and devices.
-        strict: every tensor of the model must be in the files, and the other way round; and
-            config.json must describe the model as it is, but for what only training reads.
-            Multi-token prediction modules are left out without a word where transformers has none.
-            False loads what both have, reports the rest and warns of the config; half a parameter
-            stays an error.
-        cast: round values to a parameter's dtype that does not hold them all (fp32 files into a
-            bf16 model). Widening, and quantised values, need no leave.
+        strict: model and files must have the same tensors, and config.json must describe the model,
+            except for fields that only training reads. Multi-token prediction modules are ignored
+            if the transformers class has none. False loads the common tensors, reports the others
+            and warns of config differences. A partly stored parameter is always an error.
+        cast: allow rounding to a parameter's narrower dtype (fp32 files into a bf16 model).
+            Widening and dequantisation are always allowed.
         progress: called with (bytes filled, bytes of this rank's tensors).
 
     Raises:
         ValueError: on every rank, listing all mismatches, before any parameter changes.
         NotImplementedError: for a model whose Hugging Face names are not known.
-        OSError: on every rank, when one could not read; the model may then be part old, part new.
+        OSError: on every rank, if one rank could not read; the model may then be partly loaded.
     """
     arguments = locals()
     with share_errors():
@@ -144,7 +144,7 @@ def _fill(
     files: HFFiles,
     meter: Meter,
 ) -> None:
-    """Copy this rank's part of every tensor into its shard, and fill tensors without a file."""
+    """Copy this rank's part of every tensor into its shard, and fill tensors that no file has."""
     dtypes = {name: source.dtype for name, source in sources.items()}
     meter.expect(sum(local_part(target).nbytes for target in plan.targets.values()))
     for piece, box, part in shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
@@ -160,20 +160,20 @@ def _fill(
 
 @torch.no_grad()
 def init_hf(model: nn.Module, seed: Seed = 0) -> None:
-    """Fill every parameter and buffer of a transformers model: the same values on every layout.
+    """Initialize all parameters and buffers of a transformers model, independent of the layout.
 
-    transformers' own initialisation knows no DTensors and no MoELayers. Norms are 1, biases 0
-    (gpt-oss's router bias and DeepSeek-V3's selection bias too), everything else is N(0, s^2) with
-    s the config's `initializer_range`; buffers that no file holds (rotary frequencies) are worked
-    out anew. No communication.
+    transformers' own initialisation does not support DTensors and MoELayers. Norms are 1 and biases
+    0 (also gpt-oss's router bias and DeepSeek-V3's selection bias). Other parameters are N(0, s^2)
+    with s the config's `initializer_range`. Buffers that no file has (rotary frequencies) are
+    recomputed. No communication.
 
     Args:
         model: plain or parallelized, with storage; has a `config`.
         seed: different seeds give independent models, and CPU and CUDA different values.
 
     Raises:
-        ValueError: for a model that is not transformers'.
-        NotImplementedError: when a module's buffers cannot be worked out from its config.
+        ValueError: for a model that is not from transformers.
+        NotImplementedError: if a module's buffers cannot be recomputed from its config.
     """
     check_arguments(init_hf, locals())
     std = getattr(getattr(model, "config", None), "initializer_range", None)

@@ -1,6 +1,6 @@
-"""The plan of a load: what each tensor of a model is filled from, and all that does not fit.
+"""The plan of a load: the file tensors of each tensor of the model, and all mismatches.
 
-Names, shapes and dtypes are compared from headers alone.
+Names, shapes and dtypes are compared from headers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
 
 @dataclass(slots=True)
 class LoadPlan:
-    """What goes where, what speaks against it, and (buffer, value) that no file holds."""
+    """Targets and recipes of a load, its mismatches, and (buffer, value) of recomputed buffers."""
 
     tensors: dict[str, Tensor]  # of the model, with those of adapters
     targets: dict[str, Tensor]  # of the model that the files describe
@@ -62,7 +62,7 @@ class LoadPlan:
 def model_config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
-    """How config.json describes another model than this one; without `strict` only a warning."""
+    """Return how config.json and the model's config differ; without `strict`, warn instead."""
     model_config = own_config(model) if "model_type" in config else None
     try:
         problems = config_problems(_as_model_writes(config, model), model_config)
@@ -76,7 +76,7 @@ def model_config_problems(
 
 
 def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Return a config.json as the config of a transformers model of that type would write it."""
+    """Return a config.json as the config class of the transformers model would write it."""
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
@@ -90,7 +90,7 @@ def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str
 
 
 def check_load_plan(path: Path, model: nn.Module, plan: LoadPlan, *, strict: bool) -> None:
-    """Raise ValueError with all that does not fit; else complete the plan."""
+    """Raise one ValueError with all mismatches; otherwise add recomputed buffers to the plan."""
     if strict:
         objected = _objected(plan.left_over, first_ignored_layer(model))
         plan.problems += [f"{name} is no tensor of the model" for name in objected]
@@ -111,7 +111,7 @@ def make_load_plan(
     strict: bool,
     cast: bool,
 ) -> LoadPlan:
-    """Return what goes where, and what speaks against it."""
+    """Return the plan of a load with its mismatches."""
     if not (files.path / CONFIG).is_file():
         raise ValueError(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
@@ -143,7 +143,7 @@ def make_load_plan(
 def _drop_zero_experts(
     model: nn.Module, sources: Mapping[str, TensorSource]
 ) -> dict[str, TensorSource]:
-    """Leave out what stock LongCat-Flash writes for experts that return their input."""
+    """Drop the tensors that LongCat-Flash stores for experts that return their input."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, RoutedExperts)}
     E = {clean_name(n): m.config.num_experts for n, m in layers.items() if m.config.zero_experts}
     matches = {name: EXPERT.fullmatch(name) for name in sources if E}
@@ -154,7 +154,7 @@ def _drop_zero_experts(
 def _recipes(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, TensorSource]
 ) -> dict[str, FileRecipe]:
-    """Return what each tensor of a model is made of, and names of what files lack for it."""
+    """Return the recipe of each tensor of a model; it also names file tensors that are missing."""
     if isinstance(model, Decoder):
         return hf_plan(model.config, find_layout(sources), shapes)
     reader = reader_of(upcycled_config(model) or as_type(Any, model).config.to_dict(), model)
@@ -165,7 +165,7 @@ def _recipes(
 def _drop_copies(
     targets: Mapping[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
 ) -> bool:
-    """Read a tied head once; return whether the two parameters are to be tied again."""
+    """Read a tied head once; return whether head and embedding must be tied again."""
     # `to_empty` makes two of them. In a sharded model the first forward, which sets all owners of
     # a parameter, makes the two one again, so the head is read from the embedding's tensor.
     if HEAD not in copies or HEAD not in targets:
@@ -180,7 +180,7 @@ def _drop_copies(
 
 
 def _objected(left_over: list[str], first_ignored: int | None) -> list[str]:
-    """Names that `strict` does not let pass."""
+    """Return the names of left-over file tensors that are an error with `strict`."""
     names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]  # follows from config
     if first_ignored is None:
         return names

@@ -1,11 +1,11 @@
-"""Adapters of a parallelized peft model: filled from a seed, saved, loaded, merged into weights.
+"""Adapters of a parallelized peft model: initialize, save, load, and merge into weights.
 
 A directory has adapter_config.json and adapter_model.safetensors with peft's names and shapes, so
 `PeftModel.from_pretrained` loads it into the stock model.
 
-To merge, each rank gathers one A and B at a time and adds s * B A to its own part of the weight, in
-fp32: the base model is never whole anywhere. Afterwards peft's layers and `Experts.lora` are marked
-as merged, so that forward reads the weights alone, and `export_hf` writes them.
+A merge gathers one A and B at a time on each rank and adds s * B A to the rank's shard of the
+weight, in fp32. The base model is never unsharded. peft's layers and `Experts.lora` are then marked
+as merged. Forward reads only the weights, and `export_hf` writes them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """A tensor of an adapter, and the tensor of peft's files that has its elements."""
+    """A tensor of an adapter, and the piece of peft's files that stores it."""
 
     tensor: Tensor
     piece: TensorPiece
 
     def to_file(self, tensor: Tensor) -> Tensor:
-        """Return the file's tensor of the whole one."""
+        """Return the file tensor for the adapter's unsharded tensor."""
         if self.piece.view is None:
             return tensor.reshape(self.piece.file_shape)
         file_tensor = tensor.new_empty(self.piece.file_shape)
@@ -57,45 +57,45 @@ class StoredAdapter:
         return file_tensor
 
     def from_file(self, file_tensor: Tensor) -> Tensor:
-        """Return the whole tensor of the file's one."""
+        """Return the adapter's unsharded tensor from the file tensor."""
         view = self.piece.view
         return (file_tensor if view is None else view.of(file_tensor)).reshape(self.tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """What a layer's active adapters add to one weight."""
+    """The update of one weight by a layer's active adapters."""
 
     weight: Tensor
     layer: Any  # of peft
     add: Callable[[Tensor], None]  # to a tensor like this rank's part of the weight; collective
 
     def inputs(self) -> list[Tensor]:
-        """Return A and B of these adapters."""
+        """Return the A and B tensors of these adapters."""
         owners: list[Any] = [getattr(self.layer, kind) for kind in self.layer.adapter_layer_names]
         parts = [owner[n] for n in _applied_adapters(self.layer) for owner in owners if n in owner]
         return [part if isinstance(part, Tensor) else part.weight for part in parts]
 
     def factors(self) -> tuple[float, ...]:
-        """Return what their products are multiplied by."""
+        """Return the scaling factor of each adapter's product."""
         return tuple(self.layer.scaling[name] for name in _applied_adapters(self.layer))
 
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int = 0) -> None:
-    """Fill A and B of all adapters as peft does, the same values on every layout.
+    """Initialize A and B of all adapters as peft does, independent of the layout.
 
-    For a model that was on meta. B is 0 and A uniform, or normal with
-    `LoraConfig(init_lora_weights="gaussian")`; an embedding's A is 0 and its B normal. Copies of
-    `modules_to_save` are filled by `load_hf`. No communication.
+    For a model that was built on meta. B is 0 and A uniform, or normal with
+    `LoraConfig(init_lora_weights="gaussian")`; an embedding's A is 0 and its B normal. `load_hf`
+    fills copies of `modules_to_save`. No communication.
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.
         seed: different seeds give independent adapters, and CPU and CUDA different values.
 
     Raises:
-        ValueError: for a model without adapters, for adapters that are filled from base weights
-            (pissa, eva), and for more parameters than A and B (DoRA).
+        ValueError: for a model without adapters, for adapters that are initialized from base
+            weights (pissa, eva), and for parameters other than A and B (DoRA).
     """
     check_arguments(init_adapters, locals())
     for adapter, config in _configs(model).items():
@@ -113,20 +113,20 @@ def init_adapters(model: nn.Module, seed: int = 0) -> None:
 def save_adapters(
     model: nn.Module, path: str | os.PathLike[str], *, adapter: str = "default"
 ) -> None:
-    """Write an adapter as peft's own `save_pretrained` does. Collective; rank 0 writes.
+    """Write an adapter in the format of peft's `save_pretrained`. Collective; rank 0 writes.
 
-    Every rank gathers one tensor after the other, and rank 0 keeps the adapter in host memory: of
-    all pipeline stages.
+    All ranks gather one tensor at a time. Rank 0 has the complete adapter of all pipeline stages in
+    host memory.
 
     Args:
         model: a PeftModel, plain or parallelized.
-        path: a directory; an adapter that lies there is replaced.
-        adapter: which one, by peft's name of it.
+        path: a directory; an adapter in it is replaced.
+        adapter: the adapter's name in peft.
 
     Raises:
-        ValueError: for a model without such an adapter, or with a trainable parameter that no
-            adapter's files hold, such as a router's.
-        OSError: on every rank, when rank 0 could not write.
+        ValueError: for a model without this adapter, or with a trainable parameter outside of
+            adapters, such as a router's.
+        OSError: on every rank, if rank 0 could not write.
     """
     check_arguments(save_adapters, locals())
     path = Path(path)
@@ -154,19 +154,19 @@ def save_adapters(
 def load_adapters(
     model: nn.Module, path: str | os.PathLike[str], *, adapter: str = "default"
 ) -> None:
-    """Fill an adapter of a model from a directory of peft's. Collective.
+    """Fill an adapter of a model from a directory in peft's format. Collective.
 
-    The model has the adapter already (`get_peft_model` with the same LoraConfig); each rank reads
-    the file. What a half-done step has left is dropped (`TrainStep.drop`).
+    The model must already have the adapter (`get_peft_model` with the same LoraConfig). Each rank
+    reads the file. Gradients and counts of an unfinished step are dropped (`TrainStep.drop`).
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.
-        path: as `save_adapters` or peft wrote it; every rank must see it.
-        adapter: which one to fill.
+        path: written by `save_adapters` or peft; every rank must see it.
+        adapter: the adapter's name in peft.
 
     Raises:
-        ValueError: on every rank, naming what does not fit, before anything is written.
-        OSError: on every rank, when one could not read.
+        ValueError: on every rank, naming the first mismatch, before values are written.
+        OSError: on every rank, if one rank could not read.
     """
     check_arguments(load_adapters, locals())
     path = Path(path)
@@ -187,7 +187,7 @@ def _fitting(
     entries: dict[str, StoredAdapter],
     every: Set[str],
 ) -> dict[str, Tensor]:
-    """Return the file's tensors; raise where they are not the model's, `every` of all stages."""
+    """Return the file's tensors; raise ValueError for mismatches. `every` has all stages' names."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = load_file(path / WEIGHTS)
@@ -256,7 +256,7 @@ def _entry(name: str, tensor: Tensor, shape: Sequence[int]) -> StoredAdapter:
 
 
 def _refuse_unwritten(model: nn.Module) -> None:
-    """Raise for a trainable parameter that belongs to no adapter: the base model has another."""
+    """Raise ValueError for a trainable parameter outside of adapters, which no file would have."""
     adapters = (adapter_tensors(model, name) for name in _configs(model))
     tensors = [entry.tensor for adapter in adapters for entry in adapter.values()]
     adapter_ids = set(map(id, tensors))
@@ -312,17 +312,17 @@ def merge_adapters(model: nn.Module) -> None:
     """Add the active adapters to the weights, in place. Collective.
 
     As peft's `merge_adapter`, on shards. The sum of W and s B A of all active adapters is computed
-    in fp32 and rounded to the weight's dtype once; outputs change by this rounding only. Forward
-    does not use the adapters any more. They keep their values, and peft cannot disable them or
-    choose others from then on. What a half-done step has left is dropped (`TrainStep.drop`).
+    in fp32 and rounded to the weight's dtype once, so outputs change only by this rounding. Forward
+    then ignores the adapters. They keep their values, but peft can no longer disable or switch
+    them. Gradients and counts of an unfinished step are dropped (`TrainStep.drop`).
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.
 
     Raises:
-        ValueError: on every rank, for a model without adapters that are active and not merged.
+        ValueError: on every rank, for a model without active, unmerged adapters.
         NotImplementedError: for adapters other than LoRA on linear layers, embeddings and experts,
-            before anything is merged.
+            before any weight changes.
     """
     check_arguments(merge_adapters, locals())
     on_every_rank(lambda: _check(model))
@@ -338,7 +338,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def merges(model: nn.Module) -> list[Merge]:
-    """Return what forward adds to each weight; raises for kinds that cannot be added to it."""
+    """Return the update of each weight by adapters; raise for kinds that cannot be merged."""
     for unmerged_layer in unmerged(model).values():
         _check_kind(unmerged_layer)
     items = []
@@ -354,7 +354,7 @@ def merges(model: nn.Module) -> list[Merge]:
 
 
 def refuse_unmerged(model: nn.Module) -> None:
-    """Raise ValueError for a model whose forward adds adapters to weights."""
+    """Raise ValueError for a model with unmerged adapters."""
     for name in unmerged(model):
         raise ValueError(
             f"adapters of {clean_name(name)} must be merged into the weights, which are all "
@@ -363,7 +363,7 @@ def refuse_unmerged(model: nn.Module) -> None:
 
 
 def unmerged(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers whose forward adds adapters to their weights, by name."""
+    """Return name -> layer, for each layer whose forward adds adapters to its weight."""
     return {n: m for n, m in model.named_modules() if is_tuner_layer(m) and _applied_adapters(m)}
 
 
@@ -396,7 +396,7 @@ def _weight_kind(layer: Any) -> str | None:
 
 
 def _applied_adapters(layer: Any) -> list[str]:
-    """Return the adapters that a layer's forward adds."""
+    """Return the names of the adapters that a layer's forward adds."""
     if isinstance(layer, LowRank):
         return layer.in_use
     if layer.disable_adapters or layer.merged:
@@ -449,7 +449,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _select(tensor: Tensor, indices: list[Tensor]) -> Tensor:
-    """Return what belongs to a shard with these global indices."""
+    """Return the part of an unsharded tensor that a shard with these global indices has."""
     for dim, index in enumerate(indices):
         if index.numel() != tensor.shape[dim]:
             tensor = tensor.index_select(dim, index.to(tensor.device))

@@ -12,7 +12,7 @@ attention's output and multi-token prediction differ in names:
 | mlp.experts.w1[3, 1] | ...gate_up_proj[3, F:] | ...3.up_proj.weight | ...3.w3.weight |
 | mlp.experts.w2[3] | ...down_proj[3] | ...3.down_proj.weight | ...3.w2.weight |
 
-gpt-oss has one layout: matrices with inputs first, gate and up in turn, and a bias with each.
+gpt-oss has one layout: matrices with inputs first, gate and up interleaved, and a bias with each.
 
 | native | gpt-oss |
 | --- | --- |
@@ -23,8 +23,8 @@ gpt-oss has one layout: matrices with inputs first, gate and up in turn, and a b
 | mlp.experts.b1[3, 0] | mlp.experts.gate_up_proj_bias[3, 0::2] |
 | mlp.experts.b2 | mlp.experts.down_proj_bias |
 
-"fused" is what transformers >= 5 holds in memory; the other two are what is published: Mixtral's,
-and that of all other families. DeepSeek-V3 keeps multi-token prediction behind its last layer
+"fused" has the in-memory names of transformers >= 5. "mixtral" is the published format of Mixtral,
+"per_expert" of all other families. DeepSeek-V3 has multi-token prediction after its last layer
 (mtp.0 is model.layers.61), with copies of embedding and head. Qwen3-Next has one module, below mtp.
 
 Nemotron-H has one mixer and one norm a layer, experts without a gate, and "backbone" for "model" in
@@ -89,7 +89,7 @@ def hf_plan(
 ) -> dict[str, FileRecipe]:
     """Return name -> recipe of every tensor of `Decoder(config).state_dict()`, in model order.
 
-    `shapes` are those of the decoder's tensors if one is built, or of a stage's.
+    `shapes` are the shapes of a decoder's or a pipeline stage's tensors; None = of `config`.
     """
     check_arguments(hf_plan, locals())
     if shapes is None:
@@ -104,7 +104,7 @@ def hf_plan(
 
 
 def hf_copies(config: DecoderConfig) -> dict[str, str]:
-    """Return names that checkpoints may hold besides the plan's -> the name of the same numbers."""
+    """Return names of copies that files may have -> the name of the tensor with equal values."""
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
     for k in range(config.num_mtp_layers if not config.attention_gate else 0):
@@ -131,7 +131,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_model(model: nn.Module) -> NoReturn:
-    """Raise for a model whose Hugging Face names are not known."""
+    """Raise NotImplementedError for a model whose Hugging Face names are not known."""
     raise NotImplementedError(
         f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
         "whose Hugging Face names are known: translate other names yourself"
@@ -139,7 +139,7 @@ def refuse_model(model: nn.Module) -> NoReturn:
 
 
 def model_copies(model: nn.Module) -> dict[str, str]:
-    """Return names of tensors that files may hold twice -> the name of the same numbers."""
+    """Return names of copies that a model's files may have -> the tensor with equal values."""
     if isinstance(model, Decoder):
         return hf_copies(model.config)
     if not getattr(_config(model), "tie_word_embeddings", False):
@@ -150,7 +150,7 @@ def model_copies(model: nn.Module) -> dict[str, str]:
 
 
 def first_ignored_layer(model: nn.Module) -> int | None:
-    """Return the layer from which files may hold more than a model has; None = none."""
+    """Return the index from which the model ignores layers of files (MTP); None = no index."""
     family = None if isinstance(model, Decoder) else FAMILIES.get(_config(model).model_type)
     if family is None or not family.has_mtp:
         return None
@@ -159,7 +159,7 @@ def first_ignored_layer(model: nn.Module) -> int | None:
 
 
 def find_layout(names: Collection[str]) -> HFLayout:
-    """Return the layout of a Hugging Face state dict with these names; "fused" without experts."""
+    """Return the layout of Hugging Face tensors with these names; "fused" without experts."""
     if any(".block_sparse_moe." in name for name in names):
         return "mixtral"
     published = re.compile(r"\.(mlp|mixer)\.experts\.\d+\.|^backbone\.")
@@ -171,7 +171,7 @@ def find_layout(names: Collection[str]) -> HFLayout:
 def _pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
-    """The sources of one native tensor."""
+    """Return the pieces of one native tensor."""
     prefix, _, part = name.partition(".mlp.")
     if name.endswith(".linear_attn.in_proj.weight"):
         return _mamba2_pieces(name, shape, config)
@@ -198,7 +198,7 @@ def _pieces(
 
 
 def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
-    """Return the pieces of a router's, w1 [E, (2,) F, D] or w2 [E, D, F]; () for other names."""
+    """Return the pieces of a router, w1 [E, (2,) F, D] or w2 [E, D, F]; () for other names."""
     prefix, _, part = name.rpartition(".mlp.")
     mlp_path = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":
@@ -223,7 +223,7 @@ def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[
 
 
 def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
-    """The piece of a tensor of gpt-oss's routers and routed experts; () for other names."""
+    """Return the piece of a tensor of gpt-oss's routers and routed experts; () for other names."""
     layer_path, _, part = name.rpartition(".mlp.")
     if part in ("router.weight", "router.bias"):
         return (TensorPiece(name, (), shape),)
@@ -242,7 +242,7 @@ def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tupl
 def _mamba2_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
-    """The rows of each group, of each kind; files have all groups of z, x, B, C and time steps."""
+    """Return the pieces of Mamba-2's in_proj: per group, its rows of z, x, B, C and time steps."""
     mamba = config.linear_attention
     assert mamba is not None, "the tensor is part of a linear layer"
     h, r = mamba.num_k_heads, mamba.num_v_heads // mamba.num_k_heads
@@ -259,7 +259,7 @@ def _mamba2_pieces(
 
 
 def _outer_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
-    """The name in files of a family, whose MoE layers have its names already."""
+    """Return the family's file name of a tensor; names in MoE layers are already final."""
     if config.pattern:
         name = name if layout == "fused" else re.sub(r"^model\.", "backbone.", name)
         for native, hf_name in NEMOTRON_H:
@@ -285,7 +285,7 @@ def _outer_name(name: str, config: DecoderConfig, layout: HFLayout) -> str:
 def _shared_pieces(
     mlp_path: str, part: str, shape: tuple[int, ...], config: DecoderConfig
 ) -> tuple[TensorPiece, ...]:
-    """The sources of a shared expert: with a gate those of Qwen2-MoE, without DeepSeek-V3's."""
+    """Return the pieces of a shared expert: Qwen2-MoE's with a gate, otherwise DeepSeek-V3's."""
     moe = config.moe
     assert moe is not None, "as above"
     if moe.shared_gate and moe.num_shared_experts > 1:

@@ -1,8 +1,8 @@
-"""Pieces: what of a model's tensor lies where in which Hugging Face tensor, on any layout.
+"""Pieces: the correspondence of a model's sharded tensors and Hugging Face tensors.
 
-A tensor of a model is made of pieces (`TensorPiece`). For the native decoder `hf_plan` names them,
-for transformers' models `stock_plan`. Loading and export both follow `overlaps`, in opposite
-directions.
+A tensor of a model consists of pieces (`TensorPiece`). `hf_plan` lists the pieces of the native
+decoder, and `stock_plan` the pieces of transformers models. Loading and export both use `overlaps`,
+in opposite directions.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Holding = tuple[Runs, ...]  # what a shard holds, per dim
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """Elements of a file tensor in another order: where they begin, and dims by those stored."""
+    """A strided view of a file tensor: its start, and (file dim, length, step) of each dim."""
 
     file_shape: tuple[int, ...]
     starts: tuple[int, ...]
     dims: tuple[ViewDim, ...]
 
     def of(self, file_tensor: Tensor) -> Tensor:
-        """Return a view of the file tensor, which is contiguous."""
+        """Return this view of the file tensor, which must be contiguous."""
         offset = sum(a * s for a, s in zip(self.starts, file_tensor.stride(), strict=True))
         offset += int(file_tensor.storage_offset())
         strides = [step * file_tensor.stride(d) for d, _, step in self.dims]
@@ -43,10 +43,10 @@ class FileView:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """One Hugging Face tensor, or elements of it, and the part of a native tensor that it is.
+    """One Hugging Face tensor, or a view of it, and the region of the native tensor that it stores.
 
-    `region` indexes the native tensor, () = all of it; `shape` has the region's elements in the
-    same order; `view` has which elements these are and their order, in `shape`, None = all.
+    `region` indexes the native tensor, () = all of it. `shape` has the region's elements in the
+    same order. `view` selects and orders the file tensor's elements, None = all in their order.
     """
 
     name: str
@@ -60,44 +60,44 @@ class TensorPiece:
         return self.shape if self.view is None else self.view.file_shape
 
     def box_in(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the region as one slice per dim of a native tensor of this shape."""
+        """Return the region as one slice per dim, for a native tensor of this shape."""
         region = (slice(r, r + 1) if isinstance(r, int) else r for r in self.region)
         return (*region, *(slice(0, n) for n in shape[len(self.region) :]))
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecipe:
-    """The pieces that one native tensor is made of; their regions do not overlap and cover it."""
+    """The pieces of one native tensor; their regions cover it without overlap."""
 
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
 
     @classmethod
     def of_tensor(cls, name: str, shape: tuple[int, ...]) -> FileRecipe:
-        """Return the recipe of a tensor that files hold as it is, under this name."""
+        """Return the recipe of a tensor that files store unchanged under this name."""
         return cls(shape, (TensorPiece(name, (), shape),))
 
 
 def file_shapes(plan: Mapping[str, FileRecipe]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the file tensors that a plan names."""
+    """Return name -> shape of the file tensors of a plan."""
     return {p.name: p.file_shape for recipe in plan.values() for p in recipe.pieces}
 
 
 @dataclass(frozen=True, slots=True)
 class PieceOverlap:
-    """A box of a piece that a shard holds: the same elements in the same order."""
+    """The intersection of a piece and a shard: a box of each, with the same elements in order."""
 
     source: tuple[slice, ...]  # per dim of the piece
     target: tuple[slice, ...]  # per dim of the shard
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a parameter, sharing its memory."""
+    """Return this rank's part of a parameter, sharing its memory."""
     return local_of(tensor).detach()
 
 
 class ShardBox(NamedTuple):
-    """A box of a piece, and the part of a shard that has the same elements."""
+    """A box of a piece, and the part of the local shard with the same elements."""
 
     piece: TensorPiece
     box: tuple[slice, ...]
@@ -110,7 +110,7 @@ def shard_boxes(
     dtypes: Mapping[str, torch.dtype],
     max_bytes: int,
 ) -> list[ShardBox]:
-    """Return the boxes of pieces that this rank's shards hold; `dtypes` are those of the files."""
+    """Return the boxes of pieces that this rank's shards have; `dtypes` are of the files."""
     boxes = []
     for name, recipe in recipes.items():
         local, holding = local_part(tensors[name]), holding_of(global_indices(tensors[name]))
@@ -122,14 +122,14 @@ def shard_boxes(
 
 
 def holding_of(indices: Sequence[Tensor]) -> Holding:
-    """Return the runs of the global indices that a shard holds per dim."""
+    """Return the runs of a shard's global indices, per dim."""
     return tuple(tuple(runs_of(index)) for index in indices)
 
 
 def overlaps(
     holding: Holding, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
 ) -> Iterator[PieceOverlap]:
-    """Yield the boxes that a shard and a piece have in common; together they are all of it."""
+    """Yield the boxes that a shard and a piece have in common, without overlap."""
     # A box has at most `max_numel` elements, where its first dim allows it. Example: [E=4, 2, F=4,
     # D=1] cut over F, this rank has columns 2 and 3 (runs per dim: (0, 4), (0, 2), (2, 2), (0, 1));
     # the piece "fused" is [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0:1, 0:2, 0:1] and
@@ -156,7 +156,7 @@ def overlaps(
 
 
 def _groups(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
-    """Return the neighbouring dims of the region in each dim of the piece; a 1 may be in none."""
+    """Return the region's dims in each dim of the piece; a dim of size 1 may be in no group."""
     groups: list[list[int]] = []
     d = 0
     for size in shape:
@@ -181,7 +181,7 @@ def _merge_runs(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: l
 
 
 def _common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
-    """Yield what runs of a shard have of a range: (start in the range, in the shard, length)."""
+    """Yield the overlap of a shard's runs and a range: start in the range, in the shard, length."""
     at = 0
     for first, length in runs:
         start, stop = max(first, part.start), min(first + length, part.stop)

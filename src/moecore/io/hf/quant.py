@@ -8,7 +8,7 @@ Legend: r, c rows and columns of a matrix, E experts, I input dim, O output dim,
 | X.weight fp8 [r, c], X.weight_scale_inv [ceil(r / 128), ceil(c / 128)] | X.weight |
 | X_blocks uint8 [E, O, G, 16], X_scales uint8 [E, O, G] (MXFP4) | X [E, I, O], as gpt-oss has it |
 
-Source: the formats are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3) and of the OCP
+Source: the formats of DeepSeek-V3 (arXiv:2412.19437, section 3.3) and the OCP
 microscaling specification (MXFP4: E2M1 values, E8M0 scales).
 """
 
@@ -34,7 +34,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A logical tensor; this one is stored as it is, in other classes `read` computes values."""
+    """A logical tensor that is stored unchanged; the `read` of subclasses computes its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class TensorSource:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the stored tensors behind it."""
+        """Names of the stored tensors that `read` uses."""
         return (self.name,)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
@@ -53,7 +53,7 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class FP8Source(TensorSource):
-    """A matrix in fp8 with one scale per block of so many rows and columns; read in fp32."""
+    """A matrix in FP8 with one scale per block of rows and columns; `read` returns fp32."""
 
     dtype: torch.dtype = torch.float32
     quantized: bool = True
@@ -61,11 +61,11 @@ class FP8Source(TensorSource):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Values and scales."""
+        """Names of values and scales."""
         return self.name, self.name + SCALE
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return the box in fp32; scales are read for every block that it touches."""
+        """Return the box in fp32; scales are read for every block that intersects it."""
         over = tuple(
             slice(s.start // b, -(-s.stop // b)) for s, b in zip(box, self.block, strict=True)
         )
@@ -76,18 +76,18 @@ class FP8Source(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class MXFP4Source(TensorSource):
-    """Stacked matrices in MXFP4; read in bf16, which holds every MXFP4 number."""
+    """Stacked matrices in MXFP4; `read` returns bf16, which represents every MXFP4 number."""
 
     dtype: torch.dtype = torch.bfloat16
     quantized: bool = True
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Values and scales."""
+        """Names of values and scales."""
         return f"{self.name}_blocks", f"{self.name}_scales"
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return the box in bf16; whole groups of 32 inputs are read."""
+        """Return the box in bf16; complete groups of 32 inputs are read."""
         experts, inputs, outputs = box
         first, last = inputs.start // MX_GROUP, -(-inputs.stop // MX_GROUP)
         groups = (experts, outputs, slice(first, last))
@@ -100,13 +100,13 @@ class MXFP4Source(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class ViewedSource(TensorSource):
-    """Elements of another logical tensor in another order."""
+    """A strided view of another logical tensor."""
 
     origin: TensorSource = field(kw_only=True)
     view: FileView = field(kw_only=True)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return the box; the smallest box of the origin that has all of it is read."""
+        """Return the box; reads the smallest box of the origin that contains it."""
         starts, dims, rest = list(self.view.starts), list[ViewDim](), list(self.view.dims)
         sizes, inner_box = list[int](), list[slice]()
         for part, n in zip(box, self.shape, strict=True):
@@ -142,7 +142,7 @@ def read_box(
 
 
 def stored_names(sources: Iterable[TensorSource]) -> list[str]:
-    """Return the names of the stored tensors behind logical ones."""
+    """Return the names of the stored tensors of these logical tensors."""
     return [name for source in sources for name in source.parts]
 
 
@@ -153,7 +153,7 @@ def dequantize_fp8(
     first_row: int = 0,
     first_col: int = 0,
 ) -> Tensor:
-    """Return fp32 [r, c]: a part of a matrix times the scales of the blocks that it touches."""
+    """Return fp32 [r, c]: a part of a matrix times the scales of its blocks."""
     # Example, block (2, 2): a matrix that starts at row 1 has its rows 0 | 1 2 in blocks 0 | 1.
     rows = torch.arange(first_row, first_row + values_rc.shape[0]) // block[0]
     cols = torch.arange(first_col, first_col + values_rc.shape[1]) // block[1]
@@ -162,7 +162,10 @@ def dequantize_fp8(
 
 
 def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
-    """Return bf16 [..., G * 32] of uint8 [..., G, 16] and [..., G]: E2M1 times 2^(scale - 127)."""
+    """Return bf16 [..., G * 32] from uint8 values [..., G, 16] and scales [..., G].
+
+    Each value is an E2M1 number times 2^(scale - 127).
+    """
     # It is exact, or inf. Example: byte 0x91 holds 0.5 (low half, 1) and then -0.5 (high half, 9).
     positive = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
     values = torch.cat((positive, -positive))
@@ -176,7 +179,7 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
 def find_sources(
     files: HFFiles, quantization: Mapping[str, Any] | None
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return logical name -> source, and what is wrong with files or `quantization_config`."""
+    """Return logical name -> source, and the problems of files or `quantization_config`."""
     if not isinstance(quantization, Mapping | None):
         raise ValueError(
             f"config.json quantization_config ({quantization!r:.40}) must be an object: correct it"

@@ -1,9 +1,10 @@
-"""The file tensors that each tensor of a transformers model is made of, by transformers' own rules.
+"""The file tensors of each tensor of a transformers model, by transformers' own conversion rules.
 
-transformers renames, stacks, splits and permutes tensors while it loads a directory, and undoes
-that while it saves. `trace` runs these rules on tensors without data. Each such tensor is a range
-of addresses of one arena on meta, so an address and strides of a result name elements of a file.
-Copies that the rules make (`cat`, `stack`, `clone`) get addresses too, and what they were made of.
+transformers renames, stacks, splits and permutes tensors while it loads a directory, and reverts
+these changes while it saves. `trace` runs the rules on meta tensors without data. Each file tensor
+has its own address range in one storage on meta, so offset and strides of a result identify
+elements of a file. Copies that the rules make (`cat`, `stack`, `clone`) also have an address range,
+and a record of their inputs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FIRST = 1 << 40  # addresses below are those of tensors that no rule recorded
 
 
 def transformers_class(model_class: type) -> Any:
-    """Return the class of transformers' models that a class is or extends, or None."""
+    """Return the transformers class that a class is or extends, or None."""
     for cls in model_class.__mro__:
         if cls.__module__.startswith("transformers.models.") and hasattr(cls, "base_model_prefix"):
             return cls
@@ -50,7 +51,7 @@ def reader_of(
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module | None:
-    """Return the model on meta that transformers reads a directory into; None if it knows none."""
+    """Return the model on meta that transformers would load; None if it does not know the class."""
     # `values` of config.json name its class, unless `model` is of their type: then it is that
     # one's.
     import transformers
@@ -102,7 +103,7 @@ def _few_modules() -> Iterator[None]:
 
 
 def _floats(value: Any) -> Any:
-    """Return a value of config.json with floats for what stands for inf and nan there."""
+    """Return a value of config.json with floats for its encoded inf and nan."""
     if isinstance(value, Mapping):
         tagged = value.get("__float__") if len(value) == 1 else None
         return {n: _floats(v) for n, v in value.items()} if tagged is None else float(tagged)
@@ -110,19 +111,19 @@ def _floats(value: Any) -> Any:
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape."""
+    """Return name -> shape of these tensors."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of what transformers would write for a model, which is on meta."""
+    """Return name -> shape of the tensors that transformers would save for a model on meta."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return shapes_of(revert_weight_conversion(reader, reader.state_dict()))
 
 
 def held_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return transformers' names of a model's tensors -> shape there."""
+    """Return transformers' name -> shape of each tensor of a model."""
     hf_shapes = dict[str, tuple[int, ...]]()
     for name, shape in shapes.items():
         prefix, _, _ = name.rpartition(".mlp.")
@@ -133,7 +134,7 @@ def held_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict[str, FileRecipe]:
-    """Return name (of `shapes`, a model's) -> recipe; values computed while loading raise."""
+    """Return name (of `shapes`, a model's) -> recipe; raise if loading would compute values."""
     # `reader` None = own names; of `files` the first names that make a whole tensor are taken.
     names = dict(zip(shapes, held_shapes(shapes), strict=True))
     targets = {} if reader is None else shapes_of(reader.state_dict())
@@ -164,7 +165,7 @@ def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict
 
 
 def written_plan(reader: nn.Module | None, shapes: Shapes, layout: str) -> dict[str, FileRecipe]:
-    """Return the recipes of files as transformers writes them, or as it holds them: "fused"."""
+    """Return the recipes of files: transformers' in-memory names ("fused"), or published ones."""
     if reader is None:
         return stock_plan(None, shapes)
     files = shapes_of(reader.state_dict()) if layout == "fused" else published_shapes(reader)
@@ -174,7 +175,7 @@ def written_plan(reader: nn.Module | None, shapes: Shapes, layout: str) -> dict[
 def trace(
     reader: nn.Module, files: Shapes, names: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
-    """Return name -> pieces of file tensors, or why they do not make it."""
+    """Return name -> pieces of file tensors, or the reason why no pieces exist."""
     # What transformers would find no tensors for is left out.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -243,7 +244,7 @@ def _piece(link: _Link, files: Shapes) -> TensorPiece:
 def _coordinates(
     view: Tensor, offset: int, shape: Sequence[int]
 ) -> tuple[list[int], list[ViewDim]]:
-    """Return where a view of a contiguous tensor begins, and its dims by the tensor's."""
+    """Return start and dims of a view, in coordinates of the contiguous tensor that it views."""
     # Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [(1, 4, 1), (0, 3, 1)].
     rows = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     starts = [offset // row % max(1, n) for row, n in zip(rows, shape, strict=True)]
@@ -265,7 +266,7 @@ def _coordinates(
 
 
 def _regrouped(piece: TensorPiece, shape: Sequence[int], split_shape: Sequence[int]) -> TensorPiece:
-    """Return a piece of a tensor for one with gate and up apart: [E, 2F, D] as [E, 2, F, D]."""
+    """Return a piece of [E, 2F, D] as a piece of [E, 2, F, D], which splits gate and up."""
     if len(split_shape) == len(shape) or not piece.region:
         return piece
     d = next(d for d in range(len(shape)) if shape[d] != split_shape[d])
@@ -281,11 +282,11 @@ def _regrouped(piece: TensorPiece, shape: Sequence[int], split_shape: Sequence[i
 
 
 class _Untraceable(ValueError):
-    """Values were computed, or moved in no regular way."""
+    """Raised for values that are computed, or that no strided view describes."""
 
 
 class _Link(NamedTuple):
-    """A box of a tensor, and elements of a file in its order: a view, from the file's first."""
+    """A box of a tensor, and the view of a file tensor, from `offset` on, with its elements."""
 
     box: Box
     file: str
@@ -295,7 +296,7 @@ class _Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Addresses of a file tensor, or of a copy of others: (start per dim, tensor)."""
+    """Addresses of a file tensor, or of a copy of other tensors: (start per dim, tensor)."""
 
     first: int
     shape: tuple[int, ...]
@@ -304,7 +305,7 @@ class _Range:
 
 
 class _Arena(DispatchMode):
-    """Addresses for tensors without data, and what copies among them were made of."""
+    """Assigns addresses to tensors without data, and records the inputs of copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +313,7 @@ class _Arena(DispatchMode):
         self._ranges, self._firsts, self._next = list[_Range](), list[int](), FIRST
 
     def place(self, shape: Sequence[int], file: str = "", parts: Any = ()) -> Tensor:
-        """Return a tensor at new addresses."""
+        """Return a tensor of this shape at new addresses, and record its file or its inputs."""
         self._ranges.append(_Range(self._next, tuple(shape), file, tuple(parts)))
         self._firsts.append(self._next)
         strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
@@ -334,14 +335,14 @@ class _Arena(DispatchMode):
         return self.place(out.shape, parts=zip(at, tensors, strict=True))
 
     def range_of(self, view: Tensor) -> _Range:
-        """Return the range that a tensor is in."""
+        """Return the address range of a tensor."""
         i = bisect.bisect_right(self._firsts, view.storage_offset()) - 1
         if i < 0:
             raise _Untraceable("transformers computes its values")
         return self._ranges[i]
 
     def links(self, view: Tensor) -> Iterator[_Link]:
-        """Yield boxes of a tensor that cover it, and the elements of a file that each is."""
+        """Yield boxes that cover a tensor, each with its elements of a file."""
         owner, full_box = self.range_of(view), tuple((0, n) for n in view.shape)
         offset = int(view.storage_offset()) - owner.first
         if owner.file:

@@ -1,12 +1,12 @@
-"""stream_weights: the whole tensors of a model by Hugging Face names, bucket after bucket.
+"""stream_weights: the unsharded tensors of a model with Hugging Face names, in buckets.
 
-    plan (once)      names, shapes and dtypes as `export_hf` writes them; which rank holds what
+    plan (once)      names, shapes and dtypes as `export_hf` writes them, and the ranks of each part
     pass             digests of this rank's parts -> bucket 0 -> bucket 1 -> ...
 
-Every rank gets the same tensors in the same order. The collectives of a bucket are started before
-the caller gets the bucket before it, on a stream of their own: so there are two buckets at a time,
-and no more. Between two buckets ranks agree that all go on: an error of one rank, a rank that left
-its loop and weights that changed end the pass on every rank, in one line.
+Every rank receives the same tensors in the same order. A separate CUDA stream runs the collectives
+of the next bucket before the caller receives the current bucket, so two buckets exist at a time.
+Ranks agree between two buckets that all continue. An error of one rank, a rank that left its loop,
+or changed weights end the pass on every rank with a one-line error.
 """
 
 from __future__ import annotations
@@ -53,25 +53,26 @@ def stream_weights(
     lora: LoRA = "merged",
     config: HFConfig | None = None,
 ) -> WeightStream:
-    """Return a stream of a model's weights, which may be read any number of times. Collective.
+    """Return a stream of a model's weights for any number of passes. Collective.
 
     The tensors have the names, shapes, dtypes and bits of the files that `export_hf` would write.
-    The model does not change, and trains on between two passes.
+    The model does not change and may be trained between two passes.
 
     Args:
-        model: as of `export_hf`, on any layout; also a PeftModel whose adapters are not merged.
-        bucket_bytes: of a bucket and its messages; two buckets exist at a time. A larger tensor
-            has a bucket of its own.
-        dtype: as of `export_hf`.
-        layout: as of `export_hf`.
-        lora: "merged" gives the weights of the base with the active adapters added, as
-            `merge_adapters` would round them; "apart" gives the weights of the base, and then the
-            active adapter by peft's names. Without adapters both are the same.
-        config: as of `export_hf`; None for a native decoder means the names of all families but
-            Mixtral's.
+        model: as in `export_hf`, on any layout; also a PeftModel with unmerged adapters.
+        bucket_bytes: of a bucket and its messages; two buckets exist at a time. A larger tensor is
+            the only one of its bucket.
+        dtype: as in `export_hf`.
+        layout: as in `export_hf`.
+        lora: "merged" streams the base weights with the active adapters added, rounded as in
+            `merge_adapters`. "apart" streams the base weights, and then the active adapter with
+            peft's names. Both are equal without adapters.
+        config: as in `export_hf`; None for a native decoder uses the names of all families except
+            Mixtral.
 
     Raises:
-        ValueError: on every rank, as `export_hf`; with "apart", when not one adapter is active.
+        ValueError: on every rank, as `export_hf`; with "apart", unless exactly one adapter is
+            active.
         NotImplementedError: as `export_hf`; for adapters that `merge_adapters` does not merge.
     """
     check_arguments(stream_weights, locals())
@@ -83,7 +84,7 @@ def stream_weights(
 def _with_adapter(
     model: nn.Module, plan: ExportPlan, dtype: torch.dtype | None, lora: LoRA
 ) -> ExportPlan:
-    """Return a plan with the active adapter's tensors behind the others. Collective."""
+    """Return a plan with the active adapter's tensors after the others. Collective."""
     local_tensors = on_every_rank(lambda: _adapter_of(model, lora))
     pieces: dict[str, TensorPiece] = {}
     for of_rank in gather({name: piece for name, (_, piece) in local_tensors.items()}):
@@ -97,7 +98,7 @@ def _with_adapter(
 
 
 def _adapter_of(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorPiece]]:
-    """Return the tensors of the active adapter that are given apart, by peft's names."""
+    """Return the active adapter's tensors by peft's names, for lora="apart"; otherwise {}."""
     if lora == "merged" or adapted(model) is model:
         return {}
     names: list[str] = cast(Any, model).active_adapters
@@ -110,9 +111,9 @@ def _adapter_of(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorP
 
 
 class WeightStream:
-    """The weights of a model, as often as they are asked for: see `stream_weights`.
+    """The weights of a model, for any number of passes: see `stream_weights`.
 
-    Every rank iterates, to the end or not at all. It has what vLLM asks of a `WeightSource`.
+    Every rank iterates to the end, or no rank does. It implements vLLM's `WeightSource`.
 
         for name, tensor in stream:      # a pass: every rank gets every tensor
             ...
@@ -121,9 +122,9 @@ class WeightStream:
         for name, tensor in stream.changed_since(version):
             ...
 
-    A tensor shares its bucket's memory with others, which a reference to any of them keeps. A rank
-    that leaves a pass early ends it on all ranks, where its generator is closed: `break`, or
-    `contextlib.closing(iter(stream))` where an exception may leave the loop.
+    The tensors of a bucket share its memory, and a reference to one of them keeps all of it. If a
+    rank leaves a pass early, the pass ends on all ranks when the rank closes its generator. Use
+    `break`, or `contextlib.closing(iter(stream))` if an exception may leave the loop.
     """
 
     def __init__(self, model: nn.Module, plan: ExportPlan, bucket_bytes: int, lora: LoRA) -> None:
@@ -140,14 +141,14 @@ class WeightStream:
 
     @property
     def version(self) -> WeightsVersion:
-        """The weights of the last pass that all ranks have finished."""
+        """The weights of the last pass that all ranks finished."""
         if self._version is None:
             raise ValueError("version (None) must be of a pass to its end: iterate first")
         return self._version
 
     @property
     def device(self) -> torch.device:
-        """The device of its tensors."""
+        """The device of the streamed tensors."""
         return self._plan.device
 
     def metadata(self) -> list[WeightMeta]:
@@ -157,8 +158,8 @@ class WeightStream:
     def changed_since(self, version: WeightsVersion) -> WeightStream:
         """Return a stream of the tensors whose bits may have changed since a pass. Collective.
 
-        It is of the weights as they are now: if they change before a pass of it, that raises. Its
-        own `version` is that of all weights.
+        It streams the current weights: if they change before one of its passes, that pass raises.
+        Its own `version` covers all weights.
 
         Raises:
             ValueError: on every rank, for the version of another stream; as a pass.
@@ -195,16 +196,16 @@ class WeightStream:
                 del tensors
 
     def buckets(self) -> Generator[WeightBucket]:
-        """Yield the tensors of a pass by bucket, each one piece of memory. Collective.
+        """Yield the tensors of a pass by bucket, each one contiguous buffer. Collective.
 
-        Delete a bucket before the next one is asked for, or three of them exist at a time.
+        Delete a bucket before requesting the next, otherwise three buckets exist at a time.
 
         Raises:
-            ValueError: on every rank, when the model's tensors are others than they were, their
-                memory was freed (`offload`), or another pass of this stream is open.
-            RuntimeError: on every rank, when weights have changed since the pass began, or a rank
-                has left it. A change that moves no counter, such as by `.data`, is found after
-                the last bucket. Training goes on.
+            ValueError: on every rank, if the model's tensors differ from the stream's, their memory
+                was freed (`offload`), or another pass of this stream is open.
+            RuntimeError: on every rank, if weights changed during the pass, or a rank left it. A
+                change without a version counter, such as by `.data`, is detected after the last
+                bucket. Training can continue.
         """
         with self._passing() as run:
             run.start()
@@ -228,7 +229,7 @@ class WeightStream:
         self._version = WeightsVersion(run.digests, self._digests)
 
     def _begin(self) -> _StreamPass:
-        """Return a pass over the weights as they are now; no communication."""
+        """Return a pass over the current weights; no communication."""
         base = adapted(self._model)
         tensors = export_tensors(base, self._plan.values)
         tensors |= {n: t for n, (t, _) in _adapter_of(self._model, self._lora).items()}
@@ -254,7 +255,7 @@ class WeightStream:
         return run
 
     def _check_end(self, run: _StreamPass) -> None:
-        """Raise RuntimeError if tensors changed while the pass was reading them. Host sync."""
+        """Raise RuntimeError if tensors changed during the pass. Host sync."""
         run.check()
         # Counters miss writes by `.data`. Each rank hashes its parts of the streamed tensors.
         read = {name for item in self._items for name, _ in item.parts}
@@ -268,7 +269,7 @@ class WeightStream:
 
 
 class _PassExit(RuntimeError):
-    """Raised on every rank when a rank, its argument, has left a pass before its end."""
+    """Raised on every rank if a rank, the argument, left a pass before its end."""
 
     def __str__(self) -> str:
         return f"rank {self.args[0]} has left a stream of weights before its end"
@@ -304,7 +305,7 @@ class _StreamPass:
         self._next_bucket = bucket, self._copies.mark()
 
     def take(self) -> WeightBucket | None:
-        """Return the bucket that was started last, whole on every rank; None = there is none."""
+        """Return the bucket that was started last, complete on every rank; None = no bucket."""
         if self._next_bucket is None:
             return None
         with explain_transport_errors(PASS):
@@ -314,12 +315,12 @@ class _StreamPass:
         return bucket
 
     def check(self) -> None:
-        """Raise what went wrong on this rank; RuntimeError if a counter shows a change."""
+        """Raise the first error of this rank; RuntimeError if a counter shows a change."""
         self._collector.check()
         self.watch.check()
 
     def leave(self) -> None:
-        """End the pass on the other ranks, which are about to agree."""
+        """End the pass on the other ranks, when they next agree on errors."""
         rank, _ = rank_and_world()
 
         def fail() -> None:
@@ -333,7 +334,7 @@ class _StreamPass:
             on_every_rank(fail, self._group)
 
     def _merge(self, names: Iterable[str]) -> None:
-        """Make the weights that adapters are added to; keep those that are there, free others."""
+        """Compute the merged weights of these names, reuse existing ones, and free all others."""
         before, self._merged_weights = self._merged_weights, {}
         for name in names:
             source = self.sources.get(name)  # None = of another stage
@@ -349,21 +350,21 @@ class _StreamPass:
 
 @dataclass(frozen=True, slots=True)
 class _StreamSource:
-    """A tensor of the model, and what adapters add to it."""
+    """A tensor of the model, and the update by its adapters."""
 
     tensor: Tensor
     merge: Merge | None
 
     def inputs(self) -> list[Tensor]:
-        """Return the tensors that its values are made of."""
+        """Return the tensors from which its values are computed."""
         return [self.tensor, *([] if self.merge is None else self.merge.inputs())]
 
     def factors(self) -> tuple[float, ...]:
-        """Return by what its adapters are multiplied."""
+        """Return the scaling factors of its adapters."""
         return () if self.merge is None else self.merge.factors()
 
     def check(self, name: str) -> None:
-        """Raise ValueError where memory was freed."""
+        """Raise ValueError if memory of the inputs was freed."""
         for x in self.inputs():
             if any(part.numel() and not part.untyped_storage().nbytes() for part in memory_of(x)):
                 raise ValueError(
@@ -372,7 +373,7 @@ class _StreamSource:
                 )
 
     def merge_adapters(self) -> Tensor:
-        """Return this rank's part with what adapters add; collective over its mesh."""
+        """Return this rank's shard with the adapters added; collective over its mesh."""
         assert self.merge is not None, "asked for those that adapters are added to"
         local = part_of(self.tensor, (slice(None),) * self.tensor.ndim).clone()
         self.merge.add(local)

@@ -1,10 +1,10 @@
-"""Weights on their way to another program: over a process group, or in place on the same GPU.
+"""Transfer of weights to another program: over a process group, or by CUDA IPC on one GPU.
 
     send_weights(stream, group)      ==== metas, flat ====>   receive_weights(group, device)
     share_bucket(bucket)             ---- a few bytes ---->   open_bucket(handle)
 
-The group is none of the training's: its rank 0 is a rank of the training, the others are an
-engine's. So what happens to an engine ends a stream, and the training goes on.
+The group is separate from the training's groups: rank 0 is a training rank, and the other ranks
+belong to an inference engine. A failure of the engine ends a stream but not the training.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ DEVICE_PLACE = 6  # of the device's index among the arguments that torch rebuild
 
 @runtime_checkable
 class BroadcastGroup(Protocol):
-    """What is asked of a process group, such as `dist.ProcessGroupNCCL(store, rank, size)`."""
+    """Methods required of a process group, such as `dist.ProcessGroupNCCL(store, rank, size)`."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Any:
-        """Start to broadcast a tensor of a rank; the result has `wait()`."""
+        """Start the broadcast of rank `root`'s tensor; the result has `wait()`."""
 
     def size(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of ranks."""
 
 
 def send_weights(stream: WeightStream, group: BroadcastGroup | None) -> None:
     """Broadcast a pass of a stream to the ranks of a group. Collective over the training's ranks.
 
     Args:
-        stream: of `stream_weights`; all ranks of the training pass theirs.
-        group: where this rank is rank 0, and every other rank calls `receive_weights`; None on
-            ranks of the training that send nothing. Several ranks may have a group each.
+        stream: from `stream_weights`; every training rank passes its own.
+        group: a group in which this rank is rank 0 and every other rank calls `receive_weights`;
+            None on training ranks that send nothing. Several ranks may have a group each.
 
     Raises:
-        RuntimeError: on every rank of the training, in one line, when a receiver is gone or has
-            not received within the group's timeout; as `WeightStream.buckets`. Training goes on;
-            the group is of no use any more.
+        RuntimeError: on every training rank, in one line, if a receiver ended or exceeded the
+            group's timeout; as `WeightStream.buckets`. Training can continue, but the group is
+            unusable.
     """
     check_arguments(send_weights, locals())
     with closing(stream.buckets()) as buckets:
@@ -71,12 +71,12 @@ def receive_weights(group: BroadcastGroup, device: Device) -> Iterator[tuple[str
     """Return an iterator of the (name, tensor) of a pass that rank 0 of a group sends.
 
     Args:
-        group: where this rank is none of the training, and not rank 0.
-        device: of the tensors, which the group's backend reads and writes.
+        group: a group in which this rank is not rank 0 and not a training rank.
+        device: of the tensors; the group's backend must support it.
 
     Raises:
-        RuntimeError: in iteration, in one line, when another rank is gone or late, or the memory
-            of the device does not suffice for a bucket.
+        RuntimeError: in iteration, in one line, if another rank ended or timed out, or a bucket
+            does not fit the device's memory.
         ValueError: in iteration, in one line, for a header that `send_weights` does not write.
     """
     check_arguments(receive_weights, locals())
@@ -120,7 +120,7 @@ def _receive_metas(group: BroadcastGroup, device: torch.device) -> tuple[WeightM
 
 
 def _metas_in(text: bytes) -> tuple[WeightMeta, ...]:
-    """Return the tensors that a header names, or raise ValueError in one line."""
+    """Parse a header into the metas of its tensors, or raise a one-line ValueError."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):  # of Unicode, too
@@ -161,7 +161,7 @@ def _wrong_header(problem: str) -> ValueError:
 
 
 def _reach(group: BroadcastGroup, tensor: Tensor) -> None:
-    """Broadcast a tensor of rank 0; one line for what went wrong."""
+    """Broadcast a tensor from rank 0; errors have one line."""
     try:
         group.broadcast(tensor, 0).wait()
     except RuntimeError as error:
@@ -174,7 +174,7 @@ def _reach(group: BroadcastGroup, tensor: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BucketHandle:
-    """How another process of the same GPU finds a bucket; any pickler takes it."""
+    """A picklable handle of a bucket for another process on the same GPU."""
 
     metas: tuple[WeightMeta, ...]
     rebuild: Callable[..., Tensor]
@@ -184,11 +184,11 @@ class BucketHandle:
 def share_bucket(bucket: WeightBucket) -> BucketHandle:
     """Return a handle of a bucket on a GPU, for processes that use the same GPU. No copy.
 
-    Its memory stays as it is until the bucket is deleted here and in the processes that opened it.
-    Wait for the GPU (`torch.cuda.synchronize`) before the handle is sent.
+    The memory is freed when the bucket is deleted here and in all processes that opened it. Call
+    `torch.cuda.synchronize` before sending the handle.
 
     Raises:
-        ValueError: for a bucket that is on no GPU.
+        ValueError: for a bucket that is not on a GPU.
     """
     check_arguments(share_bucket, locals())
     if not bucket.flat.is_cuda:
@@ -201,9 +201,9 @@ def share_bucket(bucket: WeightBucket) -> BucketHandle:
 
 
 def open_bucket(handle: BucketHandle, device_index: CountOrZero | None = None) -> WeightBucket:
-    """Return the bucket of a handle, in the memory of the process that made it.
+    """Return the bucket of a handle, in the memory of the process that shared it.
 
-    `device_index` is the GPU's number here where it has another one (CUDA_VISIBLE_DEVICES).
+    `device_index` is the GPU's index in this process if it differs (CUDA_VISIBLE_DEVICES).
     """
     check_arguments(open_bucket, locals())
     arguments = list(handle.arguments)

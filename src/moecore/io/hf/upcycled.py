@@ -1,8 +1,8 @@
-"""Upcycled transformers models: the MoE class of transformers that computes the same.
+"""Upcycled transformers models: the MoE class of transformers with the same computation.
 
-A dense model whose MLPs `upcycle_modules` has replaced keeps its dense class, which cannot read
-experts. Its other tensors have the names of a family with experts, and its layers must follow that
-family's rule:
+A dense model whose MLPs `upcycle_modules` replaced keeps its dense class, which cannot read
+experts. Its other tensors have the names of a family with experts. Its layers must follow the
+routing rule of that family:
 
 | dense | class with experts | rule |
 | --- | --- | --- |
@@ -28,7 +28,7 @@ from moecore.moe.layer import LayerLayout, MoELayer
 
 @dataclass(frozen=True, slots=True)
 class UpcycledFamily:
-    """A class with experts that a dense one becomes."""
+    """The class with experts for an upcycled dense family."""
 
     model_type: str
     some_dense: bool  # whether layers may stay dense
@@ -51,7 +51,7 @@ FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIX
 
 
 def upcycled_config(model: nn.Module) -> dict[str, Any] | None:
-    """Return the config.json of the class with experts that an upcycled model is, or None."""
+    """Return the config.json of an upcycled model's class with experts; None if not upcycled."""
     layers = _layers(model)
     config = getattr(model, "config", None)
     if not layers or isinstance(model, Decoder) or not hasattr(config, "to_dict"):
@@ -93,7 +93,7 @@ def shared_of_no_size(
 
 
 def _layers(model: nn.Module) -> dict[int, MoEConfig]:
-    """The configs of layers with moecore's own names, by layer."""
+    """Return layer index -> config of the MoE layers that have moecore's own names."""
     layers = {}
     for name, module in model.named_modules():
         prefix, _, number = name.removesuffix(".mlp").rpartition(".")
@@ -104,7 +104,7 @@ def _layers(model: nn.Module) -> dict[int, MoEConfig]:
 
 
 def _refuse_dense(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
-    """Raise for a dense family without one with experts; one that has experts may rename them."""
+    """Raise ValueError for a dense family without a class with experts."""
     if any("expert" in name for name in values):
         return
     activation = next(iter(layers.values())).activation
@@ -119,7 +119,7 @@ def _refuse_dense(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) ->
 def _moe_values(
     values: Mapping[str, Any], family: UpcycledFamily, layers: Mapping[int, MoEConfig]
 ) -> dict[str, Any]:
-    """The dense model's fields that the other class has, and those of its experts."""
+    """Return the dense model's fields that the MoE class has, and the fields of its experts."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[family.model_type]
@@ -149,7 +149,7 @@ def _moe_values(
 
 
 def _check_rule(i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily) -> None:
-    """Raise unless layer i follows the family's rule and is as large as the first."""
+    """Raise ValueError unless layer i follows the family's rule and has the first layer's sizes."""
     normalizes = family.always_normalizes or first.normalizes
     expected_config = MoEConfig(
         dim=first.dim,

@@ -1,7 +1,7 @@
-"""Whether a Hugging Face directory is whole, from headers alone.
+"""verify_hf: check that a Hugging Face directory is complete, from headers.
 
-The format has no digests, so a flipped bit in the data is not seen; a missing shard, a cut file, an
-index that disagrees, a missing expert, layer or scale, and a wrong shape are.
+It detects a missing or truncated file, an index that disagrees, a missing expert, layer or scale,
+and a wrong shape. The format has no digests, so a flipped bit in the data is not detected.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
 
 class Shaped(Protocol):
-    """A tensor of a directory, written already or not."""
+    """A tensor of a directory, written or planned."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape of the tensor."""
 
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
-    """Return what is wrong with a directory, one line each; nothing for a whole one."""
+    """Return the problems of a directory, one line each; [] for a complete directory."""
     return [bounded_line(problem, MAX_CHARS) for problem in _problems(Path(path))]
 
 
@@ -58,7 +58,7 @@ def _problems(path: Path) -> list[str]:
 def content_problems(
     sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
 ) -> list[str]:
-    """Return how tensors differ from those of the model that a config.json describes."""
+    """Return the differences between tensors and the model that a config.json describes."""
     try:
         native = decoder_config_from_hf(described)
         plan = hf_plan(native, find_layout(sources))
@@ -72,7 +72,7 @@ def content_problems(
 def shape_problems(
     files: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
 ) -> list[str]:
-    """Return how names and shapes differ; `copies` may be there besides."""
+    """Return the differences in names and shapes; `copies` are optional names."""
     problems = [f"{name} is missing" for name in shapes if name not in files]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
@@ -90,7 +90,7 @@ def shape_problems(
 def copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
-    """Return which copies differ from their originals; each rank reads a share of the rows."""
+    """Return the copies that differ from their originals; each rank compares some of the rows."""
     rank, world = rank_and_world()
     problems = []
     for copy, original in copies.items():
@@ -114,7 +114,7 @@ def copy_problems(
 
 
 def _stray_shards(path: Path, files: HFFiles) -> list[str]:
-    """Shards that no index names, and a total size that is not theirs."""
+    """Return files that no index names, and a wrong total size."""
     problems = []
     shards = {entry.file for entry in files.tensors.values()}
     names = {p.name for p in path.glob("model*.safetensors")}
@@ -131,7 +131,7 @@ def _stray_shards(path: Path, files: HFFiles) -> list[str]:
 
 
 def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """How tensors differ from those of transformers' model; of another one experts are counted."""
+    """Return differences from transformers' model; for an unknown class, missing experts."""
     try:
         for key in ("num_hidden_layers", *MTP_KEYS):  # which `_is_behind` reads
             check_kind(key, config.get(key) or 1)
@@ -148,7 +148,7 @@ def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) ->
 
 
 def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Experts of a layer that others have, or that the config counts."""
+    """Return the experts that a layer lacks, compared with its other matrices or the config."""
     counts = (config[key] for key in EXPERT_KEYS if KIND_OF["num_experts"][1](config.get(key)))
     want, problems = next(counts, 0), list[str]()
     experts_by_role: dict[tuple[str, str], set[int]] = {}
@@ -166,6 +166,6 @@ def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -
 
 
 def _is_mtp_layer(layer: int, config: Mapping[str, Any]) -> bool:
-    """Whether a layer is one of multi-token prediction, which lie behind the last."""
+    """Whether a layer index is a multi-token prediction layer, after the last layer."""
     first = config.get("num_hidden_layers") or layer + 1
     return first <= layer < first + max((config.get(key) or 0 for key in MTP_KEYS), default=0)

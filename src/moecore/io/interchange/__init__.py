@@ -1,1 +1,1 @@
-"""Checkpoints of other trainers: torch.distributed.checkpoint (DCP), plain or of Megatron-Core."""
+"""Checkpoints of other trainers: torch.distributed.checkpoint (DCP), plain or by Megatron-Core."""

@@ -1,8 +1,8 @@
-"""DCP directories <-> native checkpoints, file to file: one process, one chunk at a time.
+"""DCP directories <-> native checkpoints, in one process, one chunk at a time.
 
-What a directory holds follows from its names: Megatron-Core's, those of transformers, or those of
-the native decoder. All are brought to the Hugging Face tensors of `hf_plan`, which the native
-writer takes, and the other way round.
+The tensor names of a directory identify its kind: Megatron-Core, transformers, or the native
+decoder. Each kind is converted to the Hugging Face tensors of `hf_plan`, which the native writer
+reads, and the reverse.
 """
 
 from __future__ import annotations
@@ -72,24 +72,26 @@ def dcp_to_native(
 ) -> Path:
     """Write a DCP directory as a checkpoint of the native decoder; return its directory.
 
-    Optimizer state and other objects in it are left out.
+    Optimizer state and other objects in it are ignored.
 
     Args:
         path: the directory with `.metadata`: of Megatron-Core (torch_dist), or a plain state dict
-            of a transformers model or of a native decoder, alone or below a prefix ("model.").
-        root: directory of a new run, without checkpoints or drafts; this one becomes its latest.
-        config: the config.json of the Hugging Face model that it is.
+            of a transformers model or of a native decoder, optionally with a name prefix
+            ("model.").
+        root: directory of a new run, without checkpoints or drafts; the new checkpoint becomes its
+            latest.
+        config: the config.json of the corresponding Hugging Face model.
         step: of the checkpoint.
-        dtype: of all float tensors but the router's selection bias, which is fp32; None keeps what
-            is stored.
+        dtype: of all float tensors except the router's selection bias, which is fp32; None keeps
+            the stored dtypes.
         max_file_bytes: of tensors in one file.
         progress: called with (bytes written, bytes expected).
 
     Raises:
-        ValueError: for a wrong argument, a run that has begun, a broken directory, or one whose
-            tensors differ from the config; in a job of several ranks.
-        NotImplementedError: when the native decoder cannot express the model.
-        OSError: when a file could not be read or written; `latest` did not change then.
+        ValueError: for a wrong argument, a run that already has checkpoints, a broken directory,
+            tensors that differ from the config, or a job with several ranks.
+        NotImplementedError: if the native decoder does not support the model.
+        OSError: if a file could not be read or written; `latest` is then unchanged.
     """
     check_arguments(dcp_to_native, locals())
     check_single_rank()
@@ -117,23 +119,23 @@ def native_to_dcp(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Write the model of a native checkpoint as a DCP directory; return its tensors.
+    """Write the model of a native checkpoint as a DCP directory; return its tensor count.
 
     Args:
         path: a step's directory; its files are verified first.
         out: the new directory.
-        config: the config.json of the Hugging Face model that it is.
-        names: "megatron" for Megatron-Core's torch_dist, "dcp" for the native decoder's,
-            "dcp-transformers" for those of transformers.
-        dtype: of all float tensors but those that transformers keeps in fp32, as in `export_hf`;
-            None keeps each one's.
+        config: the config.json of the corresponding Hugging Face model.
+        names: tensor names of "megatron" (Megatron-Core's torch_dist), "dcp" (the native decoder),
+            or "dcp-transformers".
+        dtype: of all float tensors except those that transformers keeps in fp32, as in `export_hf`;
+            None keeps the stored dtypes.
         progress: called with (bytes written, bytes expected).
 
     Raises:
-        ValueError: for a wrong argument, a damaged checkpoint or one that the config does not
-            describe; in a job of several ranks.
-        NotImplementedError: when a tensor has no name there.
-        OSError: when a file could not be read or written; nothing is left behind.
+        ValueError: for a wrong argument, a damaged checkpoint, a config of another model, or a job
+            with several ranks.
+        NotImplementedError: if a tensor has no name in the format.
+        OSError: if a file could not be read or written; no files remain.
     """
     check_arguments(native_to_dcp, locals())
     check_single_rank()
@@ -157,7 +159,7 @@ def native_to_dcp(
 
 
 def naming_of(files: DCPFiles) -> str:
-    """Return whose names a directory has: one of `DCPNames`."""
+    """Return which of `DCPNames` the tensors of a directory have."""
     if prefixes(files, WORDS):
         return "megatron"
     is_native = any(".mlp.experts.w1" in n or ".mlp.router.weight" in n for n in files.tensors)
@@ -166,13 +168,13 @@ def naming_of(files: DCPFiles) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SplicedSource(TensorSource):
-    """A Hugging Face tensor as rows of stored ones."""
+    """A Hugging Face tensor that consists of rows of stored tensors."""
 
     # Stored tensor, index into its first dims, first row and row behind the last.
     spans: tuple[tuple[str, tuple[int, ...], int, int], ...] = ()
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return the box, a new CPU tensor."""
+        """Return the box as a new CPU tensor."""
         pieces, at = [], 0
         for key, index, start, stop in self.spans:
             first, last = max(box[0].start, at), min(box[0].stop, at + stop - start)
@@ -187,7 +189,7 @@ class SplicedSource(TensorSource):
 def _find_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
-    """Return what a directory holds, the plan that asks for it, and what is wrong."""
+    """Return the tensors of a directory, the plan that reads them, and the problems."""
     kind = naming_of(files)
     if kind == "megatron":
         spliced_sources, problems = _megatron_sources(files, config)
@@ -206,7 +208,7 @@ def _find_sources(
 
 
 def _prefix_of(files: DCPFiles, ending: str) -> str:
-    """Return what is put before every name of the model; raise where there are several models."""
+    """Return the common prefix of the model's names; raise ValueError for several models."""
     candidates = prefixes(files, ending) or [""]
     if len(candidates) > 1 and "" not in candidates:
         raise ValueError(
@@ -257,7 +259,7 @@ def _megatron_sources(
 def _placed(
     block: MegatronBlock, places: tuple[LayerPlace, ...]
 ) -> Iterator[tuple[TensorPart, tuple[LayerPlace, int]]]:
-    """Yield each part of a block, the place that holds it, and its first row there."""
+    """Yield each part of a block, its stored place, and its first row in the place."""
     at = 0
     for part in block.parts if places else ():
         row, begin = at, 0
@@ -270,7 +272,7 @@ def _placed(
 
 
 def _megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
-    """The tensors of Megatron-Core, one chunk for each layer and expert."""
+    """Return the tensors of Megatron-Core, with one chunk per layer and expert."""
     config = decoder_config_from_hf(model.values)
     items_by_name = {item.name: item for item in model.items}
     plans = (hf_plan(config, layout) for layout in ("per_expert", find_layout(items_by_name)))
@@ -296,14 +298,14 @@ def _megatron_tensors(model: StoredModel) -> dict[str, NewTensor]:
 
 
 def _join(block: MegatronBlock, items: Mapping[str, Item], collector: Collector) -> Tensor:
-    """Return a block, made of the rows of its parts."""
+    """Return a block, concatenated from the rows of its parts."""
     names = dict.fromkeys(part.name for part in block.parts)
     tensors = {name: _collect_tensor(collector, items[name]) for name in names}
     return torch.cat([tensors[part.name][part.start : part.stop] for part in block.parts])
 
 
 def _own_tensors(model: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
-    """The native decoder's tensors, each one chunk."""
+    """Return the native decoder's tensors, with one chunk each."""
     if not model.is_decoder and any(".experts." in name for name in model.tensors):
         raise ValueError(
             "names ('dcp') must be those of the checkpoint, which is a transformers model's: use "

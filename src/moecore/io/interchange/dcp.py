@@ -1,8 +1,8 @@
-"""DCP directories: any box of a stored tensor, and new directories written chunk by chunk.
+"""DCP directories: read any box of a stored tensor, and write new directories chunk by chunk.
 
-Reading unpickles nothing: `dcp_metadata.py` reads `.metadata`, and a chunk is loaded by torch with
-`weights_only`. Writing goes through `torch.distributed.checkpoint.save` with a planner that makes
-each chunk when its turn comes, so one chunk is in memory at a time.
+Reading unpickles no objects: `dcp_metadata.py` parses `.metadata`, and torch loads a chunk with
+`weights_only`. Writing uses `torch.distributed.checkpoint.save` with a planner that computes each
+chunk when it is written, so one chunk is in memory at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
 class DCPFiles:
-    """A reader of one directory, a context manager; the chunk read last stays in memory."""
+    """A reader of one directory, a context manager; it caches the last chunk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,7 +52,7 @@ class DCPFiles:
         self._last: tuple[DCPChunk, Tensor] | None = None
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box (slices with start and stop) of a stored tensor, new and on the CPU."""
+        """Return a box (slices with start and stop) of a stored tensor as a new CPU tensor."""
         entry = self.tensors[name]
         out = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
         for chunk in entry.chunks:
@@ -101,7 +101,7 @@ class DCPFiles:
 
 
 def _check_entry_sizes(part: IO[bytes], length: int) -> None:
-    """Raise for entries of a zip that would take more memory than they have bytes."""
+    """Raise ValueError for zip entries that would decompress to more than the chunk's bytes."""
     if zipfile.is_zipfile(part):
         part.seek(0)
         with zipfile.ZipFile(part) as entries:
@@ -111,7 +111,7 @@ def _check_entry_sizes(part: IO[bytes], length: int) -> None:
 
 
 class _ChunkPart(io.RawIOBase):
-    """A part of a file as a file."""
+    """A byte range of a file, with the interface of a file."""
 
     def __init__(self, stream: Any, start: int, length: int) -> None:
         self._stream, self._start, self._length, self._at = stream, start, length, 0
@@ -137,7 +137,7 @@ class _ChunkPart(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class NewChunk:
-    """A block of a tensor to write: where it lies, and what makes it."""
+    """A block of a tensor to write: offsets, sizes, and the function that computes its values."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -146,7 +146,7 @@ class NewChunk:
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A tensor to write; its chunks are all of it."""
+    """A tensor to write; its chunks cover it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -169,7 +169,7 @@ def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> Non
 
 
 class _Planner(SavePlanner):
-    """Names all chunks first and makes each when it is written."""
+    """Plans all chunks first, and computes each chunk when it is written."""
 
     def __init__(self, tensors: Mapping[str, NewTensor], meter: Meter) -> None:
         self._meter = meter
@@ -193,22 +193,22 @@ class _Planner(SavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing: what to write is known."""
+        """Do nothing, because the plan exists."""
 
     def create_local_plan(self) -> SavePlan:
-        """Return all chunks, in order."""
+        """Return the plan of all chunks, in order."""
         return SavePlan(self._items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the plan of the one process, and what `.metadata` will hold."""
+        """Return the plan of the only process, and the content of `.metadata`."""
         return all_plans, Metadata(self._metadata)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Make a chunk."""
+        """Compute a chunk."""
         chunk = self._chunks[write_item.index]
         value = chunk.make().reshape(chunk.sizes).contiguous()
         self._meter.add(value.nbytes)
@@ -216,7 +216,10 @@ class _Planner(SavePlanner):
 
 
 def prefixes(files: DCPFiles, ending: str) -> list[str]:
-    """Return what is before `ending`, a name of every model: "", "model."; not in optimizers."""
+    """Return the prefixes before `ending`, such as "" or "model.", except of optimizer state.
+
+    `ending` is a tensor name that every model has.
+    """
     names = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
     parts = [name.removesuffix(ending) for name in names]
     return [p for p in parts if not any(part.startswith("optim") for part in p.split("."))]

@@ -1,9 +1,9 @@
-"""What a DCP directory holds, read out of its `.metadata` without running any of it.
+"""The tensors of a DCP directory, parsed from its `.metadata` without running code.
 
-`.metadata` is a pickle. Here it is read by an unpickler that imports nothing: the few classes that
-DCP and Megatron-Core write become inert records, `torch.Size` and dtypes become themselves, and any
-other name is an error. What comes out is checked field by field before it is used, and errors show
-little of it, because a few bytes of a pickle can nest without end.
+`.metadata` is a pickle. This unpickler imports no modules. The classes that DCP and Megatron-Core
+write become inert records, `torch.Size` and dtypes are built, and any other name is an error. Each
+field is checked before use. Error texts are truncated, because a few bytes of a pickle can nest
+without end.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 @dataclass(frozen=True, slots=True)
 class DCPChunk:
-    """A block of a tensor, not empty, and where its bytes are, as `torch.save` writes them."""
+    """A non-empty block of a tensor, and the position of its bytes, as `torch.save` writes them."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -57,7 +57,7 @@ class DCPChunk:
 
 @dataclass(frozen=True, slots=True)
 class DCPTensor:
-    """A tensor of the directory; its chunks are all of it, each element once."""
+    """A tensor of the directory; its chunks cover each element once."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class DCPTensor:
 
 
 class _MetadataRecord:
-    """Stands for an object of a class that is not imported; keeps what would have filled it."""
+    """Placeholder for an object of a class that is not imported; stores its arguments and state."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -75,12 +75,12 @@ class _MetadataRecord:
         self.state = state
 
     def get(self, name: str) -> Any:
-        """Return an attribute that was stored, or None."""
+        """Return a stored attribute, or None."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds records, sizes and dtypes; any other name raises."""
+    """Unpickler that builds only records, sizes and dtypes; any other name raises."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in RECORDS and module.startswith(HOMES):
@@ -97,14 +97,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_memo(raw: bytes) -> None:
-    """Raise for an entry of the memo that is no object's: all before it would get room."""
+    """Raise for a memo index above the pickle's size, which would allocate too much memory."""
     for opcode, number, _ in genops(raw):
         if opcode.name.endswith("PUT") and isinstance(number, int) and number >= len(raw):
             raise _WrongError(f"its memo has {number} entries, more than it has bytes")
 
 
 def read_metadata(path: Path) -> dict[str, DCPTensor]:
-    """Return the tensors of a whole DCP directory by name; other objects in it are left out."""
+    """Return the tensors of a complete DCP directory by name; other objects are ignored."""
     try:
         raw = read_regular(path / METADATA, follow=True, max_bytes=MAX_TABLE)
     except FileNotFoundError:
@@ -124,13 +124,13 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
 
 
 def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
-    """Return what follows names in a file of `torch.save`, such as a trainer's arguments.
+    """Return the values after these names in a `torch.save` file, such as a trainer's arguments.
 
-    Only numbers, strings, None, True and False are found. Nothing is unpickled. A file that is not
-    there, or of another form, has none.
+    Only numbers, strings, None, True and False are returned. Nothing is unpickled. For a missing
+    file or another format it returns {}.
 
     Raises:
-        ValueError: when the file or its pickle is larger than options can be.
+        ValueError: if the file or its pickle exceeds the size limits.
     """
     try:
         descriptor = open_regular(path, follow=True)
@@ -152,7 +152,7 @@ def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
 
 
 def _read_pickles(path: Path, stream: BinaryIO) -> list[bytes]:
-    """Return the pickles in a file of `torch.save`; [] for a file of another form."""
+    """Return the pickles in a `torch.save` file; [] for another format."""
     try:
         with zipfile.ZipFile(stream) as file:
             pickles = [info for info in file.infolist() if info.filename.endswith("/data.pkl")]
@@ -166,7 +166,7 @@ def _read_pickles(path: Path, stream: BinaryIO) -> list[bytes]:
 
 
 class _WrongError(Exception):
-    """Metadata that cannot be used; the text says why."""
+    """Raised for invalid metadata; the text is the reason."""
 
 
 def _tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
@@ -209,7 +209,7 @@ def _tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTen
 
 
 def _tiles(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0) -> bool:
-    """Whether blocks cover each element of a box once: so does each slab between their edges."""
+    """Whether blocks cover each element of a box once, by recursion over slabs between edges."""
     # Example: [0:2, 0:1], [0:1, 1:3] and [1:2, 1:3] in (2, 3): dim 0 has the slabs 0:1 and 1:2, and
     # the first block is in both; in each slab dim 1 has the edges 0, 1 and 3 and one block between.
     if dim == len(shape):
@@ -225,7 +225,7 @@ def _tiles(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0) -> boo
 
 
 def _place(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]:
-    """The file, first byte and length of a chunk; they must be there."""
+    """Return the file, first byte and length of a chunk, after checking that they exist."""
     file, start, length = (info.get(n) for n in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or Path(file).name != file:
         raise _WrongError(f"{name} is in {reprlib.repr(file)}, which is no file of the directory")

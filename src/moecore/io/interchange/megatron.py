@@ -1,4 +1,4 @@
-"""Names and orders of Megatron-Core's tensors, against the Hugging Face tensors they are made of.
+"""Names and rows of Megatron-Core's tensors, as rows of Hugging Face tensors.
 
 Legend: L layers, E experts, D model dim, F hidden dim, G groups of query heads (heads of keys and
 values), q query heads of a group, d head dim.
@@ -18,10 +18,10 @@ A block is one matrix or vector of one layer and expert; its rows are rows of Hu
 | mlp.shared_experts.linear_fc1.weight, .gate_weight | shared_experts, shared_expert_gate |
 | self_attention.linear_q_down_proj, _q_up_proj, _kv_down_proj, _kv_up_proj | MLA's projections |
 
-Layers that are alike are stacked in one tensor, [L, ...]; with dense layers among them each has
-names of its own (decoder.layers.3.). Both are read, so are norms that are not fused into the linear
-behind them, experts with names of their own, and gate and up in two tensors (weight_w, weight_v).
-Rows of the embedding and of the output layer behind the vocabulary are padding.
+Layers with equal shapes are stacked in one tensor, [L, ...]; with dense layers, each layer has
+its own names (decoder.layers.3.). Both are supported, and also norms that are not fused into
+the next linear, one tensor per expert, and gate and up in two tensors (weight_w, weight_v).
+Rows of the embedding and of the output layer after the vocabulary are padding.
 
 Source: Megatron-LM's sharded state dicts and Megatron Bridge's tables of names.
 """
@@ -68,7 +68,7 @@ OTHER_FUNCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Rows of a Hugging Face tensor."""
+    """A range of rows of a Hugging Face tensor."""
 
     name: str
     start: int
@@ -77,7 +77,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class MegatronBlock:
-    """One matrix or vector of Megatron-Core."""
+    """One matrix or vector of one layer and expert of Megatron-Core."""
 
     names: tuple[str, ...]  # in its layer; the first is written, all are read
     parts: tuple[TensorPart, ...]
@@ -89,7 +89,7 @@ class MegatronBlock:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where rows of a block are."""
+    """The stored tensor and index at which rows of a block are stored."""
 
     key: str
     index: tuple[int, ...]  # into its first dims, which are layers, experts, both or none
@@ -98,7 +98,7 @@ class LayerPlace:
 
 
 def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
-    """Return the blocks of a decoder, in model order, or refuse what Megatron-Core cannot name."""
+    """Return the blocks of a decoder in model order; raise for tensors without a Megatron name."""
     shapes = file_shapes(hf_plan(config, "per_expert"))
     unnamed = ["proj.bias", "proj_bias", "router.bias", "sinks", "conv1d.weight"]
     unnamed += ["q_proj.weight"] if config.attention_gate else []
@@ -131,7 +131,7 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
 
 
 def _not_carried(config: DecoderConfig) -> Iterator[str]:
-    """Yield the fields of a config, and what they must be, with which Megatron-Core's differs."""
+    """Yield the config fields that Megatron-Core does not support, and their required values."""
     parts: list[tuple[str, Any]] = [("", config), ("moe.", config.moe), ("mla.", config.mla)]
     for prefix, part in parts:
         for field in fields(part) if part is not None else ():
@@ -160,7 +160,7 @@ def _refuse(name: str, shapes: Shapes) -> NoReturn:
 
 
 def written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
-    """Return where Megatron-Core writes a block."""
+    """Return the place at which Megatron-Core writes a block."""
     is_stacked = not config.dense_layers  # all layers are alike
     return next(_candidates(block, config, stacked=is_stacked))[0]
 
@@ -168,7 +168,7 @@ def written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
 def find_places(
     block: MegatronBlock, shapes: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
-    """Return where a block is stored, its rows in order, and what is wrong with that."""
+    """Return the places of a block's rows, in order, and the problems with their shapes."""
     for stacked in (True, False):
         for places in _candidates(block, config, stacked=stacked):
             if all(_has_dims(place, shapes, block) for place in places):
@@ -178,7 +178,7 @@ def find_places(
 
 
 def unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
-    """Yield tensors of the model that are no part of any block."""
+    """Yield names of the model's tensors that belong to no block."""
     for name in shapes:
         if name.startswith(ROOTS) and name not in used_keys and "_extra_state" not in name:
             yield name
@@ -187,7 +187,7 @@ def unused(shapes: Shapes, used_keys: set[str]) -> Iterator[str]:
 def _candidates(
     block: MegatronBlock, config: DecoderConfig, *, stacked: bool
 ) -> Iterator[tuple[LayerPlace, ...]]:
-    """Where a block may be, what is written first; rows of all places follow each other."""
+    """Yield the possible places of a block, the written one first, each with consecutive rows."""
     prefix = f"{block.layers}." if block.layers else ""
     index, dims = [block.layer], [config.num_layers]
     if not stacked or block.layers != LAYERS:
@@ -206,7 +206,7 @@ def _candidates(
 
 
 def _expert_forms(name: str, expert: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names of one expert's matrix, and its index where they are stacked."""
+    """Yield possible names of an expert's matrix, each with its index if experts are stacked."""
     if expert is None:
         yield name, ()
         return
@@ -237,13 +237,13 @@ def _block(names: tuple[str, ...], name: str, shapes: Shapes) -> MegatronBlock:
 
 
 def _concat_block(names: tuple[str, ...], parts: list[str], shapes: Shapes) -> MegatronBlock:
-    """A block whose rows are all of several tensors."""
+    """Return a block whose rows are all rows of several tensors."""
     rows = [TensorPart(name, 0, shapes[name][0]) for name in parts]
     return MegatronBlock(names, tuple(rows), (sum(p.stop for p in rows), *shapes[parts[0]][1:]))
 
 
 def _layer(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """The blocks of one transformer layer; `hf` is what its Hugging Face names begin with."""
+    """Return the blocks of one transformer layer; `hf` is its Hugging Face name prefix."""
     attention, moe = "self_attention.", f"{hf}mlp.gate.weight" in shapes
     norm = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
     blocks = _mla(hf, shapes) if config.mla else _grouped(hf, config, shapes)
@@ -257,7 +257,7 @@ def _layer(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock
 
 
 def _grouped(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Grouped-query attention: the fused projection, its norm, norms of queries and keys."""
+    """Return the blocks of grouped-query attention: the QKV projection and norms."""
     q, k, v = (f"{hf}self_attn.{name}_proj.weight" for name in "qkv")
     d, groups = config.head_dim, config.num_kv_heads
     per_group = config.num_heads // groups * d
@@ -277,7 +277,7 @@ def _grouped(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlo
 
 
 def _mla(hf: str, shapes: Shapes) -> list[MegatronBlock]:
-    """Multi-head latent attention: its rows have the order of DeepSeek-V3's files."""
+    """Return the blocks of multi-head latent attention, with rows in DeepSeek-V3's order."""
     pairs = {
         ("input_layernorm.weight", "self_attention.linear_q_proj.layer_norm_weight"): "input",
         ("linear_q_proj.weight",): "q_proj",
@@ -299,7 +299,7 @@ def _mla(hf: str, shapes: Shapes) -> list[MegatronBlock]:
 
 
 def _mlp(prefix: str, hf: str, shapes: Shapes) -> list[MegatronBlock]:
-    """A gated MLP: gate and up in one, and down."""
+    """Return the blocks of a gated MLP: gate and up in one block, and down."""
     gate_up = [f"{hf}gate_proj.weight", f"{hf}up_proj.weight"]
     return [
         _concat_block((f"{prefix}linear_fc1.weight",), gate_up, shapes),
@@ -308,7 +308,7 @@ def _mlp(prefix: str, hf: str, shapes: Shapes) -> list[MegatronBlock]:
 
 
 def _experts(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """Router, routed experts, and shared ones."""
+    """Return the blocks of router, routed experts, and shared experts."""
     assert config.moe is not None, "the layer has a router"
     mlp = f"{hf}mlp."
     blocks = [_block(("mlp.router.weight",), f"{mlp}gate.weight", shapes)]
@@ -328,7 +328,7 @@ def _experts(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlo
 
 
 def _mtp(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
-    """A multi-token prediction module: norms, projection and one layer, named so or so."""
+    """Return the blocks of a multi-token prediction module: norms, projection and one layer."""
     hf_names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
     hf_names["final_layernorm"] = "shared_head.norm"
     blocks = [_block((f"{a}.weight",), f"{hf}{b}.weight", shapes) for a, b in hf_names.items()]

@@ -1,1 +1,1 @@
-"""A dense model becomes an MoE model with the same output at step 0."""
+"""Upcycling: convert a dense model to an MoE model with the same output at step 0."""

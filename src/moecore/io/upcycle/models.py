@@ -1,7 +1,6 @@
-"""Whole models upcycled: the native decoder, its state dict, and any module with dense MLPs.
+"""Upcycling of models: the native decoder, its state dict, and any module with dense MLPs.
 
-What one MLP becomes is in `upcycle.py`. Legend: D model dim, F hidden dim of the dense MLP, T
-tokens.
+`upcycle.py` converts a single MLP. Legend: D model dim, F hidden dim of the dense MLP, T tokens.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ def upcycle_config(
     layers: Iterable[int] | None = None,
     **moe_fields: Any,
 ) -> DecoderConfig:
-    """Return the config of the MoE decoder that a dense one becomes.
+    """Return the config of the MoE decoder into which a dense decoder is converted.
 
     Args:
         config: a dense decoder, `moe` None.
-        options: how experts are made.
-        layers: layers to convert; None = all.
-        **moe_fields: fields of `MoEConfig` besides dims, experts and top_k.
+        options: number and size of the experts.
+        layers: indices of the layers to convert; None = all.
+        **moe_fields: fields of `MoEConfig` except dims, experts and top_k.
 
     Raises:
-        ValueError: when the decoder has MoE layers already, a layer does not exist, or a converted
-            layer can not give the dense output.
+        ValueError: if the decoder already has MoE layers, a layer does not exist, or a converted
+            layer cannot reproduce the dense output.
     """
     check_arguments(upcycle_config, locals())
     if config.moe is not None:
@@ -78,19 +77,19 @@ def upcycle_config(
 def upcycle_state_dict(
     state: Mapping[str, Tensor], *, config: DecoderConfig, options: UpcycleOptions
 ) -> dict[str, Tensor]:
-    """Return the state dict of the MoE decoder, from that of the dense one.
+    """Return the state dict of the MoE decoder from the state dict of the dense decoder.
 
     Args:
-        state: of the dense decoder, whole tensors; not changed.
+        state: of the dense decoder, unsharded tensors; not modified.
         config: the MoE decoder, from `upcycle_config`.
-        options: how experts are made.
+        options: number and size of the experts.
 
     Returns:
-        All names of `Decoder(config)`. Converted layers are new tensors, the rest are those of
-        `state`, not copies.
+        All names of `Decoder(config)`. Converted layers have new tensors. All other tensors are
+        the tensors of `state` without a copy.
 
     Raises:
-        ValueError: when a tensor is missing, left over or of another shape.
+        ValueError: if a tensor is missing, unused or has a wrong shape.
     """
     check_arguments(upcycle_state_dict, locals())
     skeleton = Decoder(config, device="meta")
@@ -132,14 +131,14 @@ def upcycle_decoder(
     layers: Iterable[int] | None = None,
     **moe_fields: Any,
 ) -> Decoder:
-    """Return an MoE decoder with the outputs of a dense one. Before tp and sharding.
+    """Return an MoE decoder with the outputs of a dense one. Call it before tp and sharding.
 
     Args:
-        model: a dense decoder with values; drop it afterwards: the tensors of layers that are not
-            converted become those of the returned one, in the same memory.
-        options: how experts are made.
-        layers: layers to convert; None = all.
-        **moe_fields: fields of `MoEConfig` besides dims, experts and top_k.
+        model: a dense decoder with values. The result shares the memory of layers that are not
+            converted, so do not use `model` afterwards.
+        options: number and size of the experts.
+        layers: indices of the layers to convert; None = all.
+        **moe_fields: fields of `MoEConfig` except dims, experts and top_k.
 
     Raises:
         ValueError: as `upcycle_config` and `upcycle_state_dict`.
@@ -154,13 +153,13 @@ def upcycle_decoder(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MLPNames(CheckedRecord):
-    """Child modules of a dense MLP, each an `nn.Linear`; the default is that of most gated MLPs.
+    """Names of the child `nn.Linear`s of a dense MLP; the default fits most gated MLPs.
 
     Attributes:
         up: first matrix.
         down: second matrix.
-        gate: the gate's matrix; None when the activation has no gate, or when `up` holds the rows
-            of the gate and then those of up.
+        gate: the gate's matrix; None if the activation has no gate, or if `up` has the rows of the
+            gate, then the rows of up.
     """
 
     up: str = "up_proj"
@@ -178,21 +177,21 @@ def upcycle_modules(
 ) -> nn.Module:
     """Replace dense MLPs of any model, which is returned, by MoE layers with the same output.
 
-    Each MLP is first run on random tokens and compared with `names` and the activation: a wrong
-    activation, a missed matrix or a factor in its forward is an error, not another model. An MLP
-    that is used in two places stays one layer.
+    Each MLP is first run on random tokens and compared with `names` and the activation. A wrong
+    activation, a missing matrix or an additional factor in its forward is an error. An MLP that two
+    parents share stays one layer.
 
     Args:
-        model: any module with values, before it is parallelized.
-        options: how experts are made.
-        mlps: qualified names of the MLPs, or `(name, module) -> bool`, asked for every module.
-            Each maps [..., D] to [..., D].
+        model: any module with values, before it is parallelized; modified in place.
+        options: number and size of the experts.
+        mlps: qualified names of the MLPs, or `(name, module) -> bool`, called for every module.
+            Each MLP maps [..., D] to [..., D].
         names: child modules of an MLP.
-        **moe_fields: fields of `MoEConfig` besides dims, experts, top_k and the biases of the
-            experts, which are those of the MLP.
+        **moe_fields: fields of `MoEConfig` except dims, experts, top_k and the biases of the
+        experts, which follow the MLP.
 
     Raises:
-        ValueError: when an MLP is not found, has another form than `names` and the activation,
+        ValueError: if an MLP is not found, does not compute what `names` and the activation imply,
             or cannot be upcycled. The model is then unchanged.
     """
     check_arguments(upcycle_modules, locals())
@@ -220,7 +219,7 @@ def upcycle_modules(
 
 
 def _part(tensors: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
-    """The tensors of one child of the layer, under their names in it."""
+    """Return the tensors of one child of the layer, by their names in the child."""
     return {n.removeprefix(f"{role}."): t for n, t in tensors.items() if n.startswith(f"{role}.")}
 
 
@@ -243,7 +242,7 @@ def _find(
 
 
 def _read(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
-    """The dense tensors of an MLP in the form that `upcycle_mlp` takes."""
+    """Return the dense tensors of an MLP in the format of `upcycle_mlp`."""
     gated = activation in GATED_ACTIVATIONS
     if names.gate is not None and not gated:
         raise ValueError(
@@ -279,7 +278,7 @@ def _linear(name: str, block: nn.Module, child: str) -> nn.Linear:
 
 
 def _stack(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
-    """Gate and up as [2, F, ...], or the one matrix without a gate."""
+    """Return gate and up as [2, F, ...], or the only matrix if there is no gate."""
     parts = [part.detach() for part in parts]
     if not gated:
         return parts[0]
@@ -298,7 +297,7 @@ def _stack(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
 def _check_same_output(
     name: str, block: nn.Module, dense: Mapping[str, Tensor], config: MoEConfig
 ) -> None:
-    """Raise unless the MLP computes what its tensors and the activation give."""
+    """Raise ValueError unless the MLP's output follows from its tensors and the activation."""
     w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
     b1 = dense["b1"].flatten() if "b1" in dense else None
     x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=torch.Generator().manual_seed(0)).to(w1)

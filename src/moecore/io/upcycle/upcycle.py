@@ -1,4 +1,4 @@
-"""Upcycling: a trained dense MLP becomes an MoE layer that gives the same output at step 0.
+"""Upcycling: convert a trained dense MLP to an MoE layer with the same output at step 0.
 
 Legend: D model dim, F hidden dim of the dense MLP, G shards of it, f = F / G hidden dim of one
 expert, X expansion (copies of each shard), E = X * G experts, T active experts of a token.
@@ -7,19 +7,19 @@ expert, X expansion (copies of each shard), E = X * G experts, T active experts 
 
 Note [virtual groups]. Experts j * G .. j * G + G - 1 are virtual group j: one copy of each shard,
 in order. Its router rows are equal, so its members have equal scores, and E scores are ranked by
-(score, greatest first; id, lowest first): the order is one whole group after the other, also where
-two groups tie, because members are neighbours and a tie goes to the lower id. With T a multiple of
-G the first T are whole groups. Example, X2 G2 T2, scores [.3 .3 .3 .3]: order 0 1 2 3, group 0 is
+(score, greatest first; id, lowest first): the order is one full group after another, also if
+two groups tie, because members are neighbours and the lower id wins a tie. With T a multiple of
+G the first T are full groups. Example, X2 G2 T2, scores [.3 .3 .3 .3]: order 0 1 2 3, group 0 is
 chosen; had the shards' copies been neighbours (ids 0 and 1 both shard 0), the second shard would
 be missing. Equal rows gave bitwise equal logits in every size tried on a CPU with E a multiple of
-4; elsewhere a matrix product may add up its last columns in another order, and a token whose best
+4; otherwise a matrix product may sum its last columns in another order, and a token whose best
 groups differ by less than that rounding (about 1e-7 of a logit) may get shards of both. Sinkhorn's
 iterations keep equal columns equal.
 
-Note [scale]. The members of group j have one weight w_j, and the group's shards add up to the
+Note [scale]. The members of group j have equal weights w_j, and the group's shards sum to the
 dense output y, so the layer gives sum_j w_j * y over the T / G chosen groups. The weights of all T
-sum to S = G * sum_j w_j, so FC2 is multiplied by G / S. FC2 and what follows are linear: the factor
-is exact for every activation, and in any dtype when it is a power of two (else FC2 is rounded
+sum to S = G * sum_j w_j, so FC2 is multiplied by G / S. FC2 and later operations are linear: this
+is exact for every activation, and in any dtype if G / S is a power of two (else FC2 is rounded
 once). S with s = routed_scaling_factor:
 
     normalised or "post", any scores        s
@@ -29,7 +29,7 @@ once). S with s = routed_scaling_factor:
 With softmax G / S is X * G^2 / (T * s), the factor of the paper. The last two hold only for scores
 that do not differ, so there the router starts with logits of about `UNIFORM_LOGIT_STD`: enough to
 rank experts, too small to change a weight by more than 3e-6. The FC2 bias of an expert is
-multiplied by its weight as well; each of the T active ones holds b2 / S, so that they add up to b2.
+multiplied by its weight as well; each of the T active experts has b2 / S, so that they sum to b2.
 
 Source: sparse upcycling (arXiv:2212.05055); virtual groups and weight scaling (arXiv:2410.07524).
 """
@@ -58,15 +58,15 @@ NAME = re.compile(r"E(\d+)G(\d+)T(\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpcycleOptions(CheckedRecord):
-    """How dense MLPs become experts: E{expansion}G{granularity}T{top_k}.
+    """Number and size of experts for dense MLPs: E{expansion}G{granularity}T{top_k}.
 
     Attributes:
         expansion: copies X of each shard; the layer has X times the weights of the dense MLP.
-        granularity: shards G of the dense MLP, cut along its hidden dim; 1 keeps it whole.
-        top_k: active experts T of a token, a multiple of G; T = G costs what the dense MLP costs.
-        router_std: std of the router's weights; None = 0.02 where any scores give the dense
-            output, else the most that does: see Note [scale].
-        seed: of the router's weights, the only random ones.
+        granularity: shards G of the dense MLP, split along its hidden dim; 1 = no split.
+        top_k: active experts T of a token, a multiple of G; T = G has the FLOPs of the dense MLP.
+        router_std: std of the router's weights; None = 0.02 if any scores give the dense output,
+            otherwise the largest std that does: see Note [scale].
+        seed: of the router's weights; all other weights are deterministic.
     """
 
     expansion: Count
@@ -92,7 +92,7 @@ class UpcycleOptions(CheckedRecord):
 
     @classmethod
     def parse(cls, name: str, *, router_std: float | None = None, seed: int = 0) -> UpcycleOptions:
-        """Return the options of a name such as "E8G2T4"; a ValueError for other names."""
+        """Return the options of a name such as "E8G2T4"; raise ValueError for other names."""
         match = NAME.fullmatch(name)
         if match is None:
             raise ValueError(f'upcycling name ({name!r}) must have the form "E8G2T4": write it so')
@@ -107,14 +107,14 @@ class UpcycleOptions(CheckedRecord):
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer."""
+        """Number of experts of a layer."""
         return self.expansion * self.granularity
 
     def moe_config(self, *, dim: Count, hidden_dim: Count, **moe_fields: Any) -> MoEConfig:
-        """Return the MoE layer that a dense MLP [F, D] becomes, with these other fields.
+        """Return the config of the MoE layer for a dense MLP [F, D], with these additional fields.
 
         Raises:
-            ValueError: when the layer can not give the dense output.
+            ValueError: if the layer cannot reproduce the dense output.
         """
         check_arguments(UpcycleOptions.moe_config, locals())
         if hidden_dim % self.granularity:
@@ -134,7 +134,7 @@ class UpcycleOptions(CheckedRecord):
 
 
 def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
-    """Raise ValueError when a layer of this config can not give the dense output at step 0."""
+    """Raise ValueError if a layer with this config cannot reproduce the dense output at step 0."""
     for name, expected_value in (("num_experts", options.num_experts), ("top_k", options.top_k)):
         if getattr(config, name) != expected_value:
             raise ValueError(
@@ -192,23 +192,23 @@ def weight_sum(config: MoEConfig) -> float:
 def upcycle_mlp(
     dense: Mapping[str, Tensor], *, config: MoEConfig, options: UpcycleOptions, key: str
 ) -> dict[str, Tensor]:
-    """Return the tensors of an MoE layer that gives the dense MLP's output at step 0.
+    """Return the tensors of an MoE layer that reproduces the dense MLP's output at step 0.
 
     Args:
-        dense: "w1" [2, F, D] (gate, then up), or [F, D] without a gate; "w2" [D, F]; and "b1"
-            [2, F] or [F] and "b2" [D] when `config` has `fc1_bias` and `fc2_bias`. Whole tensors
-            of one dtype on one device.
+        dense: "w1" [2, F, D] (gate, then up), or [F, D] without a gate; "w2" [D, F]; and "b1" [2,
+            F] or [F] and "b2" [D] if `config` has `fc1_bias` and `fc2_bias`. Unsharded tensors of
+            one dtype on one device.
         config: the layer, from `UpcycleOptions.moe_config`.
-        options: how experts are made.
-        key: name of the layer in its model; layers with one key get the same router.
+        options: number and size of the experts.
+        key: name of the layer in its model; layers with the same key have equal routers.
 
     Returns:
-        New tensors under the names of a `MoELayer` ("router.weight", "experts.w1", ...), dtype and
-        device of the dense ones, the same on every rank.
+        New tensors with the names of a `MoELayer` ("router.weight", "experts.w1", ...), and dtype
+        and device of the dense ones; equal on every rank.
 
     Raises:
-        ValueError: when a tensor is missing, sharded, on meta or of another shape, or when the
-            layer can not give the dense output.
+        ValueError: if a tensor is missing, sharded, on meta or has a wrong shape, or if the layer
+            cannot reproduce the dense output.
     """
     check_arguments(upcycle_mlp, locals())
     check_upcycle(config, options)
@@ -234,18 +234,18 @@ def upcycle_mlp(
 
 
 def _shards(w: Tensor, dim: int, G: int) -> Tensor:
-    """Cut the hidden dim and put the shards first: [2, F, D] -> [G, 2, f, D]."""
+    """Split the hidden dim and move the shards first: [2, F, D] -> [G, 2, f, D]."""
     shards_G: Tensor = w.unflatten(dim, (G, -1)).movedim(dim, 0)
     return shards_G
 
 
 def _copies(w_Gx: Tensor, X: int) -> Tensor:
-    """All shards, X times over: expert j * G + g is shard g."""
+    """Repeat all shards X times: expert j * G + g is shard g."""
     return w_Gx.detach().repeat(X, *([1] * (w_Gx.ndim - 1)))
 
 
 def _router_rows(config: MoEConfig, options: UpcycleOptions, key: str, *, like: Tensor) -> Tensor:
-    """[E, D], equal within a virtual group; drawn on the CPU, so that every device agrees."""
+    """Return [E, D], equal in a virtual group; sampled on the CPU, so that all devices agree."""
     std = _router_std(config, options)
     if std < torch.finfo(like.dtype).tiny:
         raise ValueError(
@@ -258,7 +258,7 @@ def _router_rows(config: MoEConfig, options: UpcycleOptions, key: str, *, like: 
 
 
 def _router_std(config: MoEConfig, options: UpcycleOptions) -> float:
-    """The std of the router's weights; raises where the asked one would break step 0."""
+    """Return the std of the router's weights; raise if the requested std would change step 0."""
     everyone = config.score_function == "softmax" and config.top_k == config.num_experts
     if config.normalizes or everyone:
         return ROUTER_STD if options.router_std is None else options.router_std
