@@ -34,7 +34,7 @@ PLAIN_VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, to
 
 
 class OnMeta(TorchFunctionMode):
-    """Moves real tensors to meta if other arguments are on meta, and saves as `device_type` does."""
+    """Moves real tensors to meta beside other meta tensors, and saves as `device_type` does."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ class CopyMark:
             self._event.synchronize()
 
     def mark_on(self, stream: Stream | None) -> CopyMark:
-        """Return a mark of another stream that waits for this point, with the same capture state."""
+        """Return a mark of another stream which waits for this point, in the same capture."""
         return CopyMark(stream, self._in_capture)
 
 
