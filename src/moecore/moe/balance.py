@@ -191,7 +191,7 @@ class LoadTracker(LossFactors):
     def _attach(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        self._follow(y.device)
+        self._move_counts(y.device)
         if self.counts is None and _is_capturing(y):
             raise ValueError(
                 "LoadTracker.counts (None) must exist before a CUDA graph captures the layer: "
@@ -210,7 +210,7 @@ class LoadTracker(LossFactors):
                 prior_E = None if counts is None else counts.best_E
             ids_TK = routing.chosen_ids_TK if best_TK is None else best_TK
             if self._seen_E is not None:
-                prior_E = seen_E = self._see(ids_TK)
+                prior_E = seen_E = self._count_forward(ids_TK)
             num_sequences, sequences_T = micro_batch.sequences(ids_TK.shape[0])
             observes = self.has_steps and y.device.type == "cpu" and not is_recomputing()
             losses = balance_losses(
@@ -237,7 +237,7 @@ class LoadTracker(LossFactors):
         result: Tensor = _Attach.apply(y, losses, self, seen_E, *observed)
         return result
 
-    def _see(self, ids_TK: Tensor) -> Tensor:
+    def _count_forward(self, ids_TK: Tensor) -> Tensor:
         """Return the summed counts of earlier forwards of this step, then add this forward's."""
         if is_recomputing():  # it has seen what it saw at first; it is the oldest that waits
             self._repeated = self._priors[0]
@@ -266,7 +266,7 @@ class LoadTracker(LossFactors):
                 "use TrainStep.micro_batches(), or one backward per forward"
             )
 
-    def _follow(self, device: torch.device) -> None:
+    def _move_counts(self, device: torch.device) -> None:
         """Copy the counts to the device of the layer, if the layer was moved."""
         counts = self.counts
         if counts is not None and counts.choices_E.device != device:

@@ -214,7 +214,7 @@ class Clones:
 
         Collective.
         """
-        rows = self._travel(
+        rows = self._exchange_rows(
             [t[list(self.send_ids)] for t in tensors], self.num_local_clones, is_home=False
         )
         return rows if self._is_in_order else [t[list(self.order)] for t in rows]
@@ -228,7 +228,7 @@ class Clones:
         if not self._is_in_order:
             places = sorted(range(self.num_local_clones), key=self.order.__getitem__)
             outward = [grad[places] for grad in outward]
-        received_grads = self._travel(outward, len(self.send_ids), is_home=True)
+        received_grads = self._exchange_rows(outward, len(self.send_ids), is_home=True)
         home = [grad[:number] for grad, number in zip(grads, e, strict=True)]
         for grad, parts in zip(home, received_grads, strict=True):
             for expert in sorted(set(self.send_ids)):
@@ -243,7 +243,9 @@ class Clones:
     def _is_in_order(self) -> bool:
         return self.order == tuple(range(self.num_local_clones))
 
-    def _travel(self, tensors: Sequence[Tensor], number: int, *, is_home: bool) -> list[Tensor]:
+    def _exchange_rows(
+        self, tensors: Sequence[Tensor], number: int, *, is_home: bool
+    ) -> list[Tensor]:
         """Exchange rows by all-to-all; return `number` received rows for each tensor."""
         splits = [list(self.receive_splits), list(self.send_splits)]
         receive, send = reversed(splits) if is_home else splits

@@ -217,9 +217,9 @@ class Experts(nn.Module):
         with self.reader.reading():
             weights = self._weights(inp.rows.dtype)
             with NOTHING if inp.clones is None else with_clones(weights, inp.clones) as all_weights:
-                return self._multiplied(inp, all_weights or weights)
+                return self._multiply(inp, all_weights or weights)
 
-    def _multiplied(self, inp: ExpertInput, weights: ExpertWeights) -> Tensor | UnsummedRows:
+    def _multiply(self, inp: ExpertInput, weights: ExpertWeights) -> Tensor | UnsummedRows:
         depends_on = self._depends_on(inp.rows, weights)
         last, options = self._options_cache
         if options is None or depends_on is None or depends_on != last:

@@ -129,7 +129,7 @@ class RoutedLayer(nn.Module):
         if self.config.zero_experts:
             routing, zero_weights_T1 = without_zero_experts(routing, self.config.num_experts)
         with mark("moecore::dispatch"):
-            expert_input = self._dispatched(rows_TL, routing)
+            expert_input = self._dispatch(rows_TL, routing)
         rows = expert_input.rows
         if is_kept and rows.values is rows_TL:
             expert_input = expert_input.with_rows(
@@ -143,7 +143,7 @@ class RoutedLayer(nn.Module):
             y_TL if zero_weights_T1 is None else (y_TL + rows_TL * zero_weights_T1).to(y_TL.dtype)
         )
 
-    def _dispatched(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
+    def _dispatch(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
         """Dispatch the rows, and return the input of local experts and of local clones."""
         multiple = self.part("experts").rows_multiple
         if multiple > 1:

@@ -162,7 +162,7 @@ class _Pair:
         side.turn.acquire()
         try:
             if self.error is None:
-                with _queueing_on(stream):
+                with _use_stream(stream):
                     backward()
         except BaseException as error:
             self._fail(error)
@@ -252,7 +252,7 @@ def numbers_of(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None =
 
 
 @contextmanager
-def _queueing_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def _use_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Return a context in which this thread queues work on `stream`; None = there is no GPU."""
     if stream is None:
         yield

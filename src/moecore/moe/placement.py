@@ -114,19 +114,23 @@ class DomainPlacement(ExpertPlacement):
 
     def balanced_arrivals(self, num_tokens: int, top_k: int) -> int:
         """Return how many of T tokens one domain receives on average, by random choices."""
-        return round(num_tokens * self._reach(top_k, self.num_experts))
+        return round(num_tokens * self._reach_probability(top_k, self.num_experts))
 
     def balanced_rows(self, num_tokens: int, top_k: int) -> int:
         """Return the expert rows of a rank with even loads, for A (`num_tokens`) received rows."""
-        all_tokens = num_tokens / (self.num_domains * self._reach(top_k, self.num_experts))
+        all_tokens = num_tokens / (
+            self.num_domains * self._reach_probability(top_k, self.num_experts)
+        )
         return round(all_tokens * top_k * self.etp)
 
     def balanced_tokens(self, num_tokens: int, top_k: int) -> int:
         """Return how many of A received rows one rank of the domain receives on average."""
-        share = self._reach(top_k, self.num_local) / self._reach(top_k, self.num_experts)
+        share = self._reach_probability(top_k, self.num_local) / self._reach_probability(
+            top_k, self.num_experts
+        )
         return round(num_tokens * share)
 
-    def _reach(self, top_k: int, num_experts: int) -> float:
+    def _reach_probability(self, top_k: int, num_experts: int) -> float:
         return _chance(top_k, self.num_domains * self.num_experts, num_experts)
 
 

@@ -91,7 +91,7 @@ class HierarchicalDispatcher(Dispatcher):
             even = self.domain.balanced_arrivals(T, K), 0
             received_rows, _ = self._across.send(x_TD, routing, order, self.pairs, even=even)
         rows_AD = received_rows.rows.widen()  # the same when it is packed again
-        inp = self._go_on(rows_AD, received_rows, routing)
+        inp = self._dispatch_inside(rows_AD, received_rows, routing)
         balanced = inp.balanced
         if balanced is not None:
             p = self.placement
@@ -107,7 +107,9 @@ class HierarchicalDispatcher(Dispatcher):
         (T, K), H = ids_TK.shape, self._across.group.size()
         return send_to(owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
 
-    def _go_on(self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing) -> ExpertInput:
+    def _dispatch_inside(
+        self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing
+    ) -> ExpertInput:
         """Dispatch the received rows within this domain."""
         H, inside, outer = self._across.group.size(), self._inside, self._across.attendance
         weights_AK = received_rows.weights_SK

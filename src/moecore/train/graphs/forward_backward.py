@@ -135,9 +135,9 @@ class GraphedForwardBackward:
         if self._captured is not None:
             return self._captured.replay(inputs)
         with self._capacity.graphed():
-            return self._first(inputs)
+            return self._run_before_replay(inputs)
 
-    def _first(self, inputs: Inputs) -> Any:
+    def _run_before_replay(self, inputs: Inputs) -> Any:
         """Run a warm-up call, or capture and replay."""
         device_inputs = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
         if self._num_warm < self._warm_up:

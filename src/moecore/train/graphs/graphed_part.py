@@ -171,7 +171,7 @@ class GraphedPart:
             return self._function(*args, **kwargs)
         tensors: list[Tensor] = []
         form = form_of((args, kwargs), tensors)
-        if not self._is_asked_for(tensors):
+        if not self._may_use_graph(tensors):
             return self._function(*args, **kwargs)
         facts = self._facts()
         if facts is None:
@@ -194,7 +194,7 @@ class GraphedPart:
             pair = self._pairs[slot] = self._capture_call(form, tensors, slot)
         return pair.run(tensors, [p for _, _, p in _trained_params(self._modules)])
 
-    def _is_asked_for(self, tensors: list[Tensor]) -> bool:
+    def _may_use_graph(self, tensors: list[Tensor]) -> bool:
         if not tensors or not _may_hold(tensors[0]) or is_recomputing():
             return False
         if saved_tensor_hooks() is not None and not is_packing():

@@ -122,7 +122,7 @@ class HostPool:
         stored_copies = [copy for copy in copies if copy.piece is not None]
         if stored_copies:
             mark = self._streams.out.start(
-                Job(_memory_of(copy), copy.data, _run_of(copy)) for copy in stored_copies
+                Job(_memory_of(copy), copy.data, _row_copier(copy)) for copy in stored_copies
             )
             for copy in stored_copies:
                 copy.out = copy.busy = mark
@@ -135,7 +135,7 @@ class HostPool:
         # storage that it reads, not for the whole group.
         for copy in copies:
             assert copy.out is not None
-            job = Job(copy.data, _memory_of(copy), _run_of(copy))
+            job = Job(copy.data, _memory_of(copy), _row_copier(copy))
             copy.busy = self._streams.back.start([job], copy.out)
 
     def give(self, pieces: Sequence[HostPiece]) -> None:
@@ -202,7 +202,7 @@ def of_host_memory(subject: str) -> Iterator[None]:
         raise MemoryError(f"{subject} must fit in host memory: lower it ({reason})") from error
 
 
-def _run_of(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
+def _row_copier(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
     """Return a function that copies only the used first rows of a copy; None = copy all bytes."""
     rows = copy.used_rows
     if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:

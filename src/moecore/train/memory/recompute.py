@@ -272,7 +272,7 @@ class _RunningRegion:
                 stack.enter_context(self._restore_generators())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self._context or nullcontext())
-                hooks = torch.autograd.graph.saved_tensors_hooks(self._find_value, _never)
+                hooks = torch.autograd.graph.saved_tensors_hooks(self._find_value, _refuse_unpack)
                 stack.enter_context(hooks)
                 stack.enter_context(finding_products(self, has_products=self.has_products))
                 output = self.function(*args, **kwargs)
@@ -461,5 +461,5 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def _never(_: Any) -> Tensor:
+def _refuse_unpack(_: Any) -> Tensor:
     raise AssertionError("no backward runs through a second run")

@@ -127,7 +127,7 @@ class PageStore:
         for copy in copies:
             of, index = copy.piece
             matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
-        over, jobs, emptied = _over(freed_pieces), list[Job](), list[DispatchPages]()
+        over, jobs, emptied = _finish_places(freed_pieces), list[Job](), list[DispatchPages]()
         for of, tensors in matrices.items():
             # Only copies back read these pages, and they come earlier in the same stream.
             goes_along = over and over[-1].back is not None and over[-1].of_graph == in_capture
@@ -145,7 +145,7 @@ class PageStore:
 
     def give(self, pieces: Sequence[PagePlace]) -> None:
         """Return pages to the pool, after their last read."""
-        self._return(_over(pieces), in_capture=self._start())
+        self._return(_finish_places(pieces), in_capture=self._start())
 
     def clear(self) -> None:
         """Free all pages."""
@@ -285,7 +285,7 @@ def _by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
     return groups
 
 
-def _over(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
+def _finish_places(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
     """Count places as no longer needed; return the dispatches without needed places."""
     dispatches = []
     for of, _ in pieces:

@@ -9,7 +9,7 @@ parts of blocks begin and end:
     _retire    the same part of a later     -> the device memory of the group is freed
                layer begins
     _fetch     a handle is unpacked         -> the storage; its copy back starts now at the latest
-    _tend      handles were deleted         -> copies of the next groups back to the device start
+    _advance   handles were deleted         -> copies of the next groups back to the device start
 """
 
 from __future__ import annotations
@@ -263,23 +263,23 @@ class SavedStorages:
     def _locked(self) -> Iterator[None]:
         """Return a context under the lock; pending deletions of handles are counted first."""
         with self._lock:
-            self._tend()
+            self._advance()
             yield
-        self._tend_if_free()
+        self._advance_if_free()
 
     def _leave(self, use: StorageUse) -> None:
         """Record the deletion of a handle, at any time, even while the lock is held."""
         self._dead.append(use)
-        self._tend_if_free()
+        self._advance_if_free()
 
-    def _tend_if_free(self) -> None:
+    def _advance_if_free(self) -> None:
         while self._dead and self._lock.acquire(blocking=False):
             try:
-                self._tend(more_may_die=True)
+                self._advance(more_may_die=True)
             finally:
                 self._lock.release()
 
-    def _tend(self, *, more_may_die: bool = False) -> None:
+    def _advance(self, *, more_may_die: bool = False) -> None:
         """Start to copy back the next groups, and free copies without handles."""
         # Backward of a part has run when each of its handles was unpacked or has died. The copy
         # back of the next part starts when all of them have died, or at the next unpacking, which

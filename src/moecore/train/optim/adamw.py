@@ -328,7 +328,7 @@ def _encode(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
             m[part].float(), v[part].float()
         )
         exponents.append(scales)
-    state = {name: _like(param, code) for name, code in zip(MOMENTS, codes, strict=True)}
+    state = {name: _reshape_like(param, code) for name, code in zip(MOMENTS, codes, strict=True)}
     return {**state, "exponents": torch.cat(exponents)}
 
 
@@ -340,10 +340,10 @@ def _decode(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dict
         part = slice(start, start + CHUNK)
         blocks = exponents[start // MOMENT_BLOCK : (start + CHUNK) // MOMENT_BLOCK]
         flat[0][part], flat[1][part] = decode_moments_ref(m[part], v[part], blocks)
-    return {name: _like(param, x) for name, x in zip(MOMENTS, flat, strict=True)}
+    return {name: _reshape_like(param, x) for name, x in zip(MOMENTS, flat, strict=True)}
 
 
-def _like(param: Tensor, flat: Tensor) -> Tensor:
+def _reshape_like(param: Tensor, flat: Tensor) -> Tensor:
     """Return a tensor of a parameter's layout whose local shard has the values of `flat`."""
     result = torch.empty_like(param, dtype=flat.dtype, device=flat.device)
     local_of(result).copy_(flat.view_as(local_of(result)))

@@ -80,12 +80,12 @@ class HostAdamW(AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._slots = None
-        self._choose()
+        self._choose_host_params()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in torch; it may change which parameters are stepped on the host."""
         super().add_param_group(param_group)
-        self._choose()
+        self._choose_host_params()
 
     def state_device_of(self, param: Tensor) -> torch.device:
         """Return the device of a parameter's state."""
@@ -141,7 +141,7 @@ class HostAdamW(AdamW):
             slots.stream.hold(slots.stream.mark())
         return loss
 
-    def _choose(self) -> None:
+    def _choose_host_params(self) -> None:
         """Choose the parameters that the host steps, identically on every rank."""
         movable = {p: shard_bytes(p) if local_of(p).is_contiguous() else 0 for p in self._params()}
         self.host_params = {p for p in largest_up_to(self.host_fraction, movable) if movable[p]}

@@ -128,7 +128,7 @@ class Muon(torch.optim.Optimizer):
         if not self.layouts:
             raise ValueError("assignment (without matrices) must have one: use AdamW alone")
         self.ns_dtype = ns_dtype
-        self._forget()
+        self._drop_plans()
         options: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
         options |= dict(nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps)
         options |= dict(ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, fused=True)
@@ -137,7 +137,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(list(self.layouts), options)
         self._step_supports_amp_scaling = True
 
-    def _forget(self) -> None:
+    def _drop_plans(self) -> None:
         """Drop plans and process groups; `_plan` and `_group_of` create them again."""
         self._plans: dict[tuple[int, ...], MatrixPlan] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -151,7 +151,7 @@ class Muon(torch.optim.Optimizer):
             group["fused"] = True
             if "beta2" in self.defaults:  # a state dict of torch's Muon has none
                 group.setdefault("beta2", self.defaults["beta2"])
-        self._forget()
+        self._drop_plans()
         self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
