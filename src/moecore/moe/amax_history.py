@@ -1,20 +1,21 @@
-"""Largest magnitudes of the last optimizer steps, for delayed scaling.
+"""Maximum magnitudes (amax) of the last optimizer steps, for delayed FP8 scaling.
 
-Example: two steps are kept. Operands whose largest magnitudes are 3 and 5 in the micro-batches of
-step 0, 2 in step 1 and 1 in step 2 are scaled in
+Example with a history of two steps. An operand has amax 3 and 5 in the micro-batches of step 0, 2
+in step 1 and 1 in step 2. Its scale is computed from
 
-    step 0   by their own: 3, then 5
-    step 1   by 5
-    step 2   by max(5, 2) = 5
-    step 3   by max(2, 1) = 2
+    step 0   the amax of the micro-batch: 3, then 5
+    step 1   5
+    step 2   max(5, 2) = 5
+    step 3   max(2, 1) = 2
 
-Magnitudes of this step are collected beside the history, which changes between steps alone
-(`advance_together`), so micro-batches of a step and their recomputation see the same scales.
-Infinity and NaN are not collected, nor is a skipped step: they would clip nothing for n steps.
+The amax of the current step is collected separately. The history changes only between steps
+(`advance_histories`), so micro-batches of a step and their recomputation use the same scales.
+Infinity, NaN and skipped steps are not recorded, because their scales would be wrong for n steps.
 
-An operand that no step had, such as the gradient behind a matrix of zeros or of a skipped first
-step, is scaled by its own magnitudes until one has it. The device decides that (`amax` is 0); once
-the host knows that all operands have a past (`is_sure`), nothing asks any more.
+An operand may have no recorded amax, such as the gradient below a matrix of zeros, or after a
+skipped first step. Its scale is then computed from its current amax. The device makes this decision
+(`amax` is 0). When the host knows that all operands have a recorded amax (`is_sure`), the device no
+longer checks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LINEAR_OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
 
 
 class AmaxHistory:
-    """The history of operands, by default the three of a linear, equal on all ranks of a stage."""
+    """Amax history of some operands, by default a linear's three; equal on all ranks of a stage."""
 
     def __init__(self, num_steps: int, operands: Sequence[str] = LINEAR_OPERANDS) -> None:
         self.num_steps, self.operands = num_steps, operands
@@ -47,11 +48,11 @@ class AmaxHistory:
         self._answer: _Answer | None = None  # to whether it has
 
     def amax(self, operand: str) -> Tensor | None:
-        """Return fp32 [1], the largest of the steps, 0 where none had it; None before the first."""
+        """Return fp32 [1], the maximum over recorded steps, 0 = none; None before a first step."""
         return self._past.get(operand)
 
     def record(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
-        """Return `seen`, to which a forward that trains and its backward add; {} in others."""
+        """Return `seen`, which a training forward and its backward update; otherwise {}."""
         if not (training and torch.is_grad_enabled()):
             return {}
         # {} under torch.compile before there are tensors: a graph cannot make what its backward
@@ -63,26 +64,26 @@ class AmaxHistory:
         return self.seen
 
     def start(self, device: torch.device) -> None:
-        """Make the tensors that collect, unless they are there."""
+        """Allocate the tensors of the current step, unless they exist."""
         if not self.seen:
             self.seen |= {operand: torch.zeros(1, device=device) for operand in self.operands}
 
     def drop(self) -> None:
-        """Drop the magnitudes of this step. No host sync."""
+        """Set the amax of the current step to 0. No host sync."""
         for seen in self.seen.values():
             seen.zero_()
 
     def grow(self, device: torch.device) -> None:
-        """Make the tensors of the steps, unless they are there."""
+        """Allocate the tensors of the recorded steps, unless they exist."""
         if not self.steps:
             for operand in self.operands:
                 self.steps[operand] = torch.zeros(self.num_steps, device=device)
                 self._past[operand] = torch.zeros(1, device=device)
 
     def load(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Go on from saved `steps`, the newest that there is room for. Host sync.
+        """Restore the newest `num_steps` of saved `steps`. Host sync.
 
-        An operand that is not there, or that no step had, is as before its first step.
+        An operand without a saved amax starts as before its first step.
         """
         if not (state or self.steps):
             return
@@ -97,14 +98,14 @@ class AmaxHistory:
         self.is_sure, self._answer = all(steps.any() for steps in self.steps.values()), None
 
     def learn(self) -> None:
-        """Take an answer that has come. No host sync."""
+        """Set `is_sure` if the device's answer has arrived on the host. No host sync."""
         answer = self._answer
         if answer is not None and (answer.event is None or answer.event.query()):
             self.is_sure, self._answer = answer.of(self), None
 
 
 class _Answer:
-    """Whether each history has a past of all operands, on its way to the host."""
+    """An asynchronous copy to the host: whether each history has an amax of all its operands."""
 
     def __init__(self, histories: Sequence[AmaxHistory]) -> None:
         min_amax = torch.stack([torch.cat([*h._past.values()]).amin() for h in histories])
@@ -115,7 +116,7 @@ class _Answer:
             self.event.record()
 
     def of(self, history: AmaxHistory) -> bool:
-        """Return that of one history."""
+        """Return the answer for one history."""
         return bool(self._min_amax[self._index[history]] > 0)
 
 
@@ -127,10 +128,10 @@ def advance_histories(
     *,
     is_skipped: bool | Tensor = False,
 ) -> None:
-    """Start the next step of operands that are spread over the ranks of a group: `push_together`.
+    """All-reduce the current step's amax over a group, and add it to the histories.
 
-    One all-reduce for all histories, which all ranks have in the same order. None = one rank. A
-    `is_skipped` step, bool scalar on the device, adds nothing.
+    All ranks pass the histories in the same order, and one all-reduce serves all of them. `group`
+    None = one rank. A skipped step (`is_skipped`, bool or a scalar on the device) adds nothing.
     """
     for history in histories:
         history.start(device)
@@ -144,7 +145,7 @@ def advance_histories(
 
 @torch.no_grad()
 def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
-    """Add a step to histories: fp32 of each operand of each one; 0 = the step did not have it."""
+    """Add a step's amax, fp32 per operand and history, to histories; 0 = the step had no amax."""
     # A few launches however many there are. No host sync.
     of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
     values = iter(largest.split(1))
@@ -167,7 +168,7 @@ def push_amax(histories: Sequence[AmaxHistory], largest: Tensor) -> None:
 
 
 def _learn_sureness(histories: Sequence[AmaxHistory]) -> None:
-    """Let the host know which histories are sure: at once, or on a GPU before a later step."""
+    """Start or finish the copy that tells the host which histories have an amax of all operands."""
     for history in histories:
         history.learn()
     unasked = [h for h in histories if not h.is_sure and h._answer is None]
@@ -184,6 +185,6 @@ def _learn_sureness(histories: Sequence[AmaxHistory]) -> None:
 
 
 def history_of(module: nn.Module) -> AmaxHistory | None:
-    """Return the history of a linear's weight, from which delayed scaling has its scale."""
+    """Return the amax history of a linear module's products, or None."""
     history: AmaxHistory | None = getattr(getattr(module, "products", None), "history", None)
     return history

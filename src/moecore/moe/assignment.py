@@ -1,10 +1,10 @@
-"""Who goes where when a token does not simply take its best K experts, and who is dropped.
+"""Rules that choose experts other than by top-k, and the drop of choices over capacity.
 
 Legend: N tokens that are routed together, T tokens of this rank, E experts, K choices per token.
 
-Every function gives the same answer in a repeated run, needs no host sync and no gradient: a choice
-is a constant, and weights are computed for it afterwards (`kernels/routing/route.py`). Among equals
-the lower id wins, of experts and of tokens, but for tokens over capacity, whose order is given.
+Every function is deterministic, and needs no host sync and no gradient. Weights are computed
+afterwards for the chosen ids (`kernels/routing/route.py`). If scores are equal, the lower expert id
+and the lower token index win. `within_capacity` receives an order of tokens instead.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ SINKHORN_ITERATIONS = 32
 
 
 def register_assignment(name: str, rule: AssignmentRule) -> None:
-    """Let `MoEConfig.assignment` name a rule that chooses the experts of tokens, on every rank.
+    """Register a rule that chooses the experts of tokens, as a value of `MoEConfig.assignment`.
+
+    Call it on every rank.
 
     Args:
         name: a new name.
         rule: called without gradients with the logits [N, E] of all tokens of a micro-batch of a
             data rank, the number K of choices per token, and the padding mask bool [N] or None.
-            Returns ids [N, K]: each at most once per token, -1 for no choice. All ranks of a
-            micro-batch must return the same ids. Weights are computed from the scores.
+            Returns ids [N, K]: each id at most once per token, -1 for no choice. All ranks of a
+            micro-batch must return the same ids. The router computes weights from the scores.
 
     Raises:
-        ValueError: when the name is taken, or the rule is no function.
+        ValueError: when the name is already registered, or the rule is not a function.
     """
     check_arguments(register_assignment, locals())
     ASSIGNMENTS.register(name, rule)
 
 
 def sinkhorn_ids(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
-    """Return each token's best experts of the evened-out scores: int64 [N, K]."""
+    """Return int64 [N, K]: each token's best experts by the scores after Sinkhorn's iterations."""
     # The scores are the matrix exp(logits) with rows and columns scaled in turn, so that every row
     # sums to 1 and every column to N / E: BASE layers (arXiv:2103.16716), Sinkhorn's iterations for
     # it (arXiv:2202.01169). Padding has no part in the sums of columns. A token alone (or among its
@@ -55,7 +57,7 @@ def sinkhorn_ids(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -
 def expert_choice_ids(
     scores_NE: Tensor, capacity: Tensor | int, padding_mask_N: Tensor | None
 ) -> Tensor:
-    """Return int64 [N, E]: column e holds e where expert e takes the token, else -1."""
+    """Return int64 [N, E]: column e contains e if expert e chose the token, otherwise -1."""
     # Each expert takes `capacity` tokens, fewer where there are no more, and no padding: expert
     # choice routing (arXiv:2202.09368).
     # Example, capacity 1: scores [[.9, .4], [.8, .6]] give [[0, -1], [-1, 1]].
@@ -80,7 +82,7 @@ def within_capacity(
     drop: DropOrder,
     tokens_N: Tensor,
 ) -> Tensor:
-    """Return bool [N, K]: the choices that stay when each expert takes at most `capacity`."""
+    """Return bool [N, K]: True for choices that remain if an expert takes at most `capacity`."""
     # `drop` "probability" keeps the highest weights, "position" the first of `tokens_N`, int64,
     # whose order decides among equal weights, too. No choice, -1, never stays. Example, capacity 1,
     # ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" keeps tokens 1, 2, "position"

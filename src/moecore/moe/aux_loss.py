@@ -1,7 +1,8 @@
-"""Auxiliary losses: they ride on a layer's output, and their gradient has factors of its own.
+"""Auxiliary losses, attached to a layer's output, and the factors of their gradient.
 
-Identity in forward; backward gives a loss its gradient and counts it. So a recomputed forward, eval
-mode and no_grad count nothing, and no loop has to add anything to its loss.
+The attachment is the identity in forward. Backward gives a loss its gradient and adds it to the
+step's total. A recomputed forward, eval mode and no_grad therefore count nothing, and the training
+loop adds nothing to its loss.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class LossFactors:
         self.token_weight: Tensor | None = None
 
     def weighted(self, losses: Tensor) -> Tensor:
-        """Return losses times the announced weight, so that empty micro-batches do not count."""
+        """Return losses times `token_weight`, so that micro-batches without tokens do not count."""
         return losses if self.token_weight is None else losses * self.token_weight
 
     def losses_gradient(self, losses: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ class LossFactors:
         return grad if scale is None else grad * scale
 
     def check_loss_scale(self, y: Tensor) -> None:
-        """Raise for fp16 where a loss scale would reach the main loss alone."""
+        """Raise for fp16 if a loss scale would apply only to the main loss."""
         dtype = autocast_dtype(y) or y.dtype
         if dtype == torch.float16 and (self.loss_scale is None or self.loss_scale() is None):
             raise ValueError(
@@ -47,7 +48,7 @@ class LossFactors:
 
 
 class AuxLoss(LossFactors):
-    """The auxiliary loss of a layer that is no MoE layer, summed over the backwards of a step."""
+    """The auxiliary loss of a layer that is not an MoELayer, summed over a step's backwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,24 +56,24 @@ class AuxLoss(LossFactors):
 
     @torch.compiler.disable  # its backward counts on the host
     def ride(self, y: Tensor, loss: Tensor) -> Tensor:
-        """Return y; its backward gives a scalar loss, of this rank's tokens, its gradient."""
+        """Attach a scalar loss of this rank's tokens to y: y's backward gives it its gradient."""
         self.check_loss_scale(y)
         return _Ride.apply(y, self.weighted(loss), self)  # type: ignore[no-any-return]
 
     def add(self, loss: Tensor) -> None:
-        """Count the loss of a micro-batch."""
+        """Add the loss of a micro-batch to the step's total."""
         if self.total is None or self.total.device != loss.device:
             self.total = torch.zeros_like(loss, dtype=torch.float32)
         self.total += loss
 
     def sum_on(self, device: torch.device) -> Tensor:
-        """Return the sum of the step, fp32 [1]; 0 where nothing was counted."""
+        """Return the total of the step on a device, fp32 [1]; 0 before the first backward."""
         if self.total is None:
             return torch.zeros(1, device=device)
         return self.total[None]
 
     def reset(self) -> None:
-        """Forget the losses and the announced weight of this step."""
+        """Set the total of this step to 0, and drop `token_weight`."""
         self.token_weight = None
         if self.total is not None:
             self.total.zero_()
@@ -93,6 +94,6 @@ class _Ride(torch.autograd.Function):
 
 
 def aux_losses(model: nn.Module) -> dict[str, AuxLoss]:
-    """Return the auxiliary losses of a model's modules that have one as `aux_loss`, by name."""
+    """Return the auxiliary losses of a model's modules with an attribute `aux_loss`, by name."""
     losses = ((clean_name(n), getattr(m, "aux_loss", None)) for n, m in model.named_modules())
     return {name: loss for name, loss in losses if isinstance(loss, AuxLoss)}

@@ -1,23 +1,25 @@
-"""How the experts' matrices are multiplied: one choice by name.
+"""Backends that multiply the experts' matrices, selected by name.
 
-"triton"      moecore's kernels for Hopper; keeps X and H; no host sync
-"torch"       torch's grouped product, moecore's row movers; keeps X and H; no host sync in bf16
-              on Hopper and datacenter Blackwell, where that product has none
-"te"          Transformer Engine's, moecore's row movers; keeps X and H; one host sync
-"sequential"  one product per expert, the oracle; keeps what autograd keeps; one host sync
-"auto"        "te" for a recipe of it; "triton" for gated experts that it can multiply, else
-              "torch": it was faster at every shape of benchmarks/results. In a plain layer
-              "sequential" for what neither of them can multiply (fp64, rows that are no multiple of
-              16 bytes), which parallelize_moe refuses
+X are the source rows and H is FC1's output.
 
-"triton", "torch", "te" and "auto" are `kernels/experts/expert_mlp.py`, but for experts with biases
-or an activation of the model's own, whose products are torch's under autograd ("te" refuses them).
-With "triton" a NaN in one expert's first rows reaches the weight gradient of the expert before it,
-too (`kernels/grouped/wgrad.py`).
+"triton"      moecore's kernels for Hopper; saves X and H for backward; no host sync
+"torch"       torch's grouped_mm, moecore's row movers; saves X and H; no host sync in bf16 on
+              Hopper and datacenter Blackwell, where grouped_mm has no host sync
+"te"          Transformer Engine's product, moecore's row movers; saves X and H; one host sync
+"sequential"  one product per expert, the reference; saves what autograd saves; one host sync
+"auto"        "te" for Transformer Engine recipes. "triton" for gated experts that it can multiply,
+              otherwise "torch": "triton" was faster at every shape of benchmarks/results. In a
+              layer without parallelize_moe, "sequential" if neither can multiply the experts
+              (fp64, rows that are not a multiple of 16 bytes). parallelize_moe refuses these.
+
+"triton", "torch", "te" and "auto" run `kernels/experts/expert_mlp.py`. For experts with biases or
+an `own_activation` they run torch's products under autograd instead ("te" refuses these experts).
+With "triton" a NaN in one expert's first rows also reaches the weight gradient of the preceding
+expert (`kernels/grouped/wgrad.py`).
 
 Legend: S source rows, R expert rows, D model dim, F hidden dim of this rank, C columns of FC1 (2F
-with a gate, else F), e local experts. The oracle and experts with biases move rows in plain
-PyTorch (`gather_plain`, `sum_plain`); the fast way is `kernels/rows/move.py`.
+with a gate, otherwise F), e local experts. "sequential" and experts with biases move rows in plain
+PyTorch (`gather_plain`, `sum_plain`); the fast implementation is `kernels/rows/move.py`.
 """
 
 from __future__ import annotations
@@ -45,16 +47,18 @@ Computation = Callable[[ExpertInput, ExpertWeights, ActivationOptions], Tensor]
 
 
 def register_expert_backend(name: str, computation: Computation) -> None:
-    """Let `expert_backend` name a function that computes a rank's experts, on every rank.
+    """Register a function that computes a rank's experts, as a value of `expert_backend`.
+
+    Call it on every rank.
 
     Args:
         name: a new name.
         computation: called with the rows of this rank's experts, their matrices and the activation;
-            returns y_SD. Autograd computes its backward. The host may wait for the device in it, so
-            no CUDA graph captures it; it computes no experts in FP8 and recomputes no part of them.
+            returns y_SD. Autograd computes its backward. It may synchronise with the host, so CUDA
+            graphs do not capture it. It supports neither FP8 nor recomputation of FC1.
 
     Raises:
-        ValueError: when the name is taken, or the computation is no function.
+        ValueError: when the name is already registered, or the computation is not a function.
     """
     check_arguments(register_expert_backend, locals())
 
@@ -78,7 +82,7 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
 
 
 def separate_computation(name: str, spec: ExpertSpec, *, has_extras: bool) -> Computation | None:
-    """Return what computes the experts in place of `expert_mlp`; None = nothing does."""
+    """Return the function that replaces `expert_mlp` for these experts; None = `expert_mlp`."""
     # `has_extras`: they have biases or an activation of the model's own.
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     may_group = name == "auto" and spec.recipe is None and is_floating
@@ -89,7 +93,7 @@ def separate_computation(name: str, spec: ExpertSpec, *, has_extras: bool) -> Co
 
 
 def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
-    """Return y_SD by torch's grouped product under autograd, which keeps more than X and H."""
+    """Return y_SD by torch's grouped_mm under autograd, which saves more than X and H."""
     inp = summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
@@ -122,7 +126,7 @@ def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: Activatio
 
 
 def _grouped(x_RI: Tensor, w_eOI: Tensor, update: LowRankUpdate | None, offs: Tensor) -> Tensor:
-    """Return the product with each expert's matrix, and its update; rows past the last are any."""
+    """Return the products with each expert's matrix and LoRA update; unused rows are undefined."""
     y_RO = grouped_mm(x_RI, w_eOI.transpose(1, 2), offs=offs)
     if update is None:
         return y_RO
@@ -160,7 +164,7 @@ ExpertBackend = Annotated[
 
 
 def _stops(index: ExpertIndex) -> list[int]:
-    """Return where each expert's rows end, on the host. One host sync; on meta loads are even."""
+    """Return the end of each expert's rows on the host. One host sync; on meta loads are even."""
     e, R = index.offsets_e.shape[0], index.row_ids_R.shape[0]
     if not index.offsets_e.is_meta:
         return index.offsets_e.tolist()
@@ -203,13 +207,13 @@ def _add_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
 
 
 def gather_plain(x_SD: Tensor, ids_R: Tensor) -> Tensor:
-    """Return x_SD[ids_R]; its backward adds in fp32."""
+    """Return x_SD[ids_R]; its backward sums in fp32."""
     result: Tensor = _GatherRows.apply(x_SD, ids_R)
     return result
 
 
 def sum_plain(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
-    """Return out[s] = sum of y_RD[r] over ids_R[r] == s, added in fp32 and rounded once."""
+    """Return out[s] = sum of y_RD[r] over ids_R[r] == s, summed in fp32 and rounded once."""
     # Not bit-reproducible on CUDA: the adds are atomic.
     result: Tensor = _SumRows.apply(y_RD, ids_R, num_rows)
     return result

@@ -1,25 +1,25 @@
-"""Load balance of one layer: auxiliary losses, and what its routing is counted into.
+"""Auxiliary losses and load counts of one layer.
 
 Legend: T local tokens, B sequences, E experts, K experts per token, X columns.
 
-Journey: each layer's `LoadTracker` computes its auxiliary losses from the routing and rides them
-on the layer's output. Backward adds their gradient and commits the counts, so that a recomputed
-forward, eval mode and no_grad count nothing. Once per optimizer step `MoEState.finish_step`
-(`moe/state.py`) reduces the counts of all layers, moves the biases and returns the metrics.
+Each layer's `LoadTracker` computes its auxiliary losses from the routing and attaches them to the
+layer's output. Backward adds their gradient and commits the counts, so that a recomputed forward,
+eval mode and no_grad count nothing. Once per optimizer step `MoEState.finish_step`
+(`moe/state.py`) reduces the counts of all layers, updates the biases and returns the metrics.
 
-What is counted is what tokens chose, before capacity dropped any, and without padding, and how
-undecided the router was about them (`kernels/routing/entropy.py`). Where an expert bias or groups
-move the choice, the losses count each token's K best scores instead: their gradient evens out the
-scores, which the choice no longer shows (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
+Counts contain the choices before capacity dropped any, without padding. The router's entropy over
+the experts is summed too (`kernels/routing/entropy.py`). If an expert bias or groups change the
+choice, the losses count each token's K best scores instead: their gradient balances the scores,
+which the choice no longer shows (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
 
-An auxiliary loss is a mean over pairs of a micro-batch and a data rank: those that have tokens, all
-with the same weight. So it does not depend on the parallel layout. Ranks that share a micro-batch
-(cp, tp) count its tokens together. Where each forward has its own cp, data ranks share a
-micro-batch too, which then counts once for each of them.
+An auxiliary loss is a mean over pairs of a micro-batch and a data rank. Pairs without tokens are
+left out, and all other pairs have the same weight. The loss therefore does not depend on the
+parallel layout. Ranks that share a micro-batch (cp, tp) count its tokens together. If each forward
+has its own cp, several data ranks share a micro-batch, which then counts once for each of them.
 
 The number of pairs must be known before the first backward. `MoEState.announce` sums it once per
-step. Without it a forward knows only the ranks of its own micro-batch. It then takes the mean over
-those that have tokens, and the step takes the mean over all micro-batches.
+step. Without `announce` a forward knows only the ranks of this micro-batch. Its loss is then the
+mean over ranks with tokens, and the step takes the mean over all micro-batches.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOSS_NAMES = ("micro_batch", "sequence", "global_batch", "z")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceGroups:
-    """Who counts tokens together; None = this rank alone."""
+    """Process groups whose ranks count tokens together; None = only this rank."""
 
     micro_batch: dist.ProcessGroup | None = None  # has parts of one data rank's micro-batch
     global_batch: dist.ProcessGroup | None = None  # all ranks of the pipeline stage
@@ -62,7 +62,7 @@ class BalanceGroups:
     weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
     def of(self, cp: int | None) -> BalanceGroups:
-        """Return who counts in a forward of cp ranks; None = `self.cp`."""
+        """Return the groups for a forward over `cp` context parallel ranks; None = `self.cp`."""
         if cp in (None, self.cp):
             return self
         if cp not in self.by_cp:
@@ -74,7 +74,7 @@ class BalanceGroups:
 
 @dataclass(slots=True)
 class LoadCounts:
-    """What one layer has counted since the last optimizer step: int64, changed in place."""
+    """Counts of one layer since the last optimizer step: int64, changed in place."""
 
     choices_E: Tensor  # choices of each expert
     capacity_choices_E: Tensor | None  # choices within capacity; None where nothing can be dropped
@@ -87,7 +87,7 @@ class LoadCounts:
 
     @classmethod
     def zeros(cls, config: MoEConfig, device: torch.device) -> LoadCounts:
-        """Return what a layer counts, all 0."""
+        """Return zero counts with the tensors that a config needs."""
         E = config.num_candidates
         drops = config.capacity is not None and config.assignment != "expert_choice"
         best = config.counts_best_scores and config.balance.global_batch_coef > 0
@@ -103,24 +103,24 @@ class LoadCounts:
         )
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that exist."""
+        """Return the tensors that are not None."""
         return [t for f in fields(self) if (t := getattr(self, f.name)) is not None]
 
 
 class LoadTracker(LossFactors):
     """One layer's auxiliary losses and counts since the last optimizer step.
 
-    `counts` is allocated by the first backward, None before it, and its tensors are changed in
-    place from then on. So a CUDA graph that captured a forward and backward counts at every replay.
-    A replay runs no Python. `graphs.GraphedForwardBackward` does what needs it:
+    The first backward allocates `counts`. Later backwards change its tensors in place, so that each
+    replay of a CUDA graph of a forward and backward counts. A replay runs no Python.
+    `graphs.GraphedForwardBackward` therefore does three things:
 
-    - Run one forward and backward before capture, and `reset()` to drop the warm-up's counts.
-    - Add `num_captured` to `num_micro_batches` at every replay, or nothing checks their number.
-    - `set_num_micro_batches` must come before capture, which keeps its factor on the gradient. The
-      loss scale is a tensor, which replays read.
+    - It runs one forward and backward before capture, and calls `reset()` to drop their counts.
+    - It adds `num_captured` to `num_micro_batches` at every replay, so the number can be checked.
+    - It calls `set_num_micro_batches` before capture, because the graph contains the factor of the
+      gradient. The loss scale is a tensor, which replays read.
 
-    A layer may run several times (`runs`) in each forward of its model: their losses and counts
-    add up.
+    If a layer runs several times (`runs`) in each forward of its model, the losses and counts of
+    its runs are summed.
     """
 
     def __init__(self, config: MoEConfig, *, runs: int = 1) -> None:
@@ -135,7 +135,7 @@ class LoadTracker(LossFactors):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the counts of this step."""
+        """Set the counts of this step to 0."""
         self.num_micro_batches = 0
         self.num_in_flight = 0  # forwards that wait for their backward
         self._seen_E: Tensor | None = None  # counts of forwards, where several are in flight
@@ -149,7 +149,7 @@ class LoadTracker(LossFactors):
             tensor.zero_()
 
     def set_config(self, config: MoEConfig) -> None:
-        """Follow another balance config from the next step on; drops the counts."""
+        """Use another balance config from the next step on; drops the counts."""
         self._check(config)
         self.config = config
         self.counts = None
@@ -164,7 +164,7 @@ class LoadTracker(LossFactors):
             )
 
     def start_in_flight(self) -> None:
-        """Announce several forwards before their backwards, until `reset`."""
+        """Prepare for several forwards before their backwards, until `reset`."""
         # A global-batch loss then counts the forwards that began before, whether their backward has
         # run or not, as of micro-batches that run one after the other.
         if self.config.balance.global_batch_coef:
@@ -173,7 +173,7 @@ class LoadTracker(LossFactors):
     def attach(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y with the auxiliary losses and the counts riding on it; no host sync."""
+        """Return y with auxiliary losses and counts attached to its backward; no host sync."""
         # `bias_E` is the bias with which tokens chose. Without gradients nothing is counted;
         # without auxiliary losses nothing is launched here, and two kernels in backward.
         if not (torch.is_grad_enabled() and y.requires_grad):
@@ -191,7 +191,7 @@ class LoadTracker(LossFactors):
     def _attach(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        self._follow(y.device)
+        self._move_counts(y.device)
         if self.counts is None and _is_capturing(y):
             raise ValueError(
                 "LoadTracker.counts (None) must exist before a CUDA graph captures the layer: "
@@ -210,7 +210,7 @@ class LoadTracker(LossFactors):
                 prior_E = None if counts is None else counts.best_E
             ids_TK = routing.chosen_ids_TK if best_TK is None else best_TK
             if self._seen_E is not None:
-                prior_E = seen_E = self._see(ids_TK)
+                prior_E = seen_E = self._count_forward(ids_TK)
             num_sequences, sequences_T = micro_batch.sequences(ids_TK.shape[0])
             observes = self.has_steps and y.device.type == "cpu" and not is_recomputing()
             losses = balance_losses(
@@ -237,8 +237,8 @@ class LoadTracker(LossFactors):
         result: Tensor = _Attach.apply(y, losses, self, seen_E, *observed)
         return result
 
-    def _see(self, ids_TK: Tensor) -> Tensor:
-        """Return the counts of the forwards before this one, and count it."""
+    def _count_forward(self, ids_TK: Tensor) -> Tensor:
+        """Return the summed counts of earlier forwards of this step, then add this forward's."""
         if is_recomputing():  # it has seen what it saw at first; it is the oldest that waits
             self._repeated = self._priors[0]
             return self._repeated
@@ -250,7 +250,7 @@ class LoadTracker(LossFactors):
         return prior_E
 
     def _check_recompute(self) -> None:
-        """Count forwards, and refuse one that could not repeat what it did the first time."""
+        """Count forwards in flight; raise if this recomputation would read changed counts."""
         # Activation checkpointing repeats a forward inside backward. "global_batch" reads the
         # counts so far, which are those of its first run only if no micro-batch came in between.
         if not is_recomputing():
@@ -266,8 +266,8 @@ class LoadTracker(LossFactors):
                 "use TrainStep.micro_batches(), or one backward per forward"
             )
 
-    def _follow(self, device: torch.device) -> None:
-        """Take the counts along when the layer has moved."""
+    def _move_counts(self, device: torch.device) -> None:
+        """Copy the counts to the device of the layer, if the layer was moved."""
         counts = self.counts
         if counts is not None and counts.choices_E.device != device:
             counts_on_device = LoadCounts.zeros(self.config, device)
@@ -276,7 +276,7 @@ class LoadTracker(LossFactors):
             self.counts = counts_on_device
 
     def _end_in_flight(self, seen_E: Tensor | None) -> None:
-        """End a forward that has seen these counts; raise if another one was repeated for it."""
+        """End the forward that read `seen_E`; raise if another forward was recomputed for it."""
         if seen_E is None:
             return
         repeated, self._repeated = self._repeated, None
@@ -291,7 +291,7 @@ class LoadTracker(LossFactors):
     def commit(
         self, losses: Tensor | None, seen_E: Tensor | None, observed: tuple[Any, ...]
     ) -> None:
-        """Add one micro-batch; called by backward. Two kernels, and one per option that counts."""
+        """Add one micro-batch to the counts, in backward: two kernels, and one per option."""
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
         self._end_in_flight(seen_E)
@@ -318,7 +318,7 @@ class LoadTracker(LossFactors):
             add_margins_(counts.margins_EX, logits_TE, bias_E, *score_options, padding_mask_T)
 
     def _warn_of_no_step(self) -> None:
-        """Warn where nothing ends steps: biases never move, and counts are those of all steps."""
+        """Warn if no code ends steps: biases then never move, and counts grow over all steps."""
         balance = self.config.balance
         for name in ("bias_update_rate", "global_batch_coef"):
             if value := getattr(balance, name):
@@ -335,7 +335,7 @@ def _is_capturing(x: Tensor) -> bool:
 
 
 class _Attach(torch.autograd.Function):
-    """Identity on y; backward gives the losses their gradient, and counts the saved ids once."""
+    """Identity on y; backward gives the losses their gradient, and commits the saved ids once."""
 
     @staticmethod
     def forward(

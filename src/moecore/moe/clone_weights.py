@@ -1,8 +1,9 @@
-"""Weights of a rank's experts and of its clones, as the experts compute with them.
+"""Weights of a rank's local experts and clones, concatenated for the experts' kernels.
 
-    with_clones(ExpertWeights of e experts, Clones) -> those of e + n; gradients of clones go home
+    with_clones(ExpertWeights of e experts, Clones) -> ExpertWeights of e + n experts
 
-Backward keeps the clones, and not the experts beside them once more: they are joined again.
+Backward returns the clones' gradients to the ranks of their experts. Only the clones' weights are
+saved for backward. Backward concatenates them with the experts' weights again.
 
 Legend: e experts of a rank, n clones on it.
 """
@@ -32,7 +33,10 @@ from moecore.moe.clones import AnyClones, carried
 
 @contextmanager
 def with_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[ExpertWeights]:
-    """Give the weights of e + n experts; within, what is saved of them is joined again."""
+    """Yield the weights of e + n experts, or None without clones.
+
+    In this context, saved tensors of the concatenated weights are stored as their two parts.
+    """
     if clones is None:
         yield weights
         return
@@ -43,14 +47,14 @@ def with_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[Ex
 
 
 class _CloneMemory:
-    """Tensors of experts and clones, and how to make them again."""
+    """Concatenates tensors of experts and clones, and packs saved results as their two parts."""
 
     def __init__(self, clones: AnyClones) -> None:
         self.clones = clones
         self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # the whole is held: its key
 
     def join(self, local_part: Tensor, clones: Tensor) -> Tensor:
-        """Return [e + n, ...], a copy where there are clones on this rank."""
+        """Return [e + n, ...], a copy if there are clones on this rank."""
         if not clones.shape[0]:
             return local_part.view_as(local_part)
         full = _cat(local_part, clones)
@@ -58,13 +62,13 @@ class _CloneMemory:
         return full
 
     def pack(self, tensor: Tensor) -> Handle | None:
-        """Return the handle of a tensor that was joined; None of others."""
+        """Return the handle of a view of a concatenated tensor; None for other tensors."""
         parts = self._parts.get(storage_key(tensor))
         return None if parts is None else _JoinHandle(tensor, *parts[1:])
 
 
 class _JoinHandle:
-    """A view of a joined tensor, which is joined again."""
+    """Handle of a saved view of a concatenated tensor; unpacking concatenates the parts again."""
 
     __slots__ = ("_parts", "_view")
 
@@ -73,7 +77,7 @@ class _JoinHandle:
         self._view = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self) -> Tensor:
-        """Return the view of a new copy."""
+        """Concatenate the parts, and return the view of the copy."""
         return _cat(*self._parts).as_strided(*self._view)
 
 
@@ -82,7 +86,7 @@ def _cat(local_part: Tensor, clones: Tensor) -> Tensor:
 
 
 class _Extend(torch.autograd.Function):
-    """Weights of experts -> of experts and clones; clones' gradients come home."""
+    """Concatenates weights of experts and clones; backward returns the clones' gradients."""
 
     @staticmethod
     def forward(
@@ -122,26 +126,26 @@ class _Extend(torch.autograd.Function):
 
 
 class _TensorUse(NamedTuple):
-    """How a tensor of weights is used."""
+    """How the experts use a tensor of weights."""
 
     has_values: bool = True  # products read it; False for what was quantised
     sink: _HomeSink | None = None  # may return its gradient in the experts' backward
 
 
 class _HomeSink:
-    """Adds the clones' gradients to those of their experts, for the experts' own sink."""
+    """Adds the clones' gradients to those of their experts, then calls the experts' sink."""
 
     def __init__(self, sink: GradSink, clones: AnyClones, dtype: torch.dtype) -> None:
         self._sink, self._clones, self._dtype = sink, clones, dtype
         self._is_home = False
 
     def take(self) -> bool:
-        """Return whether `put` ran in this backward: not under dispatch modes, for example."""
+        """Return whether `put` ran in this backward; dispatch modes can prevent it."""
         is_home, self._is_home = self._is_home, False
         return is_home
 
     def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """As of `GradSink`; collective. Sums in fp32."""
+        """Add the clones' gradients in fp32, then call `GradSink.put`. Collective."""
         wide = torch.promote_types(self._dtype, torch.float32)
         (home,) = self._clones.bring_home_([compute(*operands, GradTarget(dtype=wide))])
         self._is_home = True
@@ -151,12 +155,12 @@ class _HomeSink:
         return torch.cat([grad, grad.new_zeros(self._clones.num_local_clones, *grad.shape[1:])])
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """Return False: what ranks do together they do in this backward."""
+        """Return False: the collective of the clones' gradients must run in this backward."""
         return False
 
 
 def _put(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
-    """Put a gradient that is there already at a target."""
+    """Write an already computed gradient to a target."""
     if target.scale != 1.0:
         grad = grad * target.scale
     if target.out is None:
@@ -165,7 +169,7 @@ def _put(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
 
 
 def _extend_weights(weights: ExpertWeights, memory: _CloneMemory) -> ExpertWeights:
-    """Return the weights of experts and clones. Collective."""
+    """Fetch the clones' weights, and return the concatenated weights. Collective."""
     clones, quantised = memory.clones, weights.quantised
     updates = [u for u in (weights.update1, weights.update2) if u is not None]
     matrices = [weights.w1_eCD, weights.w2_eDF]
@@ -204,7 +208,7 @@ def _extend_weights(weights: ExpertWeights, memory: _CloneMemory) -> ExpertWeigh
 def _extend_pair(
     quantised: tuple[OperandPair, OperandPair], memory: _CloneMemory
 ) -> tuple[OperandPair, OperandPair]:
-    """Return quantised matrices of experts and clones. Collective."""
+    """Fetch the clones' quantised matrices, and return the concatenated matrices. Collective."""
     # The scales of columns may be those of rows, transposed: one view of each memory is fetched.
     leaves: dict[int, Tensor] = {}
     for leaf in tree_leaves(quantised):

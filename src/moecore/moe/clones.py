@@ -1,22 +1,22 @@
 """Clones of hot experts: ranks with few tokens compute a part of the tokens of busy ranks' experts.
 
     routing -> counts of all ranks -> plan (kernels/routing/clones.py) -> physical ids -> dispatch
-    weights of cloned experts travel; Experts compute e + n experts
-    gradients of clones travel home and are added, in the order of places for clones
+    weights of cloned experts are sent; Experts compute e + n experts
+    gradients of clones are returned, and added in the order of the places for clones
 
-Legend: E experts, e experts of a rank, c clones of a rank at most, n those of this forward, G ranks
-of the dispatch group, T local tokens, K experts per token.
+Legend: E experts, e experts of a rank, c places for clones on a rank, n clones of this forward on
+this rank, G ranks of the dispatch group, T local tokens, K experts per token.
 
-A clone lives for one forward and its backward. It is no parameter: checkpoints, optimizers and
-norms know experts alone. Which experts are cloned is a function of all ranks' choices, or of a plan
-that stays for some steps (`PeriodicPlan`), so a forward that backward repeats makes the same
-clones. They travel in one of two ways:
+A clone exists for one forward and its backward. It is not a parameter: checkpoints, optimizers and
+norms do not include clones. The cloned experts are a function of all ranks' choices, or of a plan
+that is used for several steps (`PeriodicPlan`). A forward that is recomputed in backward therefore
+has the same clones. Two classes send the weights:
 
     Clones      collectives, whose sizes the host reads: one all-gather of E numbers and one host
-                sync per forward; one all-to-all per tensor of weights, forward and backward, where
+                sync per forward; one all-to-all per tensor of weights, forward and backward, if
                 there are clones
-    PeerClones  stores into peers' memory, where the dispatcher is "nvlink": the plan stays on the
-                device, and every rank has c clones, of which some are empty
+    PeerClones  stores into peers' memory, with dispatcher "nvlink": the plan stays on the device,
+                and every rank has c clones, of which some are empty
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from moecore.moe.records import ExpertInput, Routing
 class Cloner:
     """Plans the clones of a layer's forwards.
 
-    The group has the dispatch group's ranks with this rank's part of their experts, in order;
-    exchanges are those of dispatcher "nvlink", None with any other.
+    `group` has one rank per ep rank, all with the same etp slice of experts as this rank, in order.
+    `exchanges` are those of dispatcher "nvlink"; None with any other dispatcher.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Cloner:
 
     @property
     def waits_on_host(self) -> bool:
-        """Whether the host needs the plan: then forwards cannot be in a CUDA graph."""
+        """Whether the host reads the plan, so that forwards cannot be in a CUDA graph."""
         return self._exchanges is None
 
     def counts(self, device: torch.device) -> Tensor:
-        """Return clones on this rank, and forwards, since the last optimizer step: int64 [2]."""
+        """Return int64 [2]: clones on this rank, and forwards, since the last optimizer step."""
         if self._counts_2 is None:
             self._counts_2 = torch.zeros(2, dtype=torch.int64, device=device)
         return self._counts_2
@@ -84,12 +84,12 @@ class Cloner:
             self._counts_2.zero_()
 
     def end_step(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
-        """Plan the clones of the next steps, where forwards do not: see `PeriodicPlan.end_step`."""
+        """Update a `PeriodicPlan` from a step's loads; without such a plan, do nothing."""
         if self._shared_plan is not None:
             self._shared_plan.end_step(loads_E, is_skipped=is_skipped)
 
     def drop_plan(self) -> None:
-        """Drop a plan that stays for several steps."""
+        """Drop a plan that is used for several steps."""
         if self._shared_plan is not None:
             self._shared_plan.clear()
 
@@ -97,7 +97,7 @@ class Cloner:
     def place(
         self, routing: Routing, pairs: Pairs | None, *, training: bool
     ) -> tuple[Routing, AnyClones | None]:
-        """Return the routing with its physical experts, and this forward's clones; None = none."""
+        """Return the routing with physical ids, and this forward's clones or None."""
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so nobody has clones
             return replace(routing, physical_TK=p.physical_ids(ids_TK)), None
@@ -109,7 +109,7 @@ class Cloner:
         return routing, self._clones(plan.experts_N, pairs)
 
     def _plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
-        """Return the plan, and how many tokens of each expert precede this rank's, int32 [E]."""
+        """Return the plan, and int32 [E], each expert's tokens on ranks before this rank."""
         p = self._placement
         if self._shared_plan is not None:
             none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
@@ -124,7 +124,10 @@ class Cloner:
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
     def _clones(self, experts_N: Tensor, pairs: Pairs | None) -> AnyClones | None:
-        """Return the clones; None = none. Collectives need a host sync, unless a plan stays."""
+        """Return the clones of a plan, or None if there are none.
+
+        With collectives and a plan per forward, this is a host sync.
+        """
         p = self._placement
         if self._exchanges is not None:
             sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
@@ -134,14 +137,14 @@ class Cloner:
         return None if max(experts) < 0 else Clones.of(experts, p, self._group, pairs)
 
     def _count(self, experts_N: Tensor) -> None:
-        """Count the clones on this rank, on the device."""
+        """Add this forward's clones on this rank to the counts, on the device."""
         here_c = experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
         counts_2 = self.counts(experts_N.device)
         counts_2[0] += here_c.sum()
         counts_2[1] += 1
 
     def _counts(self, ids_TK: Tensor, pairs: Pairs | None) -> Tensor:
-        """Return the tokens of each rank for each expert, int64 [G, E]."""
+        """All-gather the number of tokens of each rank for each expert, int64 [G, E]."""
         p = self._placement
         local_counts_1E = torch.zeros(1, p.num_experts, dtype=torch.int64, device=ids_TK.device)
         add_expert_counts(local_counts_1E, ids_TK)
@@ -152,7 +155,7 @@ class Cloner:
         return counts_GE
 
     def cut(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
-        """Return the experts' input without the places for clones that are empty on this rank."""
+        """Add the clones to the experts' input, and remove empty places from its index."""
         number = self._placement.num_local + (0 if clones is None else clones.num_local_clones)
         index = inp.index._replace(offsets_e=inp.index.offsets_e[:number])
         return replace(inp, index=index, clones=clones)
@@ -160,7 +163,7 @@ class Cloner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clones:
-    """The clones of one forward of a layer, as one rank sees them."""
+    """One rank's view of the clones of one forward of a layer, sent by collectives."""
 
     group: dist.ProcessGroup
     pairs: Pairs | None  # take turns while weights travel
@@ -179,7 +182,7 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return a rank's view of a plan: the expert in each place, rank by rank; -1 = empty."""
+        """Return a rank's view of a plan. `experts` has the expert of each place; -1 = empty."""
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2: its
         # order is [1, 0].
@@ -203,26 +206,29 @@ class Clones:
 
     @property
     def num_local_clones(self) -> int:
-        """Clones on this rank, n."""
+        """Number of clones on this rank, n."""
         return len(self.order)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the clones' part [n, ...] of tensors [e, ...] of own experts. Collective."""
-        rows = self._travel(
+        """Send tensors [e, ...] of local experts to their clones; return this rank's [n, ...].
+
+        Collective.
+        """
+        rows = self._exchange_rows(
             [t[list(self.send_ids)] for t in tensors], self.num_local_clones, is_home=False
         )
         return rows if self._is_in_order else [t[list(self.order)] for t in rows]
 
     @torch.no_grad()
     def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Add the clones' gradients to those of their experts, in place; return these, [e, ...]."""
+        """Return clones' gradients to their experts' ranks and add them in place; [e, ...]."""
         # Gradients [e + n, ...] end with the clones'. Added in fp32, rounded once. Collective.
         e = [grad.shape[0] - self.num_local_clones for grad in grads]
         outward = [grad[number:] for grad, number in zip(grads, e, strict=True)]
         if not self._is_in_order:
             places = sorted(range(self.num_local_clones), key=self.order.__getitem__)
             outward = [grad[places] for grad in outward]
-        received_grads = self._travel(outward, len(self.send_ids), is_home=True)
+        received_grads = self._exchange_rows(outward, len(self.send_ids), is_home=True)
         home = [grad[:number] for grad, number in zip(grads, e, strict=True)]
         for grad, parts in zip(home, received_grads, strict=True):
             for expert in sorted(set(self.send_ids)):
@@ -237,8 +243,10 @@ class Clones:
     def _is_in_order(self) -> bool:
         return self.order == tuple(range(self.num_local_clones))
 
-    def _travel(self, tensors: Sequence[Tensor], number: int, *, is_home: bool) -> list[Tensor]:
-        """Return what comes: `number` rows for each tensor, as bytes travel."""
+    def _exchange_rows(
+        self, tensors: Sequence[Tensor], number: int, *, is_home: bool
+    ) -> list[Tensor]:
+        """Exchange rows by all-to-all; return `number` received rows for each tensor."""
         splits = [list(self.receive_splits), list(self.send_splits)]
         receive, send = reversed(splits) if is_home else splits
         outs = [t.new_empty((number, *t.shape[1:])) for t in tensors]
@@ -257,23 +265,23 @@ class Clones:
 
 @dataclass(frozen=True, slots=True)
 class PeerClones:
-    """The clones of one forward of a layer over peers' memory. No host sync."""
+    """The clones of one forward of a layer, sent through peers' memory. No host sync."""
 
     exchange: CloneExchange
     places: Places  # the plan, on the device
 
     @property
     def num_local_clones(self) -> int:
-        """Clones on this rank, empty ones too, n."""
+        """Number of places for clones on this rank, n, including empty places."""
         return self.places.num_clones
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As of `Clones`; zeros where a place is empty."""
+        """Do the same as `Clones.fetch`; an empty place gets zeros."""
         return self.exchange.fetch(tensors, self.places)
 
     @torch.no_grad()
     def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """As of `Clones`; in place where gradients are contiguous."""
+        """Do the same as `Clones.bring_home_`; in place only if gradients are contiguous."""
         return self.exchange.bring_home_(grads, self.places)
 
 
@@ -281,18 +289,19 @@ AnyClones = Clones | PeerClones
 
 
 def carried(tensor: Tensor) -> Tensor:
-    """Return a tensor in a dtype that every communicator carries."""
+    """Return a view of a tensor in a dtype that every communicator can send."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 class PeriodicPlan:
-    """The plan of a layer for some optimizer steps, made from the loads of one of them.
+    """A layer's plan of clones for several optimizer steps, made from the loads of one step.
 
-    It is the same on all ranks. Each rank divides its own tokens by the plan's shares, so no rank
-    needs the counts of another rank. No checkpoint has it: a run that resumes has clones after its
-    first step. N is the number of places for clones.
+    The plan is identical on all ranks. Each rank divides its own tokens by the plan's shares, so no
+    rank needs the counts of another rank. Checkpoints do not contain the plan: a resumed run has
+    clones after its first step. N is the number of places for clones.
 
-    `num_steps` optimizer steps use one plan; with `is_read` the host reads each when it is made.
+    `num_steps` optimizer steps use one plan. With `is_read` the host reads each plan when it is
+    made.
     """
 
     def __init__(
@@ -307,14 +316,14 @@ class PeriodicPlan:
         self.clear()
 
     def clear(self) -> None:
-        """Drop the plan: the next step that ends makes one. No communication, no host sync."""
+        """Drop the plan; the next step that ends makes one. No communication, no host sync."""
         self._steps_remaining = 0
         self.experts = [-1] * (self._placement.ep * self._placement.num_clones)
         if self._plan is not None:
             self._plan.experts_N.fill_(-1)
 
     def part_of(self, ids_TK: Tensor) -> ClonePlan:
-        """Return the plan of this rank's choices alone: the same shares of each expert's tokens."""
+        """Divide this rank's choices by the plan's shares of each expert's tokens."""
         # No communication, no host sync. Example, a clone has tokens 6 to 9 of the nine that expert
         # 0 had: of three choices here the last goes to it.
         plan, loads_N = self._tensors(ids_TK.device)
@@ -328,7 +337,7 @@ class PeriodicPlan:
         return ClonePlan(plan.experts_N, starts_N, stops_N)
 
     def end_step(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
-        """Make a plan of the step's loads, if it is time. Host sync only if `is_read`."""
+        """Make a plan of the step's loads every `num_steps` steps. Host sync only if `is_read`."""
         # A skipped step changes nothing; a bool scalar on the device is not waited for.
         if is_skipped is True:
             return

@@ -1,4 +1,4 @@
-"""How a model stores its experts: names, orders and shapes of the parameters.
+"""ExpertLayout: names, orders and shapes of a model's expert parameters.
 
 Letters: D model dim, F hidden dim, E experts.
 """
@@ -16,18 +16,19 @@ GateUp = Literal["split", "concatenated", "interleaved", "separate"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLayout(CheckedRecord):
-    """How a model stores its experts; the default is moecore's own.
+    """Names and orders of a model's expert parameters; the default is moecore's layout.
 
     Attributes:
         w1, w2, b1, b2: parameter names of FC1, FC2 and their biases.
         w3: parameter name of a gated FC1's up half with `gate_up` "separate"; not used otherwise.
         transposed: matrices are [E, in, out] instead of [E, out, in].
-        gate_up: where a gated FC1 keeps gate and up: "split" has a dim for them, [E, 2, F, D];
+        gate_up: order of gate and up in a gated FC1: "split" has a dim for them, [E, 2, F, D];
             "concatenated" stores all of gate, then all of up, [E, 2F, D]; "interleaved" alternates
-            columns, [E, 2F, D]; "separate" has two parameters, gate w1 and up w3, both [E, F, D],
-            which are copied side by side in every forward (2F * D per local expert, kept for
-            backward), so biases of FC1 are not for it. With etp, "concatenated" needs a strided
-            placement, which torch 2.11 cannot gather with `full_tensor` and plain DCP refuses.
+            columns, [E, 2F, D]; "separate" has two parameters, gate w1 and up w3, both [E, F, D].
+            Every forward concatenates separate parameters (2F * D per local expert, saved for
+            backward), and they do not support biases of FC1. With etp, "concatenated" needs a
+            strided placement, which torch 2.11 cannot gather with `full_tensor` and plain DCP
+            refuses.
     """
 
     w1: str = "w1"

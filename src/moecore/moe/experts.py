@@ -1,10 +1,10 @@
 """Experts(ExpertInput) -> y_SD: gather, FC1, activation x weight, FC2, sum per source row.
 
 Legend: S source rows, D model dim, F hidden dim of this rank (hidden_dim / etp), C columns of FC1
-(2F with a gate, else F), E experts, e local experts (E / ep).
+(2F with a gate, otherwise F), E experts, e local experts (E / ep).
 
-The routing weight is applied before FC2, so a backward needs only the rows and FC1's output. What
-multiplies is a choice by name: `moe/backends.py`.
+The routing weight is applied before FC2, so a backward needs only the rows and FC1's output.
+`moe/backends.py` has the backends that multiply the matrices.
 """
 
 from __future__ import annotations
@@ -55,14 +55,17 @@ OwnActivation = Callable[[Tensor], Tensor]
 class Experts(nn.Module):
     """E feed-forward networks with stacked weights.
 
-    Parameters (names and other orders from the layout): w1 [E, 2, F, D], or [E, F, D] without a
-    gate; w3 [E, F, D] beside w1 [E, F, D] with "separate"; w2 [E, D, F]; with `fc1_bias` b1
-    [E, 2, F] or [E, F]; with `fc2_bias` b2 [E, D]. `lora` has the low-rank updates of w1
-    and w2 that `adapt` adds, by the matrix's name.
+    Parameters (`layout` may change names and order of dims):
+        w1: [E, 2, F, D], or [E, F, D] without a gate or with gate_up "separate".
+        w3: [E, F, D], with gate_up "separate".
+        w2: [E, D, F].
+        b1: [E, 2, F] or [E, F], with `fc1_bias`.
+        b2: [E, D], with `fc2_bias`.
+        lora: low-rank updates of w1 and w2 that `adapt` adds, by the matrix's name.
 
-    `own_activation` maps FC1's output [R, C] in fp32 to [R, F], element by element, in place of the
-    config's activation, which then tells whether there is a gate. It is differentiable torch
-    without parameters; `expert_mlp`'s kernels do not know it.
+    `own_activation` replaces the config's activation. It maps FC1's output [R, C] in fp32 to
+    [R, F], elementwise, as differentiable torch code without parameters. The config's activation
+    then only decides whether there is a gate. `expert_mlp`'s kernels cannot compute it.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Experts(nn.Module):
     def set_backend(
         self, backend: ExpertBackend, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
-        """Choose how the matrices are multiplied, by a name from `moe/backends.py`."""
+        """Select the backend that multiplies the matrices, by a name from `moe/backends.py`."""
         # `recompute_fc1` saves X alone for backward, and not H; `recipe` None keeps the dtype.
         self.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
         self.backend = backend
@@ -123,7 +126,7 @@ class Experts(nn.Module):
             )
 
     def adapt(self, name: str, update: LowRank) -> None:
-        """Add low-rank updates to a matrix, w1 or w2 of the layout by its name."""
+        """Add low-rank updates to a matrix, by the layout's name of w1 or w2."""
         names = (self.layout.w1, self.layout.w2)
         if name not in names or self.is_separate:
             raise ValueError(
@@ -135,7 +138,7 @@ class Experts(nn.Module):
         self.lora[name] = update
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Keep this rank's experts (ep) and part of each (etp), as DTensors. No communication."""
+        """Replace parameters by DTensors, sharded over ep and etp. No communication."""
         # ep cuts the expert dim; etp cuts the hidden dim of both matrices, so that the output of
         # FC2 is a partial sum. b2 is cut along D instead, so that the sum over etp counts it once.
         # A dim of size 1 leaves no trace in the placements, except "ep" where both are of size 1.
@@ -156,7 +159,7 @@ class Experts(nn.Module):
 
     @property
     def is_strided(self) -> bool:
-        """Whether etp keeps a piece of gate and one of up that are no neighbours in FC1."""
+        """Whether the etp slice of FC1 is two separate pieces, one of gate and one of up."""
         return self.config.gated and self.layout.gate_up == "concatenated"
 
     @property
@@ -165,7 +168,7 @@ class Experts(nn.Module):
         return self.config.gated and self.layout.gate_up == "separate"
 
     def _hidden_dims(self) -> dict[str, int]:
-        """Role -> the dim that etp cuts, for the parameters that exist."""
+        """Return {role: dim that etp shards} of the parameters that exist."""
         split = int(self.config.gated and self.layout.gate_up == "split")
         transposed = self.layout.transposed
         dims = {"w1": 2 if transposed else 1 + split, "w2": 1 if transposed else 2}
@@ -178,7 +181,7 @@ class Experts(nn.Module):
         return dims
 
     def model_dim_of(self, param: nn.Parameter) -> int | None:
-        """Return the dim of a matrix that runs over the model dim D; None for a bias."""
+        """Return the index of a matrix's dim of size D (model dim); None for a bias."""
         transposed = self.layout.transposed
         fc1 = [self.layout.w1] + [self.layout.w3] * self.is_separate
         if any(param is getattr(self, name) for name in fc1):
@@ -188,7 +191,7 @@ class Experts(nn.Module):
         return None
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Fill the weights with N(0, std^2), the same on every layout; biases become 0."""
+        """Initialise weights with N(0, std^2), identically on every layout; biases become 0."""
         for name, parameter in self.named_parameters(recurse=False):
             if name in (self.layout.b1, self.layout.b2):
                 nn.init.zeros_(parameter)
@@ -196,7 +199,7 @@ class Experts(nn.Module):
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
     def spec(self, **fields: Any) -> ExpertSpec:
-        """Return what decides which backend can compute these experts; `fields` adds fields."""
+        """Return the properties that decide which backends can compute these experts."""
         return ExpertSpec(
             gated=self.config.gated,
             interleaved=self._is_interleaved,
@@ -214,9 +217,9 @@ class Experts(nn.Module):
         with self.reader.reading():
             weights = self._weights(inp.rows.dtype)
             with NOTHING if inp.clones is None else with_clones(weights, inp.clones) as all_weights:
-                return self._multiplied(inp, all_weights or weights)
+                return self._multiply(inp, all_weights or weights)
 
-    def _multiplied(self, inp: ExpertInput, weights: ExpertWeights) -> Tensor | UnsummedRows:
+    def _multiply(self, inp: ExpertInput, weights: ExpertWeights) -> Tensor | UnsummedRows:
         depends_on = self._depends_on(inp.rows, weights)
         last, options = self._options_cache
         if options is None or depends_on is None or depends_on != last:
@@ -247,7 +250,7 @@ class Experts(nn.Module):
         return y if inp.unsummed is None else UnsummedRows(y)
 
     def _depends_on(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:
-        """Return what decides how a forward computes; None where other things may, too."""
+        """Return the key under which a forward's options are cached; None = do not cache."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         if torch.compiler.is_compiling() or w1_eCD.is_meta:
             return None
@@ -258,13 +261,13 @@ class Experts(nn.Module):
         return (rows.dtype, is_plain, *of_weights, *options)
 
     def extra_repr(self) -> str:
-        """Return how the matrices are multiplied."""
+        """Return the backend and the precision recipe, for the module's repr."""
         recipe = "" if self.recipe is None else f", {self.recipe.describe()}"
         return f"backend={self.backend!r}{recipe}"
 
     @property
     def updates(self) -> Mapping[str, LowRank]:
-        """The low-rank updates that `adapt` has added, by the name of their matrix."""
+        """The low-rank updates that `adapt` added, by the name of their matrix."""
         return self._modules.get("lora") or {}  # type: ignore[return-value]
 
     @property
@@ -273,18 +276,18 @@ class Experts(nn.Module):
 
     @property
     def waits_on_host(self) -> bool:
-        """Whether a forward reads on the host how many rows each expert has."""
+        """Whether a forward reads the row count of each expert on the host."""
         is_separate = EXPERT_BACKENDS[self.backend] is not None
         return is_separate or uses_te(self.backend, self.recipe)
 
     @property
     def rows_multiple(self) -> int:
-        """Of which the rows of each expert are to be a multiple."""
+        """The number to whose multiple the row count of each expert must be padded."""
         return 1 if self.recipe is None else self.recipe.rows
 
     @property
     def has_extras(self) -> bool:
-        """Whether there are biases or an own activation: not `expert_mlp`'s."""
+        """Whether there are biases or an `own_activation`, which `expert_mlp` cannot compute."""
         return self._is_biased or self.own_activation is not None
 
     @property
@@ -310,7 +313,7 @@ class Experts(nn.Module):
         )
 
     def _magnitudes(self, device: torch.device) -> Magnitudes | None:
-        """Return what delayed scaling knows of expert rows, and where it collects."""
+        """Return the recorded and the new maxima (amax) of expert rows, for delayed FP8 scaling."""
         history = self.history
         if history is None:
             return None
@@ -320,7 +323,7 @@ class Experts(nn.Module):
         return Magnitudes(past, history.is_sure, collected)
 
     def _quantised(self, w1_eCD: Tensor, w2_eDF: Tensor) -> tuple[OperandPair, OperandPair] | None:
-        """Return the matrices by the recipe, for this forward and backward and maybe others."""
+        """Return both matrices quantised by the recipe; None = the kernels quantise them."""
         recipe = self.recipe
         if recipe is None:
             return None
@@ -342,7 +345,7 @@ class Experts(nn.Module):
         return None if w1 is None or w2 is None else (w1, w2)
 
     def _fc1_eCD(self, dtype: torch.dtype) -> tuple[Tensor, GradSink | None]:
-        """FC1 as [e, C, D], a view, or a copy of two parameters that stand apart; and its sink."""
+        """Return FC1's weight as [e, C, D], copied if gate and up are separate, and its sink."""
         w1 = self._weight("w1", dtype)
         if self.is_separate:
             return torch.cat([w1, self._weight("w3", dtype)], dim=1), None
@@ -350,13 +353,13 @@ class Experts(nn.Module):
         return w1_eCD, self._sink("w1", w1_eCD)
 
     def _sink(self, role: str, matrices: Tensor) -> GradSink | None:
-        """What may take a weight's gradient, whose order in memory must be the parameter's."""
+        """Return the sink of a weight's gradient; None if memory orders differ."""
         if self.layout.transposed:
             return None
         return sink_of(getattr(self, getattr(self.layout, role)), matrices.shape)
 
     def _weight(self, role: str, dtype: torch.dtype) -> Tensor:
-        """This rank's part of a parameter; cast only under autocast, where rows are cast too."""
+        """Return this rank's part of a parameter, cast to `dtype` unless a recipe quantises it."""
         param = getattr(self, getattr(self.layout, role))
         if self.recipe is not None:  # it is quantised as it is
             return self.reader.read(param, cast=False)
@@ -370,7 +373,7 @@ class Experts(nn.Module):
         inputs: OwnPart = lambda a_erI: a_erI,
         outputs: OwnPart = lambda b_eOr: b_eOr,
     ) -> LowRankUpdate | None:
-        """What is added to a matrix on this rank."""
+        """Return the low-rank update of a matrix on this rank, or None."""
         if name not in self.updates:
             return None
         return self.updates[name].update(
@@ -378,26 +381,26 @@ class Experts(nn.Module):
         )
 
     def _own_columns(self, b_eCr: Tensor) -> Tensor:
-        """This etp rank's rows of FC1's B, in the order of its part of w1."""
+        """Return this etp rank's rows of FC1's LoRA B, in the order of its slice of w1."""
         halves = 1 + (self.config.gated and not self._is_interleaved)
         by_half = b_eCr.unflatten(1, (halves, self.etp_size, -1))
         result: Tensor = by_half[:, :, self.etp_rank].flatten(1, 2)
         return result
 
     def _own_hidden(self, a_erF: Tensor) -> Tensor:
-        """This etp rank's columns of FC2's A."""
+        """Return this etp rank's columns of FC2's LoRA A."""
         result: Tensor = a_erF.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank]
         return result
 
     def _fc2_bias(self, dtype: torch.dtype) -> Tensor:
-        """b2 with zeros outside this etp rank's slice of D, so that adding over etp counts once."""
+        """Return b2 with zeros outside this etp rank's slice of D, for the sum over etp."""
         b2_eD = self._weight("b2", dtype)
         before = self.etp_rank * b2_eD.shape[1]
         return F.pad(b2_eD, (before, self.config.expert_dim - before - b2_eD.shape[1]))
 
 
 def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
-    """Return a context that marks the rows in use, known to the device, of saved R and S rows."""
+    """Return a context that tells saved-tensor packers which of R and S rows are used."""
     # Lengths tell matrices apart. Where R is S the source rows are known by their storage, unless
     # experts save quantised rows instead.
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():
@@ -422,7 +425,7 @@ def activation_options(
     interleaved: bool = False,
     function: Callable[[Tensor], Tensor] | None = None,
 ) -> ActivationOptions:
-    """Return the activation of a layer's experts; `interleaved` gate and up columns alternate."""
+    """Return the activation of a layer's experts; `interleaved` = gate and up columns alternate."""
     return ActivationOptions(
         kind=config.activation,
         limit=config.activation_limit,

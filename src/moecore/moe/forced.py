@@ -1,4 +1,4 @@
-"""Choices that are forced, whatever the scores: for benchmarks and debugging."""
+"""Forced choices of experts, independent of the scores: for benchmarks and debugging."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 fill [0, 1) evenly, ho
 
 
 def force_even_load(model: nn.Module) -> None:
-    """Deal experts out in turn in every MoELayer, in place: a rank's loads differ by one at most.
+    """Force even choices of experts in every MoELayer, in place.
 
-    Weights still come from the scores. The choice reads no selection bias, so none moves. Layers
-    whose experts choose are even already and stay. Before or after `parallelize_moe`.
+    Experts are chosen cyclically, so a rank's loads differ by at most one. Weights are still
+    computed from the scores. The selection bias is not used, so its update is turned off. Layers
+    with expert choice routing have even loads already and are not changed. Call it before or after
+    `parallelize_moe`.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.config.assignment != "expert_choice":
@@ -28,9 +30,10 @@ def force_even_load(model: nn.Module) -> None:
 
 
 def force_load(model: nn.Module, shares: Mapping[int, float]) -> None:
-    """Give experts shares of the choices in every MoELayer, in place; the others share the rest.
+    """Force loads in every MoELayer, in place: named experts get given shares of the choices.
 
-    Else as `force_even_load`: a rank's loads differ from their shares by a few choices.
+    The remaining experts have equal shares. A rank's loads differ from the shares by a few choices.
+    Weights and biases are treated as in `force_even_load`.
 
     Args:
         model: before or after `parallelize_moe`.
@@ -38,8 +41,8 @@ def force_load(model: nn.Module, shares: Mapping[int, float]) -> None:
             expert once.
 
     Raises:
-        ValueError: for an id without an expert, shares that no routing has, or a layer whose
-            experts choose.
+        ValueError: for an id without an expert, shares that no routing can have, or a layer with
+            expert choice routing.
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     for name, layer in layers.items():
@@ -77,7 +80,7 @@ def ids_of_shares(
     *,
     shares: Mapping[int, float],
 ) -> Tensor:
-    """Return int32 ids [T, K], distinct in a token, of which experts have these shares."""
+    """Return int32 ids [T, K], distinct in each token, so that experts have given shares."""
     # Experts lie on [0, K), each as long as K times its share, at most 1; a token has those at u,
     # u + 1, .. for a u in [0, 1) of its own.
     rest = (1 - sum(shares.values())) / max(1, num_experts - len(shares))

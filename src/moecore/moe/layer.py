@@ -4,8 +4,8 @@
     x_TD -> shared expert ------------------------------------------------ added to --> y_TD
 
 No other file calls all four stages. `RoutedLayer` has the stages after the router: dispatch,
-experts, combine and counts. `MoELayer` adds a router. `RoutedExperts` (`moe/routed.py`) gets ids
-and weights from the model's own router.
+experts, combine and load counts. `MoELayer` adds a router. `RoutedExperts` (`moe/routed.py`)
+receives ids and weights from the model's router.
 
 Legend: T local tokens, D model dim, L dim of the routed experts (D, or the latent dim), S source
 rows after dispatch.
@@ -46,10 +46,10 @@ from moecore.moe.shared import Latent, SharedExpert, SharedRun
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerLayout(CheckedRecord):
-    """Names under which a model keeps the parts of its MoE block; the default is moecore's own.
+    """Names of the child modules of a model's MoE block; the defaults are moecore's names.
 
     Attributes:
-        router, experts, shared: child module names; a dotted name lies below one or more empty
+        router, experts, shared: child module names; a dotted name is below one or more empty
             modules.
         shared_gate: name of a child that maps [T, D] to the shared expert's gate logits [T, 1];
             "" = none (moecore's own shared expert contains its gate).
@@ -68,7 +68,7 @@ class LayerLayout(CheckedRecord):
 
 
 class RoutedLayer(nn.Module):
-    """The stages after the router: dispatch, experts, combine, counts."""
+    """Base class with the stages after the router: dispatch, experts, combine and load counts."""
 
     config: MoEConfig
     dispatcher: Dispatcher  # `parallelize_moe` replaces the local one
@@ -77,11 +77,11 @@ class RoutedLayer(nn.Module):
 
     @property
     def runs(self) -> int:
-        """How often the layer runs in one forward of its model."""
+        """Number of times that the layer runs in one forward of its model."""
         return self.tracker.runs
 
     def name_of(self, role: str) -> str:
-        """Return the name, below this layer, of the part with a role; "" = the layer itself."""
+        """Return the name of a part relative to this layer, by its role; "" = this layer."""
         raise NotImplementedError
 
     def part(self, role: str) -> Any:
@@ -89,7 +89,7 @@ class RoutedLayer(nn.Module):
         raise NotImplementedError
 
     def check_config(self, name: str, config: MoEConfig) -> None:
-        """Raise a ValueError if this layer, called `name`, cannot use a config."""
+        """Raise a ValueError if this layer, named `name` in its model, cannot use a config."""
 
     def set_balance(self, balance: BalanceConfig) -> None:
         """Replace the balance config of this layer."""
@@ -106,18 +106,18 @@ class RoutedLayer(nn.Module):
                 owner.config = config
 
     def drop_step(self) -> None:
-        """Drop the counts since the last optimizer step, and the weights cast for that step."""
+        """Drop the counts since the last optimizer step, and cast copies of weights."""
         self.tracker.reset()
         self.part("experts").reader.drop_copies()
         if self.cloner is not None:
             self.cloner.drop_step()
 
     def run_empty(self, x_0D: Tensor) -> Tensor:
-        """Return the forward of no tokens, without the hooks of this module."""
+        """Return the forward of zero tokens, without the hooks of this module."""
         return self.forward(x_0D)  # type: ignore[no-any-return]
 
     def _compute(self, expert_input: ExpertInput) -> Any:
-        """Return the output of `Experts`, which runs in the unit that has their parameters."""
+        """Run the experts module, and return the sums [S, L] or `UnsummedRows`."""
         raise NotImplementedError
 
     def _run_routed_experts(
@@ -129,7 +129,7 @@ class RoutedLayer(nn.Module):
         if self.config.zero_experts:
             routing, zero_weights_T1 = without_zero_experts(routing, self.config.num_experts)
         with mark("moecore::dispatch"):
-            expert_input = self._dispatched(rows_TL, routing)
+            expert_input = self._dispatch(rows_TL, routing)
         rows = expert_input.rows
         if is_kept and rows.values is rows_TL:
             expert_input = expert_input.with_rows(
@@ -143,8 +143,8 @@ class RoutedLayer(nn.Module):
             y_TL if zero_weights_T1 is None else (y_TL + rows_TL * zero_weights_T1).to(y_TL.dtype)
         )
 
-    def _dispatched(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
-        """Return the input of this rank's experts and of its clones of other ranks' experts."""
+    def _dispatch(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
+        """Dispatch the rows, and return the input of local experts and of local clones."""
         multiple = self.part("experts").rows_multiple
         if multiple > 1:
             routing = replace(routing, rows_multiple=multiple)
@@ -184,8 +184,9 @@ class MoELayer(RoutedLayer):
         layout: names of the layer's parts.
         device: device of the parameters; "meta" allocates nothing.
         dtype: dtype of the parameters.
-        runs: how often the layer runs in one forward of its model. The auxiliary losses and counts
-            of its runs add up; another number of them is an error at the end of a step.
+        runs: number of times that the layer runs in one forward of its model. The auxiliary losses
+            and counts of its runs are summed. The end of a step raises an error if the number of
+            runs was different.
 
     Raises:
         ValueError: when an argument has another type or range, or a layer with several runs has a
@@ -230,10 +231,10 @@ class MoELayer(RoutedLayer):
             self.init_weights(key="", seed=int(torch.randint(1 << 62, ())))  # torch.manual_seed's
 
     def init_weights(self, *, key: str, std: PositiveOrZero = 0.02, seed: Seed = 0) -> None:
-        """Fill all parameters, the same on every layout. No communication.
+        """Initialise all parameters, identically on every parallel layout. No communication.
 
-        Layers with one `key`, the name in the model, get the same weights; biases become 0. A
-        ValueError is raised where an adopted child (a model's own shared expert) cannot be filled.
+        `key` is the layer's name in the model, and seeds its random numbers. Biases become 0. A
+        ValueError is raised for a child that is not moecore's, such as a model's shared expert.
         """
         check_arguments(MoELayer.init_weights, locals())
         for name, child in _named_parts(self):
@@ -275,16 +276,16 @@ class MoELayer(RoutedLayer):
 
         Args:
             x: [T, D] or [B, T, D]. Under tp, this rank's slice of each sequence.
-            padding_mask: bool, shape of x without D, True = padding: the token goes to no routed
-                expert, uses no capacity and has no part in losses and counts. None = no padding.
+            padding_mask: bool, shape of x without D, True = padding: the token is sent to no routed
+                expert, uses no capacity and is not in losses and counts. None = no padding.
             cu_seqlens: int32 [n + 1] on the device, bounds of the sequences packed into the rows.
-                Sequence i is tokens cu_seqlens[i] : cu_seqlens[i + 1] of the whole rows of all cp
+                Sequence i is tokens cu_seqlens[i] : cu_seqlens[i + 1] of the full rows of all cp
                 and tp ranks, row by row; the last entry is the number of tokens. The sequence loss
                 and drops by position are per sequence. None = every row is one sequence.
             cp: number of context parallel ranks of this forward, with `ContextOptions.dynamic`;
                 None = the cp degree of the meshes.
-            token_ids: integers, shape of x without D, in [0, hash_vocab_size); read with assignment
-                "hash" alone, where padding has any of them.
+            token_ids: integers, shape of x without D, in [0, hash_vocab_size). Only assignment
+                "hash" reads them. Padding may have any id in this range.
 
         Returns:
             The output, in the shape and dtype of x. Auxiliary losses do not change the output;
@@ -316,7 +317,7 @@ class MoELayer(RoutedLayer):
         return self._track_load(y, routing, micro_batch, router.selection_bias)
 
     def _rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """Return the rows to dispatch, [T, L], and the routing for their experts."""
+        """Return the rows to dispatch, [T, L], and the routing whose weights the experts apply."""
         rows_TL = self.latent.down(rows_TD) if self.config.latent_dim else rows_TD
         if not self.config.weights_on_input:
             return rows_TL, routing
@@ -337,7 +338,7 @@ class MoELayer(RoutedLayer):
 
 
 def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
-    """Add a module under a name; a dotted name is reached by empty modules, made if missing."""
+    """Add a module under a name; for a dotted name, create missing parents as empty modules."""
     *holders, name = path.split(".")
     for holder in holders:
         if holder not in layer._modules:
@@ -365,6 +366,6 @@ def _warn_of_eval(_: Tensor) -> None:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Return x in autocast's dtype, for dispatch and experts; the router reads x as given."""
+    """Cast x to autocast's dtype, for dispatch and experts; the router reads x without the cast."""
     dtype = autocast_dtype(x)
     return x if dtype is None else x.to(dtype)

@@ -1,11 +1,11 @@
 """Low-rank updates of experts' matrices (LoRA): W + s * B A per expert, which is never formed.
 
-Legend: E experts, e local experts (E / ep), I and O what a matrix reads and writes, r rank.
+Legend: E experts, e local experts (E / ep), I and O input and output dims of a matrix, r rank.
 
     y_O = W_OI x_I + s * B_Or (A_rI x_I)
 
-Both are whole under etp, which cuts W: a rank then takes the part that belongs to its part of W,
-and the sum over etp of the gradients is the whole gradient, which their placement has.
+A and B are replicated over etp, which shards W. A rank uses the slices of A and B that match its
+slice of W. The sum of the gradients over etp is the full gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OwnPart = Callable[[Tensor], Tensor]
 
 
 class LowRank(nn.Module):
-    """The updates of one stack of matrices: adapter -> A [E, r, I] and B [E, O, r], and s."""
+    """The LoRA updates of one stack of matrices: adapter -> A [E, r, I], B [E, O, r] and s."""
 
     def __init__(
         self, pairs: Mapping[str, tuple[nn.Parameter, nn.Parameter]], scaling: Mapping[str, float]
@@ -36,11 +36,11 @@ class LowRank(nn.Module):
 
     @property
     def in_use(self) -> list[str]:
-        """The adapters that forward adds, in order."""
+        """Names of the adapters that forward adds, in order."""
         return list(self.lora_A)
 
     def update(self, read: Read, *, inputs: OwnPart, outputs: OwnPart) -> LowRankUpdate | None:
-        """Return what forward adds on this rank; None = nothing."""
+        """Return the update that forward adds on this rank; None = no adapter."""
         # `read` returns this rank's part of a parameter, `inputs` of [e, r, I] and `outputs` of
         # [e, O, r] what belongs to this rank's parts of I and O, all differentiably.
         pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]

@@ -1,4 +1,4 @@
-"""MoEMetrics: what one optimizer step routed, as tensors by layer and as numbers by name."""
+"""MoEMetrics: loads and losses of one optimizer step, as tensors by layer and numbers by name."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ OfLayers = dict[str, list[float]]  # layer name -> numbers
 
 @dataclass(frozen=True, slots=True)
 class MoEMetrics:
-    """What one optimizer step routed. Tensors stay on the device until read.
+    """Loads, auxiliary losses and entropy of one optimizer step. Tensors stay on the device.
 
     Attributes:
         tokens_per_expert: layer name -> int64 [E], choices over all ranks and micro-batches,
-            those that capacity dropped included.
+            including choices that capacity dropped.
         dropped_per_expert: layer name -> int64 [E], choices that capacity dropped; only layers
             with a capacity.
         aux_losses: layer name -> fp32 [4] in the order of `LOSS_NAMES`, coefficients applied.
         router_entropy: layer name -> fp64 scalar in nats, the mean over tokens of the entropy of
-            each one's probabilities: the scores over their sum, before any bias. 0 is certain,
+            the router's probabilities: the scores over their sum, before any bias. 0 is certain,
             log(E) undecided. Only layers whose router is moecore's.
-        clones_per_rank: layer name -> fp64 scalar, other ranks' experts that a rank computed too,
-            the mean over ranks and forwards. Only layers with `CloneOptions`.
+        clones_per_rank: layer name -> fp64 scalar, number of other ranks' experts that a rank
+            computed, as the mean over ranks and forwards. Only layers with `CloneOptions`.
         indexer_losses: attention layer name -> fp32 [1], coefficient applied. Only layers
-            whose indexer learns: `IndexerConfig`.
+            whose indexer is trained: `IndexerConfig`.
     """
 
     tokens_per_expert: dict[str, Tensor] = field(default_factory=dict)
@@ -41,23 +41,23 @@ class MoEMetrics:
     def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
         """Return name -> number, for any logger. One copy from the device, one host sync.
 
-            expert_load_max_over_mean   the busiest expert over the mean, in the worst layer
-            expert_load/<layer>         the same of a layer
+            expert_load_max_over_mean   maximum over mean of experts' loads, in the worst layer
+            expert_load/<layer>         maximum over mean of experts' loads in a layer
             expert_load/<layer>/<e>     choices of an expert over the mean
             drop_rate, /<layer>         share of the choices that capacity dropped; mean over layers
             balance_loss, /<layer>      auxiliary losses of all scopes; sum over layers
             z_loss, /<layer>            sum over layers
             router_entropy, /<layer>    see the attribute; mean over layers
-            clones_per_rank, /<layer>   likewise
+            clones_per_rank, /<layer>   see the attribute; mean over layers
             indexer_loss, /<layer>      sum over attention layers
 
         Args:
-            per_expert: with the load of each expert: thousands of numbers in large models.
+            per_expert: include the load of each expert: thousands of numbers in large models.
 
         Returns:
-            The same on every rank; empty without MoE layers. There is no drop rate without a
-            capacity, and no loss that is not in use. A layer without tokens, such as one below all
-            that is trained, has no numbers where others have.
+            Identical on every rank; empty without MoE layers. Without a capacity there is no drop
+            rate, and a loss that is off is left out. If some layers have tokens, layers without
+            tokens are left out, such as layers below all trained parameters.
         """
         values = self._on_host()
         if not values["tokens_per_expert"]:
@@ -92,12 +92,12 @@ class MoEMetrics:
         return numbers
 
     def load_max_over_mean(self) -> dict[str, float]:
-        """Return layer name -> most loaded expert over the mean. One host sync for all layers."""
+        """Return layer name -> maximum over mean of experts' loads. One host sync."""
         counts = self._on_host()["tokens_per_expert"]
         return {layer: max(_over_mean(counts)) for layer, counts in counts.items()}
 
     def drop_rate(self) -> dict[str, float]:
-        """Return layer name -> share of the choices that were dropped. One host sync."""
+        """Return layer name -> share of the choices that capacity dropped. One host sync."""
         return _drop_rates(self._on_host())
 
     def total_aux_loss(self) -> float:
@@ -105,7 +105,7 @@ class MoEMetrics:
         return sum(map(sum, self._on_host()["aux_losses"].values()), start=0.0)
 
     def _on_host(self) -> dict[str, OfLayers]:
-        """Return field -> layer -> its numbers. One copy; fp64 carries counts exactly, to 2^53."""
+        """Return field -> layer -> numbers, by one copy; fp64 is exact for counts up to 2^53."""
         of_fields = {f.name: getattr(self, f.name) for f in fields(self)}
         parts = [
             torch.cat([t.reshape(-1) for t in of_layers.values()]).double()
@@ -136,7 +136,7 @@ def _named(name: str, of_layers: dict[str, float]) -> dict[str, float]:
 
 
 def _with_mean(name: str, of_layers: dict[str, float]) -> dict[str, float]:
-    """Return what layers have under their names, and the mean under its own; {} for no layers."""
+    """Return layers' numbers under `name/layer` and the mean under `name`; {} for no layers."""
     if not of_layers:
         return {}
     return {name: sum(of_layers.values()) / len(of_layers), **_named(name, of_layers)}

@@ -1,11 +1,11 @@
-"""MicroBatch: where this rank's tokens stand among those that are routed together.
+"""MicroBatch: the tokens of this rank within the tokens that are routed together.
 
-Legend: B sequences, T tokens of this rank, N tokens of the whole micro-batch, X columns.
+Legend: B sequences, T tokens of this rank, N tokens of the micro-batch on all its ranks, X columns.
 
-Under tensor parallelism with sequence parallelism the ranks of a tp group hold consecutive slices
-of the same sequences. Decisions that compare tokens (capacity, Sinkhorn, expert choice) are made
-on the whole micro-batch, so that they do not depend on tp. Context parallel ranks hold the tokens
-of `kernels/zigzag.py`, and their tp groups slices of those.
+With tensor parallelism and sequence parallelism, the ranks of a tp group have consecutive slices
+of the same sequences. Decisions that compare tokens (capacity, Sinkhorn, expert choice) use all N
+tokens, so that they do not depend on tp. Context parallel ranks have the tokens that
+`kernels/zigzag.py` assigns, and the ranks of their tp groups have slices of these tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MicroBatch:
         cp: int,
         token_ids: Tensor | None,
     ) -> MicroBatch:
-        """Return the micro-batch of the inputs x [T, D] or [B, T, D] of a layer; checks shapes."""
+        """Return the micro-batch of a layer's input x [T, D] or [B, T, D]; checks shapes."""
         if padding_mask is not None:
             if padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool:
                 raise ValueError(
@@ -76,11 +76,11 @@ class MicroBatch:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share the micro-batch."""
+        """Number of ranks that share the micro-batch."""
         return 1 if self.group is None else self.group.size()
 
     def gather(self, x_TX: Tensor) -> Tensor:
-        """Return x_NX, all ranks' rows, equally many, in the order of one process; no gradient."""
+        """All-gather rows, equally many per rank, in the order of one process; no gradient."""
         # Collective. Example, two ranks, B=2: rows a0 b0 on one and a1 b1 on the other give a0 a1
         # b0 b1.
         x_TX = x_TX.detach()
@@ -99,7 +99,7 @@ class MicroBatch:
         return result
 
     def slice_local(self, x_NX: Tensor) -> Tensor:
-        """Return this rank's rows of what `gather` gave."""
+        """Return this rank's T rows of a tensor x_NX in `gather`'s order."""
         if self.group is None:
             return x_NX
         if self.cp > 1:
@@ -110,7 +110,7 @@ class MicroBatch:
         return result
 
     def _tokens(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return int64 [ranks, T], which of the N tokens each rank has, with cp."""
+        """Return int64 [ranks, T]: each rank's token indices among the N tokens, with cp."""
         B, tp = max(self.num_sequences, 1), self.num_ranks // self.cp
         borders = self.cu_seqlens
         if borders is None:
@@ -119,13 +119,13 @@ class MicroBatch:
         return token_ids.transpose(1, 2).reshape(self.num_ranks, -1)
 
     def gather_padding(self) -> Tensor | None:
-        """Return padding_mask_N; collective when there is a group and a mask."""
+        """Return padding_mask_N; collective if there are a group and a mask."""
         if self.padding_mask_T is None:
             return None
         return self.gather(self.padding_mask_T.to(torch.uint8)).bool()
 
     def sequences(self, num_tokens: int) -> tuple[int, Tensor | None]:
-        """Return how many sequences there are, and int64 [T] the sequence of each own token."""
+        """Return the number of sequences, and int64 [T], the sequence of each local token."""
         # The latter is None where sequences are consecutive tokens of equal number.
         if self.cu_seqlens is None:
             return self.num_sequences, None
@@ -140,7 +140,7 @@ def position_order(
     device: torch.device,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return int64 [N], the tokens by position, those of one position by sequence."""
+    """Return int64 [N]: token indices sorted by position, and by sequence within a position."""
     # A position counts the real tokens before it in its sequence; padding stands anywhere.
     # `cu_seqlens` replaces `num_sequences` of equal number.
     # Example, two sequences of two tokens: 0 2 1 3; with token 2 as padding 2 0 3 1.
@@ -166,7 +166,7 @@ def _document_order(num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor 
 def capacity_of(
     factor: float, num_tokens: int, top_k: int, num_experts: int, padding_mask_N: Tensor | None
 ) -> tuple[int, Tensor | int]:
-    """Return the capacity of an expert: the most it can be, and what it is without the padding."""
+    """Return the capacity of an expert as a maximum for buffers, and without the padding."""
     # The first is ceil(factor * N * K / E), for buffers. The second has the real tokens as N: a
     # 0-dim int64 tensor with a mask (no host sync), else the same int.
     per_token = factor * top_k / num_experts

@@ -1,13 +1,13 @@
-"""Which experts live together: an order of a layer's experts in which ranks have even loads.
+"""Placement of a layer's experts on ranks, by an order of experts in which ranks have even loads.
 
-Rank p owns experts p * E / ep onwards, so their order places them. A layer whose experts are in
-another order computes the same function, if its router is in that order too.
+Rank p owns the experts from p * E / ep on, so the order decides each expert's rank. A layer with
+reordered experts computes the same function, if its router is reordered too.
 
     order_E = place_experts(loads_E, num_ranks=8)    # loads of some steps, of a trained router
-    reorder_experts(layer, order_E)                  # of a whole model, before parallelize_moe
+    reorder_experts(layer, order_E)                  # of a full model, before parallelize_moe
 
-That is for loads that stay: of finetuning, evaluation, data of one kind. Loads that change from
-step to step are what clones are for (`moe/clones.py`).
+Use an order if loads are stable, as in finetuning or evaluation, or with data of one kind. Use
+clones (`moe/clones.py`) if loads change from step to step.
 
 Legend: E experts.
 """
@@ -27,19 +27,20 @@ from moecore.moe.layer import MoELayer
 def place_experts(
     loads_E: Annotated[Tensor, "pass tokens_per_expert of a layer"], *, num_ranks: Count
 ) -> Tensor:
-    """Return an order of experts in which ranks have even loads, each E / num_ranks of them.
+    """Return an order of experts in which ranks of E / num_ranks experts have even loads.
 
-    From the largest load down, each expert goes to the rank with the least that has room.
+    Experts are assigned from the largest load down. Each expert is assigned to the rank with the
+    smallest load among ranks that have fewer than E / num_ranks experts.
 
     Args:
         loads_E: [E], tokens or shares, such as `MoEMetrics.tokens_per_expert` of a layer.
         num_ranks: ep.
 
     Returns:
-        int64 [E]: which expert becomes number i; those of a rank in rising order.
+        int64 [E]: entry i is the expert that becomes number i. The experts of a rank are sorted.
 
     Raises:
-        ValueError: for loads of another shape, and experts that ranks cannot share evenly.
+        ValueError: if loads have another shape, or E is not a multiple of num_ranks.
 
     Example, two ranks, loads [9, 7, 1, 1]: [0, 3, 1, 2] has loads 10 and 8.
     """
@@ -64,17 +65,17 @@ def reorder_experts(
     layer: Annotated[MoELayer, "pass a layer of the model"],
     order_E: Annotated[Tensor, "pass what place_experts returns"],
 ) -> None:
-    """Put the experts of a layer, and its router, in another order, in place.
+    """Reorder the experts of a layer and its router in place.
 
-    The layer computes what it computed. Optimizers and checkpoints know numbers of experts alone,
-    so do it before them: a checkpoint of the result has the new order.
+    The layer computes the same function as before. Optimizers and checkpoints identify experts by
+    number only, so call this before they exist: a checkpoint of the result has the new order.
 
     Args:
-        layer: whole, before `parallelize_moe`.
-        order_E: integer [E], which expert becomes number i.
+        layer: an unsharded layer, before `parallelize_moe`.
+        order_E: integer [E]; entry i is the expert that becomes number i.
 
     Raises:
-        ValueError: for a sharded layer, and an order that is none of its experts.
+        ValueError: for a sharded layer, or an order that is not a permutation of its experts.
         NotImplementedError: for a router that chooses among groups of experts.
     """
     check_arguments(reorder_experts, locals())

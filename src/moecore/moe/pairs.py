@@ -1,20 +1,22 @@
-"""Pairs: a forward and a backward of two micro-batches alternate, to hide exchanges of tokens.
+"""Pairs: the forward of one micro-batch and the backward of another alternate, to hide exchanges.
 
     forward     attention, router, start dispatch | experts, start combine    | attention, ...
     backward    ... experts, start combine        | attention, start dispatch | experts, ...
 
-`Pairs.run` gets a forward and a backward, and returns the forward's value when both have ended. The
-two sides run in threads of their own, one at a time: the side that holds the baton. When a side has
+`Pairs.run` receives a forward and a backward, and returns the forward's value when both have ended.
+Each side runs in its own thread, and only the side that holds the baton runs. When a side has
 started an exchange (`exchange`), it hands the baton over, so the other side computes during the
 exchange. The first side waits for its exchange after the baton has returned. When a side ends, the
 other side holds the baton until its own end.
 
 When the host needs numbers of other ranks (`numbers_of`), it hands the baton over too, and gets it
 back before the other side starts its next exchange. So the device computes while the host waits.
-The next exchange starts during that compute, on a stream that does not wait for it (`ahead`).
+The next exchange starts during that compute, on a stream that does not wait for it
+(`early_launch`).
 
-The baton is handed over only at exchanges and at `numbers_of`. So the order of all collectives
-follows from the two calls, never from time: ranks that run the same pairs have the same order.
+The baton is handed over only at exchanges and at `numbers_of`. The order of all collectives
+therefore depends only on the two calls, never on time: ranks that run the same pairs have the same
+order.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ T = TypeVar("T")
 
 
 class PairedModel(Protocol):
-    """Has the parameters that both sides use, and their gradients."""
+    """A model whose parameters and gradients both sides of a pair use."""
 
     def paired(self) -> AbstractContextManager[None]:
         """Return a context in which one announced forward alternates with one backward."""
 
     def resume(self, is_backward: bool) -> None:
-        """Make whole what a side uses, when it gets the baton back."""
+        """Unshard the parameters that a side uses, when the side gets the baton back."""
 
 
 class Pairs:
-    """Runs pairs of a forward and a backward; `takes_turns` = some layer has exchanges for it."""
+    """Runs pairs of a forward and a backward; `takes_turns` = some layer has exchanges."""
 
     def __init__(self, models: Sequence[PairedModel]) -> None:
         self.takes_turns = True
@@ -53,11 +55,11 @@ class Pairs:
 
     @property
     def open_pair(self) -> _Pair | None:
-        """The pair that runs; None under a tracer, which must not trace a pair."""
+        """The running pair; None under a tracer, which must not trace a pair."""
         return None if torch.compiler.is_compiling() else self._pair
 
     def run(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
-        """Return the forward's value, when both have ended."""
+        """Run both sides of a pair, and return the forward's value."""
         # The forward begins, in this thread, and runs no backward. The backward of an existing
         # graph runs in another thread, without contexts of this thread, such as autocast. The first
         # exception of either side is raised; it ends the other side at its next exchange.
@@ -106,7 +108,7 @@ class Pairs:
 
     @contextmanager
     def early_launch(self, *, waits: bool = False) -> Iterator[None]:
-        """Return a context in which collectives wait only for work queued at the last `waits`."""
+        """Return a context whose collectives wait only for work queued before the last `waits`."""
         if not torch.cuda.is_initialized():
             yield
             return
@@ -119,7 +121,7 @@ class Pairs:
 
 
 class _Side:
-    """The forward or the backward."""
+    """One side of a pair: the forward or the backward."""
 
     __slots__ = ("is_backward", "is_early", "is_running", "turn")
 
@@ -135,7 +137,7 @@ class _OtherFailed(Exception):  # an Exception: modules call their always_call h
 
 
 class _Pair:
-    """A forward and a backward that alternate."""
+    """A running pair of a forward and a backward that alternate."""
 
     def __init__(self, models: Sequence[PairedModel]) -> None:
         self.error: BaseException | None = None  # the first exception of either side
@@ -145,7 +147,7 @@ class _Pair:
         self._changing = Lock()  # guards `_holder`, `is_running` and `error`
 
     def run_forward(self, forward: Callable[[], T]) -> Any:
-        """Return the forward's value and the generators' states after it; None if it fails."""
+        """Return the forward's value and the generators' states after it; None if it raises."""
         try:
             return forward(), generators()
         except BaseException as error:
@@ -155,12 +157,12 @@ class _Pair:
             self._end(self._forward)
 
     def run_backward(self, backward: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
-        """Run the backward, when it first gets the baton."""
+        """Wait until the baton is handed over for the first time, then run the backward."""
         side = self._backward
         side.turn.acquire()
         try:
             if self.error is None:
-                with _queueing_on(stream):
+                with _use_stream(stream):
                     backward()
         except BaseException as error:
             self._fail(error)
@@ -168,12 +170,12 @@ class _Pair:
             self._end(side)
 
     def give_back(self) -> None:
-        """Hand the baton back to a side that has handed it over early. Called before exchanges."""
+        """Return the baton to a side that handed it over early. Called before exchanges."""
         if self._other(self._holder).is_early:
             self.hand_over()
 
     def hand_over(self, *, is_early: bool = False) -> None:
-        """Hand the baton over; return when the other side has handed it back, or has ended."""
+        """Hand the baton over; return when the other side hands it back, or has ended."""
         # The caller holds the baton. With `is_early` it comes back before the other's next
         # exchange.
         side = self._holder
@@ -218,7 +220,7 @@ class _Pair:
 def exchange(
     starts: Sequence[Callable[..., Any]], pairs: Pairs | None = None, *, may_overlap: bool = False
 ) -> None:
-    """Run collectives that do not depend on each other; in a pair the other side runs meanwhile."""
+    """Run independent collectives. In a pair the other side runs meanwhile."""
     # Each of `starts` takes `async_op` and returns its work. With `may_overlap` they read nothing
     # that was queued after the last `numbers_of`, and write memory allocated within `Pairs.ahead`.
     pair = None if pairs is None else pairs.open_pair
@@ -235,7 +237,7 @@ def exchange(
 
 
 def numbers_of(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None = None) -> Any:
-    """Return numbers that a collective writes, as a list on the host."""
+    """Run a collective, and return the numbers that it writes, as a list on the host."""
     # `start` is as of `exchange`. In a pair the other side runs until the numbers are on the host.
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:
@@ -250,7 +252,7 @@ def numbers_of(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None =
 
 
 @contextmanager
-def _queueing_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def _use_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Return a context in which this thread queues work on `stream`; None = there is no GPU."""
     if stream is None:
         yield

@@ -1,6 +1,6 @@
-"""How a module reads its parameters and shares quantised copies of them.
+"""ParamReader: reads a module's parameters and shares quantised copies of them.
 
-Activations are plain local tensors. The DTensor placements of a parameter alone say whether it is
+Activations are plain local tensors. Only the DTensor placements of a parameter say whether it is
 unsharded, sharded over ep, etp or tp, or replicated over tp.
 """
 
@@ -54,7 +54,10 @@ class ParamReader:
         self._packs = False  # whether `_pack` is called for saved tensors
 
     def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
-        """Return the local part, differentiable; pass cast=False if it may have no values."""
+        """Return the local part of a parameter, differentiable.
+
+        Pass cast=False if the caller does not read values of the parameter in its compute dtype.
+        """
         local = local_param(param, reads=cast)
         if self._packs:
             self._operands[storage_key(local)] = local
@@ -106,10 +109,10 @@ class ParamReader:
         return TensorHandle(tensor) if storage_key(tensor) in self._operands else None
 
     def start_micro_batch(self, *, is_last: bool) -> None:
-        """Announce a micro-batch, and whether it is the last before the optimizer step."""
+        """Start a micro-batch. Copies are shared until `is_last`, the last of an optimizer step."""
         self._shares = self.keep and not is_last
 
     def drop_copies(self) -> None:
-        """Drop all copies: the weights change now, or a CUDA graph makes copies of its own."""
+        """Drop all copies, when weights change or before a CUDA graph makes its own copies."""
         self._copies.clear()
         self._shares = False

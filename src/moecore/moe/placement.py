@@ -1,11 +1,11 @@
-"""Which rank owns which experts: a function of the mesh alone.
+"""Placement of experts on ranks, computed only from the mesh.
 
-Tokens go to physical experts. Each rank has its own experts first, and behind them room for clones
-of other ranks' (`moe/clones.py`): rank p's physical ids begin at p * (e + c). Dispatchers and
-indices know physical ids alone. Without clones they are expert ids.
+Tokens are sent to physical experts. Each rank has its experts first, and after them places for
+clones of other ranks' experts (`moe/clones.py`): rank p's physical ids begin at p * (e + c).
+Dispatchers and indices use only physical ids. Without clones these are the expert ids.
 
-Legend: E experts, e experts of a rank (E / ep), c clones of a rank at most, T tokens of a rank, K
-experts per token.
+Legend: E experts, e experts of a rank (E / ep), c places for clones on a rank, T tokens of a rank,
+K experts per token.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from moecore.moe.records import Dispatcher, Routing
 
 
 def balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
-    """Return how many tokens go to a rank of `num_local` experts when each chooses at random."""
+    """Return the average tokens received by a rank of `num_local` experts, by random choice."""
     return round(num_tokens * _chance(top_k, num_experts, num_local))
 
 
 def _chance(top_k: int, num_experts: int, num_local: int) -> float:
-    """Return the chance that one of K random choices of E experts is among e of them."""
+    """Return the probability that one of K random choices of E experts is among e of them."""
     E, e = num_experts, num_local
     if top_k > E:  # others may be zero experts, which are ignored here
         return 1.0
@@ -38,10 +38,11 @@ def _chance(top_k: int, num_experts: int, num_local: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertPlacement:
-    """Which rank of a dispatch group owns which experts.
+    """The ranks of a dispatch group, and the experts that each rank owns.
 
-    Group rank g = ep_rank * etp + etp_rank. Every etp rank of an ep rank owns the same experts,
-    1 / etp of each, so it needs the same tokens; adding over ranks in `combine` adds the parts.
+    Group rank g = ep_rank * etp + etp_rank. Every etp rank of an ep rank owns the same experts, and
+    1 / etp of each expert's matrices. It therefore needs the same tokens, and the sum over ranks in
+    `combine` includes its partial sums.
     """
 
     group: dist.ProcessGroup  # the ep x etp ranks
@@ -53,12 +54,12 @@ class ExpertPlacement:
 
     @property
     def num_local(self) -> int:
-        """Experts on each rank."""
+        """Number of experts on each rank."""
         return self.num_experts // self.ep
 
     @property
     def num_physical(self) -> int:
-        """Physical experts on each rank, e + c."""
+        """Number of physical experts on each rank, e + c."""
         return self.num_local + self.num_clones
 
     @property
@@ -67,7 +68,7 @@ class ExpertPlacement:
         return dist.get_rank(self.group) // self.etp * self.num_physical
 
     def physical_ids(self, ids_TK: Tensor) -> Tensor:
-        """Return the physical id of each expert on the rank that owns it; -1 stays."""
+        """Return the physical id of each expert on the rank that owns it; -1 is unchanged."""
         # Example, two ranks of two experts, room for one clone: [0, 1, 2, 3, -1] give [0, 1, 3, 4,
         # -1].
         if not self.num_clones:
@@ -76,15 +77,15 @@ class ExpertPlacement:
         return torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * self.num_clones)
 
     def balanced_rows(self, num_tokens: int, top_k: int) -> int:
-        """Return the expert rows of a rank when all experts get as many of T tokens per rank."""
+        """Return the expert rows of a rank with even loads, for T tokens per rank."""
         return num_tokens * top_k * self.etp
 
     def balanced_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of T tokens go to one rank when each chooses at random."""
+        """Return how many of T tokens one rank receives on average, by random choices."""
         return balanced_tokens(num_tokens, top_k, self.num_experts, self.num_local)
 
     def most_rows(self, routing: Routing) -> int:
-        """Most expert rows of one rank, when every rank brings as many tokens as this one."""
+        """Return the maximum of expert rows of one rank, if all ranks have equally many tokens."""
         (T, K), num_physical = routing.destinations_TK.shape, self.num_physical
         max_source_rows = min(T * min(K, num_physical), num_physical * routing.most_rows_per_expert)
         return self.group.size() * max_source_rows
@@ -92,46 +93,51 @@ class ExpertPlacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DomainPlacement(ExpertPlacement):
-    """Which ranks of one of H domains own which of its experts, for tokens that have come to it.
+    """Placement of the experts of one of H domains on its ranks, for tokens received by the domain.
 
-    Group, experts and ep are those of the domain. Of A rows that have come to a rank each has one
-    of its K choices here at least.
+    A domain is a set of ranks with fast links, as in `dispatch/hierarchical.py`. Group, experts and
+    ep are those of the domain. Each of the A rows that a rank has received has at least one of its
+    K choices in the domain.
     """
 
     num_domains: int  # H
 
     @property
     def num_in_domain(self) -> int:
-        """Physical experts of a domain."""
+        """Number of physical experts of a domain."""
         return self.num_physical * self.ep
 
     def ids_inside(self, ids_AK: Tensor, domain: int) -> Tensor:
-        """Return physical ids of all domains as those of one; -1 = in none, or another."""
+        """Convert physical ids of all domains to ids of one domain; -1 = in another domain."""
         ids_AK = ids_AK - domain * self.num_in_domain
         return ids_AK.masked_fill((ids_AK < 0) | (ids_AK >= self.num_in_domain), -1)
 
     def balanced_arrivals(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of T tokens go to one domain when each chooses at random."""
-        return round(num_tokens * self._reach(top_k, self.num_experts))
+        """Return how many of T tokens one domain receives on average, by random choices."""
+        return round(num_tokens * self._reach_probability(top_k, self.num_experts))
 
     def balanced_rows(self, num_tokens: int, top_k: int) -> int:
-        """Return the expert rows of a rank when as many come to each: A is `num_tokens`."""
-        all_tokens = num_tokens / (self.num_domains * self._reach(top_k, self.num_experts))
+        """Return the expert rows of a rank with even loads, for A (`num_tokens`) received rows."""
+        all_tokens = num_tokens / (
+            self.num_domains * self._reach_probability(top_k, self.num_experts)
+        )
         return round(all_tokens * top_k * self.etp)
 
     def balanced_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of A tokens go to one rank of the domain."""
-        share = self._reach(top_k, self.num_local) / self._reach(top_k, self.num_experts)
+        """Return how many of A received rows one rank of the domain receives on average."""
+        share = self._reach_probability(top_k, self.num_local) / self._reach_probability(
+            top_k, self.num_experts
+        )
         return round(num_tokens * share)
 
-    def _reach(self, top_k: int, num_experts: int) -> float:
+    def _reach_probability(self, top_k: int, num_experts: int) -> float:
         return _chance(top_k, self.num_domains * self.num_experts, num_experts)
 
 
 def domain_of(
     placement: ExpertPlacement, inside: dist.ProcessGroup, num_domains: int
 ) -> DomainPlacement:
-    """Return the placement of this rank's domain, one of several of a placement."""
+    """Return the placement of this rank's domain within a placement over several domains."""
     return DomainPlacement(
         group=inside,
         num_experts=placement.num_experts // num_domains,
@@ -144,15 +150,15 @@ def domain_of(
 
 
 def register_dispatcher(name: str, make: Callable[[ExpertPlacement], Dispatcher]) -> None:
-    """Let `DispatchOptions.name` name a dispatcher of yours, on every rank.
+    """Register a user's dispatcher as a value of `DispatchOptions.name`. Call it on every rank.
 
     Args:
         name: a new name.
         make: called once per MoE layer with the ranks that own the layer's experts; returns its
-            `Dispatcher`. It is not called where ep * etp is 1, because no token leaves its rank.
+            `Dispatcher`. It is not called if ep * etp is 1, because no token leaves its rank.
 
     Raises:
-        ValueError: when the name is taken, or `make` is no function.
+        ValueError: when the name is already registered, or `make` is not a function.
     """
     check_arguments(register_dispatcher, locals())
     DISPATCHERS.register(name, make)

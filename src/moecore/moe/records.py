@@ -1,14 +1,14 @@
-"""What flows between the stages of a layer, and what a dispatcher is.
+"""Records that the stages of an MoE layer exchange, and the `Dispatcher` protocol.
 
     x_TD -> Router -> Routing -> Dispatcher.dispatch -> ExpertInput -> Experts -> y_SD
          -> Dispatcher.combine -> y_TD
 
 Legend: T local tokens, D model dim, E experts, e local experts (E / ep), K experts per token (E
-where the experts choose), S source rows held after dispatch, R expert rows (one per source row and
-local expert).
+with expert choice routing), S source rows, R expert rows.
 
-A token crosses the network at most once per rank and is never expanded in memory: `dispatch`
-gives source rows and, per expert row, the index of the source row it reads.
+Each source row is a token that this rank stores after dispatch. Each expert row is a pair of a
+source row and a local expert. `dispatch` sends a token at most once to each rank, and stores no
+copy per expert: the index has the source row of each expert row.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from moecore.moe.pairs import Pairs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """The decision for T tokens.
+    """The experts and weights that a router chose for T tokens.
 
     Attributes:
-        expert_ids_TK: int32, global expert ids; -1 = dropped, or an unused choice. Best first,
-            except where the experts choose: there column e holds e or -1.
+        expert_ids_TK: int32, global expert ids; -1 = dropped, or an unused choice. The best expert
+            is first. With expert choice routing, column e contains e or -1.
         weights_TK: fp32, factor on the expert's output; differentiable.
-        chosen_ids_TK: the same before capacity dropped any; what is counted.
-        physical_TK: int32, the physical expert of each choice (`moe/placement.py`) where experts
-            have clones; None = the expert id.
-        logits_TE: router dtype, differentiable; for the balance losses. None where the model's own
-            router chose.
+        chosen_ids_TK: int32, the ids before capacity dropped choices. Load counts use these ids.
+        physical_TK: int32, the physical expert of each choice (`moe/placement.py`) if experts have
+            clones; None = the expert id.
+        logits_TE: router dtype, differentiable; the balance losses read them. None if the model has
+            a router that is not moecore's.
         padding_mask_T: bool, True = padding, whose ids are all -1; None = no padding.
-        capacity: no expert is wanted by more of these tokens; None = by all at most.
-        pad: dispatchers size buffers by the capacity and not by counts, so without a host sync.
-        rows_multiple: of which the rows of each expert are a multiple; padding has weight 0.
+        capacity: maximum number of these tokens per expert; None = T.
+        pad: dispatchers size buffers by the capacity. They then do not wait for counts on the host.
+        rows_multiple: the row count of each expert is padded to a multiple of this number; padding
+            rows have weight 0.
     """
 
     expert_ids_TK: Tensor
@@ -58,18 +59,21 @@ class Routing:
 
     @property
     def destinations_TK(self) -> Tensor:
-        """Return the physical expert of each choice, int32; -1 = nowhere."""
+        """Return the physical expert of each choice, int32; -1 = the choice was dropped."""
         return self.expert_ids_TK if self.physical_TK is None else self.physical_TK
 
     @property
     def most_rows_per_expert(self) -> int:
-        """Most of these tokens that any expert gets, whatever was chosen."""
+        """Upper bound of the number of these tokens that any expert receives."""
         T = self.expert_ids_TK.shape[0]
         return T if self.capacity is None else min(T, self.capacity)
 
 
 def without_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, Tensor]:
-    """Return the routing without ids from `num_experts` on, and their weights' sum per token."""
+    """Remove choices of zero experts (ids from `num_experts` on) and sum their weights per token.
+
+    Returns the routing with -1 for these choices, and the sums, fp32 [T, 1].
+    """
     # Example, E=2, ids [[1, 2], [3, 2]], weights [[.5, .5], [.6, .4]]: ids [[1, -1], [-1, -1]] and
     # the sums [[.5], [1.]], fp32 [T, 1].
     ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
@@ -79,7 +83,7 @@ def without_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, T
 
 
 class ChoiceTape(Protocol):
-    """Sees every choice of a router, and may make it; see `moecore.rl.replay`."""
+    """Observes every choice of a router, and may replace it; see `moecore.rl.replay`."""
 
     def recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
@@ -89,14 +93,14 @@ class ChoiceTape(Protocol):
         # compares tokens. A weight of -1 is the router's for this choice; None = all weights are.
 
     def took(self, ids_TK: Tensor) -> None:
-        """See the choice of this forward, before capacity."""
+        """Observe the expert ids of this forward, before capacity drops choices."""
 
     def rewinder(self) -> Callable[[], None]:
-        """Return what undoes all forwards from here on, for a step that runs again."""
+        """Return a function that undoes all later forwards, for a step that is repeated."""
 
 
 class BalancedRows(NamedTuple):
-    """Rows in use with even loads, where only the device knows which of S and R are."""
+    """Numbers of used rows with even loads, if only the device knows the real numbers."""
 
     source: int
     expert: int | None  # None where R is exact
@@ -104,24 +108,25 @@ class BalancedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertInput:
-    """All that the experts of one rank need, the same from every dispatcher.
+    """Input of one rank's experts. Every dispatcher returns this record.
 
     Attributes:
-        rows: source rows held by this rank (without EP: the tokens themselves, no copy);
-            differentiable unless `unsummed`, by their handle where they came quantised.
+        rows: source rows of this rank (without EP, the tokens without a copy). They are
+            differentiable unless `unsummed` is set. Rows that were received as FP8 are
+            differentiable through their handle.
         index: expert rows in expert order. R is static: rows past `index.num_rows` have row id 0
-            and weight 0, and nothing computed from them may be used. A slot is -1 where the choice
-            was dropped or its expert lives on another rank.
-        plan: the dispatcher's own record for `combine`; no other stage opens it.
-        unsummed: None, or the part of a dispatcher that adds expert rows itself. Experts then give
-            each expert row's gradient to its handle and return `UnsummedRows`; those that add their
-            rows themselves start with `summed_input`.
-        balanced: how many rows are in use with even loads, where shapes have room for more; None =
-            S and R are those that came.
-        clones: None, or other ranks' experts that this forward computes behind its own
-            (`moe/clones.py`); the index has them too.
-        receiver: None, or where gradients of the experts' output arrive as FP8, if the experts
-            would quantise them alike.
+            and weight 0, and results of these rows must not be used. A slot is -1 if the choice
+            was dropped or its expert is on another rank.
+        plan: the dispatcher's record for `combine`. No other stage reads it.
+        unsummed: set by a dispatcher that adds expert rows itself, otherwise None. Experts then
+            return `UnsummedRows`, and write the gradient of each expert row to its handle. Experts
+            that always sum their rows call `summed_input` first.
+        balanced: numbers of used rows with even loads, if buffers have a capacity above the number
+            of received rows; None = S and R are the exact numbers.
+        clones: experts of other ranks that this forward computes after the local experts
+            (`moe/clones.py`), or None. The index includes them.
+        receiver: receives gradients of the experts' output as FP8, if the experts quantise in the
+            same format; None = no FP8 gradients.
 
     Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
     slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
@@ -137,28 +142,30 @@ class ExpertInput:
     receiver: GradientReceiver | None = None
 
     def with_rows(self, rows: Rows) -> ExpertInput:
-        """Return the same with other rows; `replace` costs a host four times as much."""
+        """Return a copy with other rows; `replace` costs four times as much host time."""
         fields = (self.index, self.plan, self.unsummed, self.balanced, self.clones, self.receiver)
         return ExpertInput(rows, *fields)
 
 
 @dataclass(frozen=True, slots=True)
 class UnsummedRows:
-    """What experts may return for an `unsummed` input; `combine` adds."""
+    """Output of experts for an input with `unsummed`; `combine` sums its rows."""
 
     y_RD: Tensor  # weighted output of each expert row; rows past `num_rows` are uninitialised
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to the ranks that own their experts, and their outputs home.
+    """Sends tokens to the ranks that own their experts, and returns the experts' outputs.
 
-    On meta nothing is sent, and shapes are those of even loads (`train/memory/saved_bytes.py`).
+    On the meta device, nothing is sent, and shapes assume even loads
+    (`train/memory/saved_bytes.py`).
 
     Attributes:
         waits_on_host: every forward waits for sizes on the host, unless each expert's rows are
-            padded to a capacity; such a forward cannot be in a CUDA graph.
-        takes_turns: the host starts and waits for its exchanges, so pairs can alternate there.
-        pairs: alternate a forward and a backward at exchanges; None = none.
+            padded to a capacity; such a forward cannot be captured in a CUDA graph.
+        takes_turns: the host starts and waits for each exchange, so `pairs` can switch there.
+        pairs: alternates the forward of one micro-batch and the backward of another at exchanges;
+            None = no alternation.
     """
 
     waits_on_host: bool
@@ -166,20 +173,20 @@ class Dispatcher(Protocol):
     pairs: Pairs | None = None
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Whether experts get room for more rows than come, a number that only the device knows."""
+        """Whether buffers are larger than the received rows, counted only on the device."""
         # `pads` is that of `Routing`. By default shapes are exact.
         return False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Bring every token to each rank that owns at least one of its experts, once."""
+        """Send every token once to each rank that owns at least one of its experts."""
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:
-        """Send each partial sum home once and add over ranks in fp32; returns y_TD."""
+        """Return each partial sum once to its token's rank; returns their fp32 sum, y_TD."""
         # y_SD is a tensor, or `UnsummedRows` where the experts' input was `unsummed`.
 
 
 class _HandleRows(torch.autograd.Function):
-    """The rows; a row's gradient goes to one of its expert rows, zeros to the others: same sum."""
+    """Identity on rows; one expert row of each source row gets its gradient, and the others 0."""
 
     @staticmethod
     def forward(ctx: Any, handle_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
@@ -197,7 +204,7 @@ class _HandleRows(torch.autograd.Function):
 
 
 def summed_input(inp: ExpertInput) -> ExpertInput:
-    """Return the same input with wide differentiable rows, for experts that gather and sum."""
+    """Return the input with unquantised, differentiable rows, for experts that sum their rows."""
     if inp.unsummed is None:
         return inp if inp.rows.scales is None else inp.with_rows(Rows(inp.rows.widen()))
     if inp.unsummed.refetch is not None:

@@ -1,7 +1,8 @@
-"""RoutedExperts(x_TD, ids_TK, weights_TK) -> y_TD: experts whose choice is made by the model.
+"""RoutedExperts(x_TD, ids_TK, weights_TK) -> y_TD: experts for a model that has its own router.
 
-They take the place of a model's own experts module: its block, router and shared experts stay what
-they are, and parameters keep their names. Loads are counted; a balance loss is the model's own.
+`RoutedExperts` replaces a model's experts module. The model's block, router and shared experts do
+not change, and parameters keep their names. moecore counts loads. The model computes its balance
+loss.
 
 Legend: T local tokens, D model dim, E experts, K experts per token.
 """
@@ -26,10 +27,10 @@ from moecore.moe.records import ExpertInput, Routing
 
 
 class RoutedExperts(RoutedLayer, Experts):
-    """Routed experts behind a dispatcher; a plain module in one process.
+    """Dispatch, routed experts and combine; `parallelize_moe` replaces the local dispatcher.
 
     Args:
-        config: sizes, activation and biases of the experts. What it has on routing is not used,
+        config: sizes, activation and biases of the experts. Its routing fields are not used,
             and its `balance` must be off.
         layout: names and order of the stored weights.
         own_activation: see `Experts`.
@@ -54,7 +55,7 @@ class RoutedExperts(RoutedLayer, Experts):
         self.tracker = LoadTracker(config)
 
     def name_of(self, role: str) -> str:
-        """Return "": the experts are this module itself."""
+        """Return "": the experts are this module."""
         return ""
 
     def part(self, role: str) -> Any:
@@ -62,7 +63,7 @@ class RoutedExperts(RoutedLayer, Experts):
         return self if role == "experts" else None
 
     def check_config(self, name: str, config: MoEConfig) -> None:
-        """Raise a ValueError for any other config: the router is not moecore's."""
+        """Raise a ValueError if the config differs: the router is not moecore's."""
         for field in fields(config):
             value = getattr(config, field.name)
             if value != getattr(self.config, field.name):
@@ -72,7 +73,7 @@ class RoutedExperts(RoutedLayer, Experts):
                 )
 
     def run_empty(self, x_0D: Tensor) -> Tensor:
-        """Return the forward of no tokens, without the hooks of this module."""
+        """Return the forward of zero tokens, without the hooks of this module."""
         choices_0K = x_0D.new_zeros(0, self.config.top_k, requires_grad=x_0D.requires_grad)
         return self.forward(x_0D, choices_0K.detach().int(), choices_0K)
 
@@ -82,16 +83,16 @@ class RoutedExperts(RoutedLayer, Experts):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """Return the weighted sum over each token's experts; names as transformers has them.
+        """Return the weighted sum over each token's experts. Arguments have transformers' names.
 
         Args:
             hidden_states: [T, D].
             top_k_index: integer [T, K]. An id from E on is one of the config's `zero_experts`; any
-                other id outside of [0, E) is no expert and adds nothing.
+                other id outside of [0, E) is ignored.
             top_k_weights: float [T, K]; differentiable.
 
         Returns:
-            [T, D] in the dtype of `hidden_states`; added in fp32, rounded once.
+            [T, D] in the dtype of `hidden_states`; summed in fp32 and rounded once.
         """
         x_TD = hidden_states
         is_expert_TK = (top_k_index >= 0) & (top_k_index < self.config.num_candidates)

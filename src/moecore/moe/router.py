@@ -2,12 +2,12 @@
 
     x_TD -> jitter -> logits_TE -> choice -> weights_TK -> padding and capacity -> Routing
 
-Legend: T local tokens, N tokens of the whole micro-batch, D model dim, E experts (those that return
-their input included), K experts per token (E if the experts choose).
+Legend: T local tokens, N tokens of the micro-batch on all its ranks, D model dim, E experts
+(including zero experts, which return their input), K experts per token (E with expert choice).
 
 Logits, scores and weights are fp32 (or fp64) for any dtype of x: a rounded score may choose another
-expert, and no later precision repairs that. `parallelize_moe` excludes the router's weight from
-mixed precision for the same reason. Of equal scores the lower expert id wins.
+expert, and later stages cannot correct that choice. `parallelize_moe` excludes the router's weight
+from mixed precision for the same reason. If scores are equal, the lower expert id wins.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ TABLE_ROWS = 8192  # of token ids that are given experts at once
 class Router(nn.Module):
     """A linear layer, a score function and a top-k choice.
 
-    Parameters and buffers: `weight` [E, D]; `bias` [E] when `config.router_bias`; buffer
-    `expert_bias` [E] fp32 when `config.expert_bias`, under the name `expert_bias_name`; buffer
-    `token_experts` int64 [hash_vocab_size, K], distinct ids in a row, with assignment "hash", under
-    the name `token_experts_name`.
+    Parameters and buffers:
+        weight: [E, D].
+        bias: [E], with `config.router_bias`.
+        expert_bias: buffer, fp32 [E], with `config.expert_bias`. Its name is `expert_bias_name`.
+        token_experts: buffer, int64 [hash_vocab_size, K], with assignment "hash". Each row has
+            distinct ids. Its name is `token_experts_name`.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Router(nn.Module):
         return is_local and not (self.training and self.config.balance.bias_per_micro_batch)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
-        """Move like any module; the selection bias stays fp32, because its steps are small."""
+        """Apply `fn` as any module does; the selection bias stays fp32 for its small steps."""
         bias = self.selection_bias
         super()._apply(fn, recurse)
         moved = self.selection_bias
@@ -95,14 +97,14 @@ class Router(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Load like any module; the selection bias stays fp32, also with assign=True."""
+        """Load as any module does, but keep the selection bias in fp32, also with assign=True."""
         key = prefix + self.expert_bias_name
         if key in state_dict:
             state_dict[key] = state_dict[key].float()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Fill the parameters, the same on every layout; biases become 0, experts of ids random."""
+        """Initialise the parameters, identically on every layout; the hash table is random."""
         init_normal_(self.weight, std=std, key=f"{key}.weight", seed=seed)
         for tensor in (self.bias, self.selection_bias):
             if tensor is not None:
@@ -150,7 +152,7 @@ class Router(nn.Module):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the choice follows from fp32 logits by `route` and the layer's own bias."""
+        """Whether the choice needs only fp32 logits, `route` and the layer's selection bias."""
         config = self.config
         if self.tape is not None or self.forced_ids is not None:
             return False
@@ -168,7 +170,7 @@ class Router(nn.Module):
         return router_logits(x_TD, weight_ED, bias_E)
 
     def _choose(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return int32 ids and fp32 weights [T, K] of the tape's choice, or of the router's own."""
+        """Return int32 ids and fp32 weights [T, K], from the tape if it has a record."""
         if self.tape is not None:
             T, device = logits_TE.shape[0], logits_TE.device
             logits = logits_TE.detach()
@@ -184,7 +186,7 @@ class Router(nn.Module):
         return self._choose_experts(logits_TE, micro_batch)
 
     def _choose_experts(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return int32 ids and fp32 weights [T, K] of the router's own choice."""
+        """Return int32 ids and fp32 weights [T, K] of the router's choice, without the tape."""
         options, choice = self.options, self.config.assignment
         if self.forced_ids is not None:
             T, E = logits_TE.shape
@@ -200,7 +202,7 @@ class Router(nn.Module):
         return ids_TK, route_weights(logits_TE, ids_TK, options)
 
     def _ids_of_tokens(self, logits_TE: Tensor, token_ids_T: Tensor | None) -> Tensor:
-        """Return int32 ids [T, K] of the table's rows."""
+        """Look up each token's experts in the hash table; return int32 ids [T, K]."""
         T, table_VK = len(logits_TE), self._buffers[self.token_experts_name]
         assert table_VK is not None
         if token_ids_T is None and T == 0:
@@ -214,7 +216,7 @@ class Router(nn.Module):
         return F.embedding(token_ids_T, table_VK).int()  # indexing takes -1 for the last row
 
     def _bias(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor | None:
-        """Return the bias of the choice: the layer's, or one for this micro-batch."""
+        """Return the selection bias: the buffer, or a bias computed for this micro-batch."""
         bias_E = self.selection_bias
         if bias_E is None or not (self.training and self.config.balance.bias_per_micro_batch):
             return bias_E
@@ -222,7 +224,7 @@ class Router(nn.Module):
         return result
 
     def _assign(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Return ids [T, K] of Sinkhorn, expert choice or a user's rule, which compare tokens."""
+        """Return ids [T, K] of a rule that compares tokens: Sinkhorn, expert choice, a user's."""
         config, E, K = self.config, self.config.num_experts, self.config.top_k
         logits_NE, padding_N = micro_batch.gather(logits_TE), micro_batch.gather_padding()
         rule = ASSIGNMENTS[config.assignment]
@@ -237,7 +239,7 @@ class Router(nn.Module):
     def _drop(
         self, ids_TK: Tensor, weights_TK: Tensor, micro_batch: MicroBatch
     ) -> tuple[Tensor, int | None]:
-        """Return the ids with -1 for dropped choices, and the most tokens per expert or None."""
+        """Return the ids with -1 for dropped choices, and the maximum of tokens per expert."""
         config, factor, K = self.config, self._factor(), self.config.top_k
         if factor is None:
             return ids_TK, None
@@ -263,7 +265,7 @@ class Router(nn.Module):
         return ids_TK.masked_fill(~micro_batch.slice_local(stays_NK), -1), max_tokens
 
     def _factor(self) -> float | None:
-        """Return the capacity factor for training or eval; None = no limit."""
+        """Return the capacity factor for the current mode, training or eval; None = no limit."""
         capacity, experts_choose = self.config.capacity, self.config.assignment == "expert_choice"
         if capacity is None:
             return 1.0 if experts_choose else None
@@ -277,7 +279,7 @@ class Router(nn.Module):
 def bias_of_micro_batch(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
 ) -> Tensor:
-    """Return fp32 [E]: the bias that evens out the loads of one micro-batch without its padding."""
+    """Return fp32 [E]: the bias that balances the loads of one micro-batch without its padding."""
     # The margins are counted from the layer's own bias (`kernels/routing/margins.py`). One
     # all-reduce of their histogram where ranks share the micro-batch; no host sync.
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)

@@ -1,10 +1,10 @@
-"""What every token passes: the shared experts, and the projections of a LatentMoE layer.
+"""Modules that process every token: shared experts, and the projections of a LatentMoE layer.
 
-Legend: T local tokens, D model dim, n shared experts, F hidden dim of all of them together, L
-latent dim, in which tokens travel and experts work.
+Legend: T local tokens, D model dim, n shared experts, F hidden dim of all n shared experts, L
+latent dim, the dim of dispatched rows and routed experts.
 
-Under sequence parallelism every tp rank holds other tokens, so these weights are whole on each tp
-rank and need no communication.
+With sequence parallelism every tp rank has other tokens. These weights are therefore replicated on
+all tp ranks and need no communication.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from moecore.moe.experts import activation_options
 
 class _Matrices(nn.Module):
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Fill the weights with N(0, std^2), the same on every layout."""
+        """Initialise weights with N(0, std^2), identically on every layout."""
         for name, parameter in self.named_parameters(recurse=False):
             init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
 
 class SharedExpert(_Matrices):
-    """The sum of n MLPs w2 @ act(w1 @ x), each times sigmoid(gate @ x) when the layer asks for it.
+    """The sum of n MLPs w2 @ act(w1 @ x), each optionally times sigmoid(gate @ x).
 
-    Their matrices stand side by side and are multiplied as one. Expert i owns hidden columns
-    [i * F / n, (i + 1) * F / n); with a gated activation all n gates come before all n ups.
+    The matrices of the n MLPs are concatenated and multiplied in one product. Expert i owns hidden
+    columns [i * F / n, (i + 1) * F / n). With a gated activation all n gates precede all n ups.
 
     Parameters: `w1` [2F or F, D], `w2` [D, F], and `gate` [n, D] with `config.shared_gate`; F is
     `num_shared_experts * shared_hidden_dim`.
@@ -74,11 +74,12 @@ class SharedExpert(_Matrices):
 
 
 class SharedRun:
-    """The shared experts at work: now, or on a stream of their own while tokens travel.
+    """One forward of the shared experts, on the current stream or concurrently with dispatch.
 
-    On a stream of its own their backward runs there too, because autograd keeps an operation's
-    stream. Who made the stream owns it; all layers may use one. None = the current stream.
-    `forward` returns None where there are no shared experts. Read `y_TD` through `wait`.
+    With a stream, forward and backward of the shared experts run on it, because autograd runs an
+    operation's backward on its forward's stream. The creator of the stream owns it, and all layers
+    may share one stream. None = the current stream. `forward` returns None if there are no shared
+    experts. Read `y_TD` through `wait`.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class SharedRun:
         x_TD.record_stream(stream)
 
     def wait(self) -> Tensor:
-        """Return y_TD, which the current stream may read from here on; no host sync."""
+        """Make the current stream wait for the shared experts, and return y_TD; no host sync."""
         assert self.y_TD is not None, "there are no shared experts to wait for"
         if self._stream is not None:
             current = torch.cuda.current_stream(self.y_TD.device)
@@ -107,9 +108,10 @@ class SharedRun:
 
 
 class Latent(_Matrices):
-    """`w_down` [L, D] before dispatch, `w_up` [D, L] after combine; LatentMoE (2603.07685).
+    """Projections `w_down` [L, D] before dispatch and `w_up` [D, L] after combine.
 
-    With `config.latent_norm_eps` rows pass an RMSNorm with weight `norm` [L] before `w_up`.
+    LatentMoE (arXiv:2603.07685). With `config.latent_norm_eps`, an RMSNorm with weight `norm` [L]
+    is applied before `w_up`.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Latent(_Matrices):
         self.norm = None if norm is None else nn.Parameter(norm)
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Fill matrices as others are, and the norm with ones."""
+        """Initialise matrices with N(0, std^2), and the norm's weight with ones."""
         super().init_weights(std=std, key=key, seed=seed)
         if self.norm is not None:
             nn.init.ones_(self.norm)

@@ -1,14 +1,14 @@
-"""Rows that find no place in buffers of a static capacity, and what becomes of their step.
+"""Shortages: rows that exceed buffers of a static capacity, and the handling of their step.
 
-No forward or backward waits to see them. How many were needed is known on the device, and on the
-host a step late:
+No forward or backward waits to see a shortage. The device knows the needed capacity at once, and
+the host knows it one step later:
 
-    `TrainStep.forward_backward`    reads the device and runs the step again: `train/rerun.py`
-    `TrainStep.finish` that clips   skips the step on the device; the host enlarges the buffers then
-    a step that nobody clips        is an error where the host sees it
+    `TrainStep.forward_backward`    reads the device, and repeats the step: `train/rerun.py`
+    `TrainStep.finish` that clips   skips the step on the device; the host enlarges buffers later
+    a step without clipping         the host raises an error when it sees the shortage
 
-A capacity holds within such a step alone (`Holder.watch`): elsewhere nobody would look, so
-elsewhere there is room for everything.
+A capacity limits buffers only inside such a step (`Holder.watch`). Other forwards have no code that
+would see a shortage, so their buffers have space for all rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Watch = Literal["reruns", "skips", "graph"]  # what follows where rows find no p
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Shortage:
-    """The most that a buffer should have held, in units of even loads."""
+    """The capacity that a buffer would have needed, in units of even loads."""
 
     # int32 on the device: first the most that was wanted, last what is not 0 once something found
     # no place.
@@ -44,21 +44,25 @@ class Shortage:
     even: float
 
     def min_factor(self) -> Tensor:
-        """Return the least factor that had held everything; 0 = all fit. No host sync."""
+        """Return the smallest factor with which all rows had fitted; 0 = all fit. No host sync."""
         return self.words[0] * (self.words[-1] > 0) / self.even
 
     @property
     def num_seen(self) -> int:
-        """How much was wanted, as far as the host can see; 0 = all fit."""
+        """The needed number of rows, if the host has received a shortage; 0 = all fit."""
         return int(self.report[0])
 
     @property
     def factor_seen(self) -> float:
-        """The needed factor, as far as the host can see."""
+        """The needed factor, if the host has received a shortage; 0 = all fit."""
         return self.num_seen / self.even
 
     def clear(self, *, device: bool = True, host: bool = True) -> None:
-        """Count anew; on the host when the device has come to here, or it has been read."""
+        """Set the device's counts and the host's report to 0.
+
+        Clear the host's report only after the device has reached this point, or the report was
+        read.
+        """
         if host:
             self.report.zero_()
         if device:
@@ -66,7 +70,7 @@ class Shortage:
 
 
 class Holder(ABC):
-    """Buffers whose capacity is an option, in units of `Shortage.even`."""
+    """Owner of buffers whose capacity is an option, in units of `Shortage.even`."""
 
     option: str
     is_known_late = False  # whether backwards, too, find out what had no place
@@ -75,27 +79,27 @@ class Holder(ABC):
     @property
     @abstractmethod
     def factor(self) -> float | None:
-        """The option's value; None = everything fits."""
+        """The option's value; None = buffers have space for all rows."""
 
     @property
     @abstractmethod
     def shortages(self) -> Sequence[Shortage]:
-        """Those of all buffers that have been made."""
+        """The shortages of all allocated buffers."""
 
     @abstractmethod
     def resize(self, factor: float) -> None:
-        """Give later forwards so much; when the buffers hold no rows."""
+        """Set the capacity of later forwards. Call it when the buffers hold no rows."""
 
     @abstractmethod
     def error(self, shortage: Shortage) -> RuntimeError:
-        """Return what is raised for a shortage that the host sees."""
+        """Return the error to raise for a shortage that the host sees."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait for the device, which writes reports."""
+        """Wait for the device, which writes the reports. Host sync."""
 
     def poll(self, *, is_error: bool = True) -> None:
-        """Raise what went wrong, as far as the host can see: a shortage once, unless it is none."""
+        """Raise an error that the host sees; `is_error` = a shortage is an error, raised once."""
         for shortage in self.shortages if is_error else ():
             if shortage.num_seen:
                 error = self.error(shortage)
@@ -103,33 +107,36 @@ class Holder(ABC):
                 raise error
 
     def check(self, *, is_error: bool = True) -> None:
-        """Raise what went wrong so far. Host sync."""
+        """Wait for the device, then raise as `poll` does. Host sync."""
         self.wait()
         self.poll(is_error=is_error)
 
     def min_factor(self, device: torch.device) -> Tensor:
-        """Return the least factor that had held everything; 0 = it fits. No host sync."""
+        """Return the smallest factor with which all rows had fitted; 0 = all fit. No host sync."""
         factors = [shortage.min_factor() for shortage in self.shortages]
         return torch.stack(factors).amax() if factors else torch.zeros((), device=device)
 
     def clear(self, *, host: bool = True) -> None:
-        """Count the rows of the next step anew on the device. No host sync."""
+        """Set the counts of all shortages to 0 on the device. No host sync."""
         for shortage in self.shortages:
             shortage.clear(host=host)
 
 
 class SkippedSteps:
-    """Which steps were skipped, equal on all ranks; the host reads it while the next step runs."""
+    """Flags of skipped steps, equal on all ranks; the host reads a flag one step later."""
 
     def __init__(self) -> None:
         self._flags: deque[bool | ToHost] = deque()
 
     def note(self, is_skipped: bool | Tensor) -> None:
-        """Note whether the step that ends is skipped, on every rank. No host sync."""
+        """Store whether the step that ends is skipped, on every rank. No host sync."""
         self._flags.append(ToHost(is_skipped) if isinstance(is_skipped, Tensor) else is_skipped)
 
     def pop(self) -> bool:
-        """Return whether any step but the last was skipped since it was asked; waits for those."""
+        """Return whether any stored step except the last was skipped, and remove these steps.
+
+        Waits on the host for the flags of these steps.
+        """
         result = False
         while len(self._flags) > 1:
             flag = self._flags.popleft()
@@ -138,7 +145,7 @@ class SkippedSteps:
 
 
 class Capacity:
-    """The holders of a model (of expert rows, tokens to send, pages), and what a shortage is."""
+    """The holders of a model (expert rows, tokens to send, pages) and the handling of shortages."""
 
     def __init__(self, *holders: Holder | None, device: torch.device) -> None:
         self.holders = holders
@@ -155,24 +162,24 @@ class Capacity:
         return [holder for holder in self.holders if holder is not None]
 
     def poll(self) -> None:
-        """Raise what went wrong on this rank with rows, as far as the host can see."""
+        """Raise errors of this rank's holders that the host already sees. No host sync."""
         for holder in self._holders:
             holder.poll(is_error=not self.skips)
 
     def check(self) -> None:
-        """Raise it once the device is idle. Host sync."""
+        """Wait for the device, and raise errors of this rank's holders. Host sync."""
         for holder in self._holders:
             holder.check(is_error=not self.skips)
 
     def end_step(self, *, skips: bool) -> None:
-        """Raise what is wrong with a step, or enlarge what a skipped one needed: see `poll`."""
+        """Raise errors of a step that the host sees, or enlarge buffers if the step was skipped."""
         self.skips = skips
         self.poll()
         if skips and self.graph_steps is None:
             self.enlarge()
 
     def enlarge(self) -> None:
-        """Give later forwards what skipped steps needed, as far as the host can see."""
+        """Enlarge buffers to the capacity that skipped steps needed, if the host sees it."""
         for holder in self._holders:
             min_factor = max((shortage.factor_seen for shortage in holder.shortages), default=0.0)
             for shortage in holder.shortages:
@@ -187,7 +194,10 @@ class Capacity:
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
-        """Within, forwards are those of a step that looks at shortages; the outermost counts."""
+        """Return a context whose forwards belong to a step that handles shortages as `watch`.
+
+        If contexts are nested, the outermost `watch` is used.
+        """
         before = [holder.watch for holder in self._holders]
         for holder in self._holders:
             holder.watch = holder.watch or watch
@@ -199,7 +209,7 @@ class Capacity:
 
     @contextmanager
     def graphed(self) -> Iterator[None]:
-        """Within, steps are those of a CUDA graph."""
+        """Return a context whose steps are captured in or replayed from a CUDA graph."""
         self.is_graphed = True
         try:
             with self.watched("graph"):
@@ -208,7 +218,7 @@ class Capacity:
             self.is_graphed = False
 
     def is_outgrown(self) -> bool:
-        """Whether steps of the captured graph were skipped because of a shortage of any rank."""
+        """Whether steps of the captured graph were skipped because of a shortage on any rank."""
         # The last step, whose end nobody waits for, does not count. Collective with a host sync
         # after a skipped step, else neither.
         holders = [holder for holder in self._holders if holder.factor is not None]
@@ -222,10 +232,10 @@ class Capacity:
 
 
 def larger(factor: float) -> float:
-    """Return the capacity to have next where so much was needed."""
+    """Return the next capacity factor: the needed factor plus 5%, rounded up."""
     return math.ceil(factor * SLACK * 100) / 100
 
 
 def this_rank() -> int:
-    """Return the rank of this process; 0 without others."""
+    """Return the rank of this process; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -1,7 +1,7 @@
-"""MoEState, the balance record of a model: sums a step's loads, and moves the expert biases.
+"""MoEState, the balance record of a model: sums a step's loads and updates the expert biases.
 
     loads of each layer's tracker -> one all-reduce -> MoEMetrics
-                                                    -> expert biases move
+                                                    -> expert biases are updated
 
 Legend: L layers, E experts, X columns of one layer's margins.
 """
@@ -33,8 +33,9 @@ NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer st
 class MoEState:
     """The balance record that a parallelized model owns: `moe_state(model)`.
 
-    `others` are losses of layers that are no MoE layers; they change as those of `layers` do.
-    `check_parameters` raises if gradients were not reduced over all ranks.
+    `others` are auxiliary losses of layers that are not MoE layers. They get the same factors and
+    resets as the losses of `layers`. `check_parameters` raises if gradients were not reduced over
+    all ranks.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class MoEState:
             layer.tracker.has_steps = False
 
     def set_num_micro_batches(self, num_micro_batches: int) -> None:
-        """Set how many micro-batches a step accumulates, which divides auxiliary losses."""
+        """Set the number of micro-batches of a step, by which auxiliary losses are divided."""
         # No other factor of the main loss applies to auxiliary losses, except `set_loss_scale`.
         check_value("num_micro_batches", num_micro_batches, NumMicroBatches)
         self.num_micro_batches = num_micro_batches
@@ -73,7 +74,7 @@ class MoEState:
 
     @torch.no_grad()
     def announce(self, have_tokens: Sequence[bool | Tensor], device: torch.device) -> None:
-        """Announce which micro-batches of a step have tokens on this rank, until its end."""
+        """Set which micro-batches of the coming step have tokens on this rank."""
         # With auxiliary losses it is collective: one small all-reduce, no host sync.
         trackers = [la.tracker for la in self.layers.values() if la.config.balance.needs_loss]
         owners = [*trackers, *self._aux_losses.values()]
@@ -101,7 +102,7 @@ class MoEState:
         return None if self._loss_scale is None else self._loss_scale()
 
     def set_loss_scale(self, scale: Tensor | None) -> None:
-        """Set the loss scale: fp32 scalar on the device, referred to weakly; backwards read it."""
+        """Set the loss scale, an fp32 scalar on the device, referred to weakly."""
         self._loss_scale = None if scale is None else weakref.ref(scale)
         for layer in self.layers.values():
             layer.tracker.loss_scale = self._loss_scale
@@ -109,21 +110,24 @@ class MoEState:
             other.loss_scale = self._loss_scale
 
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
-        """Reduce the step's counts, move the expert biases, and clear the counts."""
+        """Check the step, reduce its counts, update the expert biases, and clear the counts."""
         # `TrainStep.finish` does this in two parts. In a skipped step biases do not move; a bool
         # scalar on the device causes no host sync.
         self.check_step()
         return self.reduce_step(skipped=skipped)
 
     def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
-        """Announce one micro-batch, or several in flight; those of a step share cast weights."""
+        """Prepare all layers for one micro-batch, or with `in_flight` for several.
+
+        Micro-batches of a step share cast weights until `is_last`.
+        """
         for layer in self.layers.values():
             layer.part("experts").reader.start_micro_batch(is_last=is_last)
             if in_flight:
                 layer.tracker.start_in_flight()
 
     def check_step(self) -> None:
-        """Raise if gradients or auxiliary losses of the step are wrong; biases have not moved."""
+        """Raise if the step's gradients or auxiliary losses are wrong, before biases change."""
         if self._check_parameters is not None:
             self._check_parameters()
         trackers = {name: layer.tracker for name, layer in self.layers.items()}
@@ -149,7 +153,7 @@ class MoEState:
 
     @torch.no_grad()
     def reduce_step(self, *, skipped: bool | Tensor) -> MoEMetrics:
-        """Return the counts of all ranks, move the biases, and clear the counts."""
+        """Return the counts of all ranks, update the biases, and clear the counts."""
         if not self.layers:
             return MoEMetrics()
         counts = {name: self._counts(layer) for name, layer in self.layers.items()}
@@ -171,7 +175,7 @@ class MoEState:
         return [r.tape for r in routers if r is not None and r.tape is not None]
 
     def _sum_over_ranks(self, counts: Mapping[str, LoadCounts]) -> MoEMetrics:
-        """Return the counts of all ranks: one collective, and few launches for all layers."""
+        """Sum the counts of all ranks with one collective, and return the metrics."""
         # Every rank packs every layer, counted or not, so the length is the same on all ranks. One
         # fp64 tensor has the losses, and counts exactly up to 2^53.
         choices = {name: c.choices_E for name, c in counts.items()}
@@ -230,10 +234,10 @@ class MoEState:
         return metrics
 
     def _check_number(self, sums: Sequence[float], group: dist.ProcessGroup) -> None:
-        """Raise on all ranks where they differ in the number of micro-batches.
+        """Raise on all ranks if ranks have different numbers of micro-batches.
 
         Args:
-            sums: of the numbers, and of their squares.
+            sums: sum over ranks of the numbers, and of their squares.
         """
         ranks = group.size()
         total, squares = sums
@@ -251,7 +255,7 @@ class MoEState:
         choices: Mapping[str, Tensor],
         is_skipped: bool | Tensor,
     ) -> None:
-        """Move the selection biases of layers with equal options, unless the step was skipped."""
+        """Update the selection biases of layers with equal options, unless the step was skipped."""
         config = self.layers[names[0]].config
         rate = config.balance.bias_update_rate
         biases = [self.layers[name].part("router").selection_bias for name in names]
@@ -277,7 +281,7 @@ class MoEState:
             layer.drop_step()
 
     def _counts(self, layer: Any) -> LoadCounts:
-        """Return the layer's counts of this step; zeros if it has counted nothing."""
+        """Return the layer's counts of this step; zeros if no micro-batch was counted."""
         device = next(layer.part("experts").parameters()).device
         return layer.tracker.counts or LoadCounts.zeros(layer.tracker.config, device)
 
@@ -288,7 +292,10 @@ def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _group_by_options(layers: Mapping[str, Any]) -> list[list[str]]:
-    """Return lists of names of layers of equal options whose biases move: no frozen router's."""
+    """Group layers whose biases are updated by their options; return lists of layer names.
+
+    Layers with a frozen router are left out.
+    """
     groups: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         config = layer.config

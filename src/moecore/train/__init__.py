@@ -1,4 +1,4 @@
-"""A step: optimizers, what a forward keeps, CUDA graphs, compile regions."""
+"""Training steps, optimizers, activation memory, CUDA graphs and compiled regions."""
 
 from moecore.train.graphs.forward_backward import GraphedForwardBackward
 from moecore.train.graphs.regions import compile_blocks

@@ -1,13 +1,13 @@
-"""LossScale: the factor of fp16's losses, by which `finish` divides norm and gradients.
+"""LossScale: the factor on the losses of fp16 training, divided out of gradients in `finish`.
 
-An fp16 gradient less than 2^-24 is 0, and one of 65,520 or more is inf. So the scale is as large as
-possible: an inf or nan on any rank skips the step and halves the scale on all ranks; after
+An fp16 gradient less than 2^-24 is 0, and one of 65,520 or more is inf. The scale is therefore as
+large as possible. An inf or nan on any rank skips the step and halves the scale on all ranks. After
 `growth_interval` steps without an inf or nan the scale doubles. `scale(loss).backward()` scales the
-main loss, `MoEState.set_loss_scale` the auxiliary ones in backward.
+main loss, and `MoEState.set_loss_scale` scales auxiliary losses in backward.
 
-The scale is a tensor on the device that changes in place: the host never waits for it, and a CUDA
+The scale is a tensor on the device that changes in place. The host never waits for it, and a CUDA
 graph reads it at its address. A scale is a power of two, so it rounds no gradient: in fp32 and bf16
-a step with a scale equals one without, bit for bit.
+a step with a scale has the same bits as a step without.
 
 Source: https://arxiv.org/abs/1710.03740, section 3.2.
 """
@@ -32,7 +32,7 @@ LARGEST = 2.0**32  # this scale lets fp16 hold gradients down to 2^-56
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicLossScale(CheckedRecord):
-    """How the loss scale of a `TrainStep` starts and grows.
+    """Options of the dynamic loss scale of a `TrainStep`.
 
     Attributes:
         initial: the first scale, a power of two. If it is too large, the first steps are skipped.
@@ -40,7 +40,7 @@ class DynamicLossScale(CheckedRecord):
             doubles.
 
     Raises:
-        ValueError: when a number is out of range, or `initial` is no power of two.
+        ValueError: when a number is out of range, or `initial` is not a power of two.
     """
 
     initial: Annotated[float, Bound(">=", SMALLEST), Bound("<=", LARGEST)] = 2.0**16
@@ -52,7 +52,7 @@ class DynamicLossScale(CheckedRecord):
 
 
 class LossScale:
-    """The scale of one `TrainStep`, equal on every rank, and the steps since it last changed."""
+    """The scale of one `TrainStep`, equal on every rank, and the steps since its last change."""
 
     def __init__(self, options: DynamicLossScale, device: torch.device) -> None:
         self.options = options
@@ -61,7 +61,7 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, is_skipped: Tensor) -> None:
-        """End a step: halve the scale if `is_skipped` (bool, equal on all ranks), or grow it."""
+        """End a step: halve the scale if `is_skipped` (equal on all ranks), otherwise grow it."""
         self.num_good.add_(1).masked_fill_(is_skipped, 0)
         grows = self.num_good >= self.options.growth_interval
         factor = 1.0 + grows.float() - 0.5 * is_skipped.float()
@@ -74,7 +74,7 @@ class LossScale:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the values of `state_dict` in place; a ValueError if one is missing or invalid."""
+        """Load `value` and `num_good` in place; ValueError if one is missing or invalid."""
         missing = [name for name in self.state_dict() if name not in state]
         if missing:
             raise ValueError(
@@ -98,7 +98,7 @@ def is_fp16(model: nn.Module) -> bool:
 
 
 def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> None:
-    """Raise for fp16 without a loss scale, and for a model that must not have one."""
+    """Raise for fp16 without a loss scale, and for a model that must not have a loss scale."""
     if loss_scale is None:
         if is_fp16(model):
             raise ValueError(

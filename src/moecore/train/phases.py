@@ -1,4 +1,4 @@
-"""The phases of `parallelize_moe` that change what blocks run and what they save for backward."""
+"""Phases of `parallelize_moe` for compilation, activation memory and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moecore.train.memory.compiled import inductor_options
 
 
 def compile_dense(model: nn.Module, state: ParallelState) -> None:
-    """Compile the code between two MoE layers, if it was asked for."""
+    """Compile the code between two MoE layers, with `DenseOptions.compile`."""
     if not state.request.dense.compile:
         return
     blocks = state.blocks(model)
@@ -21,7 +21,7 @@ def compile_dense(model: nn.Module, state: ParallelState) -> None:
 
 
 def reduce_saved_memory(model: nn.Module, state: ParallelState) -> None:
-    """Recompute, offload and store in pages what the memory options name."""
+    """Apply the memory options: recomputation, offload, and storage of saved rows in pages."""
     blocks, request = state.blocks(model), state.request
     device = request.meshes.device
     chunks = chunks_of(model, blocks, state)
@@ -32,7 +32,7 @@ def reduce_saved_memory(model: nn.Module, state: ParallelState) -> None:
 
 
 def graph_dense(model: nn.Module, state: ParallelState) -> None:
-    """Make CUDA graphs of parts of each block, if they were asked for."""
+    """Capture parts of each block in CUDA graphs, with `DenseOptions.graph`."""
     if not state.request.dense.graph:
         return
     blocks = state.blocks(model)

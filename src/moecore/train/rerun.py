@@ -1,8 +1,8 @@
-"""Rerun: a step whose rows did not fit is repeated from its inputs, with larger buffers.
+"""Reruns: a step whose rows exceeded a buffer's capacity is repeated with larger buffers.
 
 run() -> all-reduce of the capacity that each rank needed, between last forward and backward
-      -> every rank's rows fit: done, while the device is still at the backward
-      -> else: drop the step, restore random numbers, enlarge buffers, run() once more
+      -> every rank's rows fit: done, while the device still computes the backward
+      -> otherwise: drop the step, restore random states, enlarge buffers, run() once more
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Reruns:
-    """Runs the micro-batches of a step until all rows fit. Made on every rank, with a host sync."""
+    """Repeats a step until all rows fit. All ranks construct it together, with a host sync."""
 
     def __init__(self, capacities: Sequence[Capacity], device: torch.device) -> None:
         self._capacities, self._device = capacities, device
@@ -46,7 +46,7 @@ class Reruns:
         self._factors: ToHost | None = None  # the factor that any rank needed of each holder
 
     def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
-        """Return the result of the first run whose rows fit on every rank."""
+        """Call `run` until its rows fit on every rank, and return its result."""
         # If any rank has a limited capacity, each run has one all-reduce, for which the host waits.
         # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
         if not self._asks or any(capacity.is_graphed for capacity in self._capacities):
@@ -71,9 +71,9 @@ class Reruns:
                     _enlarge(holder, factor)
 
     def end_forwards(self) -> None:
-        """Ask all ranks what they needed, so that `run` waits for forwards alone. Collective.
+        """All-reduce the needed capacities, so that `run` waits only for forwards. Collective.
 
-        Call it behind the last forward of a step, on every rank.
+        Call it after the last forward of a step, on every rank.
         """
         if self._is_running and self._asks_early:
             self._factors = self._max_factors()
@@ -84,19 +84,19 @@ class Reruns:
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
-        """Return a context in which forwards are those of a step: see `Capacity.watched`."""
+        """Return a context whose forwards belong to a step: see `Capacity.watched`."""
         with ExitStack() as stack:
             for capacity in self._capacities:
                 stack.enter_context(capacity.watched(watch))
             yield
 
     def poll(self, *, skips: bool) -> None:
-        """Raise what the host sees without a wait; with `skips`, enlarge what steps needed."""
+        """Raise errors that the host sees; with `skips`, enlarge buffers instead. No host sync."""
         for capacity in self._capacities:
             capacity.end_step(skips=skips)
 
     def end_step(self, is_skipped: bool | Tensor) -> None:
-        """Clear the counts of rows for the next step. No host sync."""
+        """Clear the row counts for the next step. No host sync."""
         for holder in self._holders:
             if holder is not None and self._asks:
                 holder.clear(host=False)
@@ -110,14 +110,14 @@ class Reruns:
             capacity.check()
 
     def _local_factors(self) -> Tensor:
-        """Return the factor that this rank needed of each holder; 0 = its rows fit."""
+        """Return the factor that each holder's rows needed on this rank; 0 = they fit."""
         zero = torch.zeros((), device=self._device)
         return torch.stack(
             [zero if h is None else h.min_factor(self._device) for h in self._holders]
         )
 
     def _max_factors(self) -> ToHost:
-        """Return the largest factor that any rank needed of each holder."""
+        """Return the largest factor of any rank for each holder, on its way to the host."""
         factors = self._local_factors()
         if dist.is_initialized():
             dist.all_reduce(factors, dist.ReduceOp.MAX)
@@ -141,7 +141,7 @@ def _enlarge(holder: Holder, factor: float) -> None:
 
 
 def drop_step(model: nn.Module) -> None:
-    """Drop the micro-batches since the last optimizer step, as `TrainStep.drop` describes."""
+    """Drop the micro-batches since the last optimizer step, as `TrainStep.drop` does."""
     for engine in engines_of(model):
         engine.drop_step()
     for record in parallel_states(model):

@@ -1,4 +1,4 @@
-"""TrainStep: the owner of an optimizer step, from its first micro-batch to its metrics.
+"""TrainStep: runs an optimizer step, from its first micro-batch to its metrics.
 
 micro_batch() x n    forward and backward; forward_backward() runs all n
 finish()             errors of exchanges -> clip -> optimizer -> zero_grad
@@ -45,27 +45,27 @@ T = TypeVar("T")
 
 
 class TrainStep:
-    """Runs the optimizer steps of a parallelized model, one after another. Made on every rank.
+    """Runs the optimizer steps of a parallelized model sequentially. Construct it on every rank.
 
     A nan or inf in the gradient of any rank skips the step: weights, optimizer state and expert
-    biases stay as they were on every rank. Fused optimizers (`moecore.train.AdamW`, torch's with
-    fused=True) skip and clip on the device while they read the gradients; with another optimizer
+    biases do not change on any rank. Fused optimizers (`moecore.train.AdamW`, torch's with
+    fused=True) skip and clip on the device while they read the gradients. With any other optimizer
     the host waits for the norm.
 
     Args:
-        model: a model that `parallelize_moe` has changed, or several that are parts of one.
-        optimizer: one or several that together hold every parameter with a gradient. None leaves
-            the optimizer to the caller: see `clip`.
-        max_norm: the largest gradient norm over all models, > 0; None only measures the norm.
+        model: a model that `parallelize_moe` has changed, or several that are parts of one model.
+        optimizer: one or several optimizers that together have every parameter with a gradient.
+            None = the caller runs the optimizer: see `clip`.
+        max_norm: the maximum gradient norm over all models, > 0; None only measures the norm.
         num_micro_batches: forwards and backwards of one step. The caller divides the loss by this
             number; auxiliary losses are divided by it here.
-        loss_scale: the loss scale of fp16, which needs one. The caller's backward is
+        loss_scale: options of the loss scale, which fp16 needs. The caller's backward is
             `scale(loss).backward()`; auxiliary losses are scaled here, and clipping divides
             gradients by the scale.
 
     Attributes:
-        model: the model; several are a ModuleList.
-        optimizers: a list, of none where the caller has them.
+        model: the model, or a ModuleList of several models.
+        optimizers: the optimizers; [] if the caller runs the optimizer.
 
     Raises:
         ValueError: when a model is not parallelized, a number is out of range, or a model needs a
@@ -129,7 +129,7 @@ class TrainStep:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a step; it may be set between steps."""
+        """Number of micro-batches of a step; it may be set between steps."""
         return self._progress.number
 
     @num_micro_batches.setter
@@ -164,19 +164,19 @@ class TrainStep:
 
     @contextmanager
     def micro_batches(self, *, forwards: Count | None = None, pairs: bool = True) -> Iterator[None]:
-        """Return the context of all micro-batches of a step, several of them in flight.
+        """Return the context of all micro-batches of a step, of which several may be in flight.
 
-        Forwards and backwards may run in any order that all ranks share, such as a pipeline's
-        schedule. A resident unit is reduced once, by its last backward after the last forward has
-        begun. A forward may have no backward. A global-batch balance loss counts micro-batches in
-        the order of their forwards.
+        Forwards and backwards may run in any order that is the same on all ranks, such as a
+        pipeline's schedule. A resident unit (unsharded until its backward) is reduced once, in its
+        last backward after the last forward has begun. A forward may have no backward. A
+        global-batch balance loss counts micro-batches in the order of their forwards.
 
         Args:
             forwards: forwards with gradients of each model in the step; None = num_micro_batches.
-                It is larger where parts of a model run one by one. A number that differs from the
-                forwards that run costs overlap or further reductions.
+                It is larger if parts of a model run one by one. If the number is wrong, overlap is
+                lost or gradients are reduced more often.
             pairs: whether exchanges overlap in `side_by_side`. Dispatcher "alltoall" then gathers
-                rows before it has their number: min(ep, top_k) * etp rows of each token.
+                the maximum, min(ep, top_k) * etp rows of each token, before it knows the number.
 
         Raises:
             ValueError: when a micro_batch() of this step has run.
@@ -201,13 +201,13 @@ class TrainStep:
             self._progress.is_several = False
 
     def side_by_side(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
-        """Return the result of a forward that runs as a pair with another micro-batch's backward.
+        """Run a forward concurrently with another micro-batch's backward; return its result.
 
-        The two alternate at exchanges: while an exchange of one runs, the other computes.
-        All dispatchers but "local" and "nvlink" alternate; with these the backward follows the
-        forward. Gradients have the same bits. Every rank runs the same pairs. Units that are
-        resharded after each use ("optim_grads_params") are all-gathered once more whenever forward
-        and backward need the same buffer. The forward runs in this thread, the backward in another.
+        Forward and backward alternate at exchanges: one computes during an exchange of the other.
+        With dispatchers "local", "nvlink" and "nccl_ep" the backward instead follows the forward.
+        Gradients have the same bits. Every rank runs the same pairs. Units that are resharded after
+        each use ("optim_grads_params") are all-gathered again whenever forward and backward need
+        the same buffer. The forward runs in this thread, and the backward in a second thread.
 
         Raises:
             ValueError: when it is called outside of `micro_batches`.
@@ -250,16 +250,16 @@ class TrainStep:
             progress.is_open = False
 
     def announce(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
-        """Tell a step which of its micro-batches have tokens, before the first one.
+        """Announce which micro-batches of the step have tokens, before the first micro-batch.
 
         An auxiliary loss is the mean over the micro-batches of all data ranks that have tokens, so
-        backward needs their number. `forward_backward` calls this. A loop of `micro_batch()` calls
-        it if some micro-batches may be padding only. Collective where the model has auxiliary
-        losses; no host sync.
+        backward needs their number. `forward_backward` calls this method. A loop over
+        `micro_batch()` calls it if some micro-batches may consist of padding. Collective if the
+        model has auxiliary losses; no host sync.
 
         Args:
-            micro_batches: all of the step on this rank, as in `forward_backward`; only masks and
-                shapes are read.
+            micro_batches: all micro-batches of the step on this rank, as in `forward_backward`;
+                only masks and shapes are read.
         """
         has_tokens = self._request.family.has_tokens
         flags = [has_tokens(inputs) for inputs in micro_batches]
@@ -270,8 +270,8 @@ class TrainStep:
         """Run forward and backward of all micro-batches of a step; return their losses.
 
         With pipeline stages, each rank runs its stages in the order of the schedule, and every
-        pipeline rank passes the same micro-batches. Without, micro-batches run one after the other;
-        schedule "overlapped" pairs each forward with the backward before it. `finish` follows.
+        pipeline rank passes the same micro-batches. Without stages, micro-batches run sequentially,
+        or with schedule "overlapped" as pairs (`side_by_side`). Call `finish` next.
 
         Args:
             micro_batches: num_micro_batches mappings of the model's keyword arguments. A "mean"
@@ -279,13 +279,13 @@ class TrainStep:
 
         Returns:
             The undivided losses: fp32 [num_micro_batches] on the device, detached, equal on all
-            pipeline ranks of a data rank. Where `NVLinkOptions.row_factor` or `StashOptions.factor`
-            may be too small, a shortage leads to a rerun. To see one, the host waits for the last
-            forward; with a stash or pipeline stages, for the last backward.
+            pipeline ranks of a data rank. If rows exceed the capacity of `NVLinkOptions.row_factor`
+            or `StashOptions.factor`, the step is repeated. To learn this, the host waits for the
+            last forward, or with a stash or pipeline stages for the last backward.
 
         Raises:
-            ValueError: when their number is another, a micro_batch() has run, or under no_grad().
-            PipelineError: when a neighbouring stage is gone; it names stage and micro-batch.
+            ValueError: for a wrong number of them, after a micro_batch(), or under no_grad().
+            PipelineError: when a neighbouring stage has failed; it names stage and micro-batch.
         """
         with publish_errors(f"a step of {self.num_micro_batches} micro-batches"):
             if len(micro_batches) != self.num_micro_batches:
@@ -317,7 +317,7 @@ class TrainStep:
     def losses(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return the losses of any number of micro-batches without gradients, between steps.
 
-        They are as in `forward_backward`; the model runs in its mode (`model.eval()`).
+        The result is as in `forward_backward`. The model's mode (train or eval) does not change.
         """
         self._progress.check_closed("losses()")
         if self._pipeline is not None:
@@ -325,7 +325,7 @@ class TrainStep:
         return torch.stack([loss_of(self.model(**inputs)).float() for inputs in micro_batches])
 
     def _run_in_pairs(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Pair each forward with the backward of the micro-batch before; return the losses."""
+        """Run each forward with the preceding micro-batch's backward; return the losses."""
         losses: list[Tensor] = []
 
         def forward(inputs: Mapping[str, Any]) -> Tensor:
@@ -350,18 +350,18 @@ class TrainStep:
         return loss.detach().float()
 
     def _divided(self, loss: Tensor) -> Tensor:
-        """Return the loss that a micro-batch's backward starts from: divided and scaled."""
+        """Return the loss from which a micro-batch's backward starts: divided and scaled."""
         check_trains(loss)
         is_mean = self._states[0].loss == "mean"
         return self.scale(loss / self.num_micro_batches if is_mean else loss)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return a loss, divided by num_micro_batches, times the loss scale; without one itself."""
+        """Multiply a loss, divided by num_micro_batches, by the loss scale if there is one."""
         self._is_scaled = True
         return loss if self._scale_value is None else loss * self._scale_value
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the loss scale for a checkpoint's `extra`; {} without one."""
+        """Return the loss scale for a checkpoint's `extra`; {} without a loss scale."""
         return {} if self._scale is None else self._scale.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -376,14 +376,14 @@ class TrainStep:
 
     @publish_errors("clip()")
     def clip(self) -> GradientNorm:
-        """Clip the gradient of a step whose optimizer is the caller's; return its norm. Host sync.
+        """Clip gradients for the caller's own optimizer, and return their norm. Host sync.
 
         Gradients are divided by the loss scale first. A nan or inf on any rank sets all gradients
-        to None, so that an optimizer changes nothing. The caller's step and zero_grad follow, then
-        `finish`.
+        to None, so that an optimizer changes nothing. Then call step, zero_grad and `finish`.
 
         Raises:
-            ValueError: when `finish` clips, micro-batches are missing, or as `clip_grad_norm_`.
+            ValueError: when the step has an optimizer, micro-batches are missing, or as in
+                `clip_grad_norm_`.
         """
         if self.optimizers:
             raise ValueError(
@@ -406,10 +406,10 @@ class TrainStep:
 
         Raises:
             ValueError: when micro-batches are missing; when a loss scale is given without an
-                optimizer and `clip` has not run; when a layer with auxiliary losses ran another
-                number of micro-batches; when no optimizer holds a parameter that has a gradient;
+                optimizer and `clip` has not run; when a layer with auxiliary losses ran a different
+                number of micro-batches; when no optimizer has a parameter that has a gradient;
                 when a parameter was added after `parallelize_moe`.
-            ExchangeError: when an exchange failed on this rank and the host sees it without a wait
+            ExchangeError: when an exchange failed on this rank and the host already sees it
                 (`check` waits). It is raised before any update or collective. Other ranks may not
                 see the failure, so let the process end.
         """
@@ -464,7 +464,7 @@ class TrainStep:
         )
 
     def drop(self) -> None:
-        """Drop the step: its gradients, counts and micro-batches, as if they had never run.
+        """Drop the gradients, counts and micro-batches of the step, as if they had never run.
 
         Call it on every rank when a loss is not finite, or after an exception in a forward. After
         an exception in a backward the next forward raises. No communication, no host sync.
@@ -474,27 +474,27 @@ class TrainStep:
         self._norm = None
 
     def check(self) -> None:
-        """Raise the error of a step that the host has not waited for; one host sync.
+        """Wait for the device, and raise the pending error of a step; one host sync.
 
         Without dispatcher "nvlink", a stash, or ranks that share rows, this returns at once.
 
         Raises:
-            ExchangeError: when an exchange failed or rows did not fit.
-            ValueError: when ranks that share rows received different ones.
+            ExchangeError: when an exchange failed or rows exceeded a capacity.
+            ValueError: when ranks that share input rows received different rows.
         """
         self._reruns.check()
         for arguments in self._arguments:
             arguments.raise_late()
 
     def close(self) -> None:
-        """Free the buffers of "nvlink" and "nccl_ep"; collective. The next forward makes new ones.
+        """Free the buffers of "nvlink" and "nccl_ep"; collective. Later forwards allocate again.
 
-        It also frees them after an ExchangeError, which it raises: the processes can then go on.
+        After an ExchangeError it frees the buffers and raises the error; training can continue.
         """
         for exchanges in self._exchanges:
             exchanges.close()
 
     def _is_wrong(self) -> Tensor | None:
-        """Return a bool on the device: whether the step must be skipped. None = it cannot be."""
+        """Return a bool on the device: whether to skip the step. None = a step is never skipped."""
         flags = [f for f in (self._reruns.is_short(), rows_differ(self.model)) if f is not None]
         return torch.stack(flags).any() if flags else None

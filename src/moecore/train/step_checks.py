@@ -1,4 +1,4 @@
-"""Checks of a new `TrainStep`: first on each rank, then between ranks."""
+"""Checks of a new `TrainStep`: first local checks on each rank, then comparisons of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_parts(
     optimizer: Optimizer | Sequence[Optimizer] | None,
     loss_scale: DynamicLossScale | None,
 ) -> tuple[list[nn.Module], list[Optimizer]]:
-    """Return the models and the optimizers of a step; raise ValueError if this rank refuses one."""
+    """Return models and optimizers as lists; raise ValueError if this rank refuses any of them."""
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:
         raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")
@@ -44,10 +44,10 @@ def compare_steps(
     optimizers: Sequence[Optimizer],
     request: Request,
 ) -> None:
-    """Raise on every rank if ranks differ in numbers, optimizers or parameters. Collective.
+    """Raise on every rank if ranks differ in arguments, optimizers or parameters. Collective.
 
     Args:
-        entries: the numbers of the step, by name.
+        entries: the arguments of the step, by name.
         model: all models of the step.
         optimizers: the optimizers of the step.
         request: the request of a model of the step.

@@ -19,12 +19,12 @@ class StepResult:
     Attributes:
         norm: the gradient's norm before clipping, without the loss scale; None if the step had no
             optimizer and no `clip()`.
-        is_skipped: whether the gradient was not finite or rows did not fit; no weight, state or
-            bias has changed then.
-        metrics: the routing of the MoE layers.
+        is_skipped: whether the step was skipped, because the gradient was not finite or rows
+            exceeded a capacity. No weight, optimizer state or bias has changed then.
+        metrics: loads and auxiliary losses of the MoE layers.
         lr: the step's learning rate of the first optimizer's first group; None without an
             optimizer.
-        loss_scale: the step's loss scale; None without one.
+        loss_scale: the step's loss scale; None without a loss scale.
     """
 
     norm: GradientNorm | None
@@ -37,8 +37,8 @@ class StepResult:
         """Return name -> number for a logger: the numbers of `metrics` and of this record.
 
         The record's names are "grad_norm", "skipped", "lr" and "loss_scale"; a field that is None
-        has no entry. One host sync: after the first copy the others do not wait. `per_expert` is
-        that of `MoEMetrics.to_dict`.
+        has no entry. One host sync: later copies do not wait. `per_expert` is an argument of
+        `MoEMetrics.to_dict`.
         """
         numbers = self.metrics.to_dict(per_expert=per_expert)
         if self.norm is not None:
@@ -51,7 +51,7 @@ class StepResult:
 
 
 def merge_metrics(metrics: Sequence[MoEMetrics]) -> MoEMetrics:
-    """Return the metrics of several models as one; names begin with the model's number."""
+    """Merge the metrics of several models; layer names are prefixed by the model's number."""
     if len(metrics) == 1:
         return metrics[0]
     of_fields = {

@@ -1,10 +1,11 @@
-"""All-gather of every token, partial sums sent home: the simple dispatcher for small groups.
+"""All-gather of every token, and an all-to-all of partial sums: the dispatcher for small groups.
 
-Legend: T local tokens, C the most tokens of any rank, D model dim, K experts per token, G ranks of
+Legend: T local tokens, C maximum tokens of any rank, D model dim, K experts per token, G ranks of
 the group (ep * etp), S = G * C source rows.
 
-Better than all-to-all where nearly every token needs nearly every rank (K >= ep), because nothing
-is sorted before sending. One host sync per forward (`_exchange_counts`), none in backward.
+It is faster than all-to-all if nearly every token needs nearly every rank (K >= ep), because rows
+are not sorted before they are sent. One host sync per forward (`_exchange_counts`), none in
+backward.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class AllGatherPlan:
-    """What combine needs: how many of this rank's rows are tokens and not padding."""
+    """The dispatcher's record for combine: how many of this rank's C rows are tokens."""
 
     num_tokens: int
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Gives every rank of the group all tokens, padded with rows that no expert reads."""
+    """All-gathers the tokens of all ranks of the group, padded with rows that no expert reads."""
 
     waits_on_host = True
 
@@ -46,7 +47,7 @@ class AllGatherDispatcher(Dispatcher):
         self.attendance = Attendance(placement.group, placement.layer)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Gather all tokens; 4 collectives. One host sync, with `routing.pad` in the first call."""
+        """All-gather the tokens with 4 collectives. One host sync; with `routing.pad` only once."""
         p, T = self.placement, x_TD.shape[0]
         if routing.pad:
             self._sizes.check(T, x_TD.device)
@@ -78,14 +79,14 @@ class AllGatherDispatcher(Dispatcher):
         return ExpertInput(Rows(rows_SD), index, AllGatherPlan(T))
 
     def combine(self, y_SD: Tensor, plan: AllGatherPlan) -> Tensor:
-        """Send every rank its tokens' partial sums and add them in fp32. 1 collective."""
+        """Send every rank its tokens' partial sums and sum them in fp32. 1 collective."""
         return sum_ranks(y_SD, self.placement.group, self.pairs)[: plan.num_tokens]
 
 
 def _exchange_counts(
     local_counts: Tensor, p: ExpertPlacement, attendance: Attendance
 ) -> tuple[int, int]:
-    """Return C and R. The one host sync of this dispatcher: both size a buffer."""
+    """Return the buffer sizes C and R from all ranks' counts. The dispatcher's only host sync."""
     counts = gather_ranks(local_counts[None], p.group).tolist()
     attendance.check([row[1] for row in counts])
     block = p.first_physical // p.num_physical

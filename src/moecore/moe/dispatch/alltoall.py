@@ -9,8 +9,8 @@
 Legend: T local tokens, D model dim, K experts per token, P expert blocks (ep), G ranks of the
 group (ep * etp), M rows sent, S source rows (received), R expert rows.
 
-Sums run over the ranks in order, so the same bits come out in every run. A forward has one host
-sync, for the split sizes (`_exchange_counts`); backward has none.
+Sums run over the ranks in order, so every run computes the same bits. A forward has one host sync,
+for the split sizes (`_exchange_counts`). Backward has no host sync.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPlan:
-    """Combine's record of a dispatch: the destinations of each token, and the splits."""
+    """The dispatcher's record for combine: the destinations of each token, and the splits."""
 
     token_ids_M: Tensor  # int32, token of each sent row, ordered by destination and then by token
     slots_TG: Tensor  # int32, sent row of each token and destination; -1 = not sent there
@@ -63,7 +63,7 @@ class SendOrder(NamedTuple):
 
 
 class ReceivedRows(NamedTuple):
-    """The source rows that came, their K physical ids and weights, and how to return sums."""
+    """The received source rows with their K physical ids and weights, and the plan for combine."""
 
     rows: Rows  # differentiable, as the weights are
     ids_SK: Tensor
@@ -72,7 +72,7 @@ class ReceivedRows(NamedTuple):
 
 
 class TokenExchange:
-    """Sends each token once to every rank of a group that needs it, and returns their sums."""
+    """Sends each token once to every rank of a group that needs it, and sums the returned rows."""
 
     def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str], wire: Wire) -> None:
         self.group, self.wire = group, wire
@@ -88,9 +88,10 @@ class TokenExchange:
         *,
         even: tuple[int, int],
     ) -> tuple[ReceivedRows, int]:
-        """Return the rows that came and the number of their choices here: one host sync.
+        """Return the received rows and the number of their choices on this rank: one host sync.
 
-        `even` is both for even loads, of one peer and of all: on meta counts have no values.
+        `even` has the rows per peer and the choices with even loads, for meta, where counts have no
+        values.
         """
         # In a pair the rows are gathered before the other side computes. M stays the most rows:
         # rows behind those that are sent have any value and are not read.
@@ -114,7 +115,7 @@ class TokenExchange:
     def send_static(
         self, x_TD: Tensor, routing: Routing, needs_GT: Tensor, num_slots: int, pairs: Pairs | None
     ) -> ReceivedRows:
-        """Return `num_slots` rows of every rank: no host sync after the first call."""
+        """Exchange `num_slots` rows with every rank: no host sync after the first call."""
         self._sizes.check(x_TD.shape[0], x_TD.device)
         token_ids_M, slots_TG, is_row_M = static_send_order(needs_GT, num_slots)
         splits = [num_slots] * self.group.size()
@@ -130,7 +131,7 @@ class TokenExchange:
         slots_TG: Tensor,
         is_row_M: Tensor | None = None,
     ) -> _SendRows:
-        """Return the M rows of `token_ids_M`; `is_row_M` = rows with a token, None = all rows."""
+        """Gather the M rows to send; `is_row_M` = rows with a token, None = all rows."""
         words_MN, rows_MD = self.wire.gather(x_TD, token_ids_M, slots_TG)
         weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
         ids_MK = routing.destinations_TK.index_select(0, token_ids_M)
@@ -149,7 +150,7 @@ class TokenExchange:
         return ReceivedRows(rows, ids_SK, weights_SK, plan)
 
     def return_sums(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
-        """Return the sum of what became of each token's rows, added in fp32: 1 collective."""
+        """Return rows to their tokens' ranks, and sum each token's rows in fp32: 1 collective."""
         row_map, M, S = (plan.token_ids_M, plan.slots_TG), plan.token_ids_M.shape[0], y_SD.shape[0]
         home = (plan.send_splits, plan.receive_splits, self.group, pairs)
         to_experts = (plan.receive_splits, plan.send_splits, self.group, pairs)
@@ -186,7 +187,7 @@ class AllToAllDispatcher(Dispatcher):
         return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Bring tokens to their experts' ranks: one host sync, 3 collectives."""
+        """Send tokens to their experts' ranks: one host sync, 3 collectives."""
         # With `routing.pad` no host sync after the first call, and 3 collectives with equal splits.
         p, (T, K) = self.placement, routing.expert_ids_TK.shape
         self._exchange.wire.check(x_TD.shape[1])
@@ -219,28 +220,28 @@ class AllToAllDispatcher(Dispatcher):
         return ExpertInput(*parts, balanced=balanced, receiver=received_rows.plan.receiver)
 
     def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows to send, of physical ids, -1 = dropped. No host sync or communication."""
+        """Return the rows to send for physical ids; -1 = dropped. No host sync or communication."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = self._owned(ids_TK)
         return send_to(owned_PTK, T * min(p.ep, K) * p.etp, note, repeats=p.etp)
 
     def _owned(self, ids_TK: Tensor) -> Tensor:
-        """Return bool [P, T, K]: whether an expert block has the expert of a choice."""
+        """Return bool [P, T, K]: whether an expert block contains the expert of a choice."""
         return owned(ids_TK, self.placement.num_physical, self.placement.ep)
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
-        """Return each token's partial sums, added in fp32. No host sync; 1 collective."""
+        """Return each token's partial sums, summed in fp32. No host sync; 1 collective."""
         return self._exchange.return_sums(y_SD, plan, self.pairs)
 
 
 def owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
-    """Return bool [P, T, K]: whether a block of so many physical experts has that of a choice."""
+    """Return bool [P, T, K]: whether a block of physical experts has the expert of a choice."""
     block_TK = torch.div(ids_TK, num_experts, rounding_mode="floor")
     return block_TK == torch.arange(num_blocks, device=ids_TK.device)[:, None, None]
 
 
 def send_to(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: int = 1) -> SendOrder:
-    """Return the order of at most `num_rows` rows to blocks of `repeats` ranks each."""
+    """Return the order of at most `num_rows` rows to send to blocks of `repeats` ranks each."""
     needs_GT = owned_PTK.any(-1).repeat_interleave(repeats, 0)
     choices_G = owned_PTK.sum((1, 2)).repeat_interleave(repeats)
     order = send_order(needs_GT, num_rows)
@@ -249,14 +250,14 @@ def send_to(owned_PTK: Tensor, num_rows: int, note: int, *, repeats: int = 1) ->
 
 
 def send_order(needs_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return token_ids_M, 0 behind the last token, and slots_TG of an `AllToAllPlan`."""
+    """Return token_ids_M (0 for unused rows) and slots_TG of an `AllToAllPlan`."""
     # No host sync.
     slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(needs_GT.shape)
     return _order(needs_GT, slots_GT, num_rows, unused=0)
 
 
 def static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the order of `send_order` with `num_slots` rows for every rank, and the used rows."""
+    """Return `send_order`'s results with `num_slots` rows per rank, and a mask of the used rows."""
     # M is G * num_sent, token_ids_M is 0 where unused, and used_M is bool. Example, three tokens,
     # two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M [0, 2, 1, 0], slots_TG [[0,
     # -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].
@@ -270,7 +271,7 @@ def static_send_order(needs_GT: Tensor, num_slots: int) -> tuple[Tensor, Tensor,
 def _order(
     needs_GT: Tensor, slots_GT: Tensor, num_rows: int, *, unused: int
 ) -> tuple[Tensor, Tensor]:
-    """Return int32 the token of each row, or `unused`, and slots_TG, -1 where none is needed."""
+    """Return int32 the token of each row, or `unused`, and slots_TG, -1 = not sent."""
     G, T = needs_GT.shape
     tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
     # What is not sent lands in one spare row past the end.
@@ -293,7 +294,7 @@ class _SendRows(NamedTuple):
 def _exchange_counts(
     counts_G3: Tensor, group: dist.ProcessGroup, attendance: Attendance, pairs: Pairs | None
 ) -> tuple[list[int], list[int], int]:
-    """Return send splits, receive splits and R. The one host sync of this dispatcher."""
+    """Return send splits, receive splits and R. The dispatcher's only host sync."""
     # Collectives with uneven splits take the splits from the host.
     all_counts_2G3 = counts_G3.repeat(2, 1, 1)
     send_counts_G3, recv_counts_G3 = all_counts_2G3
@@ -314,7 +315,7 @@ def _all_to_all(
     *,
     may_overlap: bool = False,
 ) -> list[Any]:
-    """Exchange the first rows of each tensor at one time; return `length` rows for each."""
+    """Exchange the first rows of each tensor concurrently; return `length` rows for each."""
     # Returned rows behind the received ones have any value. `may_overlap` is an argument of
     # `exchange`.
     may_overlap = may_overlap and pairs is not None and pairs.open_pair is not None
@@ -361,7 +362,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Sends rows, and packed ids and weights, in two collectives at one time; differentiable."""
+    """Sends rows, and packed ids and weights, in two concurrent collectives; differentiable."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
-"""The collectives that dispatchers share.
+"""Collectives of the dispatchers, and checks that their ranks agree.
 
-On meta they make shapes and nothing is sent.
+On meta the collectives return tensors of the right shapes, and nothing is sent.
 
 Legend: C rows of each rank, G ranks of the group, S = G * C rows.
 """
@@ -21,14 +21,14 @@ from moecore.moe.pairs import Pairs, exchange
 
 
 class EqualSizes:
-    """Refuses static shapes for ranks that bring different numbers of tokens."""
+    """Checks that all ranks have the same number of tokens, as static shapes require."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._is_first = True
 
     def check(self, num_tokens: int, device: torch.device) -> None:
-        """Compare with the other ranks; one tiny collective, the first time a host sync."""
+        """Compare token counts over ranks; one small collective, at first with a host sync."""
         # Later differences are asserted on the device, before rows travel.
         # At every forward: a rank that met its number before can not know that another did not, and
         # collectives of unequal sizes hang, abort or mix rows up.
@@ -53,9 +53,10 @@ class EqualSizes:
 
 
 class Attendance:
-    """What ranks that exchange tokens must have in common: a number that travels with their counts.
+    """Checks that ranks exchange tokens of the same layer: each sends a number with its counts.
 
-    `joins`: this rank skips the layer, and takes part for others; `is_skipped`: all ranks did last.
+    `joins`: this rank skips the layer and takes part with zero tokens. `is_skipped`: all ranks
+    skipped the layer in the last exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str]) -> None:
@@ -63,12 +64,12 @@ class Attendance:
         self.joins = self.is_skipped = False
 
     def number(self, x_TD: Tensor) -> int:
-        """Return this rank's number."""
+        """Return this rank's number, which encodes layer, dtype, grad mode and `joins`."""
         dtype = DTYPES.index(x_TD.dtype) if x_TD.dtype in DTYPES else len(DTYPES)
         return self._layer << 6 | dtype << 2 | torch.is_grad_enabled() << 1 | self.joins
 
     def check(self, numbers: Sequence[int]) -> None:
-        """Raise on all ranks when one runs another layer, another dtype, or has no gradients."""
+        """Raise on all ranks if ranks differ in layer, dtype or grad mode."""
         self.is_skipped = all(n & 1 for n in numbers)
         if len({n >> 1 for n in numbers}) > 1:
             notes = [(n >> 6, n >> 2 & 15, n >> 1 & 1) for n in numbers]
@@ -130,18 +131,18 @@ class _SumRanks(torch.autograd.Function):
 def exchanged(
     x: Tensor, dispatch: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return there(x); its gradient is `back` of the result's."""
+    """Return dispatch(x), as a differentiable result whose gradient is passed to `back`."""
     result: Tensor = _Exchanged.apply(x, dispatch, back)
     return result
 
 
 def unneeded(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
-    """Return the outputs of a function whose inputs need no gradient."""
+    """Return the outputs whose inputs of the function need no gradient."""
     return [out for out, need in zip(outs, needs, strict=False) if out is not None and not need]
 
 
 def required_grads(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradients, and None for inputs of a function that need none."""
+    """Replace the gradients of inputs that need no gradient by None."""
     return [grad if need else None for grad, need in zip(grads, needs, strict=False)]
 
 
@@ -154,7 +155,7 @@ def exchange_all(
     may_overlap: bool = False,
     **arguments: Any,
 ) -> None:
-    """Run a collective for each tensor that exists and is sent, all at one time: see `exchange`."""
+    """Run a collective for each tensor, all concurrently: see `exchange`. None is skipped."""
     starts = [
         partial(collective, out, x.contiguous(), **arguments)
         for out, x in zip(outs, xs, strict=True)
@@ -186,7 +187,7 @@ def _sum_over_ranks(
 
 
 def _sum_of_parts(x_S: Tensor, num_parts: int) -> Tensor:
-    """Return the sum of the parts of dim 0, added in fp32 and in their order."""
+    """Split dim 0 into `num_parts` parts and return their sum, in order and in fp32."""
     parts_GC = x_S.unflatten(0, (num_parts, x_S.shape[0] // num_parts))
     result: Tensor = parts_GC.sum(0, dtype=torch.promote_types(x_S.dtype, torch.float32)).to(
         x_S.dtype
@@ -197,18 +198,18 @@ def _sum_of_parts(x_S: Tensor, num_parts: int) -> Tensor:
 def gather_all(
     xs_C: Sequence[Tensor], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> tuple[Tensor, ...]:
-    """Return `gather_ranks` of each tensor; they travel at one time, and pairs take turns."""
+    """Apply `gather_ranks` to each tensor, all concurrently; in a pair the other side runs."""
     result: tuple[Tensor, ...] = _GatherRanks.apply(group, pairs, *xs_C)
     return result
 
 
 def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the C rows of every rank, equal on all, in rank order: [G * C, ...]. Collective."""
+    """All-gather C rows of every rank, in rank order: [G * C, ...]. C is equal on all ranks."""
     return gather_all((x_C,), group)[0]
 
 
 def sum_ranks(y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None) -> Tensor:
-    """Return the sum over ranks of the g-th C rows to rank g: [S / G, ...]; gathered backward."""
+    """Return the sum over ranks of block g of C rows on rank g: [S / G, ...]; gathered backward."""
     # Added in fp32 and in rank order. An all-to-all carries as many bytes as a reduce-scatter,
     # which would round after every addition of a 16-bit dtype. Collective; pairs take turns.
     result: Tensor = _SumRanks.apply(group, pairs, y_S)[0]

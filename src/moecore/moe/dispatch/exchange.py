@@ -1,7 +1,7 @@
-"""Exchange: the operations of dispatcher "nvlink" over a buffer that all ranks of a group write.
+"""Exchange: the operations of dispatcher "nvlink" on a buffer that all ranks of a group write.
 
-`Exchange` starts the operations and raises the errors that they report. `MetaExchange` has the same
-shapes on meta, for plans, and records launches and bytes.
+`Exchange` launches the operations and raises the errors that they report. `MetaExchange` has the
+same shapes on meta, for the planner, and records launches and bytes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class ExchangeError(RuntimeError):
     """An exchange, or the pages of a stash, failed on this rank.
 
     Attributes:
-        row_factor: the least `NVLinkOptions.row_factor` for this rank's expert rows; None = expert
-            rows were not the cause.
-        stash_factor: the least `StashOptions.factor` for the rows that this rank saves; None =
-            pages were not the cause. If both are None, a rank was late.
+        row_factor: the smallest sufficient `NVLinkOptions.row_factor` for this rank's expert rows;
+            None = expert rows were not the cause.
+        stash_factor: the smallest sufficient `StashOptions.factor` for this rank's saved rows; None
+            = pages were not the cause. If both are None, a rank was late.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ def raise_if_late(buffer: PeerBuffer, group: dist.ProcessGroup, kinds: Sequence[
 
 
 class Exchange:
-    """One rank's end of an exchange, and its operations (`kernels/exchange/operations.py`).
+    """One rank's side of an exchange, and its operations (`kernels/exchange/operations.py`).
 
     All ranks of the group run the same operations in the same order. On one rank streams order the
-    operations: one stream, or streams that wait for each other. No operation syncs.
-    `balanced_rows` are those of a rank with even loads and C tokens on every rank.
+    operations: one stream, or streams that wait for each other. No operation syncs with the host.
+    `balanced_rows` are the expert rows of a rank with even loads and C tokens on every rank.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Exchange:
 
     @property
     def layout(self) -> ExchangeLayout:
-        """Sizes of the buffer, the same on all ranks."""
+        """Sizes of the buffer, identical on all ranks."""
         return self.buffer.layout
 
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
-        """Send tokens with their choices to the ranks that own the experts; return source rows."""
+        """Send tokens with their choices to the experts' ranks; return source rows."""
         tensors = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._enter(SlotEvent.OPERATION)
         return kernels.spread_choices(self.buffer, *tensors, num_local=num_local, etp=etp)
@@ -108,7 +108,7 @@ class Exchange:
     def spread(
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
     ) -> Tensor:
-        """Send rows to the ranks that got their tokens; return a copy for each slot, [R, D]."""
+        """Send rows to the ranks that received their tokens; return a copy per slot, [R, D]."""
         row_map = (peers_T, places_S, slots_SN)
         self._enter(SlotEvent.OPERATION)
         return kernels.spread(self.buffer, x_TD.contiguous(), *row_map, num_rows)
@@ -121,7 +121,7 @@ class Exchange:
         slots_SN: Tensor,
         choices: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Add the rows of each source row's slots; return sums over ranks to the tokens' ranks."""
+        """Sum the rows of each source row's slots, and return the sums over ranks."""
         # `choices` are the weight gradient of each expert row [R], and slots_SK. Returned are the
         # sums [T, D], and with `choices` the gradients of the routing weights [T, K].
         if choices is not None:
@@ -131,14 +131,14 @@ class Exchange:
         return kernels.reduce(self.buffer, y_RD.contiguous(), *row_map, choices)
 
     def can_copy(self) -> bool:
-        """Whether `start_copies` may be called now; the same on all ranks."""
+        """Whether `start_copies` may be called now; identical on all ranks."""
         return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
     def _enter(self, event: SlotEvent) -> None:
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
-        """Start to copy sums, which must live until `finish_copies`, to the tokens' ranks."""
+        """Start to copy sums to the tokens' ranks. Keep the sums until `finish_copies`."""
         # Copy engines alone copy, on a stream of copies.
         self._enter(SlotEvent.COPY)
         with on_stream(self._stream_after(sums_SD)):
@@ -147,13 +147,13 @@ class Exchange:
     def finish_copies(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the result of `reduce` of the copied sums; the current stream waits for copies."""
+        """Wait on the stream for the copies, and return `reduce` of the copied sums."""
         self._wait_for_stream(sums_SD)
         self._enter(SlotEvent.READ)
         return self._reduce_copies(sums_SD, peers_T, places_S, choices)
 
     def _stream_after(self, x: Tensor) -> Stream:
-        """Return the stream of copies, after a wait for the work queued on the current stream."""
+        """Return the copy stream, after it waits for work queued on the current stream."""
         self._stream = self._stream or new_stream(x.device)
         assert self._stream is not None, "copies are on a GPU, or in a dry run"
         self._stream.wait_stream(current_stream(x.device))
@@ -174,12 +174,12 @@ class Exchange:
         return kernels.reduce(self.buffer, sums_SD, *row_map, choices, has_sums=True)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
-        """Return the offsets, at most `num_rows`; larger ones are recorded as a shortage."""
+        """Limit the offsets to `num_rows`, and record larger offsets as a shortage."""
         return kernels.limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
 
     @property
     def shortage(self) -> Shortage:
-        """Reader of the most expert rows that a dispatch needed, if rows did not fit."""
+        """The shortage of expert rows that this exchange's dispatches recorded."""
         state, report = (
             words[NEEDED_WORD : NEEDED_WORD + 1]
             for words in (self.buffer.state, self.buffer.report)
@@ -245,7 +245,7 @@ class MetaExchange(Exchange):
         self._record(name, rows)
 
     def _record(self, name: str, rows: Tensor, num_tokens: int | None = None) -> None:
-        """Record an operation, which sends to each other rank as many bytes as it receives."""
+        """Record an operation that sends to each other rank as many bytes as it receives."""
         ranks, tokens = (
             self.layout.num_ranks,
             self._tokens_per_peer if num_tokens is None else num_tokens,
@@ -258,7 +258,7 @@ class MetaExchange(Exchange):
 
 
 class CloneExchange:
-    """One rank's end of the exchange of clones, shared by all layers; ordered as `Exchange` is."""
+    """One rank's side of the exchange of clones, shared by all layers, in `Exchange`'s order."""
 
     def __init__(self, buffer: CloneBuffer, group: dist.ProcessGroup) -> None:
         self.buffer = buffer
@@ -268,16 +268,16 @@ class CloneExchange:
         self._everybody = Places(experts_N=experts_N, num_clones=G, num_local=1)
 
     def gather(self, row_1E: Tensor) -> Tensor:
-        """Return the rows of all ranks, [G, E]: every rank clones what each has."""
+        """All-gather a row of each rank, [G, E], as if every rank cloned every row."""
         (rows_GE,) = self.fetch([row_1E], self._everybody)
         return rows_GE
 
     def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
-        """Return the clones' part of each tensor, [c, ...]; zeros where a place is empty."""
+        """Return the clones' part of each tensor, [c, ...]; zeros for empty places."""
         return [clone_kernels.fetch(self.buffer, tensor, places) for tensor in tensors]
 
     def bring_home_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
-        """Return gradients [e, ...] with their clones' added, in place where contiguous."""
+        """Add the clones' gradients to gradients [e, ...], in place if contiguous."""
         return [clone_kernels.bring_home_(self.buffer, grad.contiguous(), places) for grad in grads]
 
     def poll(self) -> None:

@@ -1,11 +1,11 @@
-"""The buffers that every rank of a group can write, and who owns them.
+"""ExchangePool: owner of the buffers that every rank of a group can write.
 
-`ExchangePool` belongs to a model: all its layers share one `Exchange` per (row bytes, K).
-Each is made at first use, by all ranks together. Its buffer lives until `close()`, or until the
-last user of the pool is gone. Only the making and `check` wait for the device.
+An `ExchangePool` belongs to a model: all its layers share one `Exchange` per (row bytes, K). All
+ranks together allocate an exchange at its first use. Its buffer exists until `close()`, or until
+the last user of the pool is deleted. Only the allocation and `check` wait for the device.
 
-Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the most tokens of any rank; 3
-with `NVLinkOptions.overlap_weight_grads`. Clones have slots of their own, twice `SET_BYTES`.
+Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the maximum tokens of any rank; 3
+with `NVLinkOptions.overlap_weight_grads`. Clones have their own slots, twice `SET_BYTES`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 
 
 class ExchangePool(Holder):
-    """The exchanges of a model, which owns their buffers.
+    """The exchanges of a model, with their buffers.
 
-    Tokens travel among the ranks of the group, as FP8 rows with `fp8`; the layer has `ep` expert
-    blocks, and those of other domains are elsewhere. Of the programs of one operation half push and
-    half receive; None = one per multiprocessor. With `is_required` tokens that stores can not carry
-    are an error; else all-to-all carries them, and all that is not part of a step which runs again
-    or of a CUDA graph.
+    Tokens are exchanged by the ranks of `group`, as FP8 rows with `fp8`. The layer has `ep` expert
+    blocks over all domains. `programs` is the number of Triton programs of one operation, half for
+    sending and half for receiving; None = one per multiprocessor.
+
+    With `is_required`, tokens that stores cannot send are an error. Otherwise all-to-all sends
+    them, and also all tokens of forwards that are neither in a step with reruns nor in a CUDA
+    graph.
     """
 
     option = "NVLinkOptions.row_factor"
@@ -72,23 +74,23 @@ class ExchangePool(Holder):
 
     @property
     def factor(self) -> float | None:
-        """Expert rows over those of even loads; None = any fit."""
+        """Capacity of expert rows over the rows of even loads; None = space for all rows."""
         factor = self.options.row_factor
         return None if factor == "exact" else factor
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
-        """One per exchange of rows."""
+        """One shortage per exchange of rows."""
         return tuple(exchange.shortage for exchange in self.entries)
 
     def resize(self, factor: float) -> None:
-        """Give later dispatches so many rows."""
+        """Set the capacity factor of later dispatches."""
         self.options = replace(self.options, row_factor=factor)
         for exchange in self.entries:
             exchange.options = self.options
 
     def error(self, shortage: Shortage) -> ExchangeError:
-        """Return the error that names the factor."""
+        """Return the error that names the sufficient factor."""
         min_factor = shortage.factor_seen
         return ExchangeError(
             f"{self.option} ({self.factor}) must be >= {min_factor:.4g} for the "
@@ -98,7 +100,7 @@ class ExchangePool(Holder):
         )
 
     def get(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Return the exchange for these tokens; made, by all ranks together, at first use."""
+        """Return the exchange for these tokens. All ranks together allocate it at first use."""
         # What cannot travel, and an earlier operation that failed, raise before anything is sent.
         problem = find_row_problem(x_TD)
         if problem is not None:
@@ -122,7 +124,7 @@ class ExchangePool(Holder):
         return exchange
 
     def clones(self, device: torch.device) -> CloneExchange:
-        """Return the exchange of clones; made, by all ranks together, at first use."""
+        """Return the exchange of clones. All ranks together allocate it at first use."""
         if self._clones is None:
             self._clones = self._make_clones(device)
         self._clones.poll()
@@ -130,17 +132,17 @@ class ExchangePool(Holder):
 
     @property
     def entries(self) -> tuple[Exchange, ...]:
-        """All exchanges of rows that have been made."""
+        """All allocated exchanges of rows."""
         return tuple(self._entries.values())
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes of the buffers that forwards on meta would have made."""
+        """Bytes of the buffers that forwards on meta would have allocated."""
         return sum(exchange.layout.num_bytes for exchange in self._meta_entries.values())
 
     @property
     def resources(self) -> tuple[Any, ...]:
-        """Everything that has buffers."""
+        """All allocated exchanges, of rows and of clones."""
         return (*self.entries, *([] if self._clones is None else [self._clones]))
 
     def poll(self, *, is_error: bool = True) -> None:
@@ -150,13 +152,13 @@ class ExchangePool(Holder):
         super().poll(is_error=is_error)
 
     def wait(self) -> None:
-        """Wait for the GPU, which writes reports."""
+        """Synchronise with the GPU, which writes the reports."""
         for resource in self.resources[:1]:
             if resource.buffer.state.is_cuda:
                 torch.cuda.synchronize(resource.buffer.state.device)
 
     def close(self) -> None:
-        """Free all buffers, and raise what went wrong; collective. A later `get` makes new ones."""
+        """Free all buffers, and raise pending errors; collective. A later `get` allocates again."""
         try:
             self.check()
         finally:
@@ -216,7 +218,7 @@ class ExchangePool(Holder):
         return layout.source_rows * layout.top_k // self.ep
 
     def _agree(self, x_TD: Tensor, top_k: int, programs: int) -> int:
-        """Return the most tokens of any rank; refuse other differences. A collective, host sync."""
+        """Return the maximum tokens of any rank; raise if options differ. Collective, host sync."""
         options, (T, D) = self.options, x_TD.shape
         choices = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
@@ -235,11 +237,11 @@ class ExchangePool(Holder):
 
 
 class TokenCapacity(Holder):
-    """The most tokens of one rank and forward, as many as the buffers of a pool hold.
+    """The capacity for tokens of one rank and forward: the tokens that a pool's buffers can hold.
 
-    A longer forward sends its first tokens alone, and then the step runs again with longer buffers:
-    `Reruns`. Where the host waits for no capacity (`NVLinkOptions.row_factor` is no number), or
-    outside of such a step, it is an error of `ExchangePool.get`.
+    A longer forward sends only its first tokens, and the step is then repeated with larger buffers
+    (`Reruns`). `ExchangePool.get` raises instead if `NVLinkOptions.row_factor` is not a number, or
+    outside of such a step.
     """
 
     option = "NVLinkOptions.max_tokens"
@@ -250,7 +252,7 @@ class TokenCapacity(Holder):
 
     @property
     def factor(self) -> float | None:
-        """Tokens that fit, 1 before the first forward; None = more are an error."""
+        """Capacity in tokens, 1 before the first forward; None = more tokens are an error."""
         if self._pool.factor is None:
             return None
         sizes = (exchange.layout.max_tokens for exchange in self._pool.entries)
@@ -258,11 +260,11 @@ class TokenCapacity(Holder):
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
-        """One, once a forward was too long."""
+        """One shortage after a forward was too long, otherwise none."""
         return () if self._shortage is None else (self._shortage,)
 
     def note(self, num_tokens: int) -> bool:
-        """Note that a forward is longer than the buffers; return whether the step runs again."""
+        """Record a forward longer than the buffers; return whether the step is repeated."""
         if self.watch != "reruns":
             return False
         if self._shortage is None:
@@ -275,7 +277,7 @@ class TokenCapacity(Holder):
         return True
 
     def resize(self, factor: float) -> None:
-        """Free the buffers, so that the next forwards make longer ones; collective."""
+        """Free the buffers, so that the next forward allocates larger buffers; collective."""
         self._pool.options = replace(self._pool.options, max_tokens=math.ceil(factor))
         self._pool.free()
 
@@ -287,11 +289,11 @@ class TokenCapacity(Holder):
         )
 
     def wait(self) -> None:
-        """Return at once: the host knows."""
+        """Return at once: the host knows the number of tokens."""
 
 
 def find_row_problem(x_TD: Tensor) -> str | None:
-    """Return why these rows can not travel by stores; None = they can. The same on all ranks."""
+    """Return why stores cannot send these rows; None = they can. Identical on all ranks."""
     D = x_TD.shape[1]
     if x_TD.dtype in SUM_DTYPES and D * x_TD.itemsize % ROW_ALIGNMENT == 0:
         return None

@@ -1,17 +1,18 @@
-"""Two-level dispatch: a token crosses to another NVLink domain once, whatever it wants there.
+"""Two-level dispatch: each token is sent at most once to each other NVLink domain.
 
     rank i of domain a --across--> rank i of domain b --inside b--> the ranks of its experts
 
-    dispatch = across, then the dispatch of another dispatcher over the domain
-    combine  = the combine of that dispatcher, then back across, and the sum over domains
+    dispatch = exchange across domains, then the dispatch of an inner dispatcher in the domain
+    combine  = combine of the inner dispatcher, then the exchange back, and the sum over domains
 
-Legend: T local tokens, D model dim, K experts per token, H domains, A rows that arrive from the
-ranks of this one's place in all domains, its own tokens among them.
+Legend: T local tokens, D model dim, K experts per token, H domains, A rows that a rank receives
+from the ranks with its index in all domains, including its own tokens.
 
-All-to-all sends a token to every rank that it needs, so up to K times over the slow network between
-domains. Here each domain gets it once, and adds what its ranks return before that travels.
+All-to-all sends a token to every rank that needs it, so up to K times over the slow network between
+domains. Here each domain receives a token once. The domain sums its ranks' outputs before it
+returns them.
 
-Source: the order of the two levels is that of HybridEP in Megatron-Core.
+Source: HybridEP in Megatron-Core has the same order of the two levels.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class HierarchicalPlan:
-    """Combine's record of a dispatch: how rows crossed, and the inner dispatcher's record."""
+    """Record for combine: the plans of the exchange across domains and of the inner dispatcher."""
 
     across: AllToAllPlan
     inside: Any
@@ -47,7 +48,7 @@ class HierarchicalPlan:
 
 
 class HierarchicalDispatcher(Dispatcher):
-    """Sends each token once to every domain that owns at least one of its experts, and on there."""
+    """Sends each token once to every domain that owns one of its experts, then to ranks in it."""
 
     waits_on_host = True
 
@@ -67,16 +68,16 @@ class HierarchicalDispatcher(Dispatcher):
 
     @property
     def attendance(self) -> Attendance | None:
-        """What ranks compare; None where the inner dispatcher asks nobody."""
+        """The check between ranks; None if the inner dispatcher has no check."""
         inner: Attendance | None = getattr(self._inside, "attendance", None)
         return None if inner is None else self._across.attendance
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Return whether the inner dispatcher has."""
+        """Return the inner dispatcher's `has_spare_rows`."""
         return self._inside.has_spare_rows(pads=pads)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Bring tokens to their experts' ranks: one host sync and 3 collectives, then inside's."""
+        """Send tokens to experts' ranks: one host sync, 3 collectives, then the inner dispatch."""
         # With `routing.pad` no host sync after the first call.
         (T, K), ids_TK = routing.expert_ids_TK.shape, routing.destinations_TK
         num_experts, H = self.domain.num_in_domain, self._across.group.size()
@@ -90,7 +91,7 @@ class HierarchicalDispatcher(Dispatcher):
             even = self.domain.balanced_arrivals(T, K), 0
             received_rows, _ = self._across.send(x_TD, routing, order, self.pairs, even=even)
         rows_AD = received_rows.rows.widen()  # the same when it is packed again
-        inp = self._go_on(rows_AD, received_rows, routing)
+        inp = self._dispatch_inside(rows_AD, received_rows, routing)
         balanced = inp.balanced
         if balanced is not None:
             p = self.placement
@@ -102,12 +103,14 @@ class HierarchicalDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=inp.receiver)
 
     def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
-        """Return the rows to send across, of physical ids. No host sync or communication."""
+        """Return the rows to send across, for physical ids. No host sync or communication."""
         (T, K), H = ids_TK.shape, self._across.group.size()
         return send_to(owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
 
-    def _go_on(self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing) -> ExpertInput:
-        """Bring what arrived to the ranks of this domain."""
+    def _dispatch_inside(
+        self, rows_AD: Tensor, received_rows: ReceivedRows, routing: Routing
+    ) -> ExpertInput:
+        """Dispatch the received rows within this domain."""
         H, inside, outer = self._across.group.size(), self._inside, self._across.attendance
         weights_AK = received_rows.weights_SK
         ids_AK = self.domain.ids_inside(received_rows.ids_SK, dist.get_rank(self._across.group))
@@ -136,6 +139,6 @@ class HierarchicalDispatcher(Dispatcher):
         return inp
 
     def combine(self, y_SD: Any, plan: HierarchicalPlan) -> Tensor:
-        """Return each token's sums of all domains, added in fp32. Inside's, and 1 collective."""
+        """Return each token's sums of all domains, in fp32. The inner combine and 1 collective."""
         y_AD = self._inside.combine(y_SD, plan.inside)[: plan.num_arrived]
         return self._across.return_sums(y_AD, plan.across, self.pairs)

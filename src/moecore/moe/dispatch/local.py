@@ -1,15 +1,15 @@
-"""Dispatchers without communication of their own: `LocalDispatcher` and `ByChoice`.
+"""`LocalDispatcher` for a rank with all experts, and `ByChoice`, which fixes the order of sums.
 
-`LocalDispatcher` is the identity: every expert lives on this rank. It never syncs with the host.
+`LocalDispatcher` is the identity: every expert is on this rank. It never syncs with the host.
 
-`ByChoice` sends each token once per choice through another dispatcher, so sums have one order:
+`ByChoice` sends each token once per choice through an inner dispatcher:
 
     x_TD -> [T * K, D], one choice each -> the dispatcher -> [T * K, D] -> sum over K, in order
 
-A dispatcher adds a token's experts on each of their ranks and then over the ranks. That order
-depends on which rank owns an expert. `ByChoice` adds the K outputs of a token on the token's own
+A dispatcher sums a token's experts on each of their ranks, and then over the ranks. This order
+depends on which rank owns an expert. `ByChoice` sums the K outputs of a token on the token's own
 rank, as one rank with all experts would, so the bits do not depend on ep. It sends K rows for each
-token, which is at most K times what the other dispatcher sends alone.
+token, at most K times the rows of the inner dispatcher.
 
 Legend: T local tokens, D dim of the rows, K choices per token.
 """
@@ -29,7 +29,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 
 class LocalDispatcher(Dispatcher):
-    """dispatch and combine of a rank that owns all experts."""
+    """Dispatcher of a rank that owns all experts."""
 
     waits_on_host = takes_turns = False
 
@@ -37,7 +37,7 @@ class LocalDispatcher(Dispatcher):
         self.num_experts = num_experts
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Return x_TD itself as source rows (S = T, R at most T * K), without a copy."""
+        """Return x_TD as source rows (S = T, R at most T * K), without a copy."""
         ids_TK, E = routing.expert_ids_TK, self.num_experts
         length = min(ids_TK.numel(), E * routing.most_rows_per_expert)
         index = build_index(
@@ -51,12 +51,12 @@ class LocalDispatcher(Dispatcher):
         return ExpertInput(Rows(x_TD), index, None)
 
     def combine(self, y_SD: Tensor, plan: None) -> Tensor:
-        """Return y_SD: the experts have already added over a token's experts."""
+        """Return y_SD: the experts have already summed over a token's experts."""
         return y_SD
 
 
 class ByChoice:
-    """A `Dispatcher` around another, whose other attributes it has."""
+    """A `Dispatcher` around an inner dispatcher, with the inner dispatcher's other attributes."""
 
     def __init__(self, inner: Dispatcher, num_choices: int) -> None:
         self.inner, self.num_choices = inner, num_choices
@@ -74,7 +74,7 @@ class ByChoice:
         self.inner.pairs = pairs
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Dispatch each choice as a token of its own."""
+        """Dispatch each choice as a separate token."""
         K = self.num_choices
         mask_T, physical_TK = routing.padding_mask_T, routing.physical_TK
         by_choice = replace(

@@ -6,12 +6,12 @@
     dispatch = its forward dispatch     backward: its backward combine, of rows and weights
     combine  = its forward combine      backward: its backward dispatch
 
-Legend: T local tokens, C tokens of one call at most, D model dim, K experts per token, G ranks of
+Legend: T local tokens, C maximum tokens of one call, D model dim, K experts per token, G ranks of
 the group (ep), S source rows, R expert rows.
 
-NCCL EP sends a token once to every rank that needs it, between domains once to each of them, and
-adds sums in fp32. A handle has the routing of one call, and its backward reads it: handles return
-to their group when the graph of their forward is gone, and are used again.
+NCCL EP sends a token once to every rank that needs it, and between domains once to each domain. It
+sums in fp32. A handle has the routing of one call, which backward reads. When the autograd graph
+of a forward is freed, its handles return to their group and are reused.
 
 Source: `nccl_ep/include/nccl_ep.h` of github.com/NVIDIA/nccl-extensions, high throughput and flat.
 """
@@ -86,9 +86,9 @@ def _nvcc() -> str | None:
 
 
 class EPGroups:
-    """The groups of NCCL EP that the layers of a model share, and their communicator.
+    """The NCCL EP groups that the layers of a model share, and their communicator.
 
-    Made at first use by all ranks of the group; `close` frees them.
+    All ranks of the group allocate them at first use; `close` frees them.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_domain: int) -> None:
@@ -97,7 +97,7 @@ class EPGroups:
         self._groups: dict[tuple[int, int, int], EPGroup] = {}
 
     def get(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
-        """Return the group for such experts, bytes of a row, tokens of a rank. Collective."""
+        """Return the group for a number of experts, row size and tokens per rank. Collective."""
         # Powers of two, so that few groups are made where the number of tokens changes.
         num_tokens = min(MOST_TOKENS, max(FEWEST_TOKENS, 1 << (max_tokens - 1).bit_length()))
         key = (num_experts, row_bytes, num_tokens)
@@ -121,7 +121,7 @@ class EPGroups:
         return EPGroup(group, num_experts // self.group.size(), num_tokens)
 
     def close(self) -> None:
-        """Free buffers and communicator; collective. Graphs whose backward is to come end."""
+        """Free buffers and communicator; collective. Pending backwards cannot run afterwards."""
         for group in self._groups.values():
             group.close()
         self._groups.clear()
@@ -131,7 +131,7 @@ class EPGroups:
 
 
 class EPGroup:
-    """One group of NCCL EP and its handles that no forward uses."""
+    """One NCCL EP group, and its idle handles."""
 
     def __init__(self, group: Any, num_local: int, num_tokens: int) -> None:
         self.num_tokens, self.num_local = num_tokens, num_local
@@ -168,7 +168,7 @@ class EPGroup:
         return flight
 
     def give_back(self, flight: Flight) -> None:
-        """Take the handles of a forward for later ones."""
+        """Return the handles of a forward to the idle handles."""
         self._idle[flight.top_k] += flight.handles
 
     def close(self) -> None:
@@ -181,9 +181,10 @@ class EPGroup:
 
 
 class Flight:
-    """One forward's handles, by chunk of at most C tokens, and its four exchanges.
+    """One forward's handles, one per chunk of at most C tokens, and its four exchanges.
 
-    It gives the handles back when nothing refers to it: its graph is gone. On meta it has none.
+    It returns its handles to the group when it is deleted, with its autograd graph. On meta it has
+    no handles.
     """
 
     dtype: torch.dtype  # of the tokens, and so of all sums
@@ -199,7 +200,7 @@ class Flight:
             self._group.give_back(self)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows that come, their local expert ids, -1 = another rank's, and weights."""
+        """Return the received rows, their local expert ids (-1 = another rank's), and weights."""
         S, K, self.dtype = sum(self.rows), self.top_k, x_TD.dtype
         rows_SD = x_TD.new_empty(S, x_TD.shape[1])
         weights_SK = weights_TK.new_empty(S, K)
@@ -244,7 +245,7 @@ class Flight:
     def _calls(
         self, of_tokens: tuple[Tensor, ...], of_rows: tuple[Tensor, ...]
     ) -> Iterator[tuple[Any, Any, list[Any], list[Any]]]:
-        """Yield by chunk the module, the handle, and descriptors of tokens' and rows' tensors."""
+        """Yield per chunk the `ep` module, the handle, and descriptors of token and row tensors."""
         if not self.handles:
             return
         from nccl import ep
@@ -267,7 +268,7 @@ class NCCLEPDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Bring tokens to their experts' ranks: two host syncs, one small collective of torch."""
+        """Send tokens to their experts' ranks: two host syncs, one small torch collective."""
         # NCCL EP has a collective and a host sync of its own; the latter in backward, too.
         p, (T, K) = self.placement, routing.destinations_TK.shape
         _check(x_TD, routing, p, self._groups.ranks_per_domain)
@@ -297,7 +298,7 @@ class NCCLEPDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def combine(self, y_SD: Tensor, plan: Flight) -> Tensor:
-        """Return each token's partial sums, added in fp32. No host sync of moecore's."""
+        """Return each token's partial sums, summed in fp32. No host sync by moecore."""
         if y_SD.dtype != plan.dtype:
             raise ValueError(
                 f"dtype of the experts' output ({y_SD.dtype}) must be that of their input "
@@ -307,7 +308,7 @@ class NCCLEPDispatcher(Dispatcher):
 
 
 def _check(x_TD: Tensor, routing: Routing, p: ExpertPlacement, ranks_per_domain: int) -> None:
-    """Raise a ValueError for what NCCL EP asserts; the same on all ranks."""
+    """Raise a ValueError for inputs that NCCL EP would reject by assertion, on all ranks."""
     (_, D), K = x_TD.shape, routing.destinations_TK.shape[1]
     experts = p.num_physical * ranks_per_domain
     relation = None

@@ -6,7 +6,7 @@
     dispatch = spread of tokens and choices     backward: reduce of their gradients
     combine  = reduce of partial sums           backward: spread of the gradient
 
-Legend: T local tokens, C the most tokens of any rank, D model dim, K experts per token, G ranks of
+Legend: T local tokens, C maximum tokens of any rank, D model dim, K experts per token, G ranks of
 the group (ep * etp), S = G * C source rows, R expert rows.
 
 Each spread or reduce is one launch that sends and receives (`kernels/exchange/operations.py`).
@@ -14,9 +14,9 @@ Source row g * C + t is token t of rank g, or a hole if this rank does not need 
 rows are copied out of the buffer, and backward reads the copy, so all layers share one buffer.
 Shapes are static and counts stay on the device, so a CUDA graph may hold any number of layers.
 
-A reduce sends one sum per source row, and adds the sums of the ranks in rank order. It reads these
-sums, or it reads expert rows and adds them as it sends. With expert rows no sum is written and read
-before, and the rows of combine's backward arrive in expert order.
+A reduce sends one sum per source row, and adds the sums of the ranks in rank order. Its input is
+either these sums, or expert rows, which it sums while it sends. Expert rows save one write and read
+of the sums, and combine's backward then receives its rows in expert order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing, 
 
 @dataclass(frozen=True, slots=True)
 class NVLinkPlan:
-    """Combine's record of a dispatch: the exchange, the tokens' ranks, and the rows to add."""
+    """Record for combine: the exchange, the tokens' ranks, and the rows to sum."""
 
     exchange: Exchange
     dtype: torch.dtype  # of the tokens, and so of all sums
@@ -59,7 +59,7 @@ class NVLinkPlan:
 
 
 class NVLinkDispatcher(Dispatcher):
-    """Sends each token once to every rank that owns at least one of its experts, by stores."""
+    """Sends each token once to every rank that owns one of its experts, by stores to its memory."""
 
     waits_on_host = False  # with row_factor "exact" it waits, but then `_count_rows` refuses graphs
     takes_turns = False
@@ -85,7 +85,7 @@ class NVLinkDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Bring tokens to their experts' ranks. No collective; one host sync, at the first call."""
+        """Send tokens to their experts' ranks. No collective; one host sync, at the first call."""
         # With `NVLinkOptions.row_factor` "exact" each call has one host sync. Holes of the source
         # rows are uninitialised; no slot names them.
         if self._goes_elsewhere(x_TD, routing):
@@ -120,7 +120,7 @@ class NVLinkDispatcher(Dispatcher):
         )
 
     def _goes_elsewhere(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether all-to-all carries these tokens; the same on all ranks."""
+        """Whether all-to-all sends these tokens; identical on all ranks."""
         # With `ExchangePool.is_required` they go by all-to-all if the capacity is limited and no
         # step reads shortages. Without it they go by all-to-all if stores cannot carry the rows, or
         # if the forward is part of no step that is rerun and of no CUDA graph.
@@ -146,7 +146,7 @@ class NVLinkDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan | AllToAllPlan) -> Tensor:
-        """Return partial sums to the tokens' ranks; add them in fp32. No sync, no collective."""
+        """Return partial sums to tokens' ranks and sum in fp32. No host sync, no collective."""
         # y are sums of the source rows [S, D], or expert rows, which are added as they are sent.
         if isinstance(plan, AllToAllPlan):
             assert isinstance(y, Tensor), "without a handle experts add their rows"
@@ -173,7 +173,7 @@ def _index_of(
     is_limited: bool,
     multiple: int,
 ) -> ExpertIndex:
-    """Return the index; R has capacity for any routing, or the capacity of `row_factor`."""
+    """Return the index. R has space for any routing, or the capacity of `row_factor`."""
     owned = dict(first=place.first_physical, num_local=place.num_physical)
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_physical)
     factor = exchange.options.row_factor
@@ -212,7 +212,7 @@ def _repeat_spread(
 
 @dataclass(frozen=True, slots=True)
 class _StoredRows:
-    """Gradients whose sums are being copied, the gradients' versions, and the sums."""
+    """Gradients of expert rows whose sums are being copied, with their versions and the sums."""
 
     drows_RD: Tensor
     dweights_R: Tensor | None
@@ -235,7 +235,7 @@ class _Sender:
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Add the gradients of each source row's expert rows; start copies to the tokens' ranks."""
+        """Sum the gradients of each source row's expert rows; start copies to tokens' ranks."""
         # If `Exchange.can_copy` is False, it does nothing, and the dispatch's backward sends all.
         self._stored_rows = None
         if self._exchange.can_copy():
@@ -290,7 +290,7 @@ class _Outputs(NamedTuple):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Sends tokens, returns source rows; the gradients of expert rows come to `handle_RD`."""
+    """Sends tokens and returns source rows; `handle_RD` receives the gradients of expert rows."""
 
     @staticmethod
     def forward(

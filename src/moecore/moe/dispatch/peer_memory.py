@@ -1,6 +1,6 @@
-"""Memory of one rank that all ranks of its group can write, and which ranks may have it.
+"""Buffers of one rank that all ranks of its group can write, and checks that GPUs support them.
 
-It is torch's symmetric memory: CUDA backend, no multicast.
+The buffers are torch's symmetric memory: CUDA backend, no multicast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout
 def make_buffer(
     layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> SymmetricBuffer:
-    """Return this rank's buffer of an exchange of rows. Collective."""
+    """Allocate this rank's buffer of an exchange of rows. Collective."""
     peers, handles = _connect(layout, group, device, timeout_s)
     slots = tuple(
         layout.sums_at(peer, handles["rank"]) for peer in (peers if layout.sums_slot else [])
@@ -34,7 +34,7 @@ def make_buffer(
 def make_clone_buffer(
     group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> CloneBuffer:
-    """Return this rank's slots for clones. Collective."""
+    """Allocate this rank's slots for clones. Collective."""
     layout = CloneLayout(num_ranks=group.size())
     _, handles = _connect(layout, group, device, timeout_s)
     return CloneBuffer(layout=layout, **handles)
@@ -66,7 +66,10 @@ def _connect(
 
 
 def find_known_problem(num_ranks: int, device_type: str) -> str | None:
-    """Return what of `find_problem` one rank knows; on meta, peers count as on one host."""
+    """Return a problem that `find_problem` finds without communication, or None.
+
+    On meta, peers count as GPUs of one host.
+    """
     is_planned = meta_is_gpu()
     if device_type != "cuda" and not is_planned:
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
@@ -78,7 +81,7 @@ def find_known_problem(num_ranks: int, device_type: str) -> str | None:
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return why tokens of this group cannot travel by stores to peers' memory; None = they can."""
+    """Return why tokens of a group cannot be sent by stores to peers' memory; None = they can."""
     # "relation: fix" of an error in one line, the same on all ranks. Collective, with host syncs.
     problem = find_known_problem(group.size(), device_type)
     if problem is not None or meta_is_gpu():
@@ -94,12 +97,12 @@ def find_peer_problem(group: dist.ProcessGroup) -> str | None:
 
 
 def are_peers_on_meta(group: dist.ProcessGroup) -> bool:
-    """Return whether GPUs of a group that meta stands for reach each other's memory."""
+    """Return whether the GPUs of a simulated group on meta can read each other's memory."""
     return len({rank // num_peers_on_meta() for rank in dist.get_process_group_ranks(group)}) == 1
 
 
 def _peer_problem(group: dist.ProcessGroup) -> str | None:
-    """Look at hosts and peer access; the answer is the same on all ranks that see all GPUs."""
+    """Check hosts and peer access; the answer is identical on all ranks that see all GPUs."""
     device = torch.cuda.current_device()
     local_devices = {str(_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     places = gather((host_id(), str(_properties(device).uuid)), group)
@@ -122,7 +125,7 @@ def _peer_problem(group: dist.ProcessGroup) -> str | None:
 
 
 def _memory_problem(group: dist.ProcessGroup) -> str | None:
-    """Make a small symmetric memory. Every rank comes here, or none: hosts and GPUs are fine."""
+    """Try to allocate symmetric memory. All ranks of the group must call it, or none."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         symmetric_memory(1024, group, device)
@@ -137,6 +140,6 @@ def _properties(index: int) -> Any:
 
 
 def host_id() -> str:
-    """One name per running kernel: hosts may share a name, containers of one host need not."""
+    """Return an id of the running kernel: host names may repeat, and containers share a kernel."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()

@@ -1,6 +1,7 @@
-"""What travels for a token: its row as it is, or packed as FP8 until experts gather it.
+"""Wire: format of a token's row between ranks, unchanged or packed as FP8 with scales.
 
-Letters: T tokens, D model dim, S source rows, R expert rows, W bytes of a packed row.
+Experts gather packed rows without unpacking. Letters: T tokens, D model dim, S source rows, R
+expert rows, W bytes of a packed row.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from moecore.moe.dispatch.collectives import exchanged
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The format of rows between ranks, the same on all of them."""
+    """The format of rows between ranks, identical on all ranks."""
 
     fp8: bool = False
 
     def check(self, dim: int) -> None:
-        """Raise a ValueError for rows of so many columns if they cannot be packed."""
+        """Raise a ValueError if rows of `dim` columns cannot be packed."""
         if self.fp8 and dim % PACKED_COLUMNS:
             raise ValueError(
                 f"dim of the experts' rows ({dim}) must be a multiple of {PACKED_COLUMNS} with "
@@ -34,13 +35,16 @@ class Wire:
             )
 
     def pack(self, x_TD: Tensor) -> Tensor:
-        """Return what travels: x_TD, or [T, W]. No autograd."""
+        """Return the rows to send: x_TD, or packed [T, W]. No autograd."""
         return pack_rows(x_TD.contiguous()) if self.fp8 else x_TD
 
     def gather(
         self, x_TD: Tensor, token_ids_M: Tensor, slots_TG: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Return the packed rows of M tokens, or None, and their differentiable rows or handle."""
+        """Return the packed rows of M tokens or None, and differentiable rows or a handle.
+
+        A handle is a tensor without values that stands for packed rows in autograd.
+        """
         row_map = (token_ids_M, slots_TG)
         if not self.fp8:
             return None, gather_rows(x_TD, *row_map)
@@ -52,18 +56,18 @@ class Wire:
         return gather_fp8_rows(self.pack(x_TD), *row_map), handle_MD
 
     def unpack(self, rows_SN: Tensor, like: Tensor, handle_SD: Tensor | None = None) -> Rows:
-        """Return the rows that came, of the width and dtype of `like`; FP8 rows stay packed."""
+        """Return received rows of the width and dtype of `like`; FP8 rows stay packed."""
         if not self.fp8:
             return Rows(rows_SN)
         return Rows.from_bytes(rows_SN, like.shape[1], like.dtype, handle_SD)
 
     def receiver(self) -> Receiver | None:
-        """Return what receives the gradients of the experts' output; None = autograd does."""
+        """Return the receiver of gradients of the experts' output; None = autograd sends them."""
         return Receiver() if self.fp8 and not torch.compiler.is_compiling() else None
 
 
 def handle_of(like: Tensor, num_rows: int) -> Tensor:
-    """Return what stands for rows of the width and dtype of `like`, without memory."""
+    """Return a handle for rows of the width and dtype of `like`: a tensor of one element."""
     return like.new_empty(1).expand(num_rows, like.shape[1])
 
 
@@ -74,7 +78,7 @@ def gather_fp8_rows(words_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> 
 
 
 class Receiver:
-    """A `GradientReceiver`: what autograd carries then is a handle, which nobody may read."""
+    """A `GradientReceiver` of FP8 rows. Autograd carries a handle, whose values are not read."""
 
     def __init__(self) -> None:
         self.accepts_packed_grads = False
@@ -82,7 +86,7 @@ class Receiver:
         self._entry: tuple[Tensor, Rows] | None = None
 
     def bring(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Return what stands for the packed rows that `send` brings; None = send them wide."""
+        """Send packed gradients, and return their handle; None = the caller sends them unpacked."""
         if not (self.next or self).accepts_packed_grads:
             return None
         words_RW = send(pack_rows(dy_TD.contiguous()))
@@ -94,7 +98,7 @@ class Receiver:
         return handle_RD
 
     def take(self, dy: Tensor) -> Rows | None:
-        """Return the rows; None where they came as they are."""
+        """Return the received FP8 rows; None if `dy` was sent unpacked."""
         entry, self._entry = self._entry, None
         if entry is not None and dy is not entry[0]:
             raise RuntimeError(

@@ -1,1 +1,1 @@
-"""Compile regions, and CUDA graphs."""
+"""Compiled regions of blocks, and CUDA graphs of parts or of a step's forward and backward."""

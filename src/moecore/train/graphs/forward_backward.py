@@ -4,9 +4,9 @@
     call warm_up + 1        captured, which computes nothing, then replayed
     calls after it          inputs copied in, replayed, outputs copied out
 
-Every call computes the gradients of a real step. `TrainStep.finish` runs outside of the graph, so
-it may change from step to step. Captured collectives have no timeout: if a rank fails before the
-first replay, all ranks raise; if one raises later, the others wait for ever, so end the job.
+Every call computes the gradients of a training step. `TrainStep.finish` runs outside of the graph,
+so it may differ between steps. Captured collectives have no timeout. If a rank fails before the
+first replay, all ranks raise. If a rank raises later, the other ranks hang, so end the job.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ class GraphedForwardBackward:
     """Runs forward and backward of a step, as one CUDA graph after the warm-up.
 
     Every rank calls it for the same steps, with inputs of the same shapes. Evaluation, checkpoints
-    and steps of other shapes run eagerly in between. The memory of all activations stays reserved
-    between steps. Gradients lie in the same memory in every step: clone a gradient to keep it.
+    and steps of other shapes run eagerly between these calls. The memory of all activations stays
+    reserved between steps. Gradients have the same memory in every step: clone a gradient to save
+    it.
 
-    Python runs at capture only. A value that changes from step to step must be a tensor among the
-    inputs: a number (a count of tokens by which the loss is divided, a coefficient), an `if` or a
-    tensor from elsewhere stays as it was at capture.
+    Python runs only at capture. A value that changes from step to step must be a tensor among the
+    inputs. A replay repeats the capture's numbers (such as a token count that divides the loss),
+    branches of `if`, and references to other tensors.
 
     Args:
-        forward_backward: a function of tensors on the model's GPU, which hold all of a step's
-            micro-batches. It runs forward and backward and returns tensors, or tuples, lists or
-            dicts of them, or None; none of the tensors still needs backward. It has no host sync,
-            does not call the optimizer, and trains parameters of `model` only.
+        forward_backward: a function of tensors on the model's GPU, which contain all micro-batches
+            of a step. It runs forward and backward and returns tensors without gradients, in
+            tuples, lists or dicts, or None. It has no host sync, does not call the optimizer, and
+            trains only parameters of `model`.
         model: a model that `parallelize_moe` has changed.
-        warm_up: the number of eager calls, >= 2: the first makes buffers, the last is checked.
+        warm_up: number of eager calls, >= 2: the first allocates buffers, the last is checked.
 
     Raises:
         ValueError: when the model is not on a GPU or not parallelized, or its dispatcher waits for
@@ -97,7 +98,7 @@ class GraphedForwardBackward:
     def close(self) -> None:
         """Free the graph and its memory; the next calls warm up and capture a new graph.
 
-        Call it before `destroy_process_group`, which waits for graphs that hold its collectives.
+        Call it before `destroy_process_group`, which waits for graphs with its collectives.
         """
         if self._captured is not None:
             torch.cuda.synchronize(self._device)  # a replay may still run
@@ -105,7 +106,7 @@ class GraphedForwardBackward:
         self._capacity.graph_steps = None
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Return copies of the outputs of `forward_backward`; parameters have the step's gradients.
+        """Run a step's forward and backward; return copies of the outputs, and set `.grad`.
 
         Args:
             inputs: tensors on any device, with the same shapes and dtypes in every call. Inputs in
@@ -113,13 +114,13 @@ class GraphedForwardBackward:
                 before the copy.
 
         Raises:
-            ValueError: when parameters have gradients already, inputs have other shapes, a fact
-                that the graph holds has changed, or `forward_backward` waits for the GPU. The last
-                is raised after the last warm-up call, whose gradients are valid.
+            ValueError: when parameters have gradients already, inputs have other shapes, a fact of
+                the capture (`GraphFacts`) has changed, or `forward_backward` waits for the GPU.
+                This wait is found in the last warm-up call, whose gradients are valid.
             NotImplementedError: when router choices are recorded or replayed.
-            RuntimeError: when the capture fails. End the process then, since units are left inside
-                a step.
-            ExchangeError: as `TrainStep.finish`.
+            RuntimeError: when the capture fails. End the process then, because units are still in
+                the state of a running step.
+            ExchangeError: as in `TrainStep.finish`.
         """
         # A replay runs no Python of the model. These lines, and `_Captured.replay`, do its work
         # between steps: an evaluation may have left units whole, an exchange may have failed.
@@ -134,10 +135,10 @@ class GraphedForwardBackward:
         if self._captured is not None:
             return self._captured.replay(inputs)
         with self._capacity.graphed():
-            return self._first(inputs)
+            return self._run_before_replay(inputs)
 
-    def _first(self, inputs: Inputs) -> Any:
-        """Warm up, or capture and replay."""
+    def _run_before_replay(self, inputs: Inputs) -> Any:
+        """Run a warm-up call, or capture and replay."""
         device_inputs = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
         if self._num_warm < self._warm_up:
             is_last = self._num_warm == self._warm_up - 1
@@ -155,7 +156,7 @@ class GraphedForwardBackward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Captured:
-    """A graph, the tensors that it reads and writes, and the facts on which it relies."""
+    """A captured graph, the tensors that it reads and writes, and the facts on which it relies."""
 
     graph: torch.cuda.CUDAGraph
     model: nn.Module
@@ -193,7 +194,7 @@ class _Captured:
 def _capture(
     function: Callable[..., Any], model: nn.Module, state: MoEState, inputs: Inputs
 ) -> _Captured:
-    """Return the graph of a call, captured and not replayed; raise on all ranks if one fails."""
+    """Capture a call without a replay; raise on all ranks if the capture fails on any rank."""
     _drop_copies(state)
     trackers = {name: layer.tracker for name, layer in state.layers.items()}
     for tracker in trackers.values():
@@ -255,7 +256,7 @@ def _graph_of(
 
 
 def _call_without_syncs(function: Callable[..., Any], inputs: Inputs) -> Any:
-    """Return the outputs of a call; then raise, on all ranks, if no graph can hold it."""
+    """Run a warm-up call and return its outputs; raise on all ranks if it cannot be captured."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -275,7 +276,7 @@ def _call_without_syncs(function: Callable[..., Any], inputs: Inputs) -> Any:
 
 
 def _capture_problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
-    """Return why a graph cannot hold a call; "" = it can."""
+    """Return the reason why a graph cannot capture a call; "" = it can."""
     if waits:
         return (
             f"forward_backward must not wait for the GPU in a CUDA graph, but does in "
@@ -290,7 +291,7 @@ def _capture_problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
 
 
 def _first_problem(problem: str) -> str:
-    """Return the problem of the first rank that has one. Collective over all ranks."""
+    """Return the problem of the first rank with a problem, or "". Collective over all ranks."""
     of_ranks = gather(problem)
     if len(of_ranks) == 1:
         return problem
@@ -385,7 +386,7 @@ def _check_output(output: Tensor) -> Tensor:
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a nested value with a function applied to each tensor."""
+    """Apply a function to each tensor of a nested value."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) is dict:
@@ -429,7 +430,7 @@ class GraphFacts:
 
 @torch.no_grad()
 def facts_of(model: nn.Module, state: MoEState) -> GraphFacts:
-    """Return the current facts of a model."""
+    """Return the current facts of a model: modes, hooks, configs and addresses of tensors."""
     values: list[Any] = [state.num_micro_batches]
     owners: list[Any] = []
     for module in model.modules():
@@ -465,7 +466,7 @@ def _names(model: nn.Module, state: MoEState) -> Iterator[str]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's own parameters and buffers with their names."""
+    """Yield a module's direct parameters and buffers with their names."""
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             if tensor is not None:

@@ -1,7 +1,7 @@
 """GraphedPart: a part of a model whose forward is one CUDA graph, and its backward another.
 
 calls 1 .. WARM_UP      run eagerly
-call WARM_UP + 1        captures both graphs, which computes nothing; then as later calls
+call WARM_UP + 1        captures both graphs, which computes nothing; then runs as later calls do
 later calls             inputs copied in, forward replayed; gradients copied in, backward
                         replayed, gradients of inputs and parameters copied out
 """
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class _Turn:
-    """A forward of a part in flight; `has_ended` once its backward has run."""
+    """One forward of a part, in flight until its backward has run (`has_ended`)."""
 
     __slots__ = ("__weakref__", "has_ended")
 
@@ -71,7 +71,7 @@ class _GraphSlot:
         return not self._turns
 
     def take(self) -> _Turn:
-        """Return a new turn of a part; the slot is in use until it has ended."""
+        """Start a turn of a part; the slot is in use until the turn has ended."""
         turn = _Turn()
         self._turns.append(weakref.ref(turn))
         return turn
@@ -83,7 +83,7 @@ def _is_open(turn_ref: weakref.ref[_Turn]) -> bool:
 
 
 class GraphMemory:
-    """Slots, stream and gradient buffers of the parts that a forward runs one after the other."""
+    """Slots, stream and gradient buffers of the parts that one forward runs sequentially."""
 
     def __init__(self) -> None:
         self.slots = [_GraphSlot()]
@@ -96,19 +96,19 @@ class GraphMemory:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """The stream of captures."""
+        """The stream on which graphs are captured."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         return self._stream
 
     def clear(self) -> None:
-        """Free all memory, once the graphs of all parts are gone."""
+        """Free all memory, after the graphs of all parts were freed."""
         self.slots = [_GraphSlot()]
         self._current = self.slots[0]
         self._grads.clear()
 
     def slot_of(self, pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
-        """Return the slot of this forward for a part: a free one if an earlier forward uses it."""
+        """Return the slot for a part in this forward; a free slot if a forward is in flight."""
         pair = pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)
@@ -119,7 +119,7 @@ class GraphMemory:
         return self._current
 
     def grads_of(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return buffers for the gradients of outputs; all parts share them."""
+        """Return buffers for the gradients of outputs; all parts share the buffers."""
         # A backward copies gradients in and reads them before the backward of another part.
         keys = [(i, x.shape, x.dtype, x.device) for i, x in enumerate(outputs)]
         for key, x in zip(keys, outputs, strict=True):
@@ -129,7 +129,7 @@ class GraphMemory:
 
 
 class _Call(NamedTuple):
-    """Properties of a call that must equal those of the capture for a replay."""
+    """Properties of a call that must equal those of the captured call for a replay."""
 
     form: Any  # the arguments without their tensors (`form_of`)
     tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]  # and whether each needs a gradient
@@ -138,7 +138,10 @@ class _Call(NamedTuple):
 
 
 class GraphedPart:
-    """Replaces a method that reads parameters of `modules`; only the first may have hooks."""
+    """Callable that replaces a method which reads parameters of `modules`.
+
+    Only the first module may have hooks. `may_run` says whether a call may use the graphs.
+    """
 
     def __init__(
         self,
@@ -158,17 +161,17 @@ class GraphedPart:
         return GraphedPart, self._init_args
 
     def drop(self) -> None:
-        """Free the graphs and their memory; the part warms up and is captured anew."""
+        """Free the graphs and their memory; the part then warms up and is captured again."""
         self._num_warm, self._call, self._pairs = 0, None, {}
         self._memory.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the method's result."""
+        """Run the method, eagerly or by replay, and return its result."""
         if not (is_plain_eager() and torch.is_grad_enabled()):
             return self._function(*args, **kwargs)
         tensors: list[Tensor] = []
         form = form_of((args, kwargs), tensors)
-        if not self._is_asked_for(tensors):
+        if not self._may_use_graph(tensors):
             return self._function(*args, **kwargs)
         facts = self._facts()
         if facts is None:
@@ -191,7 +194,7 @@ class GraphedPart:
             pair = self._pairs[slot] = self._capture_call(form, tensors, slot)
         return pair.run(tensors, [p for _, _, p in _trained_params(self._modules)])
 
-    def _is_asked_for(self, tensors: list[Tensor]) -> bool:
+    def _may_use_graph(self, tensors: list[Tensor]) -> bool:
         if not tensors or not _may_hold(tensors[0]) or is_recomputing():
             return False
         if saved_tensor_hooks() is not None and not is_packing():
@@ -199,7 +202,7 @@ class GraphedPart:
         return self._may_run is None or self._may_run()
 
     def _facts(self) -> list[Any] | None:
-        """Return the facts of the modules on which graphs rely; None if they cannot be captured."""
+        """Return the facts of the modules on which graphs rely; None if capture is impossible."""
         facts: list[Any] = []
         for i, module in enumerate(self._modules):
             if i and hooks_around(module):
@@ -214,7 +217,7 @@ class GraphedPart:
         return facts
 
     def _capture_call(self, form: Any, tensors: list[Tensor], slot: _GraphSlot) -> _GraphPair:
-        """Return the captured graphs of a call; a RuntimeError if the capture fails."""
+        """Capture the graphs of a call; a RuntimeError if the capture fails."""
         inputs = [
             torch.empty(x.shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
             for x in tensors
@@ -236,7 +239,7 @@ class GraphedPart:
 
 @dataclass(eq=False, slots=True)
 class _GraphPair:
-    """The graphs of a part, and the tensors that they read and write."""
+    """The forward and backward graphs of a part, and the tensors that they read and write."""
 
     slot: _GraphSlot
     forward: Callable[[], None]
@@ -257,7 +260,7 @@ class _GraphPair:
         return self.holder is None or not _is_open(self.holder)
 
     def run(self, tensors: list[Tensor], parameters: list[Tensor]) -> Any:
-        """Return the part's result for inputs."""
+        """Return the part's result for these inputs, with autograd if there is a backward graph."""
         if self.backward is None:
             self.replay(tensors)
             outputs = _copies(self.outputs)
@@ -266,14 +269,14 @@ class _GraphPair:
         return fill_form(self.form, outputs)
 
     def replay(self, tensors: list[Tensor]) -> None:
-        """Copy inputs in and replay the forward."""
+        """Copy the inputs to the graph's tensors, and replay the forward."""
         with torch.no_grad():
             foreach_copy_(self.inputs, tensors)
         self.forward()
 
 
 class _GraphReplay(torch.autograd.Function):
-    """Forward and backward of a part."""
+    """Replays the forward graph of a part, and in backward its backward graph."""
 
     @staticmethod
     def forward(
@@ -313,7 +316,7 @@ def _capture(
     memory: GraphMemory,
     slot: _GraphSlot,
 ) -> _GraphPair:
-    """Return the graphs of a function of some inputs; backward computes gradients of `sources`."""
+    """Capture the graphs of a function; the backward graph computes gradients of `sources`."""
     saved_tensors: list[Tensor] = []
     forward, result = _record(partial(_forward, function, saved_tensors), memory, slot)
     outputs: list[Tensor] = []
@@ -335,7 +338,7 @@ def _capture(
 
 
 def _forward(function: Callable[[], Any], saved_tensors: list[Tensor]) -> Any:
-    """Return a function's result; append to `saved_tensors` what no other packer takes."""
+    """Run a function; append saved tensors that no other packer accepts to `saved_tensors`."""
 
     def keep(tensor: Tensor) -> Handle:
         saved_tensors.append(tensor.detach())
@@ -348,7 +351,7 @@ def _forward(function: Callable[[], Any], saved_tensors: list[Tensor]) -> Any:
 def _gradients(
     outputs: list[Tensor], sources: list[Tensor], output_grads: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients of the sources."""
+    """Return the gradients of the sources; None for unused sources."""
     # Autograd's thread of the device may run a pair's backward, so this one runs in its own thread.
     with torch.autograd.set_multithreading_enabled(False):
         return torch.autograd.grad(outputs, sources, output_grads, allow_unused=True)
@@ -380,7 +383,10 @@ def _record(
 
 @contextmanager
 def _aliases(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Let modules have other parameters in the same memory; their own keep hooks and gradients."""
+    """Return a context in which modules have alias parameters that share memory with the originals.
+
+    Hooks and gradients stay with the original parameters.
+    """
     trained, aliases = list(_trained_params(modules)), list[Tensor]()
     for module, name, param in trained:
         alias = nn.Parameter(param.detach())
@@ -408,7 +414,7 @@ def _may_hold(x: Tensor) -> bool:
 
 
 def _uncached_autocast() -> AbstractContextManager[Any]:
-    """Return a context in which autocast caches no casts of weights: later work would read them."""
+    """Return a context in which autocast does not cache casts of weights for later work."""
     if not torch.is_autocast_enabled("cuda"):
         return nullcontext()
     return torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"), cache_enabled=False)
@@ -422,13 +428,13 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class _FormSlot(NamedTuple):
-    """The slot of a tensor in a form."""
+    """The place of a tensor in a form; a form is a nested value with slots instead of tensors."""
 
     number: int
 
 
 class _FormRecord(NamedTuple):
-    """The form of an object that its attributes define, or of a named tuple."""
+    """The form of a dataclass, a named tuple, or another object that its attributes define."""
 
     cls: type
     names: tuple[str, ...]
@@ -436,7 +442,7 @@ class _FormRecord(NamedTuple):
 
 
 def form_of(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the form of a value, and append its tensors in the order of their slots."""
+    """Return the form of a value, and append the value's tensors to `tensors` in slot order."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _FormSlot(len(tensors) - 1)

@@ -1,8 +1,8 @@
-"""Code between the exchanges of a block, compiled or in CUDA graphs: attention, norms, routers.
+"""Compilation and CUDA graphs of the code between a block's exchanges: attention, norms, routers.
 
 compile_blocks      compiles the code between two MoE layers
-graph_blocks        makes CUDA graphs of that code, of routers, of shared experts and of
-                    `alltoall`'s work before its host sync
+graph_blocks        captures this code, routers, shared experts and the work of `alltoall` before
+                    its host sync in CUDA graphs
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moecore.train.graphs.graphed_part import GraphedPart, GraphMemory
 
 
 def compiled_modules(block: nn.Module) -> set[nn.Module]:
-    """Return the modules whose code is compiled within the regions of a block's owners."""
+    """Return the modules whose code is compiled as part of a block's compile regions."""
     routed_modules = {
         m for layer in block.modules() if isinstance(layer, RoutedLayer) for m in _all(layer)
     }
@@ -45,16 +45,16 @@ def _all(module: nn.Module) -> set[nn.Module]:
 
 
 def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
-    """Compile each block except its MoE layers. In place; parameter names stay.
+    """Compile each block except its MoE layers, in place. Parameter names do not change.
 
-    `compile_regions` of a block, or of a module in it, names its methods without an MoE layer; they
-    are compiled. Without `compile_regions`, forward is compiled with a graph break at each MoE
-    layer, which costs more host time. Blocks of one class share their code. Hooks of units run
-    outside of it.
+    `compile_regions` of a block, or of a module in it, names its methods without an MoE layer, and
+    these methods are compiled. Without `compile_regions`, forward is compiled with a graph break at
+    each MoE layer, which costs more host time. Blocks of one class share compiled code. Hooks of
+    units run outside of compiled code.
 
     Args:
         blocks: modules that are called, such as a decoder's layers. A block that is an MoE layer
-            itself stays eager.
+            is not compiled.
         **options: options of `torch.compile`.
     """
     check_arguments(compile_blocks, locals())
@@ -73,7 +73,7 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
 
 
 def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
-    """Run parts of each block as CUDA graphs, from their fourth call on. In place; names stay."""
+    """Replace parts of each block by CUDA graphs from their fourth call on, in place."""
     memory = GraphMemory()
     for name, block in blocks.items():
         for path, module in block.named_modules():
@@ -93,7 +93,7 @@ def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
 
 
 def drop_graphs(model: nn.Module) -> None:
-    """Free the graphs of `graph_blocks`; later calls warm up and capture anew."""
+    """Free the graphs of `graph_blocks`; later calls warm up and capture again."""
     layers = (m for m in model.modules() if isinstance(m, RoutedLayer))
     for owner in (*model.modules(), *(layer.dispatcher for layer in layers)):
         for part in vars(owner).values():
@@ -126,11 +126,11 @@ def _graph(
 
 
 def _is_free(router: Router) -> bool:
-    """Return whether each token chooses by its own scores only, without a tape or forced ids."""
+    """Return whether each token's choice uses only its own scores, without a tape or forced ids."""
     return router.is_collective_free and router.tape is None and router.forced_ids is None
 
 
 def _can_replay(modules: Iterable[nn.Module]) -> bool:
-    """Return whether no module has an observer of attention scores, or is in no CUDA graph."""
+    """Return whether no module observes attention scores or must run eagerly."""
     names = ("observe_scores", "is_eager")
     return not any(getattr(module, name, None) for module in modules for name in names)

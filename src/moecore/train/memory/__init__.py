@@ -1,1 +1,1 @@
-"""What a forward keeps for backward: computed again, in host memory, in pages."""
+"""Memory of saved activations: recomputation, offload to the host, and storage in pages."""

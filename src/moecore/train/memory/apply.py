@@ -1,7 +1,7 @@
-"""Lets a model's blocks keep what `MemoryOptions` leaves them, in place.
+"""Applies `MemoryOptions` to a model's blocks, in place.
 
-Offload goes around what is computed again: a region's inputs and its products' results are what is
-left to be copied out.
+Offload is applied outside of recomputation. It therefore offloads only the tensors that a
+recomputed region still saves: the region's inputs and the outputs of its matrix products.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def apply_memory(
     compiled: Set[nn.Module] = frozenset(),
     stages: Mapping[int, Sequence[nn.Module]] | None = None,
 ) -> Offload | None:
-    """Recompute and offload parts of blocks, in place; return the offload, None for none."""
+    """Recompute and offload parts of blocks, in place; return the `Offload`, or None."""
     # Blocks are called one after the other. "expert_fc1" of the options is the experts' own: see
     # `Experts.set_backend`. `compiled` are modules inside of what is compiled already, with
     # `inductor_options`: there the compiler recomputes, and nothing is offloaded. `stages` of a
@@ -62,7 +62,7 @@ def apply_stash(
     *,
     compiled: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
-    """Save rows of routed experts in pages, in place; None where no layer has spare rows."""
+    """Store saved rows of routed experts in pages, in place; None if no layer has spare rows."""
     if options.stash is None:
         return None
     layers: list[Any] = [
@@ -82,7 +82,7 @@ def apply_stash(
 
 
 def _has_spare_rows(module: nn.Module) -> bool:
-    """Whether a module is an MoE layer whose experts keep rows that the device counts."""
+    """Whether a module is an MoE layer whose experts save buffers with unused rows."""
     if not isinstance(module, RoutedLayer):
         return False
     experts, capacity = module.part("experts"), module.config.capacity
@@ -120,7 +120,7 @@ def _apply_recompute(
 def _offload_kinds(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
 ) -> dict[nn.Module, str]:
-    """Return the modules whose savings are offloaded, and their parts."""
+    """Return the modules whose saved tensors are offloaded, with the kind of each."""
     kinds: dict[nn.Module, str] = {}
     for block in blocks:
         inside: set[nn.Module] = set()
@@ -162,7 +162,7 @@ def _as_region(
 
 
 def _is_cache(argument: Any) -> bool:
-    """Whether an argument is transformers' cache of keys, which a second run would fill twice."""
+    """Whether an argument is transformers' cache of keys, which recomputation would fill twice."""
     return any(cls.__name__ == "Cache" for cls in type(argument).__mro__)
 
 

@@ -1,12 +1,12 @@
-"""`MemoryOptions.recompute` where torch.compile runs a block: a mark on operations of its graph.
+"""`MemoryOptions.recompute` for blocks under torch.compile, by marks on nodes of the joint graph.
 
-Inductor cuts the joint graph of forward and backward where the fewest bytes are saved, and runs no
-product twice. Its heuristics save values that a product reads, such as a norm's output, queries and
-keys, rather than write them a second time. A mark, the one of torch's selective activation
-checkpointing, makes it recompute them:
+Inductor partitions the joint graph of forward and backward so that the fewest bytes are saved, and
+recomputes no matrix product. Its heuristics save values that a product reads, such as a norm's
+output, queries and keys. A mark of torch's selective activation checkpointing makes Inductor
+recompute these values:
 
-    norm, attention, MLP    all but products, attention, communication and random numbers
-    "qkv_proj" and the like products too, of the modules that are named so
+    norm, attention, MLP       all except products, attention, communication and random numbers
+    "qkv_proj" and similar     products of the modules with this name, too
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCORES = re.compile(r"^_scaled_dot_product|(^|_)(bmm|baddbmm)$")  # or what they
 
 @dataclass(frozen=True)
 class Marks(CustomGraphPass):
-    """Marks recomputed operations in a joint graph of torch.compile."""
+    """Inductor pass that marks recomputed operations in a joint graph of torch.compile."""
 
     parts: frozenset[str]  # last names of the modules whose values are dropped
     products: frozenset[str]  # of those whose products run again, too
@@ -59,7 +59,7 @@ class Marks(CustomGraphPass):
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
     def uuid(self) -> str:
-        """Return what Inductor's caches know these marks by."""
+        """Return the key of these marks in Inductor's caches."""
         return f"moecore.train.memory.compiled 1 {list(map(sorted, (self.parts, self.products)))}"
 
     def _is_dropped(self, node: Node) -> bool:
@@ -81,7 +81,7 @@ class Marks(CustomGraphPass):
 
 
 def inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dict[str, Any]:
-    """Return the `options` of torch.compile with which blocks, not yet compiled, are recomputed."""
+    """Return the `options` with which torch.compile recomputes parts of blocks not yet compiled."""
     marks = Marks.of(blocks, options)
     return {"joint_custom_pre_pass": marks} if marks.parts else {}
 
@@ -93,7 +93,7 @@ def _last(path: str) -> str:
 
 
 def _is_small(node: Node) -> bool:
-    """Whether a saved value is small beside what it is computed of, such as a sum."""
+    """Whether a saved value is small compared with its inputs, such as a sum."""
     value = node.meta.get("val")
     inputs = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]
     sizes = [_num_bytes(x) for x in inputs if isinstance(x, torch.Tensor)]
@@ -103,6 +103,6 @@ def _is_small(node: Node) -> bool:
 
 
 def _num_bytes(x: torch.Tensor) -> int:
-    """Return the bytes of a tensor, of dynamic lengths with those of the call that compiles."""
+    """Return the bytes of a tensor; dynamic sizes have the values of the call that compiles."""
     sizes: list[int] = [n if isinstance(n, int) else n.node.hint for n in x.shape]
     return math.prod(sizes) * x.element_size()

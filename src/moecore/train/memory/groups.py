@@ -1,7 +1,7 @@
-"""Records of an offloaded forward: storages by part and layer, with counts of their handles.
+"""Records of an offloaded forward: saved storages by part and layer, and counts of their handles.
 
-A storage belongs to the group that saved it first. The storage and each group that saves it count
-their handles.
+A handle is the object that replaces a saved tensor until backward unpacks it. A storage belongs to
+the group that saved it first. Each storage counts its handles, and so does each group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REST: Key = ("", 0)  # tensors that a block saves outside of parts
 
 @dataclass(slots=True)
 class Readers:
-    """Counts of living handles, and of those yet to be unpacked in this turn (one backward)."""
+    """Counts of existing handles, and of handles not yet unpacked in this turn (one backward)."""
 
     alive: int = 0
     remaining: int = 0
@@ -44,7 +44,7 @@ class Readers:
         return turn + 1, self._is_over()
 
     def leave(self, turn: int) -> bool:
-        """Count a handle's death; return whether it ends this turn."""
+        """Count the deletion of a handle; return whether it ends this turn."""
         self.alive -= 1
         if turn != self.turn:
             return False
@@ -82,7 +82,7 @@ class HostCopy:
         return self.size == tensor.untyped_storage().nbytes() and self.version == version(tensor)
 
     def free(self) -> None:
-        """Free the device memory, after `home` has been made to wait for a running copy."""
+        """Free the device memory, after the stream `home` was made to wait for a running copy."""
         if self.busy is not None:
             self.busy.hold(self.home)
         self.data, self.busy, self.is_back = None, None, False
@@ -110,7 +110,7 @@ class StorageGroup:
     has_unpacked: bool = False  # whether backward has unpacked one of its handles
 
     def retire(self) -> None:
-        """Free the device memory of the storages that were copied out."""
+        """Free the device memory of the storages that were copied to the store."""
         for copy in self.fresh:
             if copy.busy is not None and not copy.is_back:
                 copy.free()
@@ -118,7 +118,7 @@ class StorageGroup:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Layer:
-    """One forward of a block; a layer without living groups has those of the layer before."""
+    """One forward of a block; without used groups it takes the preceding layer's groups."""
 
     index: int
     is_last: bool
@@ -126,7 +126,7 @@ class Layer:
     groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
     def follow(self, previous: Layer | None) -> None:
-        """Link each group to the group of the layer before, whose backward is the next."""
+        """Link each group to the preceding layer's group of the part, whose backward is next."""
         self.groups = {key: group for key, group in self.groups.items() if group.readers.alive}
         previous_groups = dict(previous.groups) if previous is not None else {}
         if not self.groups:
@@ -141,7 +141,7 @@ class Layer:
 
 @dataclass(eq=False, slots=True)
 class OffloadChunk:
-    """One forward of blocks whose backward is announced, such as that of a pipeline's stage."""
+    """One forward of blocks whose backward is announced, such as a pipeline stage's forward."""
 
     offloads_last: bool  # whether the last block is offloaded, too
     layers: list[Layer] = field(default_factory=list)

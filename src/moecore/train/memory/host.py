@@ -1,13 +1,13 @@
-"""Copies of tensors in host memory: where they are, and how a storage moves there and back.
+"""Host memory for copies of tensors, and storages that move between device and host.
 
     HostPool      a piece of a slab for each saved activation      Offload
     HostCopies    memory by name, the same in every step           StateOffload, TrainingOffload
-    HostSlots     a few slots through which chunks pass            HostAdamW (`slots.py`)
+    HostSlots     a few slots for chunks of tensors                HostAdamW (`slots.py`)
 
-The classes on the right are policies: they choose what is copied and when. All memory is in slabs,
-because to pin as much memory as a GPU has takes seconds. torch rounds every pinned allocation up to
-a power of two, so the size of a slab is a power of two. All copies run on a `CopyStream`
-(`streams.py`), and a `CopyMark` is their end.
+The classes on the right are policies: they choose what is copied and when. All memory is allocated
+as slabs, because to pin as much memory as a GPU has takes seconds. torch rounds every pinned
+allocation up to a power of two, so the size of a slab is a power of two. All copies run on a
+`CopyStream` (`streams.py`), and a `CopyMark` is the end of a copy.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ALIGN_BYTES = 64  # a cache line; no dtype needs more
 
 @dataclass(slots=True)
 class Slab:
-    """Memory that is handed out from front to back; uint8."""
+    """A block of uint8 memory that is allocated from front to back."""
 
     memory: Tensor
     used_bytes: int = 0
 
     @property
     def room(self) -> int:
-        """Bytes that are free."""
+        """Number of free bytes."""
         return self.memory.numel() - self.used_bytes
 
     def take(self, num_bytes: int) -> Tensor:
@@ -55,7 +55,7 @@ class Slab:
 
 
 class Slabs:
-    """A growing number of slabs for copies of a device's tensors: pinned for a GPU."""
+    """A growing list of slabs for copies of a device's tensors; pinned for a GPU."""
 
     def __init__(self, device_type: str) -> None:
         self._is_pinned = device_type == "cuda"
@@ -68,11 +68,11 @@ class Slabs:
         return sum(slab.memory.numel() for slab in self.slabs)
 
     def fitting(self, num_bytes: int) -> Slab | None:
-        """Return a slab with so many free bytes, which must be aligned."""
+        """Return a slab with at least `num_bytes` (aligned) free bytes, or None."""
         return next((slab for slab in self.slabs if slab.room >= num_bytes), None)
 
     def add(self, num_bytes: int) -> Slab:
-        """Return a new slab, or raise a RuntimeError without memory. To pin it is slow."""
+        """Allocate a slab; a RuntimeError if host memory is insufficient. Pinning is slow."""
         with host_memory():
             memory = torch.empty(
                 num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._is_pinned
@@ -87,16 +87,16 @@ class Slabs:
 
 @dataclass(frozen=True, slots=True)
 class HostPiece:
-    """Pool memory, uint8; only a graph may use a piece `of_graph`, which each replay writes."""
+    """Memory of a pool, uint8; a piece `of_graph` belongs to a CUDA graph, which writes it."""
 
     memory: Tensor
     of_graph: bool
 
 
 class HostPool:
-    """Copies of storages in pieces of slabs, by size class: a `Store`.
+    """A `Store` that copies storages to pieces of slabs, by size class.
 
-    A freed piece is used for the next request of its class.
+    A freed piece is reused for the next request of its size class.
     """
 
     def __init__(self, streams: CopyStreams, max_bytes: int | None = None) -> None:
@@ -112,34 +112,34 @@ class HostPool:
         return self._slabs.num_bytes
 
     def takes(self, rows: UsedRows | None) -> bool:
-        """Return True: host memory takes any storage."""
+        """Return True: host memory can store any storage."""
         return True
 
     def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start to copy out the storages for which there is host memory."""
+        """Start to copy storages to the host, as far as there is host memory."""
         for copy in copies:
             copy.piece = self._take(copy.size)
         stored_copies = [copy for copy in copies if copy.piece is not None]
         if stored_copies:
             mark = self._streams.out.start(
-                Job(_memory_of(copy), copy.data, _run_of(copy)) for copy in stored_copies
+                Job(_memory_of(copy), copy.data, _row_copier(copy)) for copy in stored_copies
             )
             for copy in stored_copies:
                 copy.out = copy.busy = mark
         return stored_copies
 
     def bring(self, copies: Sequence[HostCopy], freed_pieces: Sequence[HostPiece] = ()) -> None:
-        """Start to copy storages back."""
+        """Start to copy storages back to the device, and free `freed_pieces`."""
         self.give(freed_pieces)
         # Each storage has a mark of its own: the host's link is slow, and backward waits for the
         # storage that it reads, not for the whole group.
         for copy in copies:
             assert copy.out is not None
-            job = Job(copy.data, _memory_of(copy), _run_of(copy))
+            job = Job(copy.data, _memory_of(copy), _row_copier(copy))
             copy.busy = self._streams.back.start([job], copy.out)
 
     def give(self, pieces: Sequence[HostPiece]) -> None:
-        """Free pieces. The next copy into a piece comes after its last reader."""
+        """Free pieces. The next copy into a piece runs after its last reader."""
         for piece in pieces:
             self.used_bytes -= piece.memory.numel()
             self._free[piece.memory.numel(), piece.of_graph].append(piece.memory)
@@ -150,7 +150,7 @@ class HostPool:
         self._slabs.clear()
 
     def _take(self, num_bytes: int) -> HostPiece | None:
-        """Return a piece; None if `max_bytes` do not suffice. In a capture no memory is pinned."""
+        """Return a piece; None if `max_bytes` is reached. In a capture no memory is pinned."""
         in_capture = self._streams.is_capturing()
         memory = self._find(size_class(num_bytes), in_capture)
         if memory is not None:
@@ -174,7 +174,7 @@ class HostPool:
         return None if slab is None else slab.take(size)
 
     def _grow(self, size: int) -> Slab | None:
-        """Return a new slab: as large as all others together up to `SLAB_BYTES`, or as needed."""
+        """Allocate a slab as large as all slabs, up to `SLAB_BYTES`, or as large as needed."""
         pool_bytes = self.num_bytes
         limit = float("inf") if self.max_bytes is None else self.max_bytes
         min_bytes = power_of_two(size)
@@ -194,7 +194,7 @@ class HostPool:
 
 @contextmanager
 def of_host_memory(subject: str) -> Iterator[None]:
-    """Return a context in which short host memory raises a MemoryError that names `subject`."""
+    """Return a context that turns an error of host memory into a MemoryError naming `subject`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -202,8 +202,8 @@ def of_host_memory(subject: str) -> Iterator[None]:
         raise MemoryError(f"{subject} must fit in host memory: lower it ({reason})") from error
 
 
-def _run_of(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
-    """Return a function that copies the first rows, if their number is known; None = all bytes."""
+def _row_copier(copy: HostCopy) -> Callable[[Tensor, Tensor], None] | None:
+    """Return a function that copies only the used first rows of a copy; None = copy all bytes."""
     rows = copy.used_rows
     if rows is None or rows.num_rows is None or copy.data is None or copy.data.is_meta:
         return None
@@ -215,7 +215,7 @@ def _copy_rows(num_rows: Tensor, row_bytes: int, target: Tensor, source: Tensor)
 
 
 def _memory_of(copy: HostCopy) -> Tensor:
-    """Return the host memory of a copy, without the bytes that its size class adds."""
+    """Return the host memory of a copy, without the padding of its size class."""
     memory: Tensor = copy.piece.memory
     return memory[: copy.size]
 
@@ -227,25 +227,25 @@ def size_class(num_bytes: int) -> int:
 
 
 def aligned(num_bytes: int) -> int:
-    """Return the bytes that a tensor takes in a slab."""
+    """Round a tensor's bytes up to the alignment of a slab."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def power_of_two(num_bytes: int) -> int:
-    """Return the least power of two that is not smaller than a number of bytes."""
+    """Round a number of bytes up to a power of two."""
     return 1 << max(num_bytes - 1, 0).bit_length()
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a whole storage as a uint8 tensor."""
+    """View a full storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @dataclass(slots=True)
 class MovedStorage:
-    """A storage of a device whose bytes may be in host memory, and the tensors in the storage.
+    """A device storage whose bytes can be moved to host memory, and the tensors in the storage.
 
-    Tensors and storage stay the same objects. The storage has no bytes while the host has them.
+    Tensor and storage objects stay the same. The storage has no bytes while the host has them.
     """
 
     memory: Tensor  # uint8, all bytes of the storage
@@ -262,15 +262,15 @@ class MovedStorage:
         self.free()
 
     def allocate(self) -> None:
-        """Allocate the device memory, which work of the current stream may use."""
+        """Allocate the device memory, for use by work of the current stream."""
         self.memory.untyped_storage().resize_(self.host.numel())
 
     def free(self) -> None:
-        """Free the device memory, once the current stream's work so far is done."""
+        """Free the device memory, after the work launched on the current stream."""
         self.memory.untyped_storage().resize_(0)
 
     def arrive(self) -> None:
-        """Make the tensors views of device memory, which has the host's bytes."""
+        """Make the tensors views of device memory, into which the bytes were copied."""
         for tensor, place in self.tensors:
             if storage_key(tensor) != storage_key(self.host):  # its owner gave it other memory
                 place.copy_(tensor)
@@ -278,7 +278,7 @@ class MovedStorage:
 
 
 class HostCopies:
-    """Copies of named tensors in host memory, all overwritten by the next `fill`."""
+    """Named host memory for copies of tensors; the next `fill` overwrites all copies."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
@@ -316,14 +316,14 @@ class HostCopies:
         ]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> host copy of plain tensors, after the current streams' work so far."""
+        """Copy plain tensors to the host after the current streams' work; return name -> copy."""
         # The tensors may change after the call. The copies are valid until the next `fill`.
         copies = self.reserve(tensors)
         self.copy_and_wait([(copies[name], tensor) for name, tensor in tensors.items()])
         return copies
 
     def copy_and_wait(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy sources to targets in host memory, after the current streams' work so far."""
+        """Copy sources to host targets after the current streams' work; one host sync."""
         # One host sync waits for the copies and the work before them. Other streams go on.
         jobs = defaultdict[torch.device, list[Job]](list)
         for target, source in pairs:

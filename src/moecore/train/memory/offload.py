@@ -1,22 +1,22 @@
-"""Offload: saved activations lie in host memory between forward and backward, by part of a block.
+"""Offload: stores saved activations in host memory between forward and backward, by block part.
 
     offload = Offload(device, fraction=0.5)
     offload.attach(model.layers, part_of)      # module -> name of its part, or None
 
 `attach` wraps the forward of each block in `offload.layer(i, num_layers)` and the forward of each
 part in `offload.part(name, module)`. The tensors that a part saves for backward are offloaded as
-whole storages, each once however many views are saved:
+full storages, each once for all its saved views:
 
     forward     part of layer n ends          -> copies of its storages to the host start
                 same part of layer n + 1      -> the device memory of layer n's part is freed
     backward    part of layer n has run       -> copies of layer n - 1's part to the device start
                 the last handle has unpacked  -> the device memory is freed
 
-So the device holds the offloaded parts of one layer at most, whatever the number of layers. On the
-device stay: the last layer, weights and buffers of the part's module, storages below `min_bytes`,
-storages beyond `fraction` or `max_host_bytes`, and storages that other code still references, such
-as a rotary table. If the device counts the used rows of a matrix (`saved.counting_rows`), only
-these rows are copied.
+The device therefore has the offloaded parts of at most one layer, for any number of layers. These
+tensors stay on the device: the last layer's, weights and buffers of the part's module, storages
+below `min_bytes`, storages beyond `fraction` or `max_host_bytes`, and storages that other code
+references, such as a rotary table. If the device counts the used rows of a matrix
+(`saved_tensors.counting_rows`), only these rows are copied.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 
 
 class Offload(SavedStorages):
-    """Offloads saved tensors of a model's blocks to host memory. Gradients keep their bits.
+    """Offloads saved tensors of a model's blocks to host memory. Gradients have the same bits.
 
-    A deep copy of an `Offload`, or of a model with one, has the same options and no copies. Tensors
-    on other devices than the model's stay; on meta bytes are only counted. `fraction` is the most
-    of the bytes of all layers but the last that is offloaded, in the order in which parts end:
-    copies that compute does not hide make steps slower. Storages beyond `max_host_bytes` of pinned
-    memory stay; None = no limit.
+    A deep copy of an `Offload`, or of a model with an `Offload`, has the same options and no
+    copies. Only tensors on the model's device are offloaded. On meta, bytes are only counted.
+    `fraction` is the maximum share of the saved bytes that is offloaded, in the order in which
+    parts end, without the last layer. Copies that compute does not hide make steps slower. At most
+    `max_host_bytes` of pinned memory are used; None = no limit.
     """
 
     _rows_only = False  # True: only matrices whose used rows are counted are offloaded
@@ -82,7 +82,7 @@ class Offload(SavedStorages):
         part_of: Callable[[nn.Module], str | None],
         fraction: Fraction | None = None,
     ) -> None:
-        """Wrap the forward of blocks and of their parts; stages are attached one by one."""
+        """Wrap the forward of blocks and of their parts; call it for each pipeline stage."""
         # `part_of` names a module's part, or None. A block that it names also offloads tensors that
         # it saves outside of parts. A fraction of None is `self.fraction`.
         for index, block in enumerate(blocks):
@@ -143,7 +143,7 @@ class Offload(SavedStorages):
             chunk.pending_free = []
 
     def bring_back(self, chunk: OffloadChunk) -> None:
-        """Allocate and start to copy back all storages of a chunk, before its backward."""
+        """Start to copy back all storages of a chunk, before its backward."""
         with self._locked():
             chunk.pending_free = []  # storages that `free` has not freed yet stay on the device
             for layer in reversed(chunk.layers):
@@ -237,7 +237,10 @@ class Offload(SavedStorages):
 
 
 def wrap(module: nn.Module, function: Callable[..., Any], *bound_args: Any) -> Callable[[], None]:
-    """Replace a module's forward by `function(forward, *how, args, kwargs)`; return the undo."""
+    """Replace a module's forward by `function(forward, *bound_args, args, kwargs)`.
+
+    Returns a function that restores the forward.
+    """
     instance_forward, forward = vars(module).get("forward"), module.forward
     # A partial of bound methods: the deep copy of a module gets a forward of its own.
     wrapped = partial(_call_unless_compiled, function, forward, bound_args)

@@ -1,8 +1,8 @@
-"""A device without memory: meta, with what operations save and do on the device it stands for.
+"""OnMeta: runs a model on meta, with the saved tensors and operations of a GPU or CPU.
 
 Attention saves queries, keys, values, its output and one fp32 sum per row and head, as flash and
-memory-efficient kernels do; a norm on a GPU its input and one fp32 number per row. moecore's own
-kernels are recorded without running (`kernels/common.py`). A mask selects all elements.
+memory-efficient kernels do. A norm on a GPU saves its input and one fp32 number per row. moecore's
+own kernels are recorded without running (`kernels/common.py`). A mask selects all elements.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLAIN_VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, to
 
 
 class OnMeta(TorchFunctionMode):
-    """Moves real tensors to meta beside others there, and saves what "cuda" or "cpu" saves."""
+    """Moves real tensors to meta beside other meta tensors, and saves as `device_type` does."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def move(self, x: Tensor) -> Tensor:
-        """Return a tensor on meta; views of one storage share one there."""
+        """Return a copy of a tensor on meta; views of one storage share a storage on meta."""
         if x.is_meta or type(x) is not Tensor:
             return x
         key = storage_key(x)
@@ -92,7 +92,7 @@ class OnMeta(TorchFunctionMode):
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
-    """Return the tensors of an operation's arguments: within lists, tuples and dicts."""
+    """Return the tensors of an operation's arguments, also within lists, tuples and dicts."""
     tensors: list[Tensor] = []
     for value in values:
         if type(value) in PLAIN_VALUES:  # most of them, at a tenth of the time
@@ -107,20 +107,20 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 
 def _nonzero(x: Tensor, *, as_tuple: bool = False) -> Any:
-    """Return the places of all elements: [N, dims], or as many [N]."""
+    """Return indices of all elements, as if all were nonzero: [N, dims], or one [N] per dim."""
     indices = torch.empty(x.numel(), x.ndim, dtype=torch.int64, device=META)
     return indices.unbind(1) if as_tuple else indices
 
 
 def _indices(index: Any) -> Iterator[Any]:
-    """Yield the parts of an index, with places instead of masks."""
+    """Yield the parts of an index, with masks replaced by the indices of all elements."""
     for part in index if isinstance(index, tuple) else (index,):
         is_mask = isinstance(part, Tensor) and part.dtype == torch.bool
         yield from _nonzero(part, as_tuple=True) if is_mask else (part,)
 
 
 class _AttentionOnMeta(torch.autograd.Function):
-    """[B, H, T, d] -> [B, H, T, v], in memory [B, T, H, v]."""
+    """Attention [B, H, T, d] -> [B, H, T, v], in memory [B, T, H, v]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -142,7 +142,7 @@ class _AttentionOnMeta(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """The norm of a GPU, of one kernel."""
+    """RMSNorm as one kernel, as on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -161,7 +161,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """[R, K] by [e, K, N] -> [R, N]."""
+    """Grouped product of [R, K] and [e, K, N] -> [R, N]."""
 
     @staticmethod
     def forward(ctx: Any, a_RK: Tensor, b_eKN: Tensor, offs: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """Return what torch's product does, which takes bf16 alone on meta."""
+    """Replace torch's grouped_mm, which on meta accepts only bf16."""
     if b_eKN.ndim == 2:  # of weights' gradients, without their own: [M, R] by [R, N] -> [e, M, N]
         dw_eMN = a_RK.new_empty(len(offs), a_RK.shape[0], b_eKN.shape[1])
         record_launch("grouped_mm", a_RK, b_eKN, dw_eMN)

@@ -1,7 +1,7 @@
-"""Which modules of a block play which part for `MemoryOptions`, found by structure and names.
+"""Parts of a block for `MemoryOptions`, identified by structure and names of modules.
 
-A norm is named so by its class. Attention and MLPs are what has projections of their names
-(`precision/apply.py`), in moecore's decoder, transformers and torchtitan.
+A norm is identified by the name of its class. Attention and MLPs are modules with projections of
+known names (`precision/apply.py`), in moecore's decoder, transformers and torchtitan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QKV = {"q_proj", "k_proj", "v_proj", "qkv_proj", "wq", "wk", "wv"}
 
 
 class BlockPart(NamedTuple):
-    """A module of a block, and what it is there."""
+    """A module of a block, its name, and its kind."""
 
     name: str
     kind: Kind
@@ -33,14 +33,14 @@ class BlockPart(NamedTuple):
 
 
 class PartUse(NamedTuple):
-    """What of a part is recomputed."""
+    """The recomputation of a part: the options that request it, and products to recompute."""
 
     parts: Set[Recomputed]  # of `MemoryOptions.recompute` that ask for it; none = nothing is
     products: tuple[str, ...] = ()  # modules inside whose products are, too; "" = the part itself
 
 
 def find_parts(block: nn.Module) -> Iterator[BlockPart]:
-    """Yield the parts of a block, outer ones first; experts that are a layer are experts."""
+    """Yield the parts of a block, outer parts first; a `RoutedExperts` has kind "experts"."""
     for path, module in block.named_modules():
         name = clean_name(path)
         kind = _kind_of(name, module)
@@ -49,7 +49,7 @@ def find_parts(block: nn.Module) -> Iterator[BlockPart]:
 
 
 def use_of(part: BlockPart, options: Set[Recomputed]) -> PartUse:
-    """Return what of a part is recomputed, of the wanted parts of `MemoryOptions.recompute`."""
+    """Return which operations of a part are recomputed with parts of `MemoryOptions.recompute`."""
     _, kind, module = part
     if kind in ("norm", "moe"):
         return PartUse(options & {kind})
@@ -85,5 +85,5 @@ def _kind_of(name: str, module: nn.Module) -> Kind | None:
 
 
 def _is_recurrent(module: nn.Module) -> bool:
-    """Whether attention is a scan from token to token, no product, behind a short convolution."""
+    """Whether attention is a linear recurrence, which has a short convolution before it."""
     return any(isinstance(child, nn.Conv1d) for child in module.modules())

@@ -1,9 +1,9 @@
 """Regions: functions whose values are recomputed in backward instead of being saved.
 
-A region saves its inputs and what its products return. What lies between (norms, activations,
-rotary embeddings, residual adds) and what the region returns is dropped, and recomputed by the
-first backward that reads it. Products (matrix products, attention) are not run again: the gradient
-of y = x W reads x and W, never y. So a chain that ends in a product costs no product:
+A region saves its inputs and the outputs of its products (matrix products, attention). Other values
+(norms, activations, rotary embeddings, residual adds) and the region's outputs are dropped. The
+first backward that reads a dropped value recomputes the region. Products are not recomputed: the
+gradient of y = x W reads x and W, never y. Recomputation therefore runs no product here:
 
     x saved -> norm -> [x' dropped] -> linear -> [q saved] -> rotary -> [q' dropped] -> attention
 """
@@ -37,11 +37,11 @@ SMALL = 8  # what is so many times smaller than the largest input is kept
 
 
 class _Stop(Exception):
-    """Ends a second run that has found all that is wanted."""
+    """Ends a recomputation that has computed all dropped values."""
 
 
 class _View(NamedTuple):
-    """Where a tensor lies in a storage."""
+    """Shape, stride, offset and dtype of a tensor in a storage."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -58,7 +58,7 @@ class _View(NamedTuple):
 
 
 class _ValuePlace(NamedTuple):
-    """Names a value of a region: "saved" and its number, "input" of a product, or "output"."""
+    """Identifies a value of a region: "saved" and its number, "input" of a product, or "output"."""
 
     kind: str
     number: int
@@ -67,7 +67,7 @@ class _ValuePlace(NamedTuple):
 
 @dataclass(slots=True)
 class _RegionProduct:
-    """A call that is not run again."""
+    """A call of a product, which is not recomputed."""
 
     inputs: list[Any]  # until the call ends
     output: Any = None  # of the call, until the region ends; then handles
@@ -77,7 +77,7 @@ class _RegionProduct:
 
 
 class _DroppedValue:
-    """Stands for a value of a region."""
+    """Handle of a dropped value of a region."""
 
     __slots__ = ("_base", "_place", "_region", "_view")
 
@@ -88,7 +88,7 @@ class _DroppedValue:
         region.expect(place)
 
     def unpack(self) -> Tensor:
-        """Return the value, computed again if no other backward has just done that."""
+        """Return the value, from this backward's recomputation of the region."""
         value = self._region.value(self._place)
         if _View.of(value) != self._base:
             raise RuntimeError(
@@ -101,7 +101,10 @@ class _DroppedValue:
 
 @dataclass(eq=False)
 class _RunningRegion:
-    """One run of a function, and its second run; a search for products costs host time."""
+    """The forward of a region's function, and its recomputation.
+
+    `has_products` False saves the host time of a search for products.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -132,7 +135,7 @@ class _RunningRegion:
     # The first run.
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the function returns; keep what backward needs to run it again."""
+        """Run the function and return its result; save the inputs for the recomputation."""
         leaves, self._tree = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._start(tensors)
@@ -161,7 +164,7 @@ class _RunningRegion:
         self._num_values = self._num_products = 0
 
     def _check_unchanged(self, inputs: list[Tensor]) -> None:
-        """Raise where a second run would start from other values."""
+        """Raise if the function changed inputs or outputs of products in place."""
         has_same_inputs = self._versions == _versions(inputs)
         if not has_same_inputs or any(
             p.versions != _versions(_tensors(p.output)) for p in self.products
@@ -172,7 +175,7 @@ class _RunningRegion:
             )
 
     def _pack(self, tensor: Tensor) -> Handle | None:
-        """Return the handle of a value that is dropped; None leaves it to the other packers."""
+        """Return the handle of a dropped value; None passes the tensor to the next packer."""
         if self._is_kept(tensor):
             return None
         if self._open is None:
@@ -197,7 +200,7 @@ class _RunningRegion:
         return _DroppedValue(self, place, _View.of(base), _View.of(tensor))
 
     def _offer(self, output: Any) -> None:
-        """Let the consumers of the outputs drop them too."""
+        """Register the outputs, so that consumers that save them drop them too."""
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_kept(leaf):
                 self._last = len(self.products)
@@ -207,11 +210,11 @@ class _RunningRegion:
 
     @property
     def is_multiplying(self) -> bool:
-        """Whether a product runs, and what it calls is part of it."""
+        """Whether a product is running; calls inside it belong to the product."""
         return self._open is not None
 
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what a product returns: of the call itself, or what the first run kept."""
+        """Run a product and return its output; in the recomputation, return the saved output."""
         number = self._num_products
         inputs = tree_flatten((args, kwargs))[0]
         if self._is_rerun:
@@ -231,7 +234,7 @@ class _RunningRegion:
         return output
 
     def draw(self, generator: torch.Generator) -> None:
-        """Note that the function draws from a generator of its own."""
+        """Save the state of a generator of the model, from which the function draws."""
         if not self._is_rerun:
             self._own_numbers.setdefault(generator, generator.get_state())
 
@@ -242,7 +245,7 @@ class _RunningRegion:
         self._expected_counts[place] += 1
 
     def value(self, place: _ValuePlace) -> Tensor:
-        """Return a value, and free it where no other handle waits for it."""
+        """Return a value, recomputed if needed; free it after its last handle."""
         if place not in self._values:
             self._rerun()
         value = self._values[place]
@@ -257,7 +260,7 @@ class _RunningRegion:
         return value
 
     def _rerun(self) -> None:
-        """Compute all values that handles stand for."""
+        """Recompute all values that have handles."""
         leaves = [_rerun_leaf(leaf) for leaf in self._inputs]
         args, kwargs = tree_unflatten(leaves, self._tree)
         self._start([leaf for leaf in leaves if isinstance(leaf, Tensor)])
@@ -269,7 +272,7 @@ class _RunningRegion:
                 stack.enter_context(self._restore_generators())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self._context or nullcontext())
-                hooks = torch.autograd.graph.saved_tensors_hooks(self._find_value, _never)
+                hooks = torch.autograd.graph.saved_tensors_hooks(self._find_value, _refuse_unpack)
                 stack.enter_context(hooks)
                 stack.enter_context(finding_products(self, has_products=self.has_products))
                 output = self.function(*args, **kwargs)
@@ -295,7 +298,7 @@ class _RunningRegion:
 
     @contextmanager
     def _restore_generators(self) -> Iterator[None]:
-        """Return a context in which generators are as the first run had them."""
+        """Return a context with the generator states of the forward."""
         before, own_states = generators(), {g: g.get_state() for g in self._own_numbers}
         set_generators(self._numbers)
         for generator, state in self._own_numbers.items():
@@ -349,7 +352,7 @@ class _RunningRegion:
 
 
 class _RegionOutput(NamedTuple):
-    """An output of a region, held so that its storage stays its own."""
+    """An output of a region; the reference keeps its storage key unique."""
 
     region: _RunningRegion
     number: int
@@ -358,7 +361,7 @@ class _RegionOutput(NamedTuple):
 
 
 class _ThreadRegions(threading.local):
-    """What runs in this thread."""
+    """State of this thread: outputs of regions, and whether outputs are shared."""
 
     def __init__(self) -> None:
         self.outputs: dict[int, _RegionOutput] = {}
@@ -376,7 +379,7 @@ def recompute(
     *,
     has_products: bool = True,
 ) -> Any:
-    """Return what a function returns; save its inputs and its products' results alone."""
+    """Run a function as a region; save only its inputs and the outputs of its products."""
     # It takes tensors and others, in any nesting; random numbers are torch's. has_products is False
     # for one without any, and without a generator of its own; this saves host time.
     kwargs = dict(kwargs or {})
@@ -389,7 +392,10 @@ def recompute(
 
 @contextmanager
 def sharing_outputs() -> Iterator[None]:
-    """Let what saves an output of a region save the region instead; surrounds a block's forward."""
+    """Return a context in which consumers of a region's output save the region instead.
+
+    It surrounds the forward of a block.
+    """
     regions = _thread_regions
     if regions.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
         yield
@@ -412,7 +418,7 @@ def _pack_output(tensor: Tensor) -> Handle | None:
 
 
 def _autocast(tensors: list[Tensor]) -> Any:
-    """Return a context with the autocast of now; None where there is none."""
+    """Return a context with the current autocast dtype; None without autocast."""
     dtype = autocast_dtype(tensors[0]) if tensors else None
     return None if dtype is None else torch.autocast(tensors[0].device.type, dtype)
 
@@ -422,7 +428,7 @@ def _save_output(leaf: Any) -> Any:
 
 
 def _rerun_leaf(leaf: Any) -> Any:
-    """Return a leaf for the second run."""
+    """Return an input leaf for the recomputation: tensors are unpacked and detached."""
     if not isinstance(leaf, tuple):
         return leaf
     handle, requires_grad = leaf
@@ -451,9 +457,9 @@ def _versions(tensors: list[Tensor]) -> tuple[int, ...]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own, which a DTensor has not."""
+    """Whether a tensor has memory of its own, unlike a DTensor."""
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def _never(_: Any) -> Tensor:
+def _refuse_unpack(_: Any) -> Tensor:
     raise AssertionError("no backward runs through a second run")

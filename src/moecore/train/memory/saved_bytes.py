@@ -40,20 +40,20 @@ Parts = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
-    """What one block's forward saves, in bytes by part; what two parts save counts in the first."""
+    """Bytes that one block's forward saves, by part; shared bytes count for the first part."""
 
     device: Parts
     host: Parts
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the device's memory."""
+        """Bytes in device memory."""
         return sum(self.device.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSavedBytes:
-    """What a forward saves; `outside`: what no block or several save, such as the head."""
+    """Bytes that a forward saves; `outside` = storages of no block (head) or of several blocks."""
 
     blocks: tuple[SavedBytes, ...]
     outside: SavedBytes
@@ -69,14 +69,15 @@ def count_saved_bytes(
     dtype_of: Callable[[Tensor], torch.dtype] = lambda param: param.dtype,
     compiled: Set[nn.Module] = frozenset(),
 ) -> ModelSavedBytes:
-    """Return what a training forward saves. Nothing is allocated, sent or changed.
+    """Return the bytes that a training forward saves. Nothing is allocated, sent or changed.
 
-    Exact for what runs eagerly, up to what attention's kernel saves and how even loads are. A
-    compiled region counts as if it were not: its compiler decides.
+    The result is exact for eager code, except for attention kernels with other saved tensors and
+    for uneven loads. A compiled region counts as if it were not compiled, because its compiler
+    decides.
 
-    The model is plain or parallelized, on any device; what it recomputes or offloads now is
-    ignored. `apply_memory` takes the same blocks. `run` calls a copy of the model on meta, maybe
-    with real tensors. `dtype_of` returns the dtype in which a parameter is computed with.
+    The model is plain or parallelized, on any device; its current recomputation and offload are
+    ignored. `blocks` are as in `apply_memory`. `run` calls a copy of the model on meta, and may
+    pass real tensors. `dtype_of` returns the compute dtype of a parameter.
     """
     copies = _copies(model, dtype_of)
     inner = [copies[block] for block in blocks]
@@ -105,7 +106,7 @@ def count_saved_bytes(
 
 @dataclass(slots=True)
 class _Storage:
-    """A saved storage, or its pages; block -1 is outside."""
+    """A saved storage, or its pages; block -1 is outside of blocks."""
 
     num_bytes: int
     ref: StorageWeakRef  # while it is there no other storage has its key
@@ -114,10 +115,10 @@ class _Storage:
 
 
 class _Count:
-    """Counts storages once each: the packer that is asked last, and an offload's observer.
+    """Counts each saved storage once; it is the last packer, and an observer of an offload.
 
-    A graph that is dropped within the forward, as that of scores of which only a choice is used,
-    keeps nothing: storages that have died by its end do not count.
+    If a graph is freed during the forward, such as the graph of unused scores, its storages are not
+    counted.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class _Count:
         self.storages[ref.cdata].blocks.append(block)
 
     def wrap(self, module: nn.Module, block: int, part: str) -> None:
-        """Let what a module keeps count as a part's; of two, one in the other, as the outer's."""
+        """Count a module's saved tensors for a part; a nested part counts for the outer part."""
         module.forward = partial(self._forward_in_part, module.forward, (block, part))
 
     def _forward_in_part(
@@ -175,7 +176,7 @@ class _Count:
 def _copies(
     model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
 ) -> dict[nn.Module, nn.Module]:
-    """Return a copy on meta of each module, before anything wrapped it, without observers."""
+    """Return a copy on meta of each module, with its unwrapped forward and without observers."""
 
     def compute_param(param: nn.Parameter) -> nn.Parameter:
         empty = torch.empty(_compute_shape(param), dtype=dtype_of(param), device=META)
@@ -196,7 +197,7 @@ def _copies(
 
 
 def _compute_shape(param: Tensor) -> list[int]:
-    """Return the shape with which this rank computes: what data ranks cut is all-gathered."""
+    """Return the shape of a parameter during compute: shards of data ranks are all-gathered."""
     shape = list(param.shape)
     if isinstance(param, DTensor):
         names = param.device_mesh.mesh_dim_names or ()

@@ -1,4 +1,4 @@
-"""Pinned slots through which chunks of tensors pass, so that few chunks are on the host at a time.
+"""HostSlots: a few pinned slots for chunks of tensors, so that few chunks are on the host.
 
 chunks = [list(zip(*rows)) for rows in cut(all_rows, max_elements, multiple)]
 slots.reserve(chunks)
@@ -21,7 +21,7 @@ Columns = Sequence[Sequence[Tensor]]  # flat tensors; each column has one dtype
 
 
 def cut(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
-    """Yield chunks of rows with at most `max_elements`; rows are cut at multiples of a number."""
+    """Yield chunks of rows of at most `max_elements`; rows are cut at multiples of `multiple`."""
     chunk, room = list[Row](), max_elements
     for *tensors, scalar in rows:
         start, end = 0, tensors[0].numel()
@@ -38,14 +38,14 @@ def cut(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[
 
 
 class HostSlots:
-    """A few pieces of host memory, pinned for a GPU; each has the copies of one chunk."""
+    """A few pieces of host memory, pinned for a GPU; each stores the copies of one chunk."""
 
     def __init__(self, stream: CopyStream, num_slots: int) -> None:
         self.stream, self._num_slots = stream, num_slots
         self._slabs = Slabs(stream.device.type)
 
     def reserve(self, chunks: Iterable[Columns]) -> None:
-        """Allocate memory for the largest chunk in each slot, unless the slots have enough."""
+        """Allocate memory for the largest chunk in each slot, unless the slots are large enough."""
         num_bytes = max(map(_slot_bytes, chunks), default=0)
         if self._slabs.num_bytes < num_bytes * self._num_slots:
             self._slabs.clear()
@@ -53,7 +53,7 @@ class HostSlots:
                 self._slabs.add(num_bytes)
 
     def start(self, chunks: Iterable[Columns]) -> Iterator[list[list[Tensor]]]:
-        """Start the first copies to the host; the result yields each chunk's copies."""
+        """Start the first copies to the host; return an iterator over the chunks' copies."""
         # Copies that the caller starts before it takes the next chunk precede the slot's next use.
         remaining, filled = iter(chunks), deque[tuple[Tensor, list[list[Tensor]], CopyMark]]()
 
@@ -80,13 +80,13 @@ class HostSlots:
 
 
 def _slot_bytes(columns: Columns) -> int:
-    """Return the bytes of a slot, in which each column has as many."""
+    """Return the bytes of a slot, divided equally among its columns."""
     sizes = (sum(tensor.nbytes for tensor in column) for column in columns)
     return len(columns) * aligned(max(sizes))
 
 
 def _views(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return flat views of memory, side by side, for tensors of one dtype."""
+    """Return consecutive flat views of memory for tensors of one dtype."""
     num_bytes = sum(tensor.nbytes for tensor in like)
     views = memory[:num_bytes].view(like[0].dtype).split([tensor.numel() for tensor in like])
     return list(views)

@@ -3,9 +3,9 @@
     stash = Stash(device, StashOptions(), num_layers)
     stash.attach(model.layers, part_of)
 
-A stash is an `Offload` whose store is a `PageStore`. Where matrices of experts have worst-case
-capacity, pages hold their used rows only. A part is a whole MoE layer, so the memory of its
-matrices is free before the next layer dispatches:
+A stash is an `Offload` whose store is a `PageStore`. If matrices of experts have worst-case
+capacity, pages store only their used rows. A part is an MoE layer, so the memory of its matrices is
+freed before the next layer dispatches:
 
     forward     MoE layer n ends       -> copies of its used rows to pages start
                 MoE layer n + 1 begins -> the memory of layer n's matrices is freed
@@ -39,7 +39,7 @@ PAGE_ALIGNMENT = 16  # bytes that a thread copies at once
 
 @dataclass(eq=False, slots=True)
 class DispatchPages:
-    """The matrices of one dispatch that are copied together, and their table."""
+    """The matrices of one dispatch that are copied together, and the table of their pages."""
 
     table: Tensor
     layout: PageLayout
@@ -52,12 +52,15 @@ class DispatchPages:
     back: CopyMark | None = None  # the end of the last copy back
 
     def fill(self, matrices: Sequence[Tensor]) -> None:
-        """Take pages for the used rows of matrices and copy them there."""
+        """Take pages for the used rows of matrices and copy the rows there."""
         take_rows(self.table, self.layout, self.slots, self.num_rows)
         copy_rows(matrices, self.table, self.layout, stash=True)
 
     def read(self, matrices: Sequence[Tensor | None], over: DispatchPages | None) -> None:
-        """Copy the used rows back, leave other rows as they are, and return the pages of `over`."""
+        """Copy the used rows back, and return the pages of `over` to the pool.
+
+        Unused rows of the matrices are not written.
+        """
         freed_table = None if over is None else (over.table, over.layout.num_entries)
         copy_rows(matrices, self.table, self.layout, stash=False, over=freed_table)
 
@@ -79,7 +82,7 @@ class _PageKind:
 
 
 class PageStore:
-    """Copies in pages: a `Store` of matrices whose used rows are counted on the device."""
+    """A `Store` in device pages, for matrices whose used rows are counted on the device."""
 
     def __init__(self, streams: CopyStreams, options: StashOptions, num_layers: int) -> None:
         self._streams, self.options, self._num_layers = streams, options, num_layers
@@ -95,7 +98,7 @@ class PageStore:
         return 0 if self.pool is None else self.pool.pages.nbytes
 
     def takes(self, rows: UsedRows | None) -> bool:
-        """Return whether the rows in use are counted, and their number with even loads is given."""
+        """Return whether used rows are counted, and their number with even loads is known."""
         return rows is not None and rows.balanced is not None
 
     def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
@@ -124,7 +127,7 @@ class PageStore:
         for copy in copies:
             of, index = copy.piece
             matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
-        over, jobs, emptied = _over(freed_pieces), list[Job](), list[DispatchPages]()
+        over, jobs, emptied = _finish_places(freed_pieces), list[Job](), list[DispatchPages]()
         for of, tensors in matrices.items():
             # Only copies back read these pages, and they come earlier in the same stream.
             goes_along = over and over[-1].back is not None and over[-1].of_graph == in_capture
@@ -142,7 +145,7 @@ class PageStore:
 
     def give(self, pieces: Sequence[PagePlace]) -> None:
         """Return pages to the pool, after their last read."""
-        self._return(_over(pieces), in_capture=self._start())
+        self._return(_finish_places(pieces), in_capture=self._start())
 
     def clear(self) -> None:
         """Free all pages."""
@@ -152,14 +155,14 @@ class PageStore:
 
     @property
     def shortage(self) -> Shortage | None:
-        """The most pages that were needed at a time, if one was missing; None before the pool."""
+        """The peak number of needed pages, if pages were insufficient; None without a pool."""
         if self.pool is None:
             return None
         words = (self.pool.state[PEAK_WORD:], self.pool.report[PEAK_WORD:])
         return Shortage(*words, self._balanced_pages)
 
     def _start(self) -> bool:
-        """Return whether a capture runs; if none does, return the pages that waited for its end."""
+        """Return whether a capture runs; if not, return pages whose return was postponed."""
         in_capture = self._streams.is_capturing()
         if self._pending_returns and not in_capture:
             pending, self._pending_returns = self._pending_returns, []
@@ -167,7 +170,7 @@ class PageStore:
         return in_capture
 
     def _return(self, over: Sequence[DispatchPages], *, in_capture: bool) -> None:
-        """Return pages to the pool, once no launched work of another stream reads them."""
+        """Return pages to the pool, after all launched work that reads them."""
         for of in over:
             # Captured, the return of eager code's pages would be repeated by each replay.
             if in_capture and not of.of_graph:
@@ -227,7 +230,7 @@ class PageStore:
             )
 
     def _make_pool(self, copies: Sequence[HostCopy], *, in_capture: bool) -> PagePool:
-        """Make the pool that all MoE layers share, from the rows of the first one."""
+        """Allocate the pool that all MoE layers share, sized by the rows of the first layer."""
         if in_capture:
             raise RuntimeError(
                 "pages of MemoryOptions.stash must be made before a CUDA graph is captured: run "
@@ -262,13 +265,13 @@ def _read(
 
 
 def _row(copy: HostCopy) -> tuple[int, bool]:
-    """Return the bytes of a row, and whether a list (`UsedRows.slots`) has the rows in use."""
+    """Return the bytes of a row, and whether `UsedRows.slots` lists the used rows."""
     assert copy.used_rows is not None
     return copy.size // copy.used_rows.length, copy.used_rows.slots is not None
 
 
 def _by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
-    """Return copies in groups that share a table: one list and one number of used rows at most."""
+    """Group copies that can share a table: at most one list and one count of used rows each."""
     groups: list[list[HostCopy]] = []
     rows: dict[bool, UsedRows] = {}
     for copy in copies:
@@ -282,8 +285,8 @@ def _by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
     return groups
 
 
-def _over(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
-    """Count places as no longer needed; return the dispatches that have none left."""
+def _finish_places(pieces: Sequence[PagePlace]) -> list[DispatchPages]:
+    """Count places as no longer needed; return the dispatches without needed places."""
     dispatches = []
     for of, _ in pieces:
         of.remaining -= 1
@@ -311,7 +314,7 @@ class Stash(Offload, Holder):
         return partial(Stash, self._streams.device, self.pages.options, self._num_layers), ()
 
     def _keys_of(self, module: nn.Module) -> frozenset[int]:
-        """Return no keys: the device counts rows of no weight."""
+        """Return no keys: weights have no counted rows."""
         return frozenset()
 
     def _send(self, group: StorageGroup) -> None:
@@ -332,7 +335,7 @@ class Stash(Offload, Holder):
 
     @property
     def factor(self) -> float:
-        """Device pages over the pages that even loads fill."""
+        """Number of device pages over the number that even loads fill."""
         return self.pages.options.factor
 
     @property
@@ -342,17 +345,17 @@ class Stash(Offload, Holder):
         return () if shortage is None else (shortage,)
 
     def resize(self, factor: float) -> None:
-        """Free all pages, which hold no rows; later forwards make a pool with this factor."""
+        """Free all pages, which must be unused; later forwards allocate a pool with this factor."""
         self.free_pages()
         self.pages.options = replace(self.pages.options, factor=factor)
 
     def free_pages(self) -> None:
-        """Free all pages, which hold no rows; later forwards make a pool. Host sync."""
+        """Free all pages, which must be unused; later forwards allocate a pool. Host sync."""
         self.wait()  # copies may read what is freed now
         self.pages.clear()
 
     def error(self, shortage: Shortage) -> ExchangeError:
-        """Return the error that names the factor."""
+        """Return the error that names the sufficient factor."""
         min_factor = math.ceil(shortage.factor_seen * 1000) / 1000
         return ExchangeError(
             f"{self.option} ({self.factor}) must be >= {min_factor:g} for the "
@@ -362,6 +365,6 @@ class Stash(Offload, Holder):
         )
 
     def wait(self) -> None:
-        """Wait for the GPU, which writes the reports of shortages. Host sync."""
+        """Synchronise with the GPU, which writes the reports of shortages. Host sync."""
         if self._streams.device.type == "cuda":
             torch.cuda.synchronize(self._streams.device)

@@ -1,15 +1,15 @@
-"""SavedStorages: copies of saved storages that leave the device in forward and return in backward.
+"""SavedStorages: copies saved storages to a store in forward, and back to the device in backward.
 
 A handle replaces each saved tensor and refers to its storage; views of one storage share one copy.
-A `Store` holds the copies: host memory, or pages (`stash.py`). `Offload` calls these methods where
+A `Store` has the copies: host memory, or pages (`stash.py`). `Offload` calls these methods when
 parts of blocks begin and end:
 
-    _pack      a tensor is saved            -> its handle, or None where the tensor stays
+    _pack      a tensor is saved            -> its handle, or None if the tensor is not offloaded
     _put       a part's forward has ended   -> copies of its group's storages to the store start
     _retire    the same part of a later     -> the device memory of the group is freed
                layer begins
     _fetch     a handle is unpacked         -> the storage; its copy back starts now at the latest
-    _tend      handles have died            -> copies of the next groups back to the device start
+    _advance   handles were deleted         -> copies of the next groups back to the device start
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from moecore.train.memory.streams import CopyStreams
 
 
 class Store(Protocol):
-    """Holds copies of storages. Called by one thread at a time; no call waits for the device."""
+    """Stores copies of storages. One thread at a time calls it; no call waits for the device."""
 
     def takes(self, rows: UsedRows | None) -> bool:
-        """Return whether a storage with these rows in use (None = all) may be copied here."""
+        """Return whether a storage with these used rows (None = all) may be copied here."""
         ...
 
     def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
@@ -49,11 +49,11 @@ class Store(Protocol):
         ...
 
     def give(self, pieces: Sequence[Any]) -> None:
-        """Free the pieces of copies that no handle needs any more."""
+        """Free the pieces of copies that no handle needs."""
         ...
 
     def clear(self) -> None:
-        """Free all memory; no launched work uses it any more."""
+        """Free all memory; the caller ensures that no launched work uses it."""
         ...
 
 
@@ -109,12 +109,12 @@ class SavedStorages:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that are reserved, in use or not."""
+        """Bytes of host memory that are reserved, used or not."""
         return self._pool.num_bytes
 
     @property
     def used_host_bytes(self) -> int:
-        """Bytes of host memory that copies of living handles use."""
+        """Bytes of host memory that copies with existing handles use."""
         return self._pool.used_bytes
 
     @property
@@ -162,7 +162,7 @@ class SavedStorages:
         return _Offloaded(self, use, tensor)
 
     def _is_within_share(self, ref: StorageWeakRef, size: int) -> bool:
-        """Return whether a storage that is saved for the first time is within the fraction."""
+        """Return whether a newly saved storage is within the fraction to offload."""
         stays = self._staying.get(ref.cdata)
         if stays is not None and not stays.expired():
             return False
@@ -203,7 +203,7 @@ class SavedStorages:
             self._pending_free.append(group)
 
     def _retire(self, is_due: Callable[[StorageGroup], bool]) -> None:
-        """Free the device memory of groups that were copied out."""
+        """Free the device memory of copied groups for which `is_due` is true."""
         for group in self._pending_free:
             if is_due(group):
                 group.retire()
@@ -261,25 +261,25 @@ class SavedStorages:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Return a context that no other thread enters; pending deaths are counted first."""
+        """Return a context under the lock; pending deletions of handles are counted first."""
         with self._lock:
-            self._tend()
+            self._advance()
             yield
-        self._tend_if_free()
+        self._advance_if_free()
 
     def _leave(self, use: StorageUse) -> None:
-        """Record the death of a handle; it may come at any time, even while the lock is held."""
+        """Record the deletion of a handle, at any time, even while the lock is held."""
         self._dead.append(use)
-        self._tend_if_free()
+        self._advance_if_free()
 
-    def _tend_if_free(self) -> None:
+    def _advance_if_free(self) -> None:
         while self._dead and self._lock.acquire(blocking=False):
             try:
-                self._tend(more_may_die=True)
+                self._advance(more_may_die=True)
             finally:
                 self._lock.release()
 
-    def _tend(self, *, more_may_die: bool = False) -> None:
+    def _advance(self, *, more_may_die: bool = False) -> None:
         """Start to copy back the next groups, and free copies without handles."""
         # Backward of a part has run when each of its handles was unpacked or has died. The copy
         # back of the next part starts when all of them have died, or at the next unpacking, which

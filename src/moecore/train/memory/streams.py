@@ -20,14 +20,14 @@ PIECE_BYTES = 8 * 2**20  # 150 us
 
 
 class Job(NamedTuple):
-    """A copy that a `CopyStream` starts: `run(target, source)`; None copies all bytes."""
+    """A copy that a `CopyStream` starts: `run(target, source)`; `run` None copies all bytes."""
 
     target: Any
     source: Any
     run: Callable[[Any, Any], None] | None = None
 
     def start(self, stream: CopyStream) -> None:
-        """Start the copy; on a CPU it is done at return."""
+        """Start the copy; on a CPU it is complete at return."""
         if self.run is None:
             stream.copy(self.target, self.source)
             return
@@ -36,7 +36,7 @@ class Job(NamedTuple):
 
 
 class CopyMark:
-    """A point in a stream's work, for which another stream waits, after all that it has now."""
+    """A point in a stream's work: a stream that waits for the mark waits for all earlier work."""
 
     __slots__ = ("_event", "_in_capture", "_passed")
 
@@ -61,12 +61,12 @@ class CopyMark:
             self._event.synchronize()
 
     def mark_on(self, stream: Stream | None) -> CopyMark:
-        """Return a mark of another stream, which waits for this point, on the same side."""
+        """Return a mark of another stream which waits for this point, in the same capture."""
         return CopyMark(stream, self._in_capture)
 
 
 class CopyStream:
-    """Copies in order, while a GPU computes; `name` is that of its copies in a dry run."""
+    """Runs copies in order, while a GPU computes; `name` is recorded for copies in a dry run."""
 
     def __init__(self, device: torch.device, name: str = "copy to device") -> None:
         self.device, self.name = device, name
@@ -84,7 +84,7 @@ class CopyStream:
         return on_stream(self.next)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start a copy of a tensor of equal shape and dtype; both are contiguous if large."""
+        """Start a copy of a tensor of equal shape and dtype; large tensors must be contiguous."""
         if target.is_meta:
             with self.as_current():
                 record_launch(self.name, target)
@@ -106,12 +106,12 @@ class CopyStream:
             self._turns.reverse()
 
     def follow(self) -> None:
-        """Make later copies wait for the work that the current stream has now."""
+        """Make later copies wait for the work that is queued on the current stream now."""
         if self._turns:
             self._turns[0].wait_stream(current_stream(self.device))
 
     def start(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
-        """Start copies after the current stream's work so far and `after`; return their end."""
+        """Start copies after the current stream's work and the marks `after`; return their end."""
         current = current_stream(self.device)
         # The current stream waits, too: it has already waited for most of these marks.
         for mark in after:
@@ -123,7 +123,7 @@ class CopyStream:
         return start_mark.mark_on(self.next)
 
     def mark(self) -> CopyMark:
-        """Return the end of all copies so far."""
+        """Return a mark after all copies that were started."""
         return CopyMark(self.next)
 
     def hold(self, mark: CopyMark) -> None:
@@ -131,17 +131,17 @@ class CopyStream:
         mark.hold(current_stream(self.device))
 
     def is_capturing(self) -> bool:
-        """Whether the current stream's work goes into a CUDA graph."""
+        """Whether the current stream's work is captured in a CUDA graph."""
         return is_capturing(self.next)
 
     def synchronize(self) -> None:
-        """Wait for all copies so far. Host sync."""
+        """Wait for all started copies. Host sync."""
         for stream in self._turns:
             stream.synchronize()
 
 
 class CopyStreams:
-    """The copies of one device's activations: those out of it overlap those back into it."""
+    """The copy streams of one device's activations; copies out and copies back overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -153,10 +153,10 @@ class CopyStreams:
         return current_stream(self.device)
 
     def is_capturing(self) -> bool:
-        """Whether the current stream's work goes into a CUDA graph."""
+        """Whether the current stream's work is captured in a CUDA graph."""
         return self.out.is_capturing()
 
     def synchronize(self) -> None:
-        """Wait for all copies of both directions. Host sync."""
+        """Wait for all started copies in both directions. Host sync."""
         self.out.synchronize()
         self.back.synchronize()

@@ -1,18 +1,18 @@
-"""TrainingOffload: a training's memory on the device goes to the host between two steps, and back.
+"""TrainingOffload: moves a training's device memory to the host between two steps, and back.
 
-    what          what it is                                            where it is meanwhile
+    part          contents                                                  place during offload
     "weights"     parameters (shards, FP8 blocks) and buffers of modules    host memory
     "grads"       gradients of parameters                                   host memory
     "optimizer"   tensors of the optimizers' state                          host memory
-    "buffers"     what holds nothing between steps: gathered parameters,    nowhere: freed
-                  sums of gradients, exchanges of "nvlink", pages, graphs
-    "all"         all of these, and what torch's allocator caches
+    "buffers"     memory without values between steps: unsharded            none: freed
+                  parameters, sums of gradients, exchanges of "nvlink",
+                  pages, graphs
+    "all"         all parts, and the cache of torch's allocator
 
-A tensor stays the same object, and so does its storage, which has no bytes while it is away. What
-else lies in the storage (views of a unit, of the caller) is right again when it is back. Meanwhile
-the tensors themselves lie in pinned host memory, where checkpoints and streams of weights read and
-write them as ever. What computes with them raises: forward without "weights" or "buffers", and the
-optimizer's step without any.
+A tensor stays the same object, and so does its storage, which has no bytes during the offload.
+Other views of the storage (a unit's, the caller's) are valid again after `onload`. The moved
+tensors are views of pinned host memory, where checkpoints and weight transfer read and write them.
+A forward without "weights" or "buffers" raises, and so does an optimizer's step without any part.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ GARBAGE_BYTES = 64 * 2**20  # left of a training: perhaps what reference cycles 
 
 
 class TrainingOffload:
-    """Frees a training's device memory for another user of the device, such as an engine.
+    """Frees a training's device memory for other code, such as an inference engine.
 
-    Steps have the same bits as without it. It is called between steps, on every rank; "buffers" is
-    a collective where tokens travel by "nvlink". The host waits for the copies. Host memory is
-    pinned at the first call, which takes seconds, and reused.
+    Steps have the same bits as without an offload. Call it between steps, on every rank. "buffers"
+    is a collective with dispatcher "nvlink". The host waits for the copies. Host memory is pinned
+    at the first call, which takes seconds, and reused.
 
-    CUDA contexts, communicators of NCCL and loaded kernels stay on the device.
+    CUDA contexts, NCCL communicators and loaded kernels stay on the device.
 
     Args:
-        model: a model, such as one of `parallelize_moe`.
-        optimizer: one or several that train it; None = only weights, gradients and buffers move.
+        model: a model; it may be parallelized.
+        optimizer: one or several optimizers of the model; None = only weights, gradients and
+            buffers are moved.
 
     Example:
         offload = TrainingOffload(model, optimizer)
@@ -89,12 +90,12 @@ class TrainingOffload:
 
     @torch.no_grad()
     def offload(self, selection: PartOrAll = "all") -> None:
-        """Free the device memory of one part, or of all; of a part that is away nothing.
+        """Free the device memory of one part or of all parts; offloaded parts are skipped.
 
         Raises:
             ValueError: within a step; while a `GraphedForwardBackward` of the model is captured;
-                for memory that is not torch's own. Nothing of the part has moved.
-            MemoryError: when host memory is short. The part is whole, on the device.
+                for memory that torch did not allocate. No tensor of the part was moved.
+            MemoryError: when host memory is insufficient. The part is then on the device.
         """
         check_arguments(TrainingOffload.offload, locals())
         self._check(selection)
@@ -115,11 +116,11 @@ class TrainingOffload:
 
     @torch.no_grad()
     def onload(self, selection: PartOrAll = "all") -> None:
-        """Bring one part back to the device, or all; later work on its current stream may use it.
+        """Move one part or all parts back to the device, for work of its current stream.
 
         Raises:
-            torch.OutOfMemoryError: when device memory is short. What is back stays, the rest is
-                whole on the host; call it again.
+            torch.OutOfMemoryError: when device memory is insufficient. Storages that were moved
+                stay on the device, and the remaining storages on the host. Call it again.
         """
         check_arguments(TrainingOffload.onload, locals())
         for part in PARTS if selection == "all" else (selection,):
@@ -154,7 +155,7 @@ class TrainingOffload:
                 )
 
     def _guard(self) -> None:
-        """Let forward and the optimizers' steps raise while they lack what they read."""
+        """Register hooks that raise in forward and optimizer steps while parts are offloaded."""
         self._guards.append(
             self._model.register_forward_pre_hook(
                 lambda *_: self._refuse("forward", self.offloaded_parts & {"weights", "buffers"}),

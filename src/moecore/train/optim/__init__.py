@@ -1,1 +1,1 @@
-"""Optimizers: AdamW in one launch or in part on the host, Muon for matrices, state off the GPU."""
+"""Optimizers: AdamW in one launch or partly on the host, Muon for matrices, offload of state."""

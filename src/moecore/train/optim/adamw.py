@@ -1,4 +1,4 @@
-"""AdamW: torch's AdamW in one launch over all parameters, with state of fewer bytes as an option.
+"""AdamW: torch's AdamW in one launch over all parameters, with optional smaller state.
 
 bytes per parameter                     weight, gradient    moments
 fp32                                               4 + 4      4 + 4
@@ -38,9 +38,9 @@ CHUNK = MOMENT_BLOCK << 17  # elements that are converted at a time
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW(fused=True) with fewer bytes read and written. No host sync.
 
-    It skips and scales a step on the device like torch's fused optimizers (GradScaler,
-    `clip_grad_norm_(model, max_norm, optimizer=optimizer)`). It does not write scaled gradients
-    back to memory, as torch's do.
+    It skips and scales a step on the device as torch's fused optimizers do (GradScaler,
+    `clip_grad_norm_(model, max_norm, optimizer=optimizer)`). Unlike torch's optimizers, it does not
+    write scaled gradients back to memory.
 
     Args:
         params, betas, eps, weight_decay: as in torch.
@@ -49,16 +49,16 @@ class AdamW(torch.optim.AdamW):
             are computed in fp32 and rounded stochastically, without a bias. torch.float8_e4m3fn
             saves 6 bytes per parameter: a moment has one byte, and 128 moments share a scale
             (`kernels/adamw_formats.py`). fp64 parameters have fp64 moments.
-        master_remainder: whether bf16 parameters have fp32 masters: a parameter and an int16 of the
-            state together are the 4 bytes of its master. Masters change as fp32 parameters would
-            under moecore's kernel or its reference, to the bit (fp32 parameters on a CPU go to
-            torch's fused step, which rounds otherwise); a parameter is its master rounded to
-            nearest, ties away from zero. Masters start as the parameters. Code that sets a
+        master_remainder: whether bf16 parameters have fp32 masters. A parameter and an int16 of the
+            state together are the 4 bytes of its master. Masters are updated with the bits of fp32
+            parameters under moecore's kernel or its reference. (On a CPU, fp32 parameters use
+            torch's fused step, which rounds differently.) A parameter is its master rounded to
+            nearest, ties away from zero. Masters start equal to the parameters. Code that sets a
             parameter later does not change its remainder, which is at most half a step of bf16.
 
     Raises:
-        ValueError: when a value has another type or range, or no parameter is bf16 with
-            `master_remainder`.
+        ValueError: when a value has a wrong type or range, or with `master_remainder` no parameter
+            is bf16.
 
     Source: https://arxiv.org/abs/1711.05101.
     """
@@ -113,9 +113,10 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def stored_state(self, param: Tensor) -> dict[str, Tensor]:
-        """Return the state of a parameter as checkpoints store it: scalars and parameter shapes.
+        """Return a parameter's state in checkpoint format: scalars and tensors of its shape.
 
-        FP8 moments become bf16, which is exact and allocates; other tensors are the state's own.
+        FP8 moments are converted to bf16, which is exact and allocates. Other tensors are not
+        copied.
         """
         # A block of FP8 is 128 neighbours of a rank's shard in memory, which no other layout has.
         # The same layout loads the bf16 moments to the bit; another rounds them to nearest in its
@@ -128,7 +129,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def restore_state(self, param: Tensor, saved_state: dict[str, Tensor]) -> None:
-        """Set a parameter's state from that of any AdamW; tensors that fit are not copied."""
+        """Set a parameter's state from any AdamW's state; tensors that fit are not copied."""
         state, dtypes, device = dict(saved_state), self._dtypes(param), self.state_device_of(param)
         self.state[param] = state
         state["step"] = state["step"].to(device, torch.float32)
@@ -144,7 +145,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of torch's AdamW, with FP8 moments as bf16."""
+        """Return the state dict of torch's AdamW, with FP8 moments converted to bf16."""
         result: dict[str, Any] = super().state_dict()
         params = self._params()
         result["state"] = {
@@ -155,7 +156,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of torch's AdamW or this one; moments become `moment_dtype`."""
+        """Load a state dict of torch's AdamW or this class; moments become `moment_dtype`."""
         final_dict: dict[str, Any] = {}  # the state dict after other hooks
         hook = self.register_load_state_dict_pre_hook(
             lambda _, loaded_state: final_dict.update(loaded_state)
@@ -184,8 +185,8 @@ class AdamW(torch.optim.AdamW):
         """Update all parameters that have a gradient.
 
         Raises:
-            ValueError: when a group has `amsgrad`, `maximize` or an option of another type or range
-                (nothing has changed then), a gradient is sparse or complex, or a CUDA graph is
+            ValueError: when a group has `amsgrad`, `maximize` or an option of a wrong type or range
+                (no parameter has changed then), a gradient is sparse or complex, or a CUDA graph is
                 captured.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -212,7 +213,7 @@ class AdamW(torch.optim.AdamW):
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
     def _tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
-        """Return this rank's shards with a gradient, by launch; make missing state."""
+        """Return this rank's shards with gradients, by launch; allocate missing state."""
         rows: dict[Any, list[tuple[Any, ...]]] = {}
         for number, param in enumerate(group["params"], first):
             if param.grad is None or (self.host_params and param in self.host_params):
@@ -228,7 +229,7 @@ class AdamW(torch.optim.AdamW):
         return [AdamWTensors.of(kind_rows) for kind_rows in rows.values()]
 
     def state_of(self, param: Tensor) -> dict[str, Tensor]:
-        """Return the state of a parameter: new, or converted to this optimizer's format."""
+        """Return a parameter's state, allocated or converted to this optimizer's format."""
         state: dict[str, Tensor] = self.state[param]
         dtypes, device = self._dtypes(param), self.state_device_of(param)
         if not state:
@@ -288,7 +289,7 @@ def _options_of(group: dict[str, Any]) -> AdamWOptions:
 
 
 def loss_of_closure(closure: Callable[[], Any] | None) -> Any:
-    """Return the result of a closure of an optimizer's step; None without one."""
+    """Run the closure of an optimizer's step, and return its result; None without a closure."""
     with torch.enable_grad():
         return None if closure is None else closure()
 
@@ -310,14 +311,14 @@ def grad_of(param: Tensor) -> Tensor:
 def signals_of(
     optimizer: torch.optim.Optimizer, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scalars grad_scale and found_inf that clipping gives a fused optimizer."""
+    """Return the scalars grad_scale and found_inf that clipping sets on a fused optimizer."""
     signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     grad_scale, found_inf = (None if x is None else x.to(device).view(()) for x in signals)
     return grad_scale, found_inf
 
 
 def _encode(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return moments as the state of FP8 moments, rounded to nearest."""
+    """Convert moments to the state of FP8 moments, rounded to nearest."""
     m, v = (local_of(moment).to(param.device).reshape(-1) for moment in moments)
     codes = [torch.empty(m.numel(), dtype=torch.uint8, device=param.device) for _ in MOMENTS]
     exponents = [codes[0].new_empty(0, 2)]
@@ -327,23 +328,23 @@ def _encode(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
             m[part].float(), v[part].float()
         )
         exponents.append(scales)
-    state = {name: _like(param, code) for name, code in zip(MOMENTS, codes, strict=True)}
+    state = {name: _reshape_like(param, code) for name, code in zip(MOMENTS, codes, strict=True)}
     return {**state, "exponents": torch.cat(exponents)}
 
 
 def _decode(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dict[str, Tensor]:
-    """Return FP8 moments as bf16."""
+    """Convert FP8 moments to bf16."""
     m, v = (local_of(moment).reshape(-1) for moment in moments)
     flat = [torch.empty(m.numel(), dtype=torch.bfloat16, device=m.device) for _ in MOMENTS]
     for start in range(0, m.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         blocks = exponents[start // MOMENT_BLOCK : (start + CHUNK) // MOMENT_BLOCK]
         flat[0][part], flat[1][part] = decode_moments_ref(m[part], v[part], blocks)
-    return {name: _like(param, x) for name, x in zip(MOMENTS, flat, strict=True)}
+    return {name: _reshape_like(param, x) for name, x in zip(MOMENTS, flat, strict=True)}
 
 
-def _like(param: Tensor, flat: Tensor) -> Tensor:
-    """Return a tensor of a parameter's layout, whose local shard has flat values."""
+def _reshape_like(param: Tensor, flat: Tensor) -> Tensor:
+    """Return a tensor of a parameter's layout whose local shard has the values of `flat`."""
     result = torch.empty_like(param, dtype=flat.dtype, device=flat.device)
     local_of(result).copy_(flat.view_as(local_of(result)))
     return result

@@ -1,13 +1,14 @@
-"""Who orthogonalises which matrix, and which pieces travel for it.
+"""Plan of Muon's exchanges: the owner rank of each matrix, and the pieces that ranks send.
 
-A matrix that one rank holds whole stays there. Every other matrix gets one owner: its pieces come
-together there and the result goes back, each in one all-to-all of all matrices of a round.
+A matrix that one rank stores completely is orthogonalised there. Every other matrix has one owner
+rank. All ranks send their pieces of the matrix to the owner, and the owner returns pieces of the
+result. All matrices of a round share one all-to-all in each direction.
 
-    gradient pieces, by owner -> all-to-all -> whole matrices -> all-to-all -> pieces, by holder
+    gradient pieces, by owner -> all-to-all -> full matrices -> all-to-all -> pieces, by holder
 
-The plan is a function of layouts alone, so all ranks make the same one without communication.
-Copies (HSDP, parameters that tp ranks replicate) get one result: the owner's, so they stay equal to
-the bit.
+The plan depends only on layouts, so all ranks compute the same plan without communication. Replicas
+(HSDP, parameters that tp ranks replicate) all receive the owner's result, so they stay bitwise
+equal.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Index = slice | Tensor
 
 
 class MatrixBlock(NamedTuple):
-    """Where matrices of one shape lie in a [batch, rows, columns] tensor."""
+    """The indices of matrices of one shape in a [batch, rows, columns] tensor."""
 
     place: int  # of that tensor, in a list of such
     batch: Index
@@ -40,11 +41,11 @@ class MatrixBlock(NamedTuple):
 
     @property
     def is_view(self) -> bool:
-        """Whether what is read shares memory with its tensor."""
+        """Whether `read` returns a view of the tensor."""
         return not any(isinstance(i, Tensor) for i in (self.batch, self.rows, self.columns))
 
     def read(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return what lies there; see `is_view`."""
+        """Return the block's values, as a view if `is_view`."""
         values = tensors[self.place]
         for dim, index in enumerate((self.batch, self.rows, self.columns)):
             if isinstance(index, Tensor):
@@ -54,7 +55,7 @@ class MatrixBlock(NamedTuple):
         return values
 
     def write(self, tensors: Sequence[Tensor], values: Tensor) -> None:
-        """Copy values to where they belong."""
+        """Copy values to the block's indices."""
         target = tensors[self.place]
         indices = (self.batch, self.rows, self.columns)
         if self.is_view:
@@ -67,7 +68,7 @@ class MatrixBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One exchange, as one rank sees it; lists of blocks go by the other rank in the group."""
+    """One exchange from one rank's view; lists of blocks are indexed by the other rank."""
 
     params: list[int]  # places of the parameters that take part
     owned: list[tuple[int, int, int]]  # [n, rows, columns] of what this rank orthogonalises
@@ -79,7 +80,7 @@ class Round:
     def exchange(
         self, like: Tensor, sources: Sequence[Tensor], *, back: bool, group: dist.ProcessGroup
     ) -> Tensor:
-        """Return what comes from all ranks, flat, in the dtype and device of `like`. Collective."""
+        """Run the all-to-all; return the received values, flat, in `like`'s dtype. Collective."""
         # Sources are tensors of all parameters, or, on the way back, the matrices of `owned`.
         out, into = (self.returns, self.results) if back else (self.sends, self.receives)
         pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
@@ -90,7 +91,7 @@ class Round:
         return recv_buffer
 
     def unpack(self, recv_buffer: Tensor, *, back: bool) -> Iterator[tuple[MatrixBlock, Tensor]]:
-        """Yield the blocks of what came, and their values."""
+        """Split the received buffer; yield blocks and their values. `back` = results of owners."""
         blocks = [
             b for rank_blocks in (self.results if back else self.receives) for b in rank_blocks
         ]
@@ -101,7 +102,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixPlan:
-    """How one rank takes part in a step of some parameters."""
+    """One rank's part of a step of some parameters."""
 
     local_blocks: dict[int, list[MatrixBlock]]  # place -> own blocks, of matrices on one rank each
     rounds: list[tuple[dist.ProcessGroup, Round]]  # of the others
@@ -114,10 +115,10 @@ def make_plan(
     group_of: Callable[[tuple[int, ...]], dist.ProcessGroup],
     outputs: Sequence[Tensor] | None = None,
 ) -> MatrixPlan:
-    """Return the plan of a step; `group_of` gives the process group of ranks, in their order.
+    """Return the plan of a step; `group_of` returns the process group of ranks, in order.
 
-    `outputs` are what parameters have per output (`MatrixLayout.of_outputs`); it goes where the
-    matrices go.
+    `outputs` are tensors with one number per output of each parameter (`MatrixLayout.of_outputs`).
+    They are sent to the owners of the matrices.
     """
     members = _members(params, layouts)
     shared: dict[tuple[int, ...], list[_Member]] = {}
@@ -161,7 +162,7 @@ def _members(tensors: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list
 
 
 class _Holding:
-    """What each rank of a mesh holds of a parameter's matrices; lists go by `ranks`, ascending."""
+    """Each mesh rank's parts of a parameter's matrices; lists are indexed by `ranks`, ascending."""
 
     def __init__(self, param: Tensor, layout: MatrixLayout) -> None:
         self.layout, self.numel = layout, param.numel()
@@ -184,7 +185,7 @@ class _Holding:
         )
 
     def _touched_by(self, number: int) -> Tensor:
-        """Return by how many ranks each matrix of a part is held, whole or not."""
+        """Return for each matrix of a part how many ranks store any piece of it."""
         counts = torch.zeros(self.layout.batch, dtype=torch.int64)
         for parts in self.rank_parts:
             part = parts[number]
@@ -202,19 +203,19 @@ class _Holding:
 
 
 class _Member(NamedTuple):
-    """A parameter of a plan: its place, what ranks hold of it, and its device."""
+    """A parameter of a plan: its place, the parts on each rank, and its device."""
 
     place: int
     holding: _Holding
     device: torch.device
 
     def block(self, part: MatrixPart, number: int, mask: Tensor) -> MatrixBlock | None:
-        """Return the block of the chosen (bool) matrices in a rank's own tensor, or None."""
+        """Return the block of selected matrices (bool mask) in a rank's local tensor, or None."""
         (batch,) = mask.nonzero(as_tuple=True)
         return _block(self.place, batch, part.rows, part.columns, number, self.device)
 
     def local_blocks(self) -> list[MatrixBlock]:
-        """Return the blocks of all that this rank holds."""
+        """Return the blocks of all matrices that this rank stores."""
         ranks, rank_parts = self.holding.ranks, self.holding.rank_parts
         parts = rank_parts[ranks.index(dist.get_rank())] if len(ranks) > 1 else rank_parts[0]
         blocks = [self.block(p, i, torch.ones_like(p.batch) > 0) for i, p in enumerate(parts)]
@@ -232,7 +233,7 @@ def _block(
 
 
 def _rounds(members: list[_Member], num_ranks: int) -> Iterator[list[_Member]]:
-    """Yield parameters that travel together."""
+    """Yield lists of parameters that share an exchange."""
     round_members: list[_Member] = []
     numel = 0
     for member in members:
@@ -248,7 +249,7 @@ Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int6
 
 
 def _assign(members: list[_Member], num_ranks: int) -> Owners:
-    """Choose the owner of each matrix, the same on all ranks."""
+    """Choose the owner of each matrix, identically on all ranks."""
     loads = [0] * num_ranks
     owners: Owners = {}
     every = list(range(num_ranks))
@@ -271,7 +272,7 @@ def _assign(members: list[_Member], num_ranks: int) -> Owners:
 
 
 def _round(members: list[_Member], owners: Owners, rank: int) -> Round:
-    """Return a round as one rank sees it; both ends list their blocks in the order of parts."""
+    """Return a round from one rank's view; sender and receiver list blocks in the same order."""
     num_ranks = len(members[0].holding.ranks)
     lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
     sends, receives, returns, results = lists
@@ -305,7 +306,7 @@ def _round(members: list[_Member], owners: Owners, rank: int) -> Round:
 
 
 def _index(index: Tensor, device: torch.device) -> Index:
-    """Return an index as a slice where its steps are equal."""
+    """Convert an index to a slice if its steps are equal."""
     first, step = int(index[0]), int(index[1] - index[0]) if index.numel() > 1 else 1
     if step > 0 and torch.equal(index, torch.arange(index.numel()) * step + first):
         return slice(first, int(index[-1]) + 1, step)

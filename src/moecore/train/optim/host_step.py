@@ -1,11 +1,11 @@
-"""HostAdamW: AdamW whose largest parameters are stepped by the CPU, with moments in host memory.
+"""HostAdamW: AdamW that steps the largest parameters on the CPU, with moments in host memory.
 
-    gradients and weights of chunk c + 2   -> pinned memory         stream of the copies
+    gradients and weights of chunk c + 2   -> pinned memory         copy stream
     chunk c                                   torch's fused AdamW   CPU
-    weights of chunk c - 1                 -> GPU                   stream of the copies
-    all other parameters                      one launch            GPU, at the same time
+    weights of chunk c - 1                 -> GPU                   copy stream
+    all other parameters                      one launch            GPU, concurrently
 
-Moments of these parameters never lie on the GPU, which saves 8 bytes per parameter. Weights and
+Moments of these parameters are never on the GPU, which saves 8 bytes per parameter. Weights and
 gradients stay on the GPU. They are copied in chunks of `CHUNK` elements through `NUM_SLOTS` pinned
 slots, so pinned memory does not grow with the model.
 """
@@ -41,16 +41,16 @@ class HostAdamW(AdamW):
 
     State has torch's names and layout, so `AdamW`, torch's AdamW and this class load each other's
     checkpoints. It skips and scales a step like `AdamW`. `step` has one host sync for these signals
-    and returns when the CPU is done.
+    and returns when the CPU has finished.
 
     Args:
         params, lr, betas, eps, weight_decay: as in torch.
-        host_fraction: the part of the parameters' bytes that the host steps at most, 0 to 1. The
-            largest parameters that fit are chosen, the same on all ranks.
-        moment_dtype: the dtype of moments on the GPU; those on the host are fp32.
+        host_fraction: maximum share of the parameters' bytes that the host steps, 0 to 1. The
+            largest parameters that fit are chosen, identically on all ranks.
+        moment_dtype: the dtype of moments on the GPU; moments on the host are fp32.
 
     Raises:
-        ValueError: when a value has another type or range.
+        ValueError: when a value has a wrong type or range.
 
     Source: https://arxiv.org/abs/2101.06840 (ZeRO-Offload).
     """
@@ -80,19 +80,19 @@ class HostAdamW(AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._slots = None
-        self._choose()
+        self._choose_host_params()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in torch; it may change which parameters are stepped on the host."""
         super().add_param_group(param_group)
-        self._choose()
+        self._choose_host_params()
 
     def state_device_of(self, param: Tensor) -> torch.device:
         """Return the device of a parameter's state."""
         return torch.device("cpu") if param in self.host_params else param.device
 
     def restore_state(self, param: Tensor, saved_state: dict[str, Tensor]) -> None:
-        """Set a parameter's state from that of any AdamW; tensors that fit are not copied."""
+        """Set a parameter's state from any AdamW's state; tensors that fit are not copied."""
         if param not in self.host_params:
             super().restore_state(param, saved_state)
             return
@@ -105,8 +105,8 @@ class HostAdamW(AdamW):
         """Update all parameters that have a gradient.
 
         Raises:
-            ValueError: as `AdamW.step`.
-            MemoryError: when host memory is short; no parameter or state has changed.
+            ValueError: for the reasons of `AdamW.step`.
+            MemoryError: when host memory is insufficient; no parameter or state has changed.
         """
         loss = loss_of_closure(closure)
         params = [param for param in self.host_params if param.grad is not None]
@@ -141,8 +141,8 @@ class HostAdamW(AdamW):
             slots.stream.hold(slots.stream.mark())
         return loss
 
-    def _choose(self) -> None:
-        """Choose the parameters that the host steps, the same on every rank."""
+    def _choose_host_params(self) -> None:
+        """Choose the parameters that the host steps, identically on every rank."""
         movable = {p: shard_bytes(p) if local_of(p).is_contiguous() else 0 for p in self._params()}
         self.host_params = {p for p in largest_up_to(self.host_fraction, movable) if movable[p]}
 
@@ -155,7 +155,7 @@ class HostAdamW(AdamW):
         return of_host_memory(f"host_fraction ({self.host_fraction}) of the optimizer's state")
 
     def _rows(self, group: dict[str, Any]) -> list[list[Row]]:
-        """Return this rank's shards of a group that the host steps, in one list per dtypes."""
+        """Return this rank's shards that the host steps, in one list per pair of dtypes."""
         rows: dict[Any, list[Row]] = {}
         for param in group["params"]:
             if param not in self.host_params or param.grad is None:

@@ -2,9 +2,10 @@
 
     assignment = assign_matrices(model)      # after parallelize_moe; print(assignment)
 
-A parameter is viewed as [batch, rows, columns]: one matrix, or one per expert. A `MatrixCut` names
-a stored matrix that is several: gate and up, or queries, keys and values. The module of a parameter
-decides: experts and their layout, shared experts, latent projections, routers, linears.
+A parameter is viewed as [batch, rows, columns]: one matrix, or one per expert. A `MatrixCut`
+divides a stored matrix into several: gate and up, or queries, keys and values. The class of a
+parameter's module decides: experts and their layout, shared experts, latent projections, routers,
+linears.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ FUSED = ("qkv", "query_key_value", "c_attn")  # parts of names
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixCut(CheckedRecord):
-    """Several matrices that are stored in one, along its rows or columns.
+    """Several matrices that are stored in one, concatenated along its rows or columns.
 
-    The dim consists of `repeats` equal runs, each of `sizes`; matrix i is the i-th piece of every
-    run. Example, 4 query and 2 key and value heads of dim 8: all queries first is
-    sizes=(32, 16, 16); by groups, 2 queries, key, value each, is sizes=(16, 8, 8), repeats=2.
+    The dim consists of `repeats` equal runs, each of pieces with `sizes`. Matrix i is the i-th
+    piece of every run. Example, 4 query and 2 key and value heads of dim 8: if all queries are
+    first, sizes=(32, 16, 16). In groups of 2 queries, key and value, sizes=(16, 8, 8), repeats=2.
 
     Attributes:
         dim: 0 = rows, 1 = columns.
-        sizes: of the pieces of a run.
+        sizes: sizes of the pieces of a run.
         repeats: number of runs.
     """
 
@@ -79,7 +80,7 @@ class MatrixLayout(CheckedRecord):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Rows and columns of each part."""
+        """Rows and columns of each part; a part is one matrix of the cut."""
         if self.sections is None:
             return [(self.rows, self.columns)]
         sizes = [size * self.sections.repeats for size in self.sections.sizes]
@@ -98,12 +99,12 @@ class MatrixLayout(CheckedRecord):
         return replace(self, rows=1) if self.transposed else replace(self, columns=1)
 
     def view(self, local: Tensor) -> Tensor:
-        """Return a rank's part of the parameter as [batch, rows, columns]; shares memory."""
+        """View a rank's local shard as [batch, rows, columns]; shares memory."""
         first, *middle, last = local.shape
         return local[None] if local.ndim == 2 else local.view(first, math.prod(middle), last)
 
     def parts(self, param: Tensor, coordinate: Sequence[int] | None = None) -> list[MatrixPart]:
-        """Return what a rank of the mesh, None = this one, holds of each part."""
+        """Return the indices of a mesh rank's shard in each part; None = this rank."""
         indices = global_indices(param, coordinate)
         if len(indices) == 2:
             indices = [torch.arange(1), *indices]
@@ -120,7 +121,7 @@ class MatrixLayout(CheckedRecord):
 
 
 class MatrixPart(NamedTuple):
-    """What a rank holds of the matrices of one part."""
+    """The indices of a rank's shard in the matrices of one part."""
 
     batch: Tensor  # which matrices, in local order
     rows: Tensor  # places in the rank's own tensor
@@ -130,7 +131,7 @@ class MatrixPart(NamedTuple):
 
 
 def _pieces(sections: MatrixCut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, per piece, the places in `index` of what belongs to it, and where it lies there."""
+    """Yield per piece its positions in `index`, and their positions in the piece's matrix."""
     run, place = index // sum(sections.sizes), index % sum(sections.sizes)
     start = 0
     for size in sections.sizes:
@@ -147,7 +148,7 @@ Overrides = Annotated[
 
 
 class Decision(NamedTuple):
-    """What `assign_matrices` decided about a parameter; layout None = AdamW steps it."""
+    """The decision of `assign_matrices` for a parameter; layout None = AdamW steps it."""
 
     param: nn.Parameter
     layout: MatrixLayout | None
@@ -156,16 +157,16 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MatrixAssignment:
-    """Which parameters Muon steps, as which matrices, and which AdamW; prints as a table.
+    """The parameters that Muon steps, with their matrices, and AdamW's; prints as a table.
 
-    `decisions` are by name: parameter, its `MatrixLayout` or None, and the reason.
+    `decisions` has for each name the parameter, its `MatrixLayout` or None, and the reason.
     """
 
     decisions: dict[str, Decision]
 
     @property
     def matrices(self) -> dict[nn.Parameter, MatrixLayout]:
-        """Parameter -> layout of all that Muon steps."""
+        """Parameter -> layout, for all parameters that Muon steps."""
         return {d.param: d.layout for d in self.decisions.values() if d.layout is not None}
 
     @property
@@ -188,12 +189,14 @@ def assign_matrices(model: nn.Module, overrides: Overrides = ()) -> MatrixAssign
     """Return which trained parameters of a model Muon steps, and as which matrices.
 
     Args:
-        model: parallelized or plain, in its final form: parameters are kept by identity.
-        overrides: pairs of a pattern, as `fnmatch` reads it, over a parameter's name, and "muon",
-            "adamw", or a `MatrixCut` of its rows or columns. The first pattern that matches counts.
+        model: parallelized or plain, in its final form, because the result refers to its parameter
+            objects.
+        overrides: pairs of an `fnmatch` pattern for parameter names, and "muon", "adamw", or a
+            `MatrixCut` of the rows or columns. The first matching pattern is used.
 
     Raises:
-        ValueError: for a pattern that matches no trained parameter, or one that cannot be followed.
+        ValueError: for a pattern that matches no trained parameter, or an override that its
+            parameter does not support.
     """
     check_arguments(assign_matrices, locals())
     owners = _owners(model)
@@ -215,7 +218,7 @@ def assign_matrices(model: nn.Module, overrides: Overrides = ()) -> MatrixAssign
 
 
 class _Owner(NamedTuple):
-    """A module that holds a parameter: its name, the module around it, the parameter's own name."""
+    """A module with a parameter: its name, its parent module, and the parameter's name in it."""
 
     path: str
     module: nn.Module
@@ -224,7 +227,7 @@ class _Owner(NamedTuple):
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
-    """Return the modules that hold each parameter; a tied one has several."""
+    """Return the modules that have each parameter; a tied parameter has several."""
     modules = {clean_name(path): module for path, module in model.named_modules()}
     owners: dict[nn.Parameter, list[_Owner]] = {}
     for path, module in modules.items():
@@ -253,7 +256,7 @@ def _apply_override(name: str, decision: Decision, override: Choice | MatrixCut 
 def _decide(
     path: str, module: nn.Module, parent: nn.Module, leaf: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return the matrices of a parameter in one of its modules, and why; see `_Owner`."""
+    """Return the matrices of a parameter in one of its modules, and the reason; see `_Owner`."""
     param, last = getattr(module, leaf), path.rpartition(".")[2]
     if isinstance(module, Experts):
         return _expert_layout(module, leaf)
@@ -287,7 +290,7 @@ def _full_layout(param: Tensor) -> MatrixLayout | None:
 
 
 def _expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | None, str]:
-    """One matrix per expert; gate and up of FC1 apart, wherever the layout has them."""
+    """Return the layout: one matrix per expert, with gate and up of FC1 separated."""
     layout, config, param = experts.layout, experts.config, getattr(experts, leaf)
     if leaf not in (layout.w1, layout.w2, layout.w3):
         return None, BIAS
@@ -308,7 +311,7 @@ def _expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | None, st
 
 
 def _shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout | None, str]:
-    """The shared experts of a layer are one MLP."""
+    """Return the layout: the shared experts of a layer are one MLP."""
     if leaf == "gate":
         return None, "gates of shared experts"
     rows, columns = getattr(shared, leaf).shape
@@ -330,7 +333,7 @@ def _linear_layout(
 
 
 def _fused_cut(parent: Any, last: str, rows: int) -> MatrixCut | None:
-    """Return where transformers' modules store queries, keys and values; None = unknown."""
+    """Return the cut of a transformers module's fused queries, keys, values; None = unknown."""
     if last == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
         queries = parent.o_proj.weight.shape[1]
         return MatrixCut(sizes=(queries, (rows - queries) // 2, (rows - queries) // 2))

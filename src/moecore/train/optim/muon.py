@@ -1,14 +1,15 @@
-"""Muon: momentum whose matrices are orthogonalised, each by one rank.
+"""Muon: the momentum of each matrix is orthogonalised, on one rank per matrix.
 
 Legend: b matrices of a parameter on this rank, R rows, C columns.
 
     gradient / scale -> momentum -> Nesterov -> [pieces to owners] -> Newton-Schulz
                                              -> [pieces back] -> weight
 
-Budget per step: weight and momentum are read and written, the gradient is read. Pieces of a sharded
-matrix take 2 bytes per element to its owner and 2 back, in bf16.
+Memory traffic per step: weight and momentum are read and written, the gradient is read. A sharded
+matrix needs 2 bytes per element to send its pieces to the owner rank, and 2 bytes to return them,
+in bf16.
 
-With `beta2` owners also divide by means of each output (`output_means.py`).
+With `beta2` owners also divide each output by its root mean square (`output_means.py`).
 
 Source: https://kellerjordan.github.io/posts/muon; scale and weight decay, arXiv:2502.16982.
 """
@@ -51,7 +52,7 @@ CHUNK_NUMEL = 1 << 26  # elements that are stepped at once, of matrices that are
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonOptions(CheckedRecord):
-    """Options of a step of one param group; see `Muon`."""
+    """Options of one param group for a step; see `Muon`."""
 
     lr: PositiveOrZero | Tensor
     weight_decay: PositiveOrZero
@@ -78,8 +79,8 @@ class MuonOptions(CheckedRecord):
 class Muon(torch.optim.Optimizer):
     """Muon for the matrices of an assignment; AdamW steps `assignment.adamw_params`. No host sync.
 
-    Momentum, Nesterov, options and the state's name are those of `torch.optim.Muon`. The state is
-    `momentum_buffer`, laid out like its parameter, in fp32 or fp64. It clips and skips a step on
+    Momentum, Nesterov, options and state names equal `torch.optim.Muon`. The state is
+    `momentum_buffer`, sharded like its parameter, in fp32 or fp64. It clips and skips a step on
     the device like `AdamW` of this package. Every rank steps the same parameters.
 
     Args:
@@ -89,17 +90,18 @@ class Muon(torch.optim.Optimizer):
         momentum: the decay of the gradient's running mean, in [0, 1).
         nesterov: whether the mean of gradient and momentum is orthogonalised instead of momentum.
         ns_coefficients, ns_steps: a, b and c of `orthogonalize`, and the number of iterations.
-        eps: the least norm by which a matrix is divided.
+        eps: the smallest norm by which a matrix is divided.
         adjust_lr_fn: the factor on lr per matrix. "match_rms_adamw" is 0.2 * sqrt(longer side), for
             lr and weight decay of AdamW; "original" is sqrt(outputs / inputs), at least 1.
         ns_dtype: the dtype in which matrices are sent and multiplied. fp32 is for tests.
-        beta2: NorMuon: what is orthogonalised is divided, output by output, by the root of its
-            running mean square, whose decay this is, in [0, 1), and scaled to the norm that it had.
-            The means are `second_momentum_buffer`, one number per output. None = off.
+        beta2: NorMuon's decay of the running mean square of each output, in [0, 1). Each output of
+            an orthogonalised update is divided by the root of its mean square, and the update is
+            rescaled to its previous norm. The means are `second_momentum_buffer`, one number per
+            output. None = off.
 
     Raises:
-        ValueError: when a value has another type or range, the assignment has no matrices, or, with
-            `beta2`, a `MatrixCut` of inputs.
+        ValueError: when a value has a wrong type or range, when the assignment has no matrices, or
+            when it has a `MatrixCut` of inputs with `beta2`.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Muon(torch.optim.Optimizer):
         if not self.layouts:
             raise ValueError("assignment (without matrices) must have one: use AdamW alone")
         self.ns_dtype = ns_dtype
-        self._forget()
+        self._drop_plans()
         options: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
         options |= dict(nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps)
         options |= dict(ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, fused=True)
@@ -135,8 +137,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(list(self.layouts), options)
         self._step_supports_amp_scaling = True
 
-    def _forget(self) -> None:
-        """Drop plans and process groups; `_plan` and `_group_of` make them when needed."""
+    def _drop_plans(self) -> None:
+        """Drop plans and process groups; `_plan` and `_group_of` create them again."""
         self._plans: dict[tuple[int, ...], MatrixPlan] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -149,7 +151,7 @@ class Muon(torch.optim.Optimizer):
             group["fused"] = True
             if "beta2" in self.defaults:  # a state dict of torch's Muon has none
                 group.setdefault("beta2", self.defaults["beta2"])
-        self._forget()
+        self._drop_plans()
         self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -180,7 +182,7 @@ class Muon(torch.optim.Optimizer):
         return torch.promote_types(param.dtype, torch.float32)
 
     def state_like(self, param: nn.Parameter, slot: str) -> Tensor:
-        """Return a tensor that lies as the state of a parameter does in this slot."""
+        """Return a tensor with the shape and placements of a parameter's state in this slot."""
         if slot == MEANS:
             return output_means_of(param, self.layouts[param], self.moment_dtype_of(param))
         return param
@@ -199,10 +201,11 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; collective where matrices are sharded.
+        """Update all parameters that have a gradient; collective if matrices are sharded.
 
         Raises:
-            ValueError: when an option of a group has another type or range; nothing has changed.
+            ValueError: when an option of a group has a wrong type or range; no parameter has
+                changed.
         """
         loss = loss_of_closure(closure)
         group_options = [MuonOptions.of(group) for group in self.param_groups]
@@ -214,7 +217,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _plan(self, params: list[nn.Parameter], *, has_means: bool) -> MatrixPlan:
-        """Return the plan of the parameters with gradients, made once for each set of them."""
+        """Return the plan for parameters with gradients, cached for each set of parameters."""
         key = (has_means, *map(id, params))
         if key not in self._plans:
             layouts = [self.layouts[param] for param in params]
@@ -241,7 +244,7 @@ class _MatrixViews(NamedTuple):
     means: Tensor | None = None  # [b, R, 1], or [b, 1, C] of transposed matrices
 
     def of(self, batch: slice) -> _MatrixViews:
-        """Return the same of some of the matrices."""
+        """Return the views of a slice of the matrices."""
         weight, grad, momentum, means = self
         means = None if means is None else means[batch]
         return _MatrixViews(weight[batch], grad[batch], momentum[batch], means)
@@ -278,7 +281,7 @@ class _Step:
             self._step_round(matrix_round, of_means, process_group)
 
     def _chunks(self, plan: MatrixPlan) -> Iterator[list[tuple[int, slice, list[MatrixBlock]]]]:
-        """Yield whole matrices of this rank that are stepped at once, of one parameter or more."""
+        """Yield chunks of unsharded matrices of this rank, of one parameter or more."""
         chunk: list[tuple[int, slice, list[MatrixBlock]]] = []
         numel = 0
         for place, blocks in plan.local_blocks.items():
@@ -341,7 +344,7 @@ class _Step:
     def _divide_round(
         self, orthogonal: list[Tensor], of_means: Round, group: dist.ProcessGroup
     ) -> None:
-        """Bring the means of owned matrices, divide these by them, and return the means."""
+        """Send means to the matrices' owners, divide the matrices, and return the means."""
         means: list[Any] = [view.means for view in self.views]
         like = means[of_means.params[0]]
         recv_buffer = of_means.exchange(like, means, back=False, group=group)
@@ -360,7 +363,7 @@ class _Step:
         divide_by_means_(values, means, beta2=beta2, found_inf=self.found_inf)
 
     def _update_momentum(self, grad: Tensor, momentum: Tensor) -> Tensor:
-        """Move momentum towards a gradient, in place; return the update to orthogonalise."""
+        """Update momentum with a gradient, in place; return the update to orthogonalise."""
         return momentum_(
             grad,
             momentum,
@@ -397,7 +400,7 @@ def _views(param: nn.Parameter, layout: MatrixLayout, state: list[Tensor]) -> _M
 
 
 def _state_of(optimizer: Muon, param: nn.Parameter, slot: str) -> Tensor:
-    """Return a state of a parameter: zeros, or converted to this optimizer's dtype."""
+    """Return a parameter's state: zeros at first, otherwise converted to `moment_dtype_of`."""
     state: dict[str, Tensor] = optimizer.state[param]
     dtype = optimizer.moment_dtype_of(param)
     value = state.get(slot)
@@ -414,7 +417,7 @@ def orthogonalize(
     coefficients: Sequence[float] = COEFFICIENTS,
     eps: float = 1e-7,
 ) -> Tensor:
-    """Return x with its singular values moved to about 1, in its dtype; of zeros, zeros."""
+    """Return matrices of x's singular vectors with singular values of about 1; zeros stay zeros."""
     # Newton-Schulz turns a matrix U S V^T into about U V^T with matrix products only. Each step is
     # X <- a X + (b A + c A A) X with A = X X^T, a square of the shorter side. The usual
     # coefficients are chosen for the steepest start, so singular values end between 0.7 and 1.2,

@@ -1,13 +1,14 @@
-"""NorMuon: each output's part of an orthogonal update is divided by the root of its mean square.
+"""NorMuon: each output of an orthogonalised update is divided by its root mean square.
 
 Legend: n matrices, R rows, C columns; an output is a row, or a column of a transposed matrix.
 
     O -> v <- beta2 v + (1 - beta2) mean(O^2) over inputs -> O / sqrt(v) -> scaled to the norm of O
 
-Muon's updates have singular values near 1, but their outputs differ in size; here they have about
-the same, and the matrix the same norm as before. v has one number per output.
+Muon's updates have singular values near 1, but the norms of their outputs differ. The division
+makes these norms about equal. The matrix is then rescaled to its previous norm. v has one number
+per output.
 
-Source: arXiv:2510.05491, whose code keeps the norm.
+Source: arXiv:2510.05491; its published code rescales the norm.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PART_NUMEL = 1 << 26  # elements that are fp32 at once
 
 
 def output_means_of(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
-    """Return zeros with one number per output: the parameter's shape, with 1 for inputs."""
+    """Return zeros with one number per output: the parameter's shape, with size 1 for inputs."""
     dim = param.ndim - 2 if layout.transposed else param.ndim - 1
     local = local_of(param.detach())
     means = torch.zeros(_reduced(local.shape, dim), dtype=dtype, device=local.device)
@@ -42,9 +43,9 @@ def output_means_of(param: Tensor, layout: MatrixLayout, dtype: torch.dtype) -> 
 def divide_by_means_(
     x_nRC: Tensor, means: Tensor, *, beta2: float, found_inf: Tensor | None = None
 ) -> None:
-    """Move means, [n, R, 1] or [n, 1, C], towards an update's squares; divide it. In place.
+    """Update means, [n, R, 1] or [n, 1, C], with an update's squares, and divide the update.
 
-    Where the scalar `found_inf` is above 0 means stay as they are.
+    Both change in place. If the scalar `found_inf` is above 0, the means do not change.
     """
     inputs = x_nRC.numel() / means.numel()
     new = torch.full((), 1 - beta2, dtype=means.dtype, device=means.device)

@@ -1,4 +1,4 @@
-"""QK-clip: heads whose attention logits grew past a threshold get smaller queries and keys.
+"""QK-clip: scales down queries and keys of heads whose attention logits exceed a threshold.
 
 Legend: B sequences, T tokens, H query heads, h key heads, g = H / h, d head dim; n and r, the parts
 of a latent attention's head without and with rotary embedding.
@@ -8,11 +8,11 @@ of a latent attention's head without and with rotary embedding.
 
 | attention | queries | keys |
 |---|---|---|
-| grouped; gamma_h is the least of the g heads of a key | gamma_H / sqrt(gamma_h) | sqrt(gamma_h) |
-| latent, part n (values keep theirs) | sqrt(gamma_H) | sqrt(gamma_H) |
+| grouped; gamma_h is the minimum of a key's g heads | gamma_H / sqrt(gamma_h) | sqrt(gamma_h) |
+| latent, part n (values are not scaled) | sqrt(gamma_H) | sqrt(gamma_H) |
 | latent, part r, whose key all heads share | gamma_H | 1 |
 
-So each head's logits are multiplied by its own gamma: those of other heads stay what they are.
+Each head's logits are multiplied by that head's gamma, and logits of other heads do not change.
 
 Source: MuonClip of Kimi K2 (arXiv:2507.20534), with the rule for shared key heads added.
 """
@@ -49,7 +49,7 @@ def _raise_max(
     padding_BS: Tensor | None,
     scale: float,
 ) -> None:
-    """Raise a running maximum, by blocks of queries; padding and other documents have no part."""
+    """Update a running maximum of logits, without padding and pairs of different documents."""
     document_S = None
     if cu_seqlens is not None:  # documents are packed over all rows
         q_BTHd, k_BShd = q_BTHd.flatten(0, 1)[None], k_BShd.flatten(0, 1)[None]
@@ -89,7 +89,7 @@ _raise_max_op = Op(
 
 @torch.compiler.disable
 def _full_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-    """Return the keys of whole rows, and the places of this cp rank's queries. Collective."""
+    """Return the keys of full rows, and the positions of this cp rank's queries. Collective."""
     local_tokens = sequence.local_tokens
     assert local_tokens is not None, "asked for only with tokens on several ranks"
     k_BThd = k if k.shape[1] > q_BtHd.shape[1] else local_tokens.gather_values(k)
@@ -99,10 +99,10 @@ def _full_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, T
 
 
 class QKClip:
-    """Watches the attention logits of a `moecore.models` decoder, and clips them after a step.
+    """Records maximum attention logits of a `moecore.models` decoder, and clips after a step.
 
-    Every training forward computes queries times keys once more for it, in blocks. Context parallel
-    ranks gather the keys for it.
+    Every training forward computes queries times keys a second time for the maximum, in blocks.
+    Context parallel ranks all-gather the keys.
 
         clip = QKClip(model, tau=100.0)
         ...
@@ -110,16 +110,16 @@ class QKClip:
         clip.step(is_skipped=done.is_skipped)
 
     Args:
-        model: parallelized or plain, a decoder or what holds one.
-        tau: largest logit, after the scale, that stays as it is.
+        model: parallelized or plain, a decoder or a module that contains a decoder.
+        tau: maximum logit, after the attention scale. Larger logits are scaled down.
 
     Raises:
-        ValueError: for a model without such attention, with norms of queries and keys (their
-            weights bound the logits, and projections do not), or one that is watched already.
+        ValueError: for a model without attention of `moecore.models`, with norms of queries and
+            keys (norm weights bound these logits, not projections), or with another QKClip.
 
     Attributes:
-        max_scores: fp32 [H] by the name of the attention, of the last step, over all ranks of the
-            pipeline stage; on the device. -inf where no training forward was.
+        max_scores: attention name -> fp32 [H] on the device, the maximum logits of the last step
+            over all ranks of the pipeline stage. -inf without a training forward.
     """
 
     def __init__(self, model: nn.Module, tau: Positive = 100.0) -> None:
@@ -145,10 +145,10 @@ class QKClip:
 
     @torch.no_grad()
     def step(self, *, is_skipped: bool | Tensor = False) -> None:
-        """Scale the projections of heads above tau, and watch anew. One all-reduce, no host sync.
+        """Scale the projections of heads above tau, and reset maxima. One all-reduce, no host sync.
 
-        Call it on every rank, after the optimizer; with `is_skipped` nothing changes. Attention
-        with a frozen projection stays as it is.
+        Call it on every rank, after the optimizer. With `is_skipped` no projection changes.
+        Projections of attention with a frozen projection never change.
         """
         if not self._watchers:
             return
@@ -166,19 +166,19 @@ class QKClip:
             watcher.max_H.fill_(-torch.inf)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Remove the recording from the model."""
         for watcher in self._watchers:
             watcher.module.observe_scores = None
 
 
 class _Projection(NamedTuple):
-    """A projection: weight and bias, with the rows of each on this rank as global numbers."""
+    """Weight and bias of a projection, each with the global indices of this rank's rows."""
 
     params: dict[Tensor, Tensor]
 
     @classmethod
     def of(cls, linear: nn.Linear) -> _Projection:
-        """Return what scales a projection."""
+        """Return the record of a linear module."""
         params = [param for param in (linear.weight, linear.bias) if param is not None]
         return cls({param: global_indices(param)[0].to(param.device) for param in params})
 
@@ -196,7 +196,10 @@ class _Projection(NamedTuple):
 
 
 class _ScoreWatcher:
-    """An attention module of `num_heads` over all tp ranks, with this rank's running maximum."""
+    """Records the running maximum logits of this rank's heads of an attention module.
+
+    `num_heads` counts the heads of all tp ranks.
+    """
 
     def __init__(self, name: str, module: Any, num_heads: int, queries: str, keys: str) -> None:
         self.name, self.module, self.num_heads = name, module, num_heads
@@ -213,7 +216,7 @@ class _ScoreWatcher:
 
     @classmethod
     def of(cls, name: str, module: Attention | LatentAttention) -> _ScoreWatcher:
-        """Return what watches a module."""
+        """Return the watcher of an attention module; ValueError if QK-clip does not support it."""
         if isinstance(module, LatentAttention):
             if module.indexer is not None:
                 raise ValueError(
@@ -241,7 +244,7 @@ class _ScoreWatcher:
         return cls(name, module, module.config.num_heads, "q_proj", "k_proj")
 
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
-        """Raise the maximum by a forward; not outside of training."""
+        """Update the maximum with a training forward; does nothing outside of training."""
         if self.module.training and torch.is_grad_enabled():
             run_and_save(self._raise, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
 
@@ -258,7 +261,7 @@ class _ScoreWatcher:
 
     @property
     def is_trained(self) -> bool:
-        """Whether both projections train: what is frozen keeps its values."""
+        """Whether both projections are trained; frozen projections are not scaled."""
         params = (*self.queries.params, *self.keys.params)
         return all(param.requires_grad for param in params)
 
@@ -269,7 +272,7 @@ class _ScoreWatcher:
         return full_max_H
 
     def scale(self, gamma_H: Tensor) -> None:
-        """Multiply each head's logits by its gamma, through the projections."""
+        """Multiply each head's logits by its gamma, by scaling the projections."""
         if isinstance(self.module, LatentAttention):
             mla, root_H1 = self.module.mla, gamma_H.sqrt()[:, None]
             n, r, v = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim

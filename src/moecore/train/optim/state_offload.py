@@ -1,15 +1,15 @@
-"""StateOffload: optimizer state lies in host memory while forward and backward use the device's.
+"""StateOffload: stores optimizer state in host memory while forward and backward run.
 
     forward of the first block      the copy of all parts of the state to the host starts
     end of block i, forward         device memory of part i is freed, once its copy is done
     last micro-batch's backward     after each block, the copy of a part to the device starts
     optimizer.step()                waits for the last part
 
-The state is every tensor of `optimizer.state` that is no scalar, cut into one part per block: parts
-leave while activations grow, and return while activations are freed. The host waits for no copy. If
-the bus is slower than the blocks, the model waits, and a lower `fraction` avoids it. A PCIe 5 bus
-copies 55e9 bytes per second; copies out overlap the first forward of a step, and copies back
-overlap the last micro-batch's backward.
+The state is every tensor of `optimizer.state` that is not a scalar, in one part per block. Parts
+are copied to the host while activations grow, and back while activations are freed. The host waits
+for no copy. If the bus is slower than the blocks, the model waits, and a lower `fraction` avoids
+it. A PCIe 5 bus copies 55e9 bytes per second. Copies to the host overlap the first forward of a
+step, and copies to the device overlap the last micro-batch's backward.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ class _StatePart:
 class StateOffload:
     """Offloads an optimizer's state to host memory between its steps, until `close()`.
 
-    Steps have the same bits as without it. No host sync, no collective. The first forward with
-    state pins host memory, which takes seconds; later ones use the same memory. It has at most
-    twice the bytes that are offloaded, and usually few more than these.
+    Steps have the same bits as without an offload. No host sync, no collective. The first forward
+    with state pins host memory, which takes seconds, and later forwards reuse this memory. Its size
+    is at most twice the offloaded bytes, and usually little more than the offloaded bytes.
 
     Args:
         optimizer: a torch optimizer whose parameters are on one device.
-        model: the model in whose forward and backward state is copied, such as one of
-            `parallelize_moe`. With a `TrainStep` state returns in the last micro-batch's backward.
-        fraction: the part of the state's bytes that is offloaded at most, 0 to 1; the largest
-            tensors that fit are chosen.
+        model: the model during whose forward and backward state is copied. It may be parallelized.
+            With a `TrainStep`, state is copied back in the last micro-batch's backward.
+        fraction: maximum share of the state's bytes that is offloaded, 0 to 1; the largest tensors
+            that fit are chosen.
 
     Raises:
-        ValueError: when an argument has another type or range, the optimizer has an offload
+        ValueError: when an argument has a wrong type or range, the optimizer has an offload
             already, or `step` is captured in a CUDA graph.
-        MemoryError: in forward, when host memory is short. The state is whole, on the device.
+        MemoryError: in forward, when host memory is insufficient. All state is then on the device.
 
     Example:
         step = TrainStep(model, optimizer)
@@ -101,8 +101,8 @@ class StateOffload:
     def bring_state_back(self) -> None:
         """Copy all state back to the device, where it stays until the next forward.
 
-        Later work on the device's current stream may use it. An OutOfMemoryError leaves it whole,
-        on the host.
+        Later work on the device's current stream may use the state. After an OutOfMemoryError, all
+        state is still on the host.
         """
         for part in self._parts:
             self._fetch(part)
@@ -132,7 +132,7 @@ class StateOffload:
 
     @torch.compiler.disable
     def _before_blocks(self, *_: Any) -> None:
-        """Start the copy out; free parts that were copied back for a step that did not run."""
+        """Start the copy to the host; free parts that returned for a step that did not run."""
         if self._stream.is_capturing() or is_recomputing():
             return
         if not self._parts:
@@ -146,7 +146,7 @@ class StateOffload:
 
     @torch.compiler.disable
     def _after_block(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
-        """Free the device memory of the parts up to this block's; add the hook of its backward."""
+        """Free the device memory of the parts up to this block; register its backward hook."""
         if self._stream.is_capturing():
             return
         for part in self._parts[: number + 1]:
@@ -157,7 +157,7 @@ class StateOffload:
             first.register_hook(lambda _: self._before_backward_of(number))
 
     def _before_backward_of(self, number: int) -> None:
-        """Fetch a part for each block whose backward is done; all parts at the first block's."""
+        """Fetch a part per block whose backward is done; all parts at block 0's backward."""
         progress = next((p for p in (r.progress() for r in self._engines) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
@@ -189,7 +189,7 @@ class StateOffload:
             self._parts.append(_StatePart(part, "leaving", mark))
 
     def _free(self, part: _StatePart) -> None:
-        """Free a part's device memory, if it is being copied out."""
+        """Free a part's device memory, if it is being copied to the host."""
         if part.place == "leaving":
             # The model's stream waits for a copy out before it frees the source, and for a copy
             # back before `step`. So memory is freed and reused in the order of one stream, and the
@@ -217,7 +217,7 @@ class StateOffload:
 
 @torch.no_grad()
 def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, list[Tensor]]:
-    """Return name -> this rank's state tensors of one storage, if an offload frees its memory."""
+    """Return name -> this rank's state tensors of one storage, if offload can free the storage."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     storages: dict[int, dict[str, Tensor]] = {}
     for number, param in enumerate(params):
@@ -239,7 +239,7 @@ def _is_movable(tensors: list[Tensor], device: torch.device) -> bool:
 
 
 def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
-    """Return the keys of the largest sizes whose sum is at most a fraction of all."""
+    """Return the keys of the largest sizes whose sum is at most a fraction of the total."""
     room, keys = fraction * sum(sizes.values()), set()
     for key in sorted(sizes, key=lambda key: -sizes[key]):
         if sizes[key] <= room:
@@ -258,7 +258,7 @@ def shard_bytes(param: Tensor) -> int:
 
 
 def _in_parts(sizes: dict[str, int], num_parts: int) -> list[list[str]]:
-    """Return names in parts of about equal bytes: {a: 1, b: 6, c: 3} in 2 is [a, b], [c]."""
+    """Divide names into parts of about equal bytes: {a: 1, b: 6, c: 3} in 2 is [a, b], [c]."""
     parts: list[list[str]] = [[] for _ in range(num_parts)]
     total, before = sum(sizes.values()), 0
     for name, size in sizes.items():

@@ -1,6 +1,6 @@
-"""Learning rates and initial weights that were tuned at one width, for another one (muP).
+"""Transfer of learning rates and initial weights from a narrow model to a wider model (muP).
 
-With m = inputs of a parameter over those of the base model's, its factors are:
+With m = inputs of a parameter / inputs in the base model, the factors of the parameter are:
 
     kind             sides that grow    AdamW's lr    std of the initial weights
     embedding        outputs            1             1
@@ -10,8 +10,8 @@ With m = inputs of a parameter over those of the base model's, its factors are:
 
 Muon's factor makes the spectral norm of an update grow as sqrt(outputs / inputs).
 
-Source: Tensor Programs V (arXiv:2203.03466), table 3. By its lemma J.1 that is tables 8 and 9
-without multipliers in forward, so models stay those of their classes. Muon: arXiv:2310.17813.
+Source: Tensor Programs V (arXiv:2203.03466), table 3. By its lemma J.1, table 3 equals tables 8
+and 9 without multipliers in forward, so model classes do not change. Muon: arXiv:2310.17813.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moecore.train.optim.muon import AdjustLR, Muon
 
 
 class WidthRate(NamedTuple):
-    """Factors of one parameter: on its initial weights, and on lr, by optimizer."""
+    """Factors of one parameter: on the std of its initial weights, and on lr by optimizer."""
 
     std: float
     lr: Mapping[str, float]  # of "adamw", and by `adjust_lr_fn` of Muon
@@ -40,16 +40,16 @@ class WidthRate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WidthRates:
-    """What `width_rates` found, by name."""
+    """The factors that `width_rates` computed, by parameter name."""
 
     rates: Mapping[str, WidthRate]
 
     @torch.no_grad()
     def scale_weights(self, model: nn.Module) -> None:
-        """Multiply new weights by their factors, in place; after `init_weights`, on any layout.
+        """Multiply initial weights by their factors, in place; after `init_weights`, on any layout.
 
         Raises:
-            ValueError: for a trained parameter that `width_rates` has not seen.
+            ValueError: for a trained parameter without a factor.
         """
         rates = [(p, self._rate_of(clean_name(name), p)) for name, p in model.named_parameters()]
         for param, rate in rates:
@@ -59,14 +59,14 @@ class WidthRates:
     def regroup(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         """Split each group of a new optimizer by factor, in place.
 
-        Its lr is multiplied and its weight_decay divided by the factor, `width_factor`, so a step
-        decays as much at every width. Schedulers of torch keep the factor; a loop that sets lr
-        itself multiplies by it. All ranks have the same groups, the first of factor 1; those of
-        which a pipeline stage has no parameter are empty.
+        A group's lr is multiplied and its weight_decay divided by the factor, `width_factor`, so a
+        step decays weights equally at every width. Schedulers of torch keep the factor; a loop that
+        sets lr must multiply by it. All ranks have the same groups, and the first has factor 1. A
+        group is empty if a pipeline stage has none of its parameters.
 
         Raises:
             ValueError: when the optimizer is neither AdamW nor Muon, has parameters that are not
-                the model's, trains one whose factor is not known, or has been regrouped.
+                the model's, trains a parameter without a factor, or has been regrouped.
         """
         is_muon = isinstance(optimizer, Muon)
         if not (is_muon or isinstance(optimizer, torch.optim.AdamW)):
@@ -105,7 +105,7 @@ class WidthRates:
         optimizer.param_groups[:] = groups
 
     def _rate_of(self, name: str, param: Tensor) -> WidthRate | None:
-        """Return what was found of a parameter; None = it was frozen, and is."""
+        """Return the factors of a parameter; None if it was and is frozen."""
         if name not in self.rates and param.requires_grad:
             raise ValueError(
                 f"model ({name}) must have the trained parameters that width_rates has seen: call "
@@ -115,11 +115,12 @@ class WidthRates:
 
 
 def width_rates(model: nn.Module, base: nn.Module) -> WidthRates:
-    """Return factors for a model from the shapes of a narrower one, whose rates were tuned.
+    """Return factors on learning rates and initial weights that were tuned on a narrower model.
 
     Args:
-        model: as it is trained, whole, before `parallelize_moe`; meta will do.
-        base: the same at another width: as many layers, and heads of the same dim.
+        model: the model to train, unsharded, before `parallelize_moe`; it may be on meta.
+        base: the tuned model: the same layers and dim of heads, at another width. Only its shapes
+            are read.
 
     Raises:
         ValueError: when their trained parameters differ in name, the head is tied to an embedding,
@@ -151,7 +152,7 @@ def _rate(name: str, decision: Decision, base: Decision) -> WidthRate:
 
 
 def _sides(name: str, decision: Decision) -> tuple[int, int]:
-    """Return the inputs and outputs of a parameter; a vector has one input."""
+    """Return the number of inputs and outputs of a parameter; a vector has one input."""
     param, layout, reason = decision
     if layout is not None:
         sides = layout.columns, layout.rows
@@ -165,7 +166,7 @@ def _sides(name: str, decision: Decision) -> tuple[int, int]:
 
 
 def _spectral(layout: MatrixLayout, adjust: str) -> float:
-    """Return the wanted spectral norm of an update over the one that Muon gives it."""
+    """Return the target spectral norm of an update over the norm of Muon's update."""
     shape = layout.shapes[0]
     outputs, inputs = reversed(shape) if layout.transposed else shape
     return float((outputs / inputs) ** 0.5 / scale_of(layout, shape, adjust))
