@@ -1,4 +1,4 @@
-"""What moecore knows of the models it is given: how their blocks become MoE layers, names kept."""
+"""Model families: how moecore replaces the MoE blocks of a model and keeps parameter names."""
 
 from moecore.families.adopt import adopt, adopt_experts
 from moecore.families.transformers.attention import use_causal_attention

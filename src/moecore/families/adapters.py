@@ -1,8 +1,8 @@
-"""replace_blocks: each MoE block of a model -> a MoELayer with the block's parameters and names.
+"""replace_blocks: replaces each MoE block of a model by a MoELayer with the same parameters.
 
 An adapter is a function `(block, model) -> MoELayer`. moecore has adapters of Hugging Face models;
 `parallelize_moe(..., adapters={MyBlock: my_adapter})` adds one for a user's own block. Adapters
-call `adopt`, which builds a layer without memory and gives it the block's parameters.
+call `adopt`, which builds a layer on meta and assigns the block's parameters to it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def replace_blocks(
 def _find_blocks(
     model: nn.Module, adapter_of: AdapterOf, why_refused: WhyRefused
 ) -> dict[str, Adapter]:
-    """Return qualified name -> adapter of each block to swap; refuse or warn of look-alikes."""
+    """Return the adapter of each MoE block by qualified name; refuse or warn of unknown blocks."""
     adapters_of: dict[str, Adapter] = {}
     unknown: dict[str, str] = {}  # name -> class
     dense: dict[str, str] = {}
@@ -117,7 +117,7 @@ def _find_blocks(
 
 
 def _refuse_beside(dense: Mapping[str, str], inside: Sequence[str]) -> None:
-    """Raise for a look-alike in an entry of a list whose other entries hold known MoE blocks."""
+    """Raise for an unknown MoE block in a list of layers whose other blocks have adapters."""
     paths = [name.rstrip(".").split(".") for name in inside]
     for name, class_name in dense.items():
         path = name.split(".")
@@ -134,7 +134,7 @@ def _refuse_beside(dense: Mapping[str, str], inside: Sequence[str]) -> None:
 
 
 def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
-    """Return the layer that takes a block's place; the model is unchanged."""
+    """Return the MoE layer that will replace a block; the model is unchanged."""
     block = model.get_submodule(name)
     state = _state_of(block)
     recorder = OriginRecorder(state)
@@ -161,7 +161,7 @@ def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
 
 
 def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
-    """Refuse hooks of all that the swap leaves behind: they would never run again."""
+    """Raise for hooks on modules of the block that the layer lacks: they would never run."""
     layer_modules = set(layer.modules())
     for path, module in block.named_modules(prefix=name):
         hooks = [] if module in layer_modules else hooks_around(module)
@@ -173,7 +173,7 @@ def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
 
 
 def _keep_order(layer: RoutedLayer, block: nn.Module) -> None:
-    """Give the layer's children the block's order: optimizer state dicts are positional."""
+    """Order the layer's children as in the block, because optimizer state dicts are positional."""
     order = [name for name in block._modules if name in layer._modules]
     for name in [*order, *(n for n in layer._modules if n not in order)]:
         layer._modules[name] = layer._modules.pop(name)
@@ -214,7 +214,7 @@ def _shapes(module: nn.Module, ndim: int) -> list[tuple[int, ...]]:
 
 
 def _blocks(classes: Mapping[str, str]) -> str:
-    """Return the first of some blocks with its class, and the number of the others, as text."""
+    """Return text with the first block's name and class and the number of further blocks."""
     name, class_name = next(iter(classes.items()))
     word = "block" if len(classes) == 1 else "blocks"
     return f"{word} {name} ({class_name}){_and_others(list(classes))}"
@@ -226,7 +226,7 @@ def _and_others(names: list[str], num_listed: int = 1) -> str:
 
 @dataclass(frozen=True)
 class _TensorRange:
-    """The block tensors, by name, whose values are in one range of bytes of a storage."""
+    """Names of the block tensors whose values occupy one byte range of a storage."""
 
     begin: int
     end: int
@@ -302,10 +302,10 @@ def _state_of(block: nn.Module) -> dict[str, Tensor]:
 def _tensors_without_place(
     block: nn.Module, layer: nn.Module, state: Mapping[str, Tensor], recorder: OriginRecorder
 ) -> list[str]:
-    """Return the names of a block's tensors that no tensor of the layer was made from.
+    """Return the names of block tensors from which no tensor of the layer was computed.
 
-    A tensor without elements holds no value. A buffer whose values Python has read, such as a
-    factor that went into the layer's config, has a place too.
+    Empty tensors are excluded. So are buffers whose values Python has read, such as a factor that
+    the adapter wrote into the layer's config.
     """
     placed = recorder.origins_of([*layer.parameters(), *layer.buffers()])
     layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
@@ -322,7 +322,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """Return where the bytes of a tensor begin and end in its storage."""
+    """Return the first byte of a tensor in its storage and the byte after its last."""
     begin = int(tensor.storage_offset())
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)

@@ -1,6 +1,6 @@
-"""A layer made of another block's own parameters: what every adapter calls.
+"""Builds MoE layers around existing parameters; every adapter calls these functions.
 
-`adopt` makes a MoELayer of a block, `adopt_experts` RoutedExperts of its experts module alone.
+`adopt` builds a MoELayer for a block, `adopt_experts` builds RoutedExperts for an experts module.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ def adopt(
     own_activation: OwnActivation | None = None,
     layer_class: type[MoELayer] = MoELayer,
 ) -> MoELayer:
-    """Return a MoELayer that holds the given parameters themselves, not copies.
+    """Return a MoELayer whose parameters are the given tensors and not copies.
 
     Args:
-        config: the layer; `shared_hidden_dim` stays 0 when `shared` is given.
-        layout: the names under which the model knows its parts.
-        router: "weight" [E, D], and "bias" [E], the selection bias buffer and the table of experts
-            by token id if the config has them.
-        experts: parameter name -> stacked tensor, by `expert_shapes(config, layout)`.
-        shared: any module that maps [T, D] to [T, D], kept as it is.
-        shared_gate: any module that maps [T, D] to [T, 1], kept as it is; the sigmoid of what it
-            returns multiplies the shared output. Its name is `layout.shared_gate`.
+        config: config of the layer; `shared_hidden_dim` must be 0 if `shared` is given.
+        layout: names of the block's parts in the model.
+        router: "weight" [E, D]. If the config has them, also "bias" [E], the selection bias buffer
+            and the table of experts by token id.
+        experts: stacked tensors by parameter name, with the shapes of
+            `expert_shapes(config, layout)`.
+        shared: module that maps [T, D] to [T, D], used unchanged.
+        shared_gate: module that maps [T, D] to [T, 1], used unchanged under the name
+            `layout.shared_gate`. The sigmoid of its output multiplies the shared output.
         own_activation: see `Experts`.
-        layer_class: a subclass whose forward returns what the model expects of its block.
+        layer_class: subclass of MoELayer whose forward has the signature of the block's forward.
 
     Raises:
-        ValueError: when a tensor is missing or has another shape than the config's; when a
-            shared gate comes without its name, without `shared`, or the other way round.
+        ValueError: if a tensor is missing or its shape does not fit the config; if only one of
+            `shared_gate` and `layout.shared_gate` is given; or for a gate without `shared`.
         NotImplementedError: for latent experts.
     """
     check_arguments(adopt, locals())
@@ -87,12 +88,13 @@ def adopt_experts(
     *,
     own_activation: OwnActivation | None = None,
 ) -> RoutedExperts:
-    """Return RoutedExperts that hold the given parameters themselves, not copies.
+    """Return RoutedExperts whose parameters are the given tensors and not copies.
 
-    Arguments are those of `adopt`; of `config` sizes, activation and biases count.
+    The arguments are explained in `adopt`. Only the sizes, activation and biases of `config` are
+    used.
 
     Raises:
-        ValueError: when a tensor is missing or has another shape than the config's.
+        ValueError: if a tensor is missing or its shape does not fit the config.
     """
     check_arguments(adopt_experts, locals())
     module = RoutedExperts(config, layout=layout, own_activation=own_activation, device="meta")

@@ -50,7 +50,7 @@ from moecore.parallel.pipeline.stages import StagedModel
 
 
 class Plain(Family):
-    """Models that declare what moecore asks of them, such as its own decoder."""
+    """The family of models that implement moecore's protocols, such as moecore's decoder."""
 
     @override
     def swap_blocks(
@@ -80,7 +80,7 @@ class Plain(Family):
 
 
 class Transformers(Plain):
-    """The family of models with modules of transformers, also with adapters of peft."""
+    """The family of models that contain transformers modules, with or without peft adapters."""
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -185,7 +185,7 @@ class Transformers(Plain):
 
 
 def family_of(model: nn.Module) -> Family:
-    """Return a model's family: `Transformers` if any of its modules is transformers' own."""
+    """Return `Transformers` if a module's class is from transformers, otherwise `Plain`."""
     of_transformers = any(is_hf(module) or is_pretrained(module) for module in model.modules())
     return Transformers() if of_transformers else Plain()
 

@@ -1,8 +1,8 @@
-"""Which tensors of a model stay fp32 where the model computes in fp16 or bf16.
+"""Selects the tensors that stay fp32 in a model that computes in fp16 or bf16.
 
-A selection bias does in any model: its steps are smaller than those of bf16. Of a model of
-transformers so does what `from_pretrained(dtype=...)` keeps: names that match a pattern of its
-class, and what of its state the class makes in fp32 whatever the dtype.
+Selection biases always stay fp32, because their updates are below the resolution of bf16. In a
+transformers model the tensors that `from_pretrained(dtype=...)` keeps in fp32 stay fp32 too: names
+that match a pattern of the class, and tensors that the class creates in fp32 for any dtype.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def is_selection_bias(name: str) -> bool:
-    """Whether a tensor is added to scores where experts are chosen, and nowhere else."""
+    """Whether a name is of a selection bias: added to router scores only to select experts."""
     return name.endswith(SELECTION_BIASES)
 
 
 def keeps_fp32(model: nn.Module | None, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return whether a tensor stays fp32, as a function of its name."""
+    """Return a predicate on tensor names: whether the tensor stays fp32."""
     # A model without adapters; None is one that transformers does not know.
     half = None if model is None else _half(model, dtype)
     stocks = list(_stocks(model, half).values()) if model is not None and half else []
@@ -43,7 +43,10 @@ def keeps_fp32(model: nn.Module | None, dtype: torch.dtype | None) -> Callable[[
 
 
 def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-    """Give a model's tensors the dtypes of stock in place; return the names that stay fp32."""
+    """Cast a model's tensors in place to the dtypes that `from_pretrained` would give them.
+
+    Return the names of the tensors that stay fp32.
+    """
     # With dtype None a model computes in its own. What stays fp32 is fp32 afterwards. Buffers that
     # stock has in the dtype of compute, such as tables of decay rates, are cast to it while their
     # module runs, and saved as they are.
@@ -66,7 +69,7 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
 
 
 def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
-    """Replace a module's forward by one that runs with buffers of these names in another dtype."""
+    """Wrap a module's forward so that the named buffers have `dtype` while it runs."""
     # A method and not hooks or a wrapper: a recomputed region calls only the forward again, and
     # copies of a module (`copy_modules`) have its methods without what wraps them.
     forward: Any = module.forward
@@ -102,7 +105,7 @@ def _fp32_names(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str
 
 
 def _half(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype of 16 bits in which a model computes; None where there is none."""
+    """Return the 16-bit dtype in which a model computes, or None."""
     if dtype is None:
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF), None)
     return dtype if dtype in HALF else None
@@ -116,7 +119,7 @@ def _named(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Stock:
-    """What `from_pretrained(dtype=...)` makes of a model's tensors."""
+    """The tensors that `from_pretrained(dtype=...)` keeps in fp32 for one model."""
 
     pattern: str  # of names that it keeps in fp32
     fp32: frozenset[str]  # parameters, and buffers that are saved, that are so by their class
@@ -128,7 +131,7 @@ class _Stock:
 
 
 def _stocks(model: nn.Module, dtype: torch.dtype) -> dict[Any, _Stock]:
-    """Return the outermost models of transformers, and what stock makes of each."""
+    """Return the fp32 tensors of each outermost transformers model."""
     return {hf: _stock(hf, dtype) for hf in outermost(model)}
 
 

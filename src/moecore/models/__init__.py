@@ -1,4 +1,4 @@
-"""A native decoder: config, presets, the module, its loss and its tensor parallelism."""
+"""moecore's own decoder model: config, presets, module, loss and tensor parallelism."""
 
 from moecore.models.config import (
     DecoderConfig,

@@ -1,4 +1,4 @@
-"""Tokens -> normed hidden states: everything of a decoder but its head.
+"""The decoder without its head: embedding, blocks and final norm.
 
 Legend: B sequences, T tokens of a sequence, D model dim, V vocabulary.
 """
@@ -29,7 +29,7 @@ from moecore.parallel.pipeline.stages import runs_norm
 
 
 class Embedding(nn.Module):
-    """A table of V rows, of which each tp rank has an equal part."""
+    """Token embedding whose V rows are sharded evenly over the tp ranks."""
 
     tp_shard_dim = 0
 
@@ -39,7 +39,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return x_BTD in the dtype of the table; under tp of this rank's part of T."""
+        """Return x_BTD in the table's dtype; under tp only this rank's slice of T."""
         weight_vD = local_param(self.weight)
         if self.tp is None:
             return F.embedding(tokens_BT, weight_vD)
@@ -49,7 +49,7 @@ class Embedding(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Everything but the head: tokens -> normed hidden states."""
+    """Embedding, blocks and final norm: maps token ids to normed hidden states."""
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -76,7 +76,10 @@ class Backbone(nn.Module):
         hidden: Tensor | None = None,
         stage: Stage | None = None,
     ) -> Tensor:
-        """Return x_BTD, this rank's tokens; `hidden` enters a stage without the embedding."""
+        """Run a stage's blocks on this rank's tokens and return x_BTD.
+
+        In a pipeline stage without the embedding, `hidden` is the input instead of `tokens_BT`.
+        """
         stage = self.full_stage if stage is None else stage
         if sequence is None:
             sequence = self.sequence_of(tokens_BT)
@@ -94,7 +97,10 @@ class Backbone(nn.Module):
         max_seqlen: int | None = None,
         cp: int | None = None,
     ) -> Sequence:
-        """Return where tokens stand, as blocks read it; see `Decoder.forward`."""
+        """Return the positions, document borders, padding and rotary table that blocks read.
+
+        The arguments are explained in `Decoder.forward`.
+        """
         ranks = self.ranks_of(cp)
         (B, T), device = tokens_BT.shape, tokens_BT.device
         if cu_seqlens is None:
@@ -130,7 +136,7 @@ class Backbone(nn.Module):
         return replace(sequence, padding_mask_BT=padding_mask_BT, rotary=rotary)
 
     def ranks_of(self, cp: int | None) -> ContextParallel | None:
-        """Return the cp ranks of a forward; None = this rank alone."""
+        """Return the cp ranks that share this forward's rows; None = no context parallelism."""
         return ranks_of(cp, self.cp, self.context_groups)
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:
@@ -139,6 +145,6 @@ class Backbone(nn.Module):
         return x_BTD
 
     def local_tokens(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
-        """Return this rank's tokens of whole rows."""
+        """Slice full rows to the tokens of this cp and tp rank."""
         x_BT = sequence.slice_local(x_BT)
         return x_BT if self.tp is None else self.tp.local_slice(x_BT)

@@ -28,7 +28,7 @@ LINEAR: dict[type, Callable[..., LinearAttention]] = {
 class Block(nn.Module):
     """One layer: attention or linear attention, then an MLP or MoE layer, each with a norm.
 
-    One of both may be absent.
+    A layer may lack either half, see `DecoderConfig.pattern`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Block(nn.Module):
             self.mlp = MoELayer(_moe_of(config, layer_idx), dtype=dtype, runs=runs)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the residual stream of own tokens after this layer; no expert sees padding."""
+        """Return this rank's residual stream after the layer; padding is sent to no expert."""
         if self.mixer is not None:
             x_BTD = self.attend(x_BTD, sequence)
         if self.feedforward is None:
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
     @property
     def compile_regions(self) -> tuple[str, ...]:
-        """Methods without an MoE layer inside: see `train/graphs/regions.py`."""
+        """Names of the methods that are compiled; no MoE layer runs in them."""
         # The norm before an MoE layer stays outside: its output is what `MemoryOptions` drops.
         if self.feedforward != "moe":
             return ("forward",)
@@ -91,12 +91,12 @@ class Block(nn.Module):
 
     @property
     def eager_parts(self) -> tuple[str, ...]:
-        """Modules that no compile region calls."""
+        """Names of the modules that are called outside of compile regions."""
         return ("post_attention_layernorm", "mlp") if self.feedforward == "moe" else ()
 
 
 def _moe_of(config: DecoderConfig, layer_idx: int) -> MoEConfig:
-    """Return what the MoE layer of a block is."""
+    """Return the MoE config of a layer; the first `hash_layers` ones route by token id."""
     assert config.moe is not None
     before = sum(config.feedforward_of(i) == "moe" for i in range(layer_idx))
     by_id = before < config.hash_layers
@@ -104,27 +104,27 @@ def _moe_of(config: DecoderConfig, layer_idx: int) -> MoEConfig:
 
 
 class MTPLayer(nn.Module):
-    """Multi-token prediction: joins hidden states with embeddings of later tokens, then one block.
+    """Multi-token prediction: one block over hidden states and embeddings of later tokens.
 
-    The decoder predicts t_(i+1) at position i. Module k = 1, 2, ... predicts t_(i+k+1) there, from
-    what module k - 1 (the decoder for k = 1) knows at i and from the true token t_(i+k):
+    The decoder predicts t_(i+1) at position i. Module k = 1, 2, ... predicts t_(i+k+1) at position
+    i. Its inputs are the output of module k - 1 (of the decoder for k = 1) and the true t_(i+k):
 
         h_(k-1) -> hnorm -+
                           +-> eh_proj -> one block -> norm -> h_k -> decoder's head -> t_(i+k+1)
         t_(i+k) -> enorm -+   (the decoder's embedding)
 
-    With `mtp_repeats` one module is all of them: its output enters it once more.
+    With `mtp_repeats` the same module runs for every k: its output is its next input.
 
-    Modules exist to shape the decoder's hidden states; they run when labels are given in training
-    mode and never else. h_k is normed: h_0 is what the decoder's final norm returns, h_k what
-    module k's norm returns, as in transformers and Megatron-Core. eh_proj reads [embedding, hidden
-    state], the order of the published weights (the paper writes it the other way round). The MLP or
-    MoE layer is of the kind of the decoder's last layer.
+    The modules improve the decoder's hidden states. They run only in training mode with labels.
+    h_0 is the output of the decoder's final norm and h_k the output of module k's norm, as in
+    transformers and Megatron-Core. eh_proj reads [embedding, hidden state], the order of the
+    published weights; the paper has the reverse order. The block has an MLP or an MoE layer as
+    the decoder's last layer does.
 
     Example, k = 1, tokens [a b c d] with labels [b c d e]: positions 0 .. 2 read the embeddings of
-    b c d and have the targets c d e; position 3 has no next input token. Such positions come last
-    in their document, so that causal attention hides them from the others; their targets do not
-    count, and they are padding to the module's experts.
+    b c d and have the targets c d e; position 3 has no next input token. Such positions are the
+    last of their document, so causal attention hides them from the other positions. Their labels
+    are ignored, and the module's experts treat them as padding.
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2.
     """
@@ -140,7 +140,13 @@ class MTPLayer(nn.Module):
         self.norm = RMSNorm.of(config, dtype=dtype)
 
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the normed h_k of h_(k-1) and embeddings k positions later, of own tokens."""
+        """Return the normed h_k of this rank's tokens.
+
+        Args:
+            h_BTD: h_(k-1), normed.
+            e_BTD: embeddings of the tokens k positions later.
+            sequence: its padding mask also covers the tokens without a target.
+        """
         # The sequence's padding has the tokens without a target.
         eh_BTD = torch.cat((self.enorm(e_BTD), self.hnorm(h_BTD)), dim=-1)
         h_BTD = self.block(self.eh_proj(eh_BTD), sequence)

@@ -1,7 +1,7 @@
 """DecoderConfig: one frozen record that describes a decoder.
 
-Types, ranges and cross-field rules are checked at construction (`fields.py`). Meshes and groups
-are arguments elsewhere, never fields here.
+Types, ranges and cross-field rules are checked at construction (`base/fields.py`). The record
+contains no device meshes or process groups.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ AttentionBias = Literal["qkv", "all"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class YarnConfig(CheckedRecord):
-    """YaRN: rotary frequencies for sequences longer than those of pretraining.
+    """YaRN: scaled rotary frequencies for sequences longer than in pretraining.
 
     Attributes:
-        factor: how many times longer; slow frequencies are divided by it.
+        factor: ratio of the new length to the length of pretraining; divides slow frequencies.
         original_max_seq_len: longest sequence of pretraining, in tokens.
-        beta_fast: frequencies with more turns than this over that length stay as they are.
-        beta_slow: frequencies with fewer turns than this are divided by factor; between the two
-            they are mixed.
-        mscale: cos and sin are multiplied by (0.1 * mscale * ln(factor) + 1), ...
-        mscale_all_dim: ... divided by (0.1 * mscale_all_dim * ln(factor) + 1); scores of latent
-            attention are multiplied by the square of this.
-        truncate: the mix begins and ends at whole frequencies (gpt-oss: False).
+        beta_fast: frequencies with more turns than this over original_max_seq_len are unchanged.
+        beta_slow: frequencies with fewer turns than this are divided by factor. Frequencies
+            between beta_slow and beta_fast are interpolated.
+        mscale: cos and sin are multiplied by (0.1 * mscale * ln(factor) + 1).
+        mscale_all_dim: cos and sin are divided by m = (0.1 * mscale_all_dim * ln(factor) + 1).
+            The scores of latent attention are multiplied by m ** 2.
+        truncate: whether the interpolated range is rounded to integer indices (gpt-oss: False).
 
     Source: arXiv:2309.00071; the two mscales are DeepSeek-V2's (arXiv:2405.04434).
     """
@@ -82,8 +82,9 @@ class SparseKeysConfig(CheckedRecord):
 
     Attributes:
         num_heads: heads of the indexer.
-        head_dim: dim of one; rotary embedding turns the first `qk_rope_head_dim`, in halves.
-        top_k: keys that a query reads at most, its own included.
+        head_dim: dim of an indexer head. Rotary embedding rotates its first `qk_rope_head_dim`
+            dims, dim i with dim i + qk_rope_head_dim / 2.
+        top_k: maximum number of keys per query, the query's own position included.
 
     Source: DeepSeek-V3.2-Exp (arXiv:2512.02556).
     """
@@ -95,17 +96,18 @@ class SparseKeysConfig(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MLAConfig(CheckedRecord):
-    """Multi-head latent attention: keys and values of all heads come from one small latent.
+    """Multi-head latent attention: keys and values of all heads are projected from one latent.
 
     Attributes:
         kv_lora_rank: dim of the latent of keys and values.
-        qk_nope_head_dim: part of a query or key head that rotary embedding leaves alone.
-        qk_rope_head_dim: part that it turns, in neighbouring pairs; all heads share the key's.
+        qk_nope_head_dim: dims of a query or key head without rotary embedding.
+        qk_rope_head_dim: dims with rotary embedding, rotated in neighbouring pairs. All heads
+            share these dims of the key.
         v_head_dim: dim of a value head.
         q_lora_rank: dim of the latent of the queries; 0 = queries are projected directly.
-        norm_eps: of the norms of the latents, whatever the decoder's own.
-        yarn: longer sequences than in pretraining; None = off.
-        sparse: the keys that a query reads; None = all that it sees.
+        norm_eps: epsilon of the latents' norms, independent of the decoder's norm_eps.
+        yarn: rotary scaling for sequences longer than in pretraining; None = off.
+        sparse: selection of the keys that a query reads; None = all keys under the causal mask.
 
     Source: DeepSeek-V2 (arXiv:2405.04434).
     """
@@ -130,7 +132,7 @@ class MLAConfig(CheckedRecord):
 
     @property
     def qk_head_dim(self) -> int:
-        """Dim of a whole query or key head."""
+        """Dim of a query or key head, with and without rotary embedding together."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -142,14 +144,14 @@ class MLAConfig(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearAttentionConfig(CheckedRecord):
-    """Linear attention, whose state is one matrix a value head.
+    """Linear attention, whose state is one matrix per value head.
 
     Attributes:
-        num_k_heads: query and key heads; each serves num_v_heads / num_k_heads value heads.
+        num_k_heads: query and key heads; num_v_heads / num_k_heads value heads share each.
         num_v_heads: value heads.
         head_k_dim: dim of a query or key head.
         head_v_dim: dim of a value head.
-        conv_size: tokens that the convolution before it weights, the token itself included.
+        conv_size: kernel size in tokens of the causal convolution before linear attention.
     """
 
     state_passes: ClassVar[int]  # products of a token with a state
@@ -169,13 +171,13 @@ class LinearAttentionConfig(CheckedRecord):
 
     @property
     def state_flops(self) -> int:
-        """FLOPs of a token's products with the states of all heads, in forward."""
+        """Forward FLOPs per token of the products with the states of all heads."""
         return 2 * self.state_passes * self.num_v_heads * self.head_k_dim * self.head_v_dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedDeltaConfig(LinearAttentionConfig):
-    """A gated delta net: a token corrects what the state returns for its key.
+    """A gated delta net: each token corrects the value that the state returns for its key.
 
     Source: Gated Delta Networks (arXiv:2412.06464).
     """
@@ -185,10 +187,10 @@ class GatedDeltaConfig(LinearAttentionConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Config(LinearAttentionConfig):
-    """A Mamba-2 layer: value heads are its heads, keys and queries its B and C of each group.
+    """A Mamba-2 layer: value heads are its heads, keys and queries are the B and C of its groups.
 
     Attributes:
-        min_step: time steps are raised to it.
+        min_step: lower bound to which time steps are clamped.
 
     Source: Mamba-2 (arXiv:2405.21060).
     """
@@ -207,51 +209,53 @@ class DecoderConfig(CheckedRecord):
         dim: model dim D.
         num_layers: number of blocks.
         num_heads: query heads per layer.
-        num_kv_heads: key and value heads per layer; each serves num_heads / num_kv_heads queries.
+        num_kv_heads: key and value heads per layer; num_heads / num_kv_heads query heads share
+            each.
         head_dim: dim of one head.
-        moe: the MoE layer of every layer that is not dense; None = all layers are dense.
-        hash_layers: so many first MoE layers have a table of experts by token id (DeepSeek-V4: 3),
-            else they are `moe`: see `MoEConfig.by_token_id`.
+        moe: config of every MoE layer; None = all layers are dense.
+        hash_layers: number of first MoE layers that select experts by a table of token ids
+            (DeepSeek-V4: 3), see `MoEConfig.by_token_id`.
         dense_layers: indices of the layers with a plain MLP, in rising order.
-        mlp_hidden_dim: hidden dim of that MLP; 0 when no layer is dense.
-        mlp_activation: of that MLP: "swiglu" or "situ_glu" (as of `MoEConfig`) with a gate,
-            "relu2", relu squared, without.
-        mlp_activation_limit, mlp_activation_up_limit: of gate and up of "situ_glu".
-        mla: multi-head latent attention; None = grouped-query attention. With it num_kv_heads is
-            num_heads, and head_dim is that of queries and keys.
+        mlp_hidden_dim: hidden dim of the dense layers' MLP; 0 when no layer is dense.
+        mlp_activation: activation of the dense layers' MLP: "swiglu" or "situ_glu" with a gate, or
+            "relu2" (relu squared) without a gate. See `MoEConfig` for "situ_glu".
+        mlp_activation_limit, mlp_activation_up_limit: limits of gate and up in "situ_glu".
+        mla: multi-head latent attention; None = grouped-query attention. With mla, num_kv_heads
+            equals num_heads, and head_dim is the dim of a query or key head.
         num_mtp_layers: modules that predict further tokens in training (multi-token prediction,
-            `MTPLayer`); 0 = none. Their MLP or MoE is that of the last layer.
-        mtp_loss_coef: weight of the mean of their losses; 0 without them.
-        mtp_repeats: how often the one module is applied, each time to its own output and with the
-            same weights; it predicts so many further tokens (Megatron-Core's
+            `MTPLayer`); 0 = off. They have an MLP or an MoE layer as the last layer does.
+        mtp_loss_coef: weight of the mean of the modules' losses; 0 without modules.
+        mtp_repeats: number of times that the one module is applied, each time to its last output,
+            with the same weights. Each application predicts one token further (Megatron-Core's
             mtp_use_repeated_layer).
-        mtp_detached: their losses train these modules alone: no gradient reaches the layers before
-            them, the embedding or the head (Megatron-Core's mtp_detach_heads).
+        mtp_detached: the modules' losses train only the modules. No gradient reaches the decoder's
+            layers, the embedding or the head (Megatron-Core's mtp_detach_heads).
         linear_attention: attention of `linear_layers` (Qwen3-Next), or of "M" in a pattern; None
-            without them.
+            = no layer has linear attention.
         linear_layers: indices of the layers with linear attention, in rising order.
-        pattern: a letter for each layer that has one half of a block with one norm: "M" linear
+        pattern: one letter per layer, which then has one half of a block and one norm: "M" linear
             attention, "*" attention, "E" an MoE layer, "-" a plain MLP (Nemotron-H). "" = layers
-            have both, of the kinds that linear_layers and dense_layers name.
-        attention_bias: learned biases of attention: "qkv" of queries, keys and values (Qwen2,
-            GLM-4.5), "all" of the output too (Llama's option), None = off.
-        windows: keys that a token sees at most, its own included, 0 = all: of the first layers,
-            and then again of those behind them. (128, 0) is gpt-oss's, (4096,) Mistral's.
-        attention_sinks: each head has a learned score of one more key without a value (gpt-oss).
-        attention_gate: each head's output is multiplied by the sigmoid of a gate, which `q_proj`
-            returns behind its query (Qwen3-Next).
-        qk_norm: RMSNorm on queries and keys: "head" over each head (Qwen3), "full" over the whole
-            projection (OLMoE), None = off.
-        rope_theta: base of the rotary frequencies; None = attention knows no positions.
-        rotary_dim: dims of a head that rotary embedding turns, the first ones (GLM-4.5: half); 0 =
-            all. With mla see `MLAConfig`.
-        yarn: longer sequences than in pretraining; None = off. With mla it is `mla.yarn`.
+            have both halves, whose kinds linear_layers and dense_layers select.
+        attention_bias: learned biases: "qkv" for queries, keys and values (Qwen2, GLM-4.5), "all"
+            for the output too (Llama's option), None = off.
+        windows: sliding window of each layer in keys, the token itself included; 0 = full causal
+            attention. The tuple repeats over the layers: (128, 0) for gpt-oss, (4096,) for Mistral.
+        attention_sinks: each head has a learned score of one extra key without a value (gpt-oss).
+        attention_gate: each head's output is multiplied by the sigmoid of a gate. `q_proj` returns
+            the gate after the head's query (Qwen3-Next).
+        qk_norm: RMSNorm on queries and keys: "head" over each head (Qwen3), "full" over all heads
+            (OLMoE), None = off.
+        rope_theta: base of the rotary frequencies; None = attention without position embedding.
+        rotary_dim: number of first dims of a head that rotary embedding rotates (GLM-4.5: half);
+            0 = all dims. With mla see `MLAConfig`.
+        yarn: rotary scaling for sequences longer than in pretraining; None = off. With mla, set
+            `mla.yarn` instead.
         norm_eps: added to the mean square in every RMSNorm.
-        zero_centered_norms: every RMSNorm but that of linear attention multiplies by 1 + its weight
+        zero_centered_norms: every RMSNorm multiplies by 1 + its weight, except in linear attention
             (Qwen3-Next).
-        tie_embeddings: the output head reads the embedding table.
+        tie_embeddings: the output head uses the embedding table as its weight.
         max_seq_len: longest sequence in tokens.
-        ce_chunk_tokens: tokens whose logits exist at once in the loss.
+        ce_chunk_tokens: tokens per chunk of the loss; logits of one chunk exist at a time.
     """
 
     vocab_size: Count
@@ -450,7 +454,7 @@ class DecoderConfig(CheckedRecord):
 
     @property
     def num_predictions(self) -> int:
-        """Further tokens that multi-token prediction modules predict: runs of such modules."""
+        """Number of further tokens that the multi-token prediction modules predict."""
         return self.num_mtp_layers * self.mtp_repeats
 
     @property
@@ -464,17 +468,17 @@ class DecoderConfig(CheckedRecord):
         return sum(self.feedforward_of(i) == "moe" for i in range(self.num_layers))
 
     def window_of(self, layer_idx: int) -> int | None:
-        """Return how many keys a token of a layer sees at most; None = all."""
+        """Return a layer's sliding window in keys; None = full causal attention."""
         return self.windows[layer_idx % len(self.windows)] or None if self.windows else None
 
     def mixer_of(self, layer_idx: int) -> Mixer | None:
-        """Return what mixes tokens in a layer; None = nothing does."""
+        """Return the kind of attention in a layer; None = the layer has no attention."""
         if self.pattern:
             return MIXERS.get(self.pattern[layer_idx])
         return "linear" if layer_idx in self.linear_layers else "attention"
 
     def feedforward_of(self, layer_idx: int) -> Feedforward | None:
-        """Return what computes each token alone in a layer; None = nothing does."""
+        """Return the kind of feed-forward in a layer; None = the layer has no feed-forward."""
         if self.pattern:
             return FEEDFORWARDS.get(self.pattern[layer_idx])
         return "dense" if self.moe is None or layer_idx in self.dense_layers else "moe"

@@ -1,11 +1,12 @@
-"""Decoder: tokens -> logits or loss. The model that examples train and tests measure.
+"""Decoder: moecore's model, which maps token ids to logits or a loss.
 
 Legend: B sequences, T tokens of a sequence, N = B * T, D model dim, V vocabulary.
 
     tokens_BT -> embedding -> [norm, attention, add, norm, MLP or MoE, add] x L -> norm -> head
                                                                                      +-> mtp -> head
 
-A pipeline stage runs a part of this line (`StagedModel`); the whole of it is one stage.
+A pipeline stage runs a part of these modules (`StagedModel`). Without pipeline parallelism one
+stage runs all modules.
 
 Parameter names follow Hugging Face decoders (model.layers.0.self_attn.q_proj.weight), except
 inside an MoE layer, which keeps moecore's own (model.layers.0.mlp.experts.w1), and for multi-token
@@ -58,11 +59,11 @@ INIT_STD = 0.02
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer; a plain module in one process, CPU or GPU.
+    """A decoder-only transformer; in one process an ordinary module on CPU or GPU.
 
-    It is initialised with seed 0 unless it is built on meta. There, `apply_tensor_parallel`,
-    `parallelize_moe` come first, then `to_empty` and `init_weights`; values are the same
-    on every layout.
+    The constructor initialises the weights with seed 0 unless the device is meta. For a meta
+    model, call `apply_tensor_parallel` and `parallelize_moe`, then `to_empty` and `init_weights`.
+    The initial values do not depend on the parallel layout.
 
     Args:
         config: the decoder.
@@ -70,9 +71,10 @@ class Decoder(nn.Module):
         dtype: dtype of the parameters.
 
     Attributes:
-        mtp_losses: fp32 [num_predictions] on the device, detached: the cross-entropy of each run of
-            a multi-token prediction module in the last training forward, before `mtp_loss_coef`, of
-            this data rank's tokens. None before it. Reading it (`.tolist()`) is the only sync.
+        mtp_losses: fp32 [num_predictions] on the device, detached: the cross-entropy of each
+            multi-token prediction in the last training forward, for this data rank's tokens and
+            before `mtp_loss_coef`. None before the first such forward. Reading the values
+            (`.tolist()`) synchronises; the forward does not.
     """
 
     def __init__(
@@ -104,17 +106,17 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: Seed = 0, *, embedding_std: Positive = INIT_STD) -> None:
-        """Fill every parameter and buffer, the same on every layout. No communication.
+        """Initialise every parameter and buffer. No communication.
 
-        Matrices are N(0, 0.02^2), those that write into the residual stream are divided by the root
-        of how many do, 2 * num_layers or the length of a pattern, as in GPT-2. Sinks are
-        N(0, 0.02^2), norms multiply by 1, biases are 0.
-        For linear attention see `LinearAttention.init_weights`.
+        The values do not depend on the parallel layout. Matrices and sinks are N(0, 0.02^2), norms
+        multiply by 1, biases are 0. As in GPT-2, matrices whose output is added to the residual
+        stream are divided by sqrt(n). n is 2 * num_layers, or the length of a pattern. Linear
+        attention has its own `LinearAttention.init_weights`.
 
         Args:
-            seed: of all values.
-            embedding_std: standard deviation of the token embeddings. With 1, tokens differ more
-                than layers change them, so routers see different tokens from the first step on.
+            seed: seed of all values.
+            embedding_std: standard deviation of the token embeddings. With 1, embeddings are larger
+                than the layers' outputs, so routers distinguish tokens from the first step on.
 
         Raises:
             ValueError: for an argument out of its range.
@@ -149,21 +151,26 @@ class Decoder(nn.Module):
                     init_normal_(module.sinks, std=INIT_STD, key=f"{key}.sinks", seed=seed)
 
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Decoder:
-        """Cut the dense parameters over tp, in place, and work on own tokens from now on.
+        """Shard the dense parameters over tp in place, and return self.
 
-        Call it before `parallelize_moe`, on a meta model or with the same values on every
-        rank. Routed experts are left alone: they live on the expert mesh.
+        Later forwards use sequence parallelism: each rank's hidden states are of its own tokens.
+        Call this before `parallelize_moe`, on a meta model or with identical values on every rank.
+        Routed experts are unchanged: `parallelize_moe` shards them over the expert mesh.
 
-        The mesh has one dim; a tp of one rank changes nothing. Returns self.
+        The mesh has one dim. With one tp rank the model is unchanged.
 
         Raises:
-            ValueError: when heads or hidden dims do not divide, or parameters are sharded already.
+            ValueError: if tp does not divide heads or hidden dims, or if parameters are sharded
+                already.
         """
         apply_tensor_parallel(self, self.config, tp_mesh)
         return self
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the way of attention over cp ranks; see `ContextOptions.resolve`."""
+        """Return `options` with the method of context-parallel attention chosen for this model.
+
+        See `ContextOptions.resolve`.
+        """
         heads = self.config.num_heads // tp, self.config.num_kv_heads // tp
         mla = self.config.mla
         context = options.resolve(cp, *heads, has_latents=mla is not None)
@@ -175,11 +182,17 @@ class Decoder(nn.Module):
         return context
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """Work on own tokens of each row from now on; `parallelize_moe` calls it."""
+        """Shard the tokens of each row over the cp ranks in later forwards.
+
+        `parallelize_moe` calls this method.
+        """
         self.model.cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Let each forward choose its cp from now on; `parallelize_moe` calls it."""
+        """Register the groups with which a forward's `cp` argument selects its cp ranks.
+
+        `parallelize_moe` calls this method.
+        """
         self.model.context_groups = groups
 
     def forward(
@@ -196,50 +209,51 @@ class Decoder(nn.Module):
         stage: Stage | None = None,
         log_prob_loss: LogProbLoss | None = None,
     ) -> Tensor:
-        """Return the mean cross-entropy over the labels that count, or the logits without labels.
+        """Return the mean cross-entropy over the labels, or the logits if there are no labels.
 
-        In training mode `mtp_loss_coef` times the mean of the losses of the multi-token prediction
-        modules is added, each the sum over its own labels divided as the main loss is, as
-        DeepSeek-V3's report has it (equation 24): so gradients add up over micro-batches. In
-        eval mode and without labels these modules do not run.
+        In training mode the mean of the multi-token prediction losses, times `mtp_loss_coef`, is
+        added. Each of these losses is a sum over its labels, divided by the number that divides
+        the main loss (DeepSeek-V3, equation 24). Gradients therefore add up over micro-batches.
+        The modules do not run in eval mode or without labels.
 
         Args:
-            tokens_BT: int64 ids; under cp and tp the same whole rows on every cp and tp rank, with
-                the same other arguments.
-            labels_BT: int64, the token that should follow each position (already shifted), or -100
-                where nothing counts.
-            num_tokens: when given, the loss is the sum over labels divided by it: a whole number or
-                an integer scalar tensor, such as the labels of the global batch.
-            padding_mask_BT: bool, True = padding, which no expert computes and no balance loss
-                counts. Padding must follow the tokens of its document, where causal attention hides
-                it from them, or be a document of its own, and its labels must be -100; neither is
-                checked, it would sync.
-            cu_seqlens: int32 [n + 1], documents that are packed into the rows: document i is tokens
-                cu_seqlens[i] : cu_seqlens[i + 1] of the B * T, counted row by row; the last is
-                B * T, and documents without tokens may stand at the end. Positions restart with
-                each, and nothing of a document reaches another. On the CPU its values are checked;
-                on the device they are not, and nothing syncs. None = every row is a document.
-            max_seqlen: tokens of the longest document, or more, for `cu_seqlens` on the device;
-                None = B * T there.
-            cp: with `ContextOptions.dynamic`, so many neighbouring data ranks share these rows: a
-                power of two, 1 = this rank has them alone. They pass the same arguments, while
-                other ranks pass other rows with their own cp. None = that of the meshes.
-            hidden: what the pipeline stage before has returned, of `hidden_shape`; None in a stage
-                with the embedding.
-            stage: which part of the model runs; None = all of it. Every stage gets the same other
+            tokens_BT: int64 ids of full rows. All cp and tp ranks of a data rank pass identical
                 arguments.
-            log_prob_loss: a loss of log-probabilities of its own labels, which is returned;
-                `labels_BT` is None then, and no multi-token prediction module runs.
+            labels_BT: int64, the token that follows each position (already shifted), or -100
+                where the position has no loss.
+            num_tokens: divisor of the loss summed over labels, for example the number of labels in
+                the global batch: an int or an integer scalar tensor. None = the number of labels
+                in `labels_BT`.
+            padding_mask_BT: bool, True = padding, which experts and balance losses skip. Padding
+                must be at the end of its document or be a document of its own. Its labels must be
+                -100. Neither is checked, because the check would synchronise.
+            cu_seqlens: int32 [n + 1], borders of the documents that are packed into the rows.
+                Document i has the tokens cu_seqlens[i] : cu_seqlens[i + 1] of the B * T tokens,
+                counted row by row. The last value is B * T; empty documents are allowed at the end.
+                Positions restart in each document, and attention does not cross documents. Values
+                are checked on the CPU only, so a device tensor causes no sync. None = each row is a
+                document.
+            max_seqlen: an upper bound of the tokens in a document, for `cu_seqlens` on the device;
+                None = B * T.
+            cp: with `ContextOptions.dynamic`, the number of neighbouring data ranks that share
+                these rows: a power of two, 1 = only this rank. These ranks pass identical
+                arguments; other ranks pass other rows and their own cp. None = the cp of the mesh.
+            hidden: output of the previous pipeline stage, of shape `hidden_shape`; None in a stage
+                with the embedding.
+            stage: the part of the model that runs; None = the full model. Every stage gets the same
+                other arguments.
+            log_prob_loss: a loss of log-probabilities with its own labels, returned instead of the
+                cross-entropy. `labels_BT` must be None, and multi-token prediction does not run.
 
         Returns:
-            An fp32 scalar, the same on every cp and tp rank (0 when no label counts), or logits
-            [B, T, V] in the dtype of the model. No host sync of its own. A stage without the head
-            returns the hidden states that enter the next, of this rank's tokens.
+            An fp32 scalar, equal on all cp and tp ranks (0 if every label is -100), or logits
+            [B, T, V] in the dtype of the model. A stage without the head returns this rank's hidden
+            states, the input of the next stage. The forward adds no host sync.
 
         Raises:
-            ValueError: for wrong shapes, a document that is too long, rows or documents that do not
-                divide by 2 * cp, what a cp rank holds by tp, a cp without group, or a stage or
-                hidden states that are not this rank's.
+            ValueError: for wrong shapes, a document that is too long, rows or documents not
+                divisible by 2 * cp, a cp rank's tokens not divisible by tp, a cp without a group,
+                or a stage or hidden states that do not fit this rank.
         """
         check_arguments(Decoder.forward, locals())
         stage = self.model.full_stage if stage is None else stage
@@ -271,7 +285,7 @@ class Decoder(nn.Module):
         sequence: Sequence,
         log_prob_loss: LogProbLoss | None,
     ) -> Tensor:
-        """Return the loss or logits of normed states; without the head, the next stage's input."""
+        """Return the loss or logits of normed states, or the next stage's input without a head."""
         if stage.loss:
             args = (states[0], labels_BT, num_tokens, self._tied_weight, sequence)
             out = self.lm_head(*args, log_prob_loss)
@@ -295,7 +309,7 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor | None,
         sequence: Sequence,
     ) -> list[Tensor]:
-        """Return the loss of each prediction of further tokens, fp32, in a stage with the head."""
+        """Run the stage's multi-token prediction; return fp32 losses in the stage with the head."""
         # The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
         # and mask are of the whole rows.
         if padding_mask_BT is None:
@@ -321,7 +335,7 @@ class Decoder(nn.Module):
         return losses
 
     def stage_parts(self) -> StageParts:
-        """Return what pipeline stages are made of."""
+        """Return the module paths from which pipeline stages are built."""
         return StageParts(
             embedding="model.embed_tokens",
             layers="model.layers",
@@ -332,22 +346,22 @@ class Decoder(nn.Module):
         )
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape of what enters a stage on this rank. No communication.
+        """Return the shape of a stage's input hidden states on this rank. No communication.
 
-        It is [B, t, D] before the final norm, else [1 + k, B, t, D] after k predictions of further
-        tokens (0 where none runs); t = T / (cp * tp).
+        The shape is [B, t, D] before the final norm, with t = T / (cp * tp). After the norm it is
+        [1 + k, B, t, D], where k counts the multi-token predictions of previous stages.
         """
         num_states = self._num_states(stage, predicts=self._predicts(inputs.get("labels_BT")))
         return self._hidden_shape(num_states, inputs["tokens_BT"], inputs.get("cp"))
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Raise ValueError for a micro-batch that stages cannot run."""
+        """Raise ValueError for a micro-batch that pipeline stages cannot run."""
         need(inputs, "tokens_BT", "labels_BT or log_prob_loss")
         names = ("tokens_BT", "labels_BT", "padding_mask_BT", "log_prob_loss")
         self._check(*(inputs.get(name) for name in names))  # type: ignore[arg-type]
 
     def _hidden_shape(self, num_states: int, tokens_BT: Tensor, cp: int | None) -> tuple[int, ...]:
-        """Return the shape of so many normed states of own tokens, or of the residual stream."""
+        """Return this rank's shape of `num_states` normed states; 0 = of the residual stream."""
         B, T = tokens_BT.shape
         ranks, tp = self.model.ranks_of(cp), self.model.tp
         num_ranks = (1 if ranks is None else ranks.size) * (1 if tp is None else tp.size)
@@ -355,11 +369,11 @@ class Decoder(nn.Module):
         return (*stack, B, T // num_ranks, self.config.dim)
 
     def _predicts(self, labels_BT: Tensor | None) -> bool:
-        """Whether multi-token prediction modules run, in whichever stage they are."""
+        """Whether multi-token prediction runs in any pipeline stage."""
         return labels_BT is not None and self.training and len(self.mtp) > 0
 
     def _num_states(self, stage: Stage, *, predicts: bool) -> int:
-        """Return how many normed hidden states enter a stage; 0 = the residual stream does."""
+        """Return the number of normed states in a stage's input; 0 = it is the residual stream."""
         modules_before = len(self.mtp) if stage.loss else 0
         if stage.mtp:
             modules_before = stage.mtp[0]
@@ -380,13 +394,16 @@ class Decoder(nn.Module):
         temperature: PositiveOrZero = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return the tokens followed by new ones, one forward over the window per new token.
+        """Return the prompt followed by sampled tokens; each new token costs a full forward.
 
-        Under FSDP, EP, CP or TP every rank calls it with the same tokens and an equally seeded
-        generator. There is no cache: for trying a model out, not for serving.
+        Under FSDP, EP, CP or TP every rank passes the same tokens and a generator of the same
+        seed. There is no key/value cache, so this is for trials and not for serving.
 
-        The prompt, int64, has at least one token, and the generator is on its device. The
-        temperature divides the logits; 0 takes the best token.
+        Args:
+            tokens_BT: the prompt, int64, at least one token.
+            max_new_tokens: number of tokens to append.
+            temperature: divides the logits; 0 = take the token with the largest logit.
+            generator: random generator on the device of the prompt.
         """
         check_arguments(Decoder.generate, locals())
         for _ in range(max_new_tokens):
@@ -400,7 +417,7 @@ class Decoder(nn.Module):
         return tokens_BT
 
     def _last_logits(self, window_BT: Tensor) -> Tensor:
-        """Logits after the last token; padded for cp and tp, with tokens that go to no expert."""
+        """Return the last token's logits; rows are padded to a length that cp and tp divide."""
         T, tp, cp = window_BT.shape[1], self.model.tp, self.model.cp
         multiple = (1 if tp is None else tp.size) * (1 if cp is None else 2 * cp.size)
         padding = -T % multiple
@@ -444,7 +461,7 @@ class Decoder(nn.Module):
 
 
 def _residual_weights(layer: MoELayer) -> list[nn.Parameter]:
-    """What the layer's output comes out of: FC2 of the experts, or what leads out of the latent."""
+    """Return the weights whose products are an MoE layer's output: w2 or the latent's w_up."""
     w2 = getattr(layer.part("experts"), layer.layout.expert_layout.w2)
     weights = [layer.latent.w_up if layer.config.latent_dim else w2]
     if layer.config.shared_hidden_dim:

@@ -18,7 +18,7 @@ from moecore.models.tensor_parallel import TensorParallel, sum_value
 
 
 class Head(nn.Module):
-    """The output matrix, and the loss on top of it. Without a weight of its own when tied."""
+    """The output matrix and the loss. A tied head has no weight and uses the embedding table."""
 
     is_fsdp_head = True
     tp_shard_dim = 0
@@ -84,7 +84,7 @@ class Head(nn.Module):
 
 
 def _over_cp(x_BTX: Tensor, sequence: Sequence) -> Tensor:
-    """Return whole rows, for a result equal on all cp ranks."""
+    """Gather full rows over cp, for a result that is identical on all cp ranks."""
     return (
         x_BTX if sequence.local_tokens is None else sequence.local_tokens.gather_replicated(x_BTX)
     )

@@ -2,9 +2,9 @@
 
 Legend: B sequences, T tokens of a sequence, D model dim, H query heads, h key/value heads, d head
 dim, F hidden dim of the MLP. Under tensor parallelism H, h and F are this rank's share, and x_BTD
-holds this rank's tokens until a module gathers them (see tensor_parallel.py).
+contains only this rank's tokens until a module gathers all tokens (see tensor_parallel.py).
 
-Activations are plain local tensors; every parameter is read through `local_param`.
+Activations are local tensors and not DTensors; modules read every parameter by `local_param`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ScoreObserver = Callable[[Tensor, Tensor, Sequence, float], None]
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, in fp32 and rounded once.
+    """x / rms(x) * weight over the last dim, computed in fp32 and rounded once.
 
-    With `over_tp` the last dim, in all `dim`, is cut over tp: the mean square is over all tp ranks.
-    With `zero_centered` the factor is 1 + weight.
+    With `over_tp` the last dim, of global size `dim`, is sharded over tp, and the mean square is
+    all-reduced over tp. With `zero_centered` the factor is 1 + weight.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
         over_tp: bool = False,
         dtype: torch.dtype | None = None,
     ) -> RMSNorm:
-        """Return a norm of a decoder's kind, of its model dim unless another is given."""
+        """Return an RMSNorm with a decoder's options; `dim` = None is the model dim."""
         return cls(
             dim or config.dim,
             config.norm_eps,
@@ -90,11 +90,13 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary embedding.
 
-    With a window a token sees so many keys at most, its own included. Sinks are whole on each tp
-    rank, which reads its heads'; the output's bias is added to own tokens, after the sum over tp.
-    With gates `q_proj` returns the query of each head and then its gate, of the output's dims.
+    With a window a token attends to at most that many keys, its own key included. Sinks are
+    replicated over tp, and each rank reads the sinks of its heads. The output bias is added after
+    the reduce-scatter over tp, to this rank's tokens. With gates `q_proj` returns the query and
+    then the gate of each head; the gate has the head's output dims.
 
-    `observe_scores`, or None, gets turned queries and keys, sequence and scale in every forward.
+    If `observe_scores` is not None, every forward calls it with the rotated queries and keys, the
+    sequence and the scale.
     """
 
     observe_scores: ScoreObserver | None = None
@@ -132,7 +134,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm.of(config, k_norm_dim, over_tp=over_tp, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the output of own tokens, normed; the sequence is of the whole rows."""
+        """Map this rank's normed tokens to their attention output; `sequence` is of full rows."""
         q_BTHd, k_BThd, v_BThd, gate_BTHd = self._project(x_BTD)
         if sequence.rotary is not None:
             q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)
@@ -151,7 +153,7 @@ class Attention(nn.Module):
         return y_BTD if self.o_bias is None else y_BTD + local_param(self.o_bias).to(y_BTD.dtype)
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Normed, unturned queries and keys, values, and gates or None, of all T."""
+        """Return queries and keys, normed but not rotated, values, and gates or None, of all T."""
         q, k, v = column_products(x_BTD, (self.q_proj, self.k_proj, self.v_proj), self.tp)
         gate_BTHd = None
         if self.config.attention_gate:
@@ -208,7 +210,7 @@ class MLP(nn.Module):
 
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable | None:
-    """Return the table of positions that a decoder's attention reads: RoPE (2104.09864), YaRN."""
+    """Return the rotary table of the positions: RoPE (arXiv:2104.09864), or YaRN if configured."""
     if config.rope_theta is None:
         return None
     mla = config.mla

@@ -1,9 +1,9 @@
-"""Linear attention: a gated delta net and Mamba-2 mix tokens by a state of fixed size.
+"""Linear attention layers with a state of fixed size: a gated delta net and Mamba-2.
 
 Legend: B sequences, T tokens of a sequence, t tokens of this tp rank, D model dim, C channels of
 the convolution, h query and key heads or groups of heads, H value heads, r = H / h, k and v dims of
-a head. Under tp heads and channels are this rank's share where a method returns them. Parameters
-of heads are full on each tp rank, which reads those of its heads.
+a head. Under tp methods return the heads and channels of this rank. Parameters with one
+value per head are replicated over tp, and each rank reads the values of its heads.
 
     gated delta net
     x_BtD -> in_proj_qkvz -> q, k, v -> short convolution, silu -> delta rule -> o_BTHv -> norm
@@ -16,9 +16,10 @@ of heads are full on each tp rank, which reads those of its heads.
           -> in_proj -> z -> silu ------------------------------------------------ times
                                               out_proj -> y_BtD <- norm of groups ---+
 
-The rows of input projections are ordered by query head or group, so tensor parallelism can cut
-them: each group of `in_proj` has its z, x, B, C and time steps. The filters of the convolution have
-all queries, then all keys, then all values, or all x, B and C, as files have (`io/hf/names.py`).
+The rows of input projections are ordered by query head or group, so that tensor parallelism can
+shard them: each group of `in_proj` has its z, x, B, C and time steps. The convolution's filters
+have all queries, then all keys, then all values, or all x, B and C, as in checkpoints of Hugging
+Face (`io/hf/names.py`).
 
 Source: Gated Delta Networks (arXiv:2412.06464), Mamba-2 (arXiv:2405.21060). Names and order are
 transformers' Qwen3-Next and Nemotron-H.
@@ -45,10 +46,10 @@ from moecore.precision.plain import Linear
 
 
 class LinearAttention(nn.Module):
-    """Dims, filters and decays of a layer; subclasses have projections, a rule and a norm.
+    """Dims, convolution filters and decays; subclasses add projections, the rule and the norm.
 
-    Channels are kinds one after the other, `sizes` of each over all tp ranks, in the order of
-    heads.
+    The channels of the convolution are the kinds (such as queries, keys, values) one after the
+    other. `sizes` has the number of channels of each kind over all tp ranks, ordered by head.
     """
 
     is_eager = True  # in no CUDA graph: a package reads the borders of documents on the host
@@ -72,7 +73,7 @@ class LinearAttention(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=dtype))
 
     def convolved(self, parts_BTC: Sizes[Tensor], sequence: Sequence) -> list[Tensor]:
-        """Return each kind of channels after the convolution and silu."""
+        """Apply the short convolution and silu, and return the channels of each kind."""
         bias = None if self.conv1d.bias is None else self._channels(self.conv1d.bias)
         filters = self._channels(self.conv1d.weight).squeeze(1), bias
         mixed_BTC = convolve(torch.cat(list(parts_BTC), -1), *filters, sequence, silu=True)
@@ -83,11 +84,11 @@ class LinearAttention(nn.Module):
         return F.softplus(wide(a_BTH) + self.local_heads(self.dt_bias))
 
     def rates(self) -> Tensor:
-        """Return the logarithm of each head's decay in a step of 1, negative, [H]."""
+        """Return [H], the logarithm of each head's decay per unit of time step; negative."""
         return -wide(self.local_heads(self.A_log)).exp()
 
     def local_heads(self, param: nn.Parameter) -> Tensor:
-        """Return this rank's part of a parameter by heads."""
+        """Return the values of this tp rank's heads from a replicated per-head parameter."""
         full_param = local_param(param)
         return full_param if self.tp is None else full_param.chunk(self.tp.size)[self.tp.rank]
 
@@ -99,7 +100,7 @@ class LinearAttention(nn.Module):
         return torch.cat([part.chunk(self.tp.size)[self.tp.rank] for part in parts])
 
     def init_weights(self, *, key: str, seed: int) -> None:
-        """Fill filters as torch does, and decays: exp(-softplus(a + 1) * U(least_decay, 16))."""
+        """Initialise filters as Conv1d, decays as exp(-softplus(a + 1) * U(least_decay, 16))."""
         bound = self.conv1d.weight.shape[-1] ** -0.5
         for name, param in self.conv1d.named_parameters():
             init_uniform_(param, bound=bound, key=f"{key}.conv1d.{name}", seed=seed)
@@ -110,12 +111,12 @@ class LinearAttention(nn.Module):
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x in fp32, or in fp64 as it is."""
+    """Return x in fp32; fp64 is unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class GatedDeltaNet(LinearAttention):
-    """Linear attention with a delta rule, decays and an output gate, of a linear layer."""
+    """Linear attention with the gated delta rule and an output gate (Qwen3-Next)."""
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         linear = config.linear_attention
@@ -148,7 +149,7 @@ LEAST_STEP, MOST_STEP = 1e-3, 0.1  # of a new layer
 
 
 class Mamba2(LinearAttention):
-    """A state space model with time steps, a skip and an output gate, of a linear layer."""
+    """Linear attention as a state space model with time steps, a skip and an output gate."""
 
     least_decay = 1.0
 
@@ -183,9 +184,9 @@ class Mamba2(LinearAttention):
         return row_product(y_BTC, self.out_proj, self.tp)
 
     def init_weights(self, *, key: str, seed: int) -> None:
-        """Fill filters as torch does, the skip with 1, decays with exp(-steps * U(1, 16)).
+        """Initialise filters as torch's Conv1d, the skip with 1, decays as exp(-step * U(1, 16)).
 
-        Time steps of a zero input have the logarithm U(log LEAST_STEP, log MOST_STEP).
+        The logarithm of the time step of a zero input is U(log LEAST_STEP, log MOST_STEP).
         """
         super().init_weights(key=key, seed=seed)
         local_of(self.D).fill_(1.0)
@@ -196,7 +197,7 @@ class Mamba2(LinearAttention):
 
 
 class GatedGroupNorm(RMSNorm):
-    """The RMSNorm of each group of heads of x * silu(gate), and a weight an element."""
+    """RMSNorm of x * silu(gate) over each group of heads, with one weight per element."""
 
     def __init__(
         self, num_groups: int, dim: int, eps: float, *, dtype: torch.dtype | None = None
@@ -205,7 +206,7 @@ class GatedGroupNorm(RMSNorm):
         self.group_dim = dim // num_groups
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the gated and normed x of this rank's heads, at least in its dtype."""
+        """Return the gated and normed x of this rank's heads, in x's dtype or a wider dtype."""
         weight = local_param(self.weight)
         if self.tp is not None:
             weight = weight.chunk(self.tp.size)[self.tp.rank]

@@ -1,17 +1,18 @@
-"""Log-probabilities of tokens, and entropies, of a linear head: logits are made chunk by chunk.
+"""Token log-probabilities and entropies of a linear head, whose logits are computed in chunks.
 
 Legend: B rows, T tokens of a row, t tokens of a row of this rank, N tokens, C tokens of one chunk,
 D model dim, V vocabulary.
 
-A chunk's logits are made in fp32, give a number or two for each token, and are gone. What a loss
-does with the numbers is known when all of them are, so backward makes the logits once more: four
-products for a chunk, where `loss.py` has three. With x the logits over the temperature, p =
-softmax(x) and entropy H = -sum of p log p,
+A chunk's fp32 logits are reduced to one or two numbers per token and freed. A loss needs the
+numbers of all tokens, so backward recomputes the logits: four matmuls per chunk, where `loss.py`
+has three. With x the logits divided by the temperature, p = softmax(x) and entropy H = -sum of
+p log p,
 
     d log p[label] / d x[v] = (v == label) - p[v]         d H / d x[v] = -p[v] (log p[v] + H)
 
-Without H both are kernels of `kernels/cross_entropy.py`, whose gradient, that of -log p[label], is
-scaled where it has D columns, not V. Ranks may hold parts of the vocabulary, as in `loss.py`.
+Without H, `kernels/cross_entropy.py` computes the gradient of -log p[label]; the incoming gradient
+scales its product with the weight, which has D columns instead of V. The vocabulary may be sharded
+over ranks, as in `loss.py`.
 
 Memory: C * V * 4 bytes (C * V * 6 for 16-bit inputs, in backward), C * V * 4 more with entropies,
 and in backward D * V * 4 for the fp32 d_weight.
@@ -39,15 +40,15 @@ Scalar = Callable[[Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LogProbLoss(CheckedRecord):
-    """What a forward returns in place of the cross-entropy: a loss of log-probabilities.
+    """A loss of token log-probabilities that a forward returns instead of the cross-entropy.
 
     Attributes:
-        labels_BT: int64, the token that should follow each position (already shifted), or -100
-            where none is asked for; of whole rows, on the device of the model.
-        function: gets fp32 [B, T] of whole rows, the log-probability of each label (0 for -100) and
-            the entropy of the distribution it is from (None without `entropy`), and returns an fp32
-            scalar. Under cp and tp it runs on every rank, on equal numbers.
-        temperature: the logits are divided by it.
+        labels_BT: int64 on the model's device, of full rows: the token that follows each position
+            (already shifted), or -100 for positions without a log-probability.
+        function: maps log-probabilities and entropies to an fp32 scalar loss. Both arguments are
+            fp32 [B, T] of full rows. The log-probability is 0 where the label is -100. Entropies
+            are None without `entropy`. Every cp and tp rank calls it with identical values.
+        temperature: divisor of the logits.
         entropy: whether entropies are computed.
     """
 
@@ -66,7 +67,7 @@ class LogProbLoss(CheckedRecord):
         chunk_tokens: int = 2048,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss, from this rank's tokens; `to_full_rows` makes [B, t, X] whole rows."""
+        """Return the loss from the head's inputs; `to_full_rows` gathers [B, t, X] over ranks."""
         numbers = linear_log_probs(
             hidden_BtD.flatten(0, 1),
             weight_VD,
@@ -81,7 +82,7 @@ class LogProbLoss(CheckedRecord):
     def of_logits(
         self, logits_BtV: Tensor, labels_Bt: Tensor, to_full_rows: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return the loss from logits, which a model has changed since its head."""
+        """Return the loss from logits, for a model that scales or caps them after its head."""
         x_NV = logits_BtV.flatten(0, 1)
         x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
         labels_N = labels_Bt.flatten()
@@ -123,23 +124,25 @@ def linear_log_probs(
     chunk_tokens: Count = 2048,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log softmax(hidden @ weight^T / temperature) at the labels, and its entropy.
+    """Return log softmax(hidden @ weight^T / temperature) at the labels, and the entropy.
 
-    Under autocast products are in its dtype, as those of `F.linear` are; nothing else is rounded.
+    Under autocast the matmuls run in the autocast dtype, as `F.linear` does. Nothing else is
+    rounded.
 
     Args:
         hidden_ND: any float dtype; N may be 0.
         weight_VD: the head, same dtype (under autocast any) and device.
-        labels_N: int64 in [0, V), or -100 for tokens that are not asked for. Any other label has a
+        labels_N: int64 in [0, V), or -100 for tokens to skip. Any other label has a
             log-probability of NaN.
-        temperature: the logits are divided by it.
+        temperature: divisor of the logits.
         entropy: whether entropies are computed.
         chunk_tokens: tokens per chunk C.
-        group: of the ranks that have parts of the head, as of `linear_cross_entropy`.
+        group: ranks over which the head is sharded, see `linear_cross_entropy`.
 
     Returns:
-        fp32 [N] each (fp64 for fp64 inputs), differentiable once in hidden states and weight, 0
-        where the label is -100. The second is in nats, None without `entropy`. No host sync.
+        Log-probabilities and entropies in nats (None without `entropy`), fp32 [N] (fp64 for fp64
+        inputs). Both are 0 where the label is -100, and differentiable once in hidden states and
+        weight. No host sync.
 
     Raises:
         ValueError: as `linear_cross_entropy`.
@@ -154,7 +157,7 @@ def linear_log_probs(
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """See the module's text."""
+    """Autograd function of `linear_log_probs`; the module docstring has the formulas."""
 
     @staticmethod
     def forward(
@@ -221,14 +224,14 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
-    """Return the logits of a chunk over the temperature, fp32."""
+    """Return a chunk's fp32 logits divided by the temperature."""
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
     x_CV = product(hidden_CD, weight_VD.t(), dtype)
     return x_CV if temperature == 1.0 else x_CV.div_(temperature)
 
 
 def _entropy_(x_CV: Tensor, rows: RowStatistics, group: dist.ProcessGroup | None) -> Tensor:
-    """Return H of whole rows, [C]; uses up the logits. Collective."""
+    """Return the entropy [C] over the full vocabulary; overwrites the logits. Collective."""
     x_CV.sub_(rows.highs_C[:, None])
     weighted_C = x_CV.exp().mul_(x_CV).sum(1)
     if group is not None:
@@ -245,7 +248,7 @@ def _gradient_(
     sums_C: Tensor,
     *numbers: Tensor,  # [C]: gradients of log p; or H, and gradients of log p and H
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of a chunk's logits in `dtype`, and what its rows are to be times."""
+    """Return the gradient of a chunk's logits in `dtype`, and a factor for each of its rows."""
     if len(numbers) == 1:
         return softmax_gradient_(x_CV, local_labels_C, highs_C, sums_C, dtype), -numbers[0][:, None]
     entropy_C1, d_log_probs_C1, d_entropy_C1 = (x_C[:, None] for x_C in numbers)

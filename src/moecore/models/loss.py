@@ -1,16 +1,15 @@
-"""Cross-entropy of a linear head, in chunks: the logits of all tokens never exist at once.
+"""Cross-entropy of a linear head in chunks: the logits of one chunk exist at a time.
 
 Legend: N tokens, C tokens of one chunk, D model dim, V vocabulary.
 
-One chunk's logits are made (in fp32, unless a recipe has the products in FP8: `precision/head.py`),
-`kernels/cross_entropy.py` makes of them the loss and their own gradient, and from that the chunk's
-parts of d_hidden and d_weight follow at once. So forward does all the matrix work of backward too
-(three products per chunk, nothing recomputed), and backward only scales by the incoming gradient.
-Memory: C * V * 4 bytes (C * V * 6 for 16-bit inputs) for the chunk, D * V * 4 for the fp32
-d_weight, which is added up over chunks; in FP8 D * V * 2 more for the weight.
+For each chunk, forward computes the logits, in fp32 or with a recipe in FP8 (`precision/head.py`).
+`kernels/cross_entropy.py` computes the loss and the gradient of the logits. Two more matmuls give
+the chunk's d_hidden and add to d_weight. Backward therefore recomputes nothing and only scales by
+the incoming gradient. Memory: C * V * 4 bytes (C * V * 6 for 16-bit inputs) for the chunk,
+D * V * 4 for the fp32 d_weight that accumulates over chunks, and in FP8 D * V * 2 for the weight.
 
-Ranks may hold parts of the vocabulary (`group`): then V is that of a rank, and the ranks exchange
-three numbers per token, in one collective per chunk, between the two passes over its logits.
+The vocabulary may be sharded over the ranks of `group`. Then V is the vocabulary of one rank. Ranks
+exchange three numbers per token, in one collective per chunk, between two passes over its logits.
 
 Source: fusing head and loss is the idea of Liger Kernel (arXiv:2410.10989) and of cut
 cross-entropy (arXiv:2411.09009).
@@ -46,25 +45,26 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the cross-entropy of softmax(hidden @ weight^T) against the labels, an fp32 scalar.
 
-    Under autocast products are in its dtype, as those of `F.linear` are; nothing else is rounded
-    without a recipe.
+    Under autocast the matmuls run in the autocast dtype, as `F.linear` does. Without a recipe
+    nothing else is rounded.
 
     Args:
         hidden_ND: any float dtype; N may be 0.
         weight_VD: the head, same dtype (under autocast any) and device.
-        labels_N: int64 in [0, V), or -100 for tokens that do not count. Any other label raises on
+        labels_N: int64 in [0, V), or -100 for tokens without a loss. Any other label raises on
             a CPU and makes the loss NaN on a GPU and with a group.
-        num_tokens: the sum over labels is divided by it (whole number or integer scalar tensor);
-            None = by the number of labels that count. 0 divides by 1: nothing counts.
-        chunk_tokens: tokens per chunk C; in FP8 twice as many, which take no more memory.
-        group: ranks with the same tokens and labels, each with an equal part of the head's rows, in
-            rank order; None = weight_VD is whole.
-        recipe: of the products, "blockwise": FP8 for a weight, of a rank, whose sizes are multiples
-            of 128, on GPUs 16-bit. Logits are rounded to that dtype. None = as they are.
+        num_tokens: divisor of the loss summed over labels (int or integer scalar tensor); None =
+            the number of labels other than -100. 0 divides by 1.
+        chunk_tokens: tokens per chunk C. FP8 chunks have twice as many tokens and take no more
+            memory.
+        group: ranks with identical tokens and labels, over which the head's rows are sharded
+            evenly in rank order; None = weight_VD is the full head.
+        recipe: "blockwise" = matmuls in FP8, if the sizes of this rank's weight are multiples of
+            128 and inputs are 16-bit on a GPU. Logits are rounded to the 16-bit dtype. None = off.
 
     Returns:
-        Scalar, fp32 (fp64 for fp64 inputs). No host sync. With a group it is equal on all ranks,
-        and the gradients are those of one rank's part: of hidden_ND they add up over the ranks.
+        Scalar, fp32 (fp64 for fp64 inputs). No host sync. With a group the loss is equal on all
+        ranks. The gradient of hidden_ND on a rank is partial: the sum over ranks is the gradient.
 
     Raises:
         ValueError: when `num_tokens` is a floating tensor, `chunk_tokens` < 1, `labels_N` is not
@@ -89,7 +89,7 @@ def linear_cross_entropy(
 
 
 def product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
-    """Return what products of a head are in; raises for what does not fit each other."""
+    """Return the dtype of the head's matmuls; raise ValueError if shapes or dtypes do not fit."""
     if labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"labels_N {tuple(labels_N.shape)} must have one label for each row of "
@@ -110,12 +110,12 @@ def product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tor
 
 
 def count_labels(labels: Tensor) -> Tensor:
-    """Return the number of labels that are not -100, an int64 scalar on their device."""
+    """Return the number of labels other than -100 as an int64 scalar on the labels' device."""
     return (labels != IGNORE_INDEX).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum over labels; the gradients are made in forward, see the module's text."""
+    """Loss summed over labels; forward computes the gradients, see the module docstring."""
 
     @staticmethod
     def forward(
@@ -197,7 +197,7 @@ def _add_chunk_(
 
 
 class RowStatistics(NamedTuple):
-    """Of whole rows of logits, by token, what their softmax follows from; fp32 or fp64."""
+    """Softmax statistics of each token over the full vocabulary; fp32 or fp64."""
 
     local_labels_C: (
         Tensor  # among this rank's columns; -1 = elsewhere, -100 = the row does not count
@@ -207,7 +207,7 @@ class RowStatistics(NamedTuple):
     label_logits_C: Tensor  # x at the label
 
     def log_probs(self) -> Tensor:
-        """Return the log-probability of each label, 0 where the row does not count."""
+        """Return the log-probability of each label, 0 where the label is -100."""
         log_probs_C = self.label_logits_C - self.highs_C - self.sums_C.log()
         return log_probs_C.masked_fill(self.local_labels_C == IGNORE_INDEX, 0)
 
@@ -215,7 +215,7 @@ class RowStatistics(NamedTuple):
 def combine_row_statistics(
     logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None
 ) -> RowStatistics:
-    """Return the numbers of rows that the ranks of a group have equal parts of. Collective."""
+    """Return the statistics of logits whose vocabulary is sharded over a group. Collective."""
     V, rank, size = logits_CV.shape[1], 0, 1
     if group is not None:
         rank, size = group.rank(), group.size()

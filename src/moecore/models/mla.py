@@ -1,22 +1,22 @@
-"""Multi-head latent attention: queries, keys and values come out of small latents.
+"""Multi-head latent attention: queries, keys and values are projected from small latents.
 
 Legend: B sequences, T tokens of a sequence, t tokens of this tp rank, D model dim, H query heads
 (this rank's share under tp), Q latent of the queries, C latent of keys and values, n and r the
-parts of a query or key head that rotary embedding leaves alone and turns, v dim of a value head.
+dims of a query or key head without and with rotary embedding, v dim of a value head.
 
     x_BtD -> q_a_proj, norm -> q_BtQ --+                    +-> q_b_proj  -> q_BTH(n+r) -- rotate r
                                        +-> gather (tp) -> --+-> kv_b_proj -> k_BTHn, v_BTHv
     x_BtD -> kv_a_proj -> norm -> c_BtC, k_Btr -------------+-> k_BT1r, the same for all heads
 
-Under tensor parallelism heads are cut and latents are whole: each rank makes the latents of its own
-tokens, so their weights have partial-sum gradients like every weight outside of attention, and what
-ranks exchange are latents (Q + C + r numbers per token) instead of hidden states (D).
+Under tensor parallelism heads are sharded and the weights of latents are replicated. Each rank
+computes the latents of its own tokens, so these weights have partial-sum gradients. Ranks exchange
+latents (Q + C + r numbers per token) instead of hidden states (D).
 
-Context parallel ranks that gather do so with key/value latents and turned shared keys (C + r
-numbers), and every rank makes the keys and values of whole rows out of them.
+Context parallelism by all-gather exchanges key/value latents and rotated shared keys (C + r numbers
+per token). Every rank then computes the keys and values of full rows.
 
-With `sparse` a query reads the keys that an `Indexer` selects (h heads of dim i): queries and
-latents go to `attention/sparse.py`, which applies `kv_b_proj` to queries and outputs.
+With `sparse` a query reads the keys that an `Indexer` selects (h heads of dim i).
+`attention/sparse.py` receives queries and latents, and applies `kv_b_proj` to queries and outputs.
 
 Source: DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3.2-Exp (arXiv:2512.02556, section 2.1); parameter
 names are transformers'.
@@ -43,7 +43,7 @@ from moecore.precision.plain import Linear
 
 
 class KeyNorm(nn.LayerNorm):
-    """A layer norm, whatever the layout of its parameters."""
+    """LayerNorm whose parameters may be sharded."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normed input."""
@@ -52,7 +52,7 @@ class KeyNorm(nn.LayerNorm):
 
 
 class Indexer(nn.Module):
-    """Scores of queries and keys, of latent attention with `sparse`; whole on each tp rank."""
+    """Scores keys for the queries of sparse latent attention; replicated over tp."""
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -66,7 +66,10 @@ class Indexer(nn.Module):
         self.weights_proj = Linear(config.dim, self.num_heads, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, q_BTQ: Tensor, rotary: RotaryTable) -> IndexerHeads:
-        """Return what pairs are scored by, of own tokens x and of latents of all T of tp."""
+        """Return the indexer's queries, keys and head weights for all T tokens.
+
+        `x_BTD` has this tp rank's tokens, and the query latents `q_BTQ` have all T tokens.
+        """
         k_BTi, w_BTh = self.k_norm(self.wk(x_BTD)), self.weights_proj(x_BTD)
         if self.tp is not None:
             kw_BTX = self.tp.gather(torch.cat((k_BTi, w_BTh), dim=-1))
@@ -78,14 +81,17 @@ class Indexer(nn.Module):
 
 
 def key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> KeyChoice:
-    """Return which keys a layer with an indexer reads; config None = the indexer learns nothing."""
+    """Return the rule by which a layer with an indexer selects keys.
+
+    If `config` is None, the indexer is not trained.
+    """
     learns = config is not None and layer.training and torch.is_grad_enabled()
     is_warm_up = config is not None and config.stage == "warm_up"
     return KeyChoice(top_k=None if is_warm_up else top_k, diverges=learns)
 
 
 def mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
-    """Return this rank's part of the mean over tokens, of all ranks' and without padding."""
+    """Return this rank's summand of the mean over all cp ranks' tokens without padding."""
     mask_BT, local_tokens = sequence.padding_mask_BT, sequence.local_tokens
     if mask_BT is None:
         return divergence_BT.sum() / (
@@ -124,7 +130,10 @@ class LatentAttention(nn.Module):
         self.indexer = None if mla.sparse is None else Indexer(config, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return what `Attention.forward` does; the rotary table is of `qk_rope_head_dim`."""
+        """Map this rank's normed tokens to their attention output, as `Attention.forward`.
+
+        The rotary table has `qk_rope_head_dim` dims.
+        """
         q_BTQ, c_BTC, k_BTr = self._latents(x_BTD)
         if self.indexer is not None:
             y_BTHv = self._attend_sparsely(self.indexer, x_BTD, q_BTQ, c_BTC, k_BTr, sequence)
@@ -136,12 +145,12 @@ class LatentAttention(nn.Module):
         return row_product(y_BTHv.flatten(2), self.o_proj, self.tp)
 
     def train_indexer(self, config: IndexerConfig) -> None:
-        """Let the indexer learn from now on; attention reads keys as `config.stage` says."""
+        """Train the indexer in later forwards; `config.stage` determines the keys attended."""
         self.learning, self.aux_loss = config, AuxLoss()
 
     @property
     def is_eager(self) -> bool:
-        """Whether a forward is in no CUDA graph: the indexer's loss is counted on the host."""
+        """Whether CUDA graphs must exclude this module: the indexer's loss uses host state."""
         return self.indexer is not None
 
     def _attend_sparsely(
@@ -153,7 +162,7 @@ class LatentAttention(nn.Module):
         k_BTr: Tensor,
         sequence: Sequence,
     ) -> Tensor:
-        """Return y_BTHv of the keys that are selected; the indexer's loss rides on it."""
+        """Return y_BTHv over the selected keys; backward of y_BTHv adds the indexer's gradient."""
         rotary, mla = sequence.rotary, self.mla
         assert rotary is not None and mla.sparse is not None
         choice = key_choice(self.learning, self, mla.sparse.top_k)
@@ -176,7 +185,7 @@ class LatentAttention(nn.Module):
         return y_BTHv
 
     def _latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query latent (x itself without one), key/value latent and unturned shared key; all T."""
+        """Return query latent (or x), key/value latent and shared key before rotation, all T."""
         C, r = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
         q_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD)) if self.mla.q_lora_rank else x_BTD
         c_BTC, k_BTr = self.kv_a_proj_with_mqa(x_BTD).split((C, r), dim=-1)
@@ -190,7 +199,7 @@ class LatentAttention(nn.Module):
     def _heads(
         self, q_BTQ: Tensor, c_BTC: Tensor, k_BTr: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B, T, H, n + r], turned, and values [B, T, H, v]."""
+        """Return rotated queries and keys [B, T, H, n + r], and values [B, T, H, v]."""
         rotary, local_tokens = sequence.rotary, sequence.local_tokens
         assert rotary is not None, "a decoder's sequence has a rotary table"
         n, r, v = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim, self.mla.v_head_dim

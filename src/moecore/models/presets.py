@@ -1,14 +1,16 @@
-"""Named decoders: published models with their published dimensions, and tiny ones.
+"""Decoder configs by name: published models with their published dimensions, and tiny models.
 
-Note: the published `router_aux_loss_coef` is kept as `micro_batch_coef`. The published training
-code of these models sums the shares over the K choices and takes one mean over all layers, moecore
-sums over layers and its shares add up to 1: for the same gradient multiply by K / num_moe_layers.
-DeepSeek-V3's losses and rates are those of its paper at the start of pretraining.
+`micro_batch_coef` is the published `router_aux_loss_coef`. The published training code sums expert
+shares over the K choices and averages over layers. moecore's shares sum to 1, and losses are summed
+over layers. To obtain the published gradient, multiply the coefficient by K / num_moe_layers.
 
-GLM-4.5's are those of its paper, which equal DeepSeek-V3's, and so do the numbers of Nemotron 3
-Nano's; that its loss is by sequence is from its published training code. Kimi-K2's and Moonlight's
-papers name none, so they have DeepSeek-V3's. gpt-oss has none: no training code that is published
-reads its 0.9.
+The losses and bias rates have these sources:
+
+    DeepSeek-V3               its paper, start of pretraining
+    GLM-4.5, Nemotron 3 Nano  their papers, with the values of DeepSeek-V3. Nemotron's loss per
+                              sequence is from its published training code.
+    Kimi-K2, Moonlight        DeepSeek-V3, because their papers name no values
+    gpt-oss                   no loss: no published training code reads its coefficient 0.9
 
 Source: the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, Qwen/Qwen2-57B-A14B,
 Qwen/Qwen3-Next-80B-A3B-Instruct, nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16,
@@ -40,7 +42,7 @@ LatentScaling = Literal["accuracy", "efficiency"]
 
 
 def preset(name: str) -> DecoderConfig:
-    """Return the config of a key of `PRESETS`; change it with `dataclasses.replace`."""
+    """Return the config `PRESETS[name]`; derive variants with `dataclasses.replace`."""
     check_arguments(preset, locals())
     if name not in PRESETS:
         raise ValueError(f"preset ({name!r}) must be one of {', '.join(PRESETS)}")
@@ -53,19 +55,20 @@ def with_latent_experts(
     *,
     scaling: LatentScaling = "accuracy",
 ) -> MoEConfig:
-    """Return the layer with experts in a latent dim, dim / latent_dim times as many of them.
+    """Return the MoE config with latent experts, and dim / latent_dim times as many experts.
 
-    The routed experts keep their number of parameters; the two projections are added.
+    The number of routed expert parameters is unchanged. Two projections, to the latent dim and
+    back, are added.
 
     Args:
         moe: a layer without latent experts.
         latent_dim: l, a divisor of dim.
-        scaling: "accuracy" multiplies top_k likewise, so a token costs as much as before (the
-            paper's l-MoE_acc); "efficiency" keeps top_k, so experts and exchanges of a token cost
-            latent_dim / dim of it (l-MoE_eff).
+        scaling: "accuracy" multiplies top_k by dim / latent_dim, so the cost of a token is
+            unchanged (the paper's l-MoE_acc). "efficiency" keeps top_k, so a token's expert FLOPs
+            and dispatched bytes shrink to latent_dim / dim (l-MoE_eff).
 
     Raises:
-        ValueError: for a latent_dim that does not divide dim, and a layer that has one already.
+        ValueError: if latent_dim does not divide dim, or the config has latent experts already.
 
     Source: LatentMoE (arXiv:2601.18089).
     """
@@ -83,12 +86,12 @@ def with_latent_experts(
 def at_width(
     config: Annotated[DecoderConfig, "pass the decoder of a preset"], dim: Count
 ) -> DecoderConfig:
-    """Return the decoder with another model dim, and heads and hidden dims in proportion.
+    """Return the config with a new model dim; numbers of heads and hidden dims scale with it.
 
-    The dims of a head, ranks of latent attention, layers and experts stay.
+    Head dims, latent ranks, and the numbers of layers and experts are unchanged.
 
     Raises:
-        ValueError: where a number would not be whole.
+        ValueError: if a scaled number is not an integer.
     """
     check_arguments(at_width, locals())
 

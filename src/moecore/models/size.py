@@ -1,9 +1,9 @@
-"""How large a decoder is and how much it computes, from its config: a copy on meta is counted.
+"""Parameter counts, FLOPs and document costs of a decoder, computed from its config.
 
 Legend: V vocabulary, D model dim, L layers, H query heads, d and v dims of a query head and a value
 head, E experts, K experts per token, T sequence length.
 
-Multi-token prediction counts, because training runs it; published sizes leave it out:
+Counts include multi-token prediction, because training runs it. Published sizes exclude it:
 `num_params(replace(config, num_mtp_layers=0, mtp_loss_coef=0.0))`.
 """
 
@@ -29,26 +29,25 @@ def num_params(config: DecoderConfig) -> int:
 
 
 def active_params(config: DecoderConfig) -> int:
-    """Return how many parameters a token reads: K of E experts, all of embedding and others."""
+    """Return the number of parameters used per token: K of E experts and all other parameters."""
     check_arguments(active_params, locals())
     total, idle = _params(config)
     return total - idle
 
 
 def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
-    """Return the FLOPs of forward and backward per token, recompute not counted.
+    """Return the FLOPs of forward and backward per token, without recomputation.
 
         6 * N + 3 * L * H * (d + v) * T, with w * (2 - w / T) for T in a layer of window w < T,
         and 3 * `LinearAttentionConfig.state_flops` for a layer of linear attention
 
-    N is `active_params` without the embedding lookup (the head's matrix is in, tied or not, once
-    for every module of multi-token prediction more): 2 FLOPs per parameter in forward, 4 in
-    backward. Attention's two products are 2 * H * d and 2 * H * v FLOPs per query and key in
-    forward; three times that with backward, and half of it because causal attention sees T / 2
-    keys of `seq_len` T on average. A module of multi-token prediction has one layer, and counts as
-    often as it is applied. Linear attention reads and writes its state of k * v numbers a value
-    head once or twice per token.
-    Sparse attention is that of windows of `top_k` keys, and its indexer scores all keys in forward.
+    N is `active_params` without the embedding lookup. It includes the head's matrix, tied or not,
+    and once more per multi-token prediction. A parameter costs 2 FLOPs in forward, 4 in backward.
+    Attention's two matmuls cost 2 * H * d and 2 * H * v FLOPs per query and key in forward, and
+    three times as much with backward. Causal attention halves the number of keys (T = `seq_len`).
+    A multi-token prediction module has one layer and counts once per application. Linear attention
+    reads and writes its state, k * v numbers per value head, once or twice per token. Sparse
+    attention counts as a window of `top_k` keys; its indexer scores all keys in forward.
     """
     check_arguments(flops_per_token, locals())
     config = replace(config, num_mtp_layers=config.num_predictions, mtp_repeats=1)
@@ -71,16 +70,16 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
 
 
 def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> DocumentCost:
-    """Return what a document costs the ranks that share it, as multiples of attention.
+    """Return the cost of a document under context parallelism, in units of attention's cost.
 
-        linear = flops_per_token(config, 0) over those of a pair, at 400 TFLOP/s for 600
-        exchange = bytes of a token's keys and values over the link, in the time of a pair
+    The unit is the time of 3 * L * H * (d + v) FLOPs of attention: length squared counts units.
 
-    A pair is a squared token: 3 * L * H * (d + v) FLOPs. Keys and values are in bf16; latent
-    attention sends latents.
+        linear = units per token outside of attention: flops_per_token(config, 0) FLOPs at 400
+            TFLOP/s, where attention runs at 600
+        exchange = units in the time to send a token's bf16 keys and values (or latents)
 
     Args:
-        config: of the model.
+        config: config of the decoder.
         link_gb_per_s: GB/s between ranks of a group, one way.
     """
     check_arguments(document_cost, locals())
@@ -98,7 +97,7 @@ def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> 
 
 @lru_cache
 def _params(config: DecoderConfig) -> tuple[int, int]:
-    """Return the number of all parameters, and of those that a token does not read."""
+    """Return the number of all parameters, and of the expert parameters that a token skips."""
     total = idle = 0
     for name, param in Decoder(config, device="meta").named_parameters():
         total += param.numel()

@@ -1,25 +1,25 @@
-"""Tensor parallelism with sequence parallelism: what ranks exchange, and how weights are cut.
+"""Tensor parallelism with sequence parallelism of the decoder: collectives and sharded weights.
 
 Legend: B sequences, T tokens of a sequence, G tp ranks, t = T / G tokens of one rank, D model dim.
 
-Outside of attention and dense MLPs every tp rank works on its own t tokens of each sequence. Those
-two gather the sequence, compute their slice of the heads or hidden dim for all tokens, and send
-every rank the sum of the partial results for its own tokens:
+Outside of attention and dense MLPs every tp rank computes its t tokens of each sequence. Attention
+and MLPs all-gather the sequence, compute their heads or hidden dims for all tokens, and
+reduce-scatter the partial results:
 
     x_BtD -> gather -> x_BTD -> q/k/v, attention, o_proj -> partial y_BTD -> scatter_sum -> y_BtD
 
-Latent attention gathers its latents instead, which each rank makes of its own tokens (see mla.py).
+Latent attention gathers the latents of each rank's tokens instead (see mla.py).
 
-So norms, router and shared experts need no communication; their weights are whole on each tp rank,
-and their gradients are partial sums over tp (`moecore.base.params.local_param`). Embedding and head
-are cut over the vocabulary: a rank looks up or multiplies its rows for all tokens,
+Norms, router and shared experts need no communication. Their weights are replicated over tp, and
+their gradients are partial sums over tp (`moecore.base.params.local_param`). Embedding and head
+are sharded over the vocabulary. A rank looks up or multiplies its rows for all tokens,
 
     tokens_BT -> own rows, else 0 -> scatter_sum -> x_BtD ... x_BtD -> gather -> own logits_BTv
 
 and the loss needs three numbers per token of each rank (`loss.py`).
 
-A gradient on one rank is that of the sum of all ranks' losses with respect to what the rank holds;
-each exchange below is the transpose of itself under that reading.
+A rank's gradient is the gradient of the sum of all ranks' losses with respect to the rank's local
+tensor. Under this definition the backward of each collective below is its transpose.
 
 Source: Megatron sequence parallelism (arXiv:2205.05198).
 """
@@ -48,9 +48,9 @@ from moecore.moe.layer import MoELayer
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank's place among the tp ranks, and the exchanges between them.
+    """The tp process group, this rank's index in it, and the collectives of tensor parallelism.
 
-    Every method is a collective unless its docstring excludes it.
+    Every method is a collective unless its docstring says "No communication".
     """
 
     group: dist.ProcessGroup
@@ -59,7 +59,10 @@ class TensorParallel:
 
     @cached_property
     def peer_problem(self) -> str | None:
-        """Why GPUs cannot read each other's memory, or None; the first look has host syncs."""
+        """Reason why the GPUs cannot read each other's memory, or None.
+
+        The first access synchronises with the host; later accesses return the stored result.
+        """
         if is_gloo(self.group, "cuda"):
             return "must have NCCL, and so a GPU for each rank"
         return find_peer_problem(self.group)
@@ -71,22 +74,23 @@ class TensorParallel:
         return x_BT.narrow(1, self.rank * size, size).contiguous()
 
     def gather(self, x_BtD: Tensor) -> Tensor:
-        """Return x_BTD, all ranks' tokens; backward adds what all ranks did with this rank's."""
+        """All-gather x_BTD along T; backward reduce-scatters the gradient."""
         x_BTD: Tensor = run_and_save(_gather, x_BtD, self.group)
         return x_BTD
 
     def gather_last(self, x_BTv: Tensor) -> Tensor:
-        """Return x_BTV, all ranks' columns, of any dims before; backward as of `gather`."""
+        """All-gather the last dim; backward reduce-scatters. Any number of leading dims."""
         parts_GNv = self.gather(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
         return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
 
     def local_rows(self, ids_BT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Return rows of this rank's part of a vocabulary, and which ids are of other parts.
+        """Map token ids to rows of this rank's vocabulary shard; return rows and a bool mask.
 
-        Ids of other parts are row 0. A part has `num_rows` rows. No communication.
+        The mask is True for ids of other shards, whose row is 0. A shard has `num_rows` rows. No
+        communication.
 
         Raises:
-            ValueError: on a CPU for ids outside of the vocabulary; a GPU's lookup asserts.
+            ValueError: on a CPU for ids outside of the vocabulary. On a GPU the lookup asserts.
         """
         size = num_rows * self.size
         exists_BT = (ids_BT >= 0) & (ids_BT < size)
@@ -101,19 +105,19 @@ class TensorParallel:
         return local_ids_BT.masked_fill(elsewhere_BT, 0), elsewhere_BT
 
     def scatter_sum(self, y_BTD: Tensor) -> Tensor:
-        """Return y_BtD, this rank's tokens of the sum over ranks, added in fp32."""
+        """Reduce-scatter y_BTD along T, with the sum in fp32; backward all-gathers."""
         self._check(y_BTD)
         y_BtD: Tensor = run_and_save(_scatter_sum, y_BTD, self.group)
         return y_BtD
 
     def gather_replicated(self, x_BtD: Tensor) -> Tensor:
-        """Return x_BTD for a result equal on all ranks; backward takes this rank's slice of it."""
+        """All-gather along T a result that all ranks use identically; backward slices locally."""
         gather = partial(_gather, group=self.group)
         x_BTD: Tensor = run_and_save(exchanged, x_BtD, gather, self.local_slice)
         return x_BTD
 
     def gather_columns(self, x_BTv: Tensor) -> Tensor:
-        """Return x_BTV, as `gather_replicated` does of dim 1."""
+        """All-gather the last dim of a result that all ranks use identically, [B, T, V]."""
         return self.gather_replicated(x_BTv.transpose(1, 2)).transpose(1, 2).contiguous()
 
     def _check(self, x_BT: Tensor) -> None:
@@ -124,21 +128,21 @@ class TensorParallel:
             )
 
     def sum_shared(self, value: Tensor) -> Tensor:
-        """Return the sum over ranks, which each uses in its own way; backward adds gradients."""
+        """All-reduce a value that each rank uses differently; backward all-reduces gradients."""
         add = partial(_all_reduce, group=self.group)
         total: Tensor = run_and_save(exchanged, value, add, add)
         return total
 
 
 def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over ranks; this rank's gradient is that of its own part. Collective."""
+    """All-reduce a value that all ranks use identically; backward is the identity. Collective."""
     add = partial(_all_reduce, group=group)
     total: Tensor = run_and_save(exchanged, value, add, lambda grad: grad)
     return total
 
 
 def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: DeviceMesh) -> None:
-    """Cut the dense parameters of a decoder over tp, in place. No communication."""
+    """Shard the dense parameters of a decoder over tp in place. No communication."""
     # A module that names its cut (`tp_shard_dim`) has its weight sharded on that dim, and a bias
     # with the weight's rows, and factors of peft's LoRA as their linear; every other parameter
     # becomes a replicated DTensor, except those of routed experts, which live on the expert mesh.
@@ -167,11 +171,11 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
 
 
 def _factors(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
-    """Return A and B of peft's LoRA -> the dim that is cut.
+    """Return the modules A and B of peft's LoRA with the dim along which each is sharded.
 
     Raises:
-        NotImplementedError: for adapters that read all of a weight.
-        ValueError: for dropout, which each rank would draw anew for equal tokens.
+        NotImplementedError: for adapters that read the full weight.
+        ValueError: for dropout, for which each rank would draw a new mask for identical tokens.
     """
     dims = dict[nn.Module, int | None]()
     for path, module in model.named_modules():
@@ -210,14 +214,14 @@ def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
 
 
 def _gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the ranks' dim 1. With one sequence the result is the receive buffer itself."""
+    """All-gather along dim 1. With one sequence the result aliases the receive buffer."""
     parts_GBtD: Tensor = gather_ranks(x_BtD, group)
     parts_GBtD = parts_GBtD.unflatten(0, (group.size(), x_BtD.shape[0]))
     return parts_GBtD.transpose(0, 1).flatten(1, 2)
 
 
 def _scatter_sum(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send rank g its tokens, dim 1, and add what the ranks send."""
+    """Reduce-scatter along dim 1."""
     size = group.size()
     parts_GBtD = y_BTD.unflatten(1, (size, y_BTD.shape[1] // size)).transpose(0, 1)
     return sum_ranks(parts_GBtD.flatten(0, 1), group)

@@ -1,4 +1,4 @@
-"""Products with the exchange of tensor parallelism that comes before or after them.
+"""Matmuls fused with the all-gather or reduce-scatter of tensor parallelism.
 
 Legend: B sequences, T tokens of a sequence, G tp ranks, t = T / G tokens of one rank, D model dim,
 N features of this rank's part of a weight.
@@ -6,19 +6,20 @@ N features of this rank's part of a weight.
     column_products   x_BtD -> all-gather -> x_BTD @ w_ND^T of each weight -> y_BTN
     row_product       x_BTN @ w_DN^T -> partial y_BTD -> sum of all ranks' parts -> y_BtD
 
-In turn, an exchange runs before its product begins, or after it has ended: `TensorParallel.gather`
-and `scatter_sum`. Sliced, both alternate by the t tokens of a rank, where ranks reach each other's
-memory and slices are large: copy engines move one slice, without SMs, while the product of another
-one runs (torch's symmetric memory). Then exchange and products are one operation of autograd, whose
-backward exchanges as the other one's forward does:
+Sequentially, `TensorParallel.gather` ends before the matmul begins, or `scatter_sum` begins after
+the matmul ends. Sliced, collective and matmul overlap in slices of a rank's t tokens: copy engines
+transfer one slice, without SMs, while the matmul of the previous slice runs. This needs torch's
+symmetric memory and large slices. Collective and matmuls are then one autograd function, and the
+backward of each function communicates as the forward of the other:
 
     column_products   dx_BtD = sum of all ranks' dy_BTN @ w_ND    dw_ND = dy_BTN^T @ x_BTD, saved
     row_product       dx_BTN = gathered dy_BTD @ w_DN             dw_DN = dy_BTD^T @ x_BTN, saved
 
-Both ways save the same tensors, round each rank's part to the dtype, add the parts in fp32 and
-round once. Sliced, products of several weights are added to one part before it is sent.
+Both variants save the same tensors for backward, round each rank's partial result to the dtype, sum
+in fp32 and round once. The sliced variant adds the partial results of several weights before it
+sends them.
 
-Sequences are exchanged one after the other, so nothing is copied to bring their slices together.
+Sequences are exchanged one after the other, so their slices need no copy to be contiguous.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ MIN_SLICE_BYTES = 32 << 20
 
 
 class SlicedExchange(NamedTuple):
-    """How exchanges and products of one sequence alternate. Both are collective.
+    """Two collectives over one sequence that call the caller's matmul for each rank's slice.
 
     Attributes:
-        gather: of x_tD, consume, x_TD and the group: fills x_TD with the slices of all ranks, and
-            calls consume(slice_tD, rank) with each.
-        send: of produce, parts_TD and the group: calls produce(rank, slice_tD) for each rank, which
-            fills the slice that is sent there, and fills parts_TD with what all ranks sent here.
+        gather: gather(x_tD, consume, x_TD, group) all-gathers x_tD into x_TD, and calls
+            consume(slice_tD, rank) for each rank's slice.
+        send: send(produce, parts_TD, group) calls produce(rank, slice_tD) for each rank, which
+            fills the slice to send to that rank. It fills parts_TD with the slices received.
     """
 
     gather: Callable[[Tensor, Callable[[Tensor, int], None], Tensor, dist.ProcessGroup], None]
@@ -71,7 +72,7 @@ class SlicedExchange(NamedTuple):
 def gather_ref(
     x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Gather, then consume: what `SlicedExchange.gather` computes."""
+    """Reference of `SlicedExchange.gather`: all-gather first, then consume each slice."""
     all_gather_single(x_TD, x_tD, group=group)
     for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
         consume(slice_tD, rank)
@@ -80,7 +81,7 @@ def gather_ref(
 def send_ref(
     produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Produce, then send: what `SlicedExchange.send` computes."""
+    """Reference of `SlicedExchange.send`: produce all slices first, then one all-to-all."""
     products_TD = torch.empty_like(parts_TD)
     for rank, slice_tD in enumerate(products_TD.chunk(group.size())):
         produce(rank, slice_tD)
@@ -94,7 +95,7 @@ WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 
 
 def workspace_bytes(name: str, num_ranks: int, num_bytes: int) -> int:
-    """Return the bytes of workspace of a recorded exchange, which moves so many out and in."""
+    """Return the workspace of a recorded exchange that sends and receives `num_bytes` in all."""
     return WORKSPACE_SLICES[name] * num_bytes // (2 * (num_ranks - 1))
 
 
@@ -123,7 +124,7 @@ SYMMETRIC_MEMORY = SlicedExchange(gather_and_consume, produce_and_send)
 def column_products(
     x_BtD: Tensor, linears: Sequence[nn.Linear], tp: TensorParallel | None
 ) -> list[Tensor]:
-    """Return y_BTN of each linear, whose weight is cut over N, for all ranks' tokens."""
+    """All-gather tokens over tp and return y_BTN of each linear, whose weight is sharded over N."""
     if tp is None:
         return [linear(x_BtD) for linear in linears]
     exchange = find_exchange(tp, x_BtD, x_BtD.shape[1], x_BtD.shape[2], linears)
@@ -135,7 +136,7 @@ def column_products(
 
 
 def row_product(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None) -> Tensor:
-    """Return y_BtD, own tokens of the sum over ranks, of a linear whose weight is cut over N."""
+    """Apply a linear whose weight is sharded over N and reduce-scatter its output: y_BtD."""
     if tp is None:
         y_BTD: Tensor = linear(x_BTN)
         return y_BTD
@@ -150,9 +151,9 @@ def row_product(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None) -> 
 def find_exchange(
     tp: TensorParallel, x: Tensor, num_tokens: int, dim: int, linears: Sequence[nn.Linear]
 ) -> SlicedExchange | None:
-    """Return the exchange of linears and their input; None = in turn. Equal on all tp ranks.
+    """Return the sliced exchange for these linears, or None to communicate sequentially.
 
-    What travels are slices [num_tokens, dim] of each sequence.
+    All tp ranks get the same answer. The exchange sends slices [num_tokens, dim] of each sequence.
     """
     if not is_plain_eager() or is_recomputing():
         return None
@@ -169,9 +170,10 @@ def is_long(slice_bytes: int) -> bool:
 
 
 def exchange_of(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
-    """Return the sliced exchange of a device; on GPUs a group's first call is collective.
+    """Return the sliced exchange of a device, or None if the device has none.
 
-    None = nothing. A CUDA graph keeps addresses of the workspace, which a longer sequence replaces.
+    On GPUs the first call for a group is collective. While a CUDA graph is captured the result is
+    None: the graph would keep workspace addresses that a longer sequence replaces.
     """
     if x.is_meta:  # without `peer_problem`, which a group remembers
         return ON_META if is_gpu(x) and are_peers_on_meta(tp.group) else None
@@ -213,7 +215,7 @@ def _apply(
 
 
 class _SlicedProducts(NamedTuple):
-    """What an operation knows beside tensors."""
+    """Exchange, group and gradient sinks of one fused product; not the tensors."""
 
     exchange: SlicedExchange
     group: dist.ProcessGroup
@@ -232,7 +234,7 @@ class _SlicedProducts(NamedTuple):
         return x_BTD, ys_BTN
 
     def sum(self, xs_BTN: Sequence[Tensor], weights_ND: Sequence[Tensor]) -> Tensor:
-        """Return y_BtD, own tokens of the sum of all products of all ranks."""
+        """Return y_BtD: the products summed over weights and ranks, for this rank's tokens."""
         (B, T, _), G = xs_BTN[0].shape, self.group.size()
         parts_BTD = xs_BTN[0].new_empty(B, T, weights_ND[0].shape[1])
         for b in range(B):
@@ -253,7 +255,7 @@ class _SlicedProducts(NamedTuple):
 def _multiply_slice(
     weights_DN: Sequence[Tensor], ys: Sequence[Sequence[Tensor]], x_tD: Tensor, rank: int
 ) -> None:
-    """Write the products of a rank's slice to its place in each y."""
+    """Multiply one rank's slice with each weight, and write the results into the y tensors."""
     for weight_DN, slices in zip(weights_DN, ys, strict=True):
         torch.mm(x_tD, weight_DN, out=slices[rank])
 
@@ -261,7 +263,7 @@ def _multiply_slice(
 def _add_products(
     xs: Sequence[Sequence[Tensor]], weights_ND: Sequence[Tensor], rank: int, y_tD: Tensor
 ) -> None:
-    """Write the sum of all products of a rank's slice."""
+    """Write the sum of one rank's products over all weights to y_tD."""
     for number, (slices, weight_ND) in enumerate(zip(xs, weights_ND, strict=True)):
         if number:
             y_tD.addmm_(slices[rank], weight_ND)

@@ -1,1 +1,1 @@
-"""Models of transformers, and peft's adapters in them, as they are."""
+"""Support for models of transformers, with or without peft adapters."""

@@ -1,4 +1,4 @@
-"""Causal attention of a transformers model without masks, which a CUDA graph can hold.
+"""Causal attention without masks for transformers models, so that CUDA graphs can capture it.
 
 To make a mask, transformers reads positions and padding on the host in every forward. Here the
 arguments of a call replace the mask:
@@ -29,18 +29,18 @@ UNKNOWN = ("position_bias", "dropout")  # what `attend` does not compute
 
 
 def use_causal_attention(model: nn.Module) -> None:
-    """Make a transformers model (>= 5) attend without masks; rows may hold packed documents.
+    """Switch a transformers model (>= 5) in place to causal attention without masks.
 
-    In place. A forward then takes packed documents by the arguments of transformers'
-    FlashAttention: `cu_seq_lens_q`, int32 [n + 1], with tokens counted row by row, and
-    `max_length_q`. `cu_seq_lens_k` and `max_length_k` are equal to these and not read. Without
-    documents every row is one sequence.
+    A forward then accepts packed documents by the arguments of transformers' FlashAttention:
+    `cu_seq_lens_q`, int32 [n + 1], with tokens counted row by row, and `max_length_q`.
+    `cu_seq_lens_k` and `max_length_k` must equal these two and are ignored. Without the arguments
+    every row is one sequence.
 
     A batch of `packing.PackedCollator` is passed as `model(**batch)`; MoE layers do not route the
     padding of its `padding_mask`. `position_ids` are optional and restart with each document by
-    default. Masks of attention are refused, so padding must be a document of its own, or follow the
-    tokens of its row with labels of -100. Losses of sequences and drops by position in MoE layers
-    are per document.
+    default. Attention masks raise an error. Padding must be a separate document, or be at the end
+    of its row with labels of -100. Sequence-wise balance losses and capacity drops by position in
+    MoE layers are per document.
 
     Args:
         model: a causal language model of transformers, before or after `parallelize_moe`.

@@ -59,7 +59,7 @@ REFUSED = {
 
 
 def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer] | None:
-    """Return the adapter of a transformers MoE block or experts module, or None for any other."""
+    """Return the adapter of a transformers MoE block or experts module, or None."""
     registered = _ADAPTERS.get(type(module).__name__) if is_hf(module) else None
     if registered is not None and not getattr(module, "jitter_noise", 0):
         return registered
@@ -67,7 +67,7 @@ def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer
 
 
 def why_refused(module: nn.Module) -> str | None:
-    """Return why a transformers block cannot be taken, or None for any other module."""
+    """Return the reason why a transformers MoE block is not supported, or None."""
     return REFUSED.get(type(module).__name__) if is_hf(module) else None
 
 
@@ -95,7 +95,7 @@ def _deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
 
 
 def _option(block: Any, *names: str) -> Any:
-    """Return the value of an option that forward reads."""
+    """Return an option's value from the block's gate, the block or its config."""
     # Forward reads the router's attribute, or the block's in early releases of 5. Both are copies
     # of the config's value.
     owners = (block.gate, block, block.config)
@@ -124,14 +124,14 @@ def _gpt_oss(block: Any, model: nn.Module) -> MoELayer:
 
 
 def _llama4(block: Any, model: nn.Module) -> MoELayer:
-    """Llama 4: the sigmoid of the best logit weighs what its expert reads; a shared expert."""
+    """Llama 4: the sigmoid of the top-1 logit scales the expert's input; a shared expert."""
     refuse_customised(block, LLAMA4)
     routing = {"top_k": block.router.top_k, "score_function": "sigmoid", "weights_on_input": True}
     return _adopt_stacked(block, LLAMA4, layer_class=_WithScores, **routing)
 
 
 class _WithScores(MoELayer):
-    """An MoELayer that returns (output, None): decoder layers of gpt-oss and Llama 4 expect two."""
+    """An MoELayer that returns (output, None), as decoder layers of gpt-oss and Llama 4 expect."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, *args: Any, **kwargs: Any
@@ -140,7 +140,7 @@ class _WithScores(MoELayer):
 
 
 class _WithTokens(MoELayer):
-    """An MoELayer that gets token ids as decoder layers of DeepSeek-V4 pass them."""
+    """An MoELayer that accepts token ids with the argument name of DeepSeek-V4's layers."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, input_ids: Tensor | None = None, **kwargs: Any
@@ -151,7 +151,7 @@ class _WithTokens(MoELayer):
 def _adopt_stacked(
     block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **routing: Any
 ) -> MoELayer:
-    """Return a layer of a block's own parts; `routing` has the routing fields of `MoEConfig`."""
+    """Return an MoELayer with a block's parameters; `routing` has fields of `MoEConfig`."""
     router, experts = (block.get_submodule(n) for n in (layout.router, layout.experts))
     read = read_experts(experts, layout.expert_layout)
     layer = adopt(

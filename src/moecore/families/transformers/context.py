@@ -1,9 +1,9 @@
-"""CausalContext: a causal language model of transformers over context parallel ranks.
+"""CausalContext: context parallelism for a causal language model of transformers.
 
-Every cp rank passes the same whole rows. Labels are shifted in whole rows, then cut, and the model
-computes the loss of this rank's tokens with them; tokens are cut before its base model
-(`rows.py`), and attention communicates (`attention.py`). The losses of the ranks are added. With
-`ContextOptions.dynamic` the argument `cp` of a forward chooses the ranks.
+Every cp rank passes identical full rows. Labels are shifted in the full rows and then sliced, and
+the model computes the loss of this rank's tokens. `rows.py` slices the tokens before the base
+model, and attention communicates (`attention.py`). The losses are all-reduced over the cp ranks.
+With `ContextOptions.dynamic` the argument `cp` of a forward selects the ranks.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ KEYS_TRAVEL = ("p2p", "a2a+p2p")  # ways without windows
 
 
 class CausalContext:
-    """What `ContextParallelModel` and `DynamicContextModel` ask of a model of transformers."""
+    """Implements `ContextParallelModel` and `DynamicContextModel` for a transformers model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the way of attention over cp ranks; see `ContextOptions.resolve`."""
+        """Return `options` with the method of context-parallel attention chosen for this model.
+
+        See `ContextOptions.resolve`.
+        """
         name, other = type(self.model).__name__, packing_problem(self.model)
         problem = None if other is None else f"{other} needs whole rows on a rank"
         if (problem := problem or _why_no_causal_model(self.model)) is not None:
@@ -79,11 +82,11 @@ class CausalContext:
         return resolved
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """Take whole rows, and work on the tokens that this rank holds, from now on."""
+        """Make later forwards accept full rows and compute only this cp rank's tokens."""
         self._take_rows().cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Let each forward choose its cp from now on."""
+        """Register the groups with which a forward's `cp` argument selects its cp ranks."""
         self._take_rows().groups = groups
 
     def _take_rows(self) -> RowReader:
@@ -96,7 +99,7 @@ class CausalContext:
     def _enter(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Give the model's loss the labels of this rank's tokens, shifted before they were cut."""
+        """Forward pre-hook: replace the labels by the shifted labels of this rank's tokens."""
         _refuse_router_logits(kwargs.get("output_router_logits"))
         for field in ("logits_to_keep", "inputs_embeds"):
             if kwargs.get(field) is not None:
@@ -126,7 +129,7 @@ class CausalContext:
     def _leave(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """Add the losses of the ranks."""
+        """Forward hook: all-reduce the loss over the cp ranks."""
         sequence: Sequence = kwargs[SEQUENCE]
         if sequence.local_tokens is None or kwargs.get("labels") is None:
             return output
@@ -138,7 +141,7 @@ class CausalContext:
 
 
 def _why_no_causal_model(model: Any) -> str | None:
-    """Return why the losses of a rank's tokens do not add up to a model's loss; None = they do."""
+    """Return the reason why a model's loss is not a sum over tokens, or None."""
     function = model.loss_function
     if loss_of_class(model) is None:
         return "its forward has no loss of transformers' loss_function"
@@ -151,7 +154,7 @@ def _why_no_causal_model(model: Any) -> str | None:
 
 
 def _refuse_tensors_of_rows(inputs: Mapping[str, Any], tokens: Tensor) -> None:
-    """Raise for a tensor of all tokens which would not be cut with them."""
+    """Raise for an input with a value per token that context parallelism would not slice."""
     for name, value in inputs.items():
         is_of_rows = isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]
         if is_of_rows and name not in SHARDED_INPUTS:

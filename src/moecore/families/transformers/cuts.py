@@ -1,7 +1,8 @@
-"""Which modules of a transformers model tensor parallel ranks can share, and how.
+"""Determines how tensor parallelism shards the modules of a transformers model.
 
-`cut_attention` and `cut_mlp` read from names, sizes and code which modules run on a part of their
-weights. Others stay whole, which costs memory and time. Heads that ranks cannot share are refused.
+`cut_attention` and `cut_mlp` infer from names, sizes and code which modules can run on a shard of
+their weights. Other modules are replicated, which costs memory and time. Numbers of heads that the
+tp degree does not fit raise an error.
 
 Legend: H heads.
 """
@@ -47,7 +48,7 @@ FUSED_BY_HEAD = {
 
 
 def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], list[str]]:
-    """Return how modules of decoder layers are cut, and why others are not, one of each class."""
+    """Return the sharding of each supported module, and one reason per unsupported class."""
     cuts, uncut_types = dict[nn.Module, ModuleCut](), dict[type, str]()
     names = {module: name for name, module in model.named_modules()}
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
@@ -69,7 +70,7 @@ def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], li
 
 
 def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Return how an attention module is cut by heads, or what of it is not known to have a part."""
+    """Return how an attention module is sharded by heads, or the part that cannot be sharded."""
     # Heads that ranks cannot share are a ValueError.
     if type(module).__name__ in FUSED_BY_HEAD:
         return _cut_heads(name, module, tp)
@@ -163,7 +164,7 @@ def _is_of_all(module: nn.Module, name: str, linears: Mapping[str, nn.Linear]) -
 
 
 def _unknown(module: nn.Module, known_names: set[str], num_heads: int) -> str | None:
-    """Return what of an attention module may depend on all heads, or None."""
+    """Return the name of a part of an attention module that may depend on all heads, or None."""
     for child, part in module.named_children():
         is_norm = "Norm" in type(part).__name__ and not list(part.children())
         if not (child in known_names or is_norm) and next(part.parameters(), None) is not None:
@@ -180,7 +181,7 @@ def _unknown(module: nn.Module, known_names: set[str], num_heads: int) -> str | 
 
 
 def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
-    """Return how a dense MLP is cut by its hidden dim; None for any other module."""
+    """Return how a dense MLP is sharded by its hidden dim, or None for other modules."""
     parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
     names = next((names for names in (*MLPS, *FUSED_MLPS) if set(names) == parts.keys()), None)
     if names is None or any(p is not None for p in module._parameters.values()):
@@ -204,7 +205,7 @@ def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
 
 
 def _has_halves(module: Any, name: str) -> bool:
-    """Whether an MLP takes the outputs of a linear as two halves, of which ranks can have parts."""
+    """Whether an MLP splits a linear's output into two halves, each of which can be sharded."""
     # Columns in turns (gate, up, gate, ..) are no halves. Data ranks cut dim 1 of such a weight,
     # which a bias lacks, and of a factor of LoRA is small.
     linear = module.get_submodule(name)

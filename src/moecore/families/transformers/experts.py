@@ -5,7 +5,7 @@
 
 The interface (`transformers.integrations.moe`) is stacked matrices, an activation, and a forward
 with ids and weights as arguments. Flags on the module give the order of the matrices. Only this
-module is replaced: router, shared experts and buffers of its block stay transformers' own code.
+module is replaced. Router, shared experts and buffers of its block remain transformers modules.
 
 Legend: E experts, D model dim, F hidden dim of an expert, C columns of FC1 (2F with a gate).
 """
@@ -48,7 +48,7 @@ class ReadExperts:
 
 
 def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedExperts] | None:
-    """Return the adapter of an experts module on the common interface, or None for any other."""
+    """Return the adapter of an experts module with the common interface, or None."""
     is_known = all(hasattr(module, flag) for flag in FLAGS) or type(module).__name__ in UNFLAGGED
     return route_experts if is_hf(module) and is_known else None
 
@@ -73,7 +73,7 @@ def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
 
 
 def used_tensors(experts: Any) -> dict[str, nn.Parameter]:
-    """Return name -> parameter of an experts module, without rows that nothing reads."""
+    """Return the parameters of an experts module by name, without rows of zero experts."""
     # LongCat-Flash's FC1 has rows for experts that return their input, but its checkpoints do not.
     tensors = dict(experts.named_parameters(recurse=False))
     if getattr(experts, "zero_expert_num", 0):
@@ -155,7 +155,7 @@ def _known_options(
 
 
 def _number_of(experts: Any, names: Sequence[str]) -> float | None:
-    """Return a clamp or a slope of a module, by the first of its names in transformers."""
+    """Return a module's clamp limit or slope, looked up under transformers' names for it."""
     values = (getattr(experts, name, None) for name in names)
     return next((v for v in values if isinstance(v, int | float) and 0 < v < inf), None)
 
@@ -179,19 +179,19 @@ def _samples(gated: bool) -> Tensor:
 
 
 def has_vision_experts(block: nn.Module) -> bool:
-    """Whether a block has a MoE of its own for tokens of text, and one for those of images."""
+    """Whether a block has separate MoE modules for text tokens and for image tokens."""
     return is_hf(block) and isinstance(getattr(block, "vision_moe", None), nn.Module)
 
 
 def kinds_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return which tokens such a block's forward takes for those of images; None = no token."""
+    """Return the mask of image tokens from the block's arguments; None = no image token."""
     _, kinds_BT, *_ = [*args, *kwargs.values(), None]
     result: Tensor | None = kinds_BT
     return result
 
 
 def run_vision_experts(model: nn.Module) -> None:
-    """Let blocks run experts for images without images too: ranks with text join exchanges."""
+    """Run image experts in every forward, so that text-only ranks join the all-to-alls."""
     for block in model.modules():
         if has_vision_experts(block):
             block.register_forward_hook(_run_vision_experts, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""Calls of transformers that a parallelized model cannot follow as they are: refused, warned of."""
+"""Errors and warnings for calls of transformers that a parallelized model cannot execute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NATIVE = {
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:
-    """Make `save_pretrained` raise on every rank: it would read shards as whole tensors."""
+    """Make `save_pretrained` raise on every rank, because it would save shards as full tensors."""
     # It stays for a `state_dict` of whole tensors and for transformers' distributed checkpoints.
     for module in model.modules():
         if is_pretrained(module):
@@ -53,7 +53,7 @@ def _save_pretrained(
 
 
 def sync_generation(model: nn.Module) -> None:
-    """Make `generate` run forwards until every rank has its tokens: others need its experts."""
+    """Make `generate` continue until all ranks have finished, because they share experts."""
     for module in model.modules():
         if is_pretrained(module) and hasattr(module, "generate"):
             hf: Any = module
@@ -67,7 +67,7 @@ def _generate(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_native_names(model: nn.Module) -> None:
-    """Make forwards raise for arguments of moecore's decoder, which transformers would drop."""
+    """Make forwards raise for arguments of moecore's decoder, which transformers would ignore."""
     for module in model.modules():
         if is_pretrained(module):
             module.register_forward_pre_hook(_check_names, with_kwargs=True)
@@ -84,7 +84,7 @@ def _check_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def warn_about_cache(model: nn.Module) -> None:
-    """Warn at training forwards that keep keys and values, in a model that must not."""
+    """Warn when a training forward uses a key/value cache."""
     # A compiled layer is compiled anew for its place in the cache, up to torch's limit of 8; the
     # others run as they are. What the cache keeps is not computed again.
     for module in model.modules():

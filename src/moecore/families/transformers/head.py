@@ -1,9 +1,9 @@
 """The head of a causal language model of transformers, whose loss needs no logits of all tokens.
 
-In a training forward with labels the head returns `Logits`: hidden states and the head's weight,
-and no values. `F.cross_entropy`, by which transformers' loss ends, computes the loss of them in
-chunks (`models/loss.py`). All else that is done with them, such as a factor or a cap of a model,
-gets values, so a model computes what it did.
+In a training forward with labels the head returns `Logits`, a tensor subclass that references the
+hidden states and the head's weight and has no values. `F.cross_entropy`, which transformers' loss
+calls, computes the loss in chunks (`models/loss.py`). Any other operation, such as a model's scale
+or cap on logits, computes the values first, so results are those of the stock model.
 
 Under tensor parallelism each tp rank has some rows of the vocabulary:
 
@@ -52,7 +52,7 @@ IS_SCORED = "_moecore_is_scored"  # attribute of a model in a forward with a `lo
 
 @dataclass(eq=False)
 class Source:
-    """What logits are computed of."""
+    """The hidden states and head weight from which `Logits` are computed."""
 
     hidden: Tensor  # [..., D]
     weight: Tensor  # [V, D], as the forward had it
@@ -64,11 +64,11 @@ class Source:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that have parts of the weight."""
+        """The tp group over which the head's weight is sharded, or None."""
         return None if self.tp is None else self.tp.group
 
     def start_backward(self, loss: Tensor) -> Tensor:
-        """Return a loss of all parts, equal on all ranks, whose gradients are those of one part."""
+        """Return the loss; backward multiplies its gradient by the tp size."""
         # Of the gradient each rank begins with its share (`tensor_parallel.EqualLosses`).
         if self.tp is None:
             return loss
@@ -76,18 +76,18 @@ class Source:
         return exchanged(loss, torch.clone, lambda grad: grad * size)
 
     def end(self, _grad: Tensor) -> None:
-        """Drop what is no longer computed of."""
+        """Free the hidden states when the loss's backward begins."""
         self.is_over, self.hidden = True, self.hidden[:0]
 
 
 class Logits(Tensor):
-    """Logits [..., V] that are computed where their values are asked for; see the module's text."""
+    """Logits [..., V] whose values are computed on first use; see the module docstring."""
 
     source: Source
 
     @staticmethod
     def of(source: Source, shape: torch.Size, dtype: torch.dtype) -> Logits:
-        """Return logits of a shape and dtype, whose last dim is V."""
+        """Return lazy logits of a shape and dtype; the last dim is V."""
         # What torch's functions do not pass by finds nan everywhere.
         memory = source.hidden.new_full((), math.nan, dtype=dtype, requires_grad=False)
         logits = memory.expand(shape).as_subclass(Logits)
@@ -95,10 +95,10 @@ class Logits(Tensor):
         return logits
 
     def compute(self) -> Tensor:
-        """Return the values; inside of the model's forward with their gradient.
+        """Compute the values; during the model's forward they are differentiable.
 
         Raises:
-            ValueError: after the forward, where they would have no gradient, or the weight is gone.
+            ValueError: after the forward, if gradients are enabled or the weight has changed.
         """
         source = self.source
         is_gone = source.is_over or version(source.weight) != source.version
@@ -168,7 +168,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Return the loss of logits [N, V], or None for one that needs their values."""
+    """Return the chunked loss of logits [N, V], or None if the options need the values."""
     unsupported = (weight, size_average, reduce)
     is_plain = all(other is None for other in unsupported) and label_smoothing == 0.0
     is_known = reduction in ("mean", "sum") and ignore_index == IGNORE_INDEX
@@ -202,7 +202,7 @@ WITHOUT_VALUES: Mapping[Any, Callable[..., Tensor | None]] = {
 
 
 class HeadWithoutLogits(nn.Linear):
-    """A head without bias, which computes no logits in a training forward with labels."""
+    """A linear head without bias that returns `Logits` in training forwards with labels."""
 
     loss_recipe: Recipe | None = None
 
@@ -222,7 +222,7 @@ class HeadWithoutLogits(nn.Linear):
 
 @dataclass(eq=False)
 class Forward:
-    """A forward of a model that runs."""
+    """State of one running forward of a model."""
 
     model: nn.Module
     head: nn.Module | None  # which makes no logits; None = every one does
@@ -230,7 +230,7 @@ class Forward:
 
 
 def _forwards() -> list[Forward]:
-    """Return the forwards that run in this thread, outermost first."""
+    """Return the running forwards of this thread, outermost first."""
     if not hasattr(_STATE, "forwards"):
         _STATE.forwards = []
     forwards: list[Forward] = _STATE.forwards
@@ -238,7 +238,7 @@ def _forwards() -> list[Forward]:
 
 
 def plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
-    """Yield the models of transformers in a module whose head is a plain matrix, and the head."""
+    """Yield each transformers model whose head is an `nn.Linear` without bias, with the head."""
     for outer in outermost(model):
         head = getattr(outer, "get_output_embeddings", lambda: None)()
         # A subclass, such as an adapter's, may compute more.
@@ -247,7 +247,7 @@ def plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
 
 
 def fuse_loss(model: nn.Module, recipe: Recipe | None) -> None:
-    """Let the models of transformers in a module train without logits of all tokens."""
+    """Make transformers models in a module compute their training loss in chunks of tokens."""
     for outer, head in plain_heads(model):
         head.__class__ = HeadWithoutLogits
         head.loss_recipe = recipe  # type: ignore[assignment]
@@ -271,7 +271,10 @@ def _leave(model: nn.Module, _args: Any, _output: Any) -> None:
 
 
 def cut_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
-    """Let embeddings and heads exchange what rows of the vocabulary give; return these modules."""
+    """Shard embeddings and heads over the vocabulary; return these modules.
+
+    Hooks add the collectives that the sharded modules need.
+    """
     # What another class computes, and a vocabulary that tp does not divide, stay whole.
     embeddings = list[nn.Module]()
     for outer in outermost(model):
@@ -297,7 +300,7 @@ def _is_plain(module: Any) -> bool:
 
 
 class OwnRows:
-    """Lets an embedding look up the ids of this rank's rows, and return those of all ranks."""
+    """Hooks of a vocabulary-sharded embedding: look up local ids, then all-reduce the result."""
 
     def __init__(self, tp: TensorParallel, embedding: nn.Embedding) -> None:
         self._tp, self._state = tp, threading.local()
@@ -320,7 +323,7 @@ class OwnRows:
 
 
 def _gather(head: Any, _args: Any, logits: Tensor) -> Tensor:
-    """Return logits of the whole vocabulary, but for `Logits`, which gather if they are asked."""
+    """All-gather logits over the vocabulary; `Logits` are returned as is and gather on use."""
     if isinstance(logits, Logits):
         return logits
     tp: TensorParallel = getattr(head, TP)

@@ -1,9 +1,9 @@
-"""DeepSeek-V4's hyper-connections by one kernel before and one after a sublayer, on GPUs.
+"""Fused hyper-connections for DeepSeek-V4: one GPU kernel before and one after each sublayer.
 
-Its class mixes residual streams in 146 small operations per sublayer, most in fp32. What stands
-in the place of a decoder layer's forward calls the layer's own modules in their order; parameters
-and names stay. On CPUs the same functions are plain PyTorch. Autocast and compilers, which fuse,
-get the class's own code, and so does a layer of which something was changed.
+The transformers class mixes residual streams in 146 small operations per sublayer, most in fp32.
+The replacement of a decoder layer's forward calls the layer's modules in the same order. Parameters
+and names are unchanged. On CPUs the functions are PyTorch operations. Under autocast, under
+torch.compile and for customised layers the stock forward runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAYER, CONNECTION = "DeepseekV4DecoderLayer", "DeepseekV4HyperConnection"
 
 
 def fuse_hyper_connections(layers: Iterable[Any]) -> None:
-    """Let decoder layers of DeepSeek-V4 mix their streams by kernels. No communication."""
+    """Replace the forward of DeepSeek-V4 decoder layers by the fused version, in place."""
     for layer in layers:
         connections = (layer.attn_hc, layer.ffn_hc)
         if all(runs_class_forward(connection, CONNECTION) for connection in connections):
@@ -41,7 +41,7 @@ def fuse_hyper_connections(layers: Iterable[Any]) -> None:
 def _layer(
     layer: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
-    """Stand before the forward of a decoder layer; hidden_states are [B, T, N, D]."""
+    """Replacement forward of a decoder layer; hidden_states are [B, T, N, D]."""
     if torch.compiler.is_compiling() or autocast_dtype(hidden_states) is not None:
         out: Tensor = type(layer).forward(layer, hidden_states, input_ids=input_ids, **kwargs)
         return out
@@ -56,7 +56,7 @@ def _layer(
 
 
 def _mixed(layer: Any, hidden_states: Tensor, *, input_ids: Tensor | None, **kwargs: Any) -> Tensor:
-    """Do what the class's forward does, by the kernels."""
+    """Compute the class's forward with fused kernels."""
     x_BTD, collapsed = layer.attn_hc(hidden_states, fused=True)
     y_BTD, _ = layer.self_attn(layer.input_layernorm(x_BTD), **kwargs)
     hidden_states = _expand(y_BTD, collapsed)
@@ -68,7 +68,7 @@ def _mixed(layer: Any, hidden_states: Tensor, *, input_ids: Tensor | None, **kwa
 def _collapse(
     connection: Any, hidden_streams: Tensor, *, fused: bool = False
 ) -> tuple[Tensor, CollapsedStreams] | tuple[Tensor, Tensor, Tensor]:
-    """Return a sublayer's input and its collapsed streams; as the class does where not `fused`."""
+    """Return a sublayer's input and the collapsed streams; without `fused`, the stock outputs."""
     if not fused:
         parts: tuple[Tensor, Tensor, Tensor] = type(connection).forward(connection, hidden_streams)
         return parts

@@ -1,11 +1,11 @@
-"""Linear attention layers of transformers whose documents and cp ranks moecore knows.
+"""Packed documents and context parallelism for linear attention layers of transformers.
 
-A layer is found by what its forward calls: a short convolution and a delta rule, functions of
-its model's file that get the layer's further arguments. There they are replaced, once for all
-models of that file. Calls without a `Sequence`, or of rows of one sequence each on one rank, go on
-to the function that was there, of transformers or of a package.
+A layer is recognised by the functions that its forward calls: a short convolution and a delta rule,
+which are globals of the model's file. moecore replaces these globals, once for all models of the
+file. A call without a `Sequence`, or with one sequence per row and one cp rank, runs the original
+function.
 
-Projections, gates, norms and their order stay the layer's.
+The layer's projections, gates, norms and their order are unchanged.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Function = Callable[..., Any]
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model whose forward calls a convolution and a rule known here."""
+    """Return the modules whose forward calls a supported convolution and delta rule."""
     return [module for module in model.modules() if rule_of(module)]
 
 
 def rule_of(module: nn.Module) -> str | None:
-    """Return the rule that a module's forward calls beside a convolution."""
+    """Return the name of the linear attention rule that a module's forward calls, or None."""
     called = names_in_forward(module)
     return next((rule for rule in RULES if rule in called), None) if CONVOLUTION in called else None
 
 
 def take_sequences(model: nn.Module) -> None:
-    """Make the linear attention layers of a model read the `Sequence` that they are given."""
+    """Make a model's linear attention layers use the `Sequence` in their arguments."""
     for module in linear_layers(model):
         of_file = inspect.unwrap(type(module).forward).__globals__
         for name in names_in_forward(module) & FUNCTIONS.keys():
@@ -50,9 +50,9 @@ def take_sequences(model: nn.Module) -> None:
 
 
 def refuse_shortcut(module: nn.Module) -> None:
-    """Make layers of a module's file run their parts, where a kernel of all of them is installed.
+    """Disable the fused kernel of a full layer in a module's file.
 
-    It has the projection of outputs too, without what hooks of that do.
+    That kernel includes the output projection and would skip the projection's hooks.
     """
     of_file = inspect.unwrap(type(module).forward).__globals__
     if SHORTCUT in of_file:
@@ -60,7 +60,7 @@ def refuse_shortcut(module: nn.Module) -> None:
 
 
 def _before(stock: Function, function: Function) -> Function:
-    """Return what calls `function` with a `Sequence` that has documents or ranks, else `stock`."""
+    """Return a dispatcher: `function` if the call has documents or cp ranks, otherwise `stock`."""
 
     @wraps(stock)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _convolution(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """Stand before `CONVOLUTION`."""
+    """Replacement of `CONVOLUTION` for documents and cp ranks."""
     is_silu = activation in SILU
     x_BTD = hidden_states.transpose(1, 2)
     y_BTD = convolve(x_BTD, weight, bias, sequence, silu=is_silu)
@@ -106,7 +106,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Stand before a chunked delta rule."""
+    """Replacement of a chunked delta rule for documents and cp ranks."""
     _refuse_cache(initial_state is not None or output_final_state)
     out = attend_linear(
         query,
@@ -137,7 +137,7 @@ def _state_space_scan(
     return_final_states: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Stand before `mamba2_chunk_scan`: time steps make decays and scale values."""
+    """Replacement of `mamba2_chunk_scan`: time steps determine decays and scale values."""
     _refuse_cache(initial_states is not None or return_final_states)
     step_BTH = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step_BTH = (F.softplus(step_BTH) if dt_softplus else step_BTH).clamp(*dt_limit)
@@ -145,7 +145,7 @@ def _state_space_scan(
 
 
 def _no_shortcut(*_args: Any, **_: Any) -> None:
-    """Stand before a kernel of a whole layer, whose caller goes on with its parts without one."""
+    """Replacement of a full-layer kernel; None makes the caller run the separate parts."""
 
 
 def _refuse_cache(has_cache: bool) -> None:

@@ -1,13 +1,13 @@
-"""How linear attention of transformers models is cut over tensor parallel ranks: by heads.
+"""Tensor parallelism by heads for linear attention layers of transformers models.
 
-A rank has the states of its heads, so neither the rule nor the passing of states over cp ranks
-knows of other tp ranks. What ranks exchange beside the sum of outputs:
+Each tp rank has the states of its heads, so the rule and the exchange of states over cp ranks need
+no tp communication. Besides the all-reduce of outputs, tp ranks exchange:
 
     projections of one kind, or in the order of heads         nothing
     several kinds of rows in one projection                   its outputs (`HeadExchange`)
     norms of groups that several ranks share                  sums of squares
 
-The filters of short convolutions are few, and stay whole: a rank reads its channels.
+The filters of short convolutions are small and replicated; each rank reads its channels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FILTERS = "conv1d"
 
 @dataclass(frozen=True, slots=True)
 class _LinearHeads:
-    """What a linear attention layer has of all heads, by name; a class has some of the names."""
+    """Names and sizes of a linear attention layer's per-head tensors."""
 
     heads: tuple[int, ...]  # numbers that tp must divide
     columns: Mapping[str, Stack]  # linears
@@ -50,7 +50,7 @@ class _LinearHeads:
 
 
 def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
-    """Return how a layer is cut by heads, or what of it is not known to have a part."""
+    """Return how a layer is sharded by heads, or the name of a part that cannot be sharded."""
     # Heads that ranks cannot share are a ValueError.
     layer = LAYERS[rule_of(module) or ""](module, tp)
     groups = [heads for heads, _ in layer.channels]
@@ -85,7 +85,7 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
 
 
 def _unknown(module: Any, layer: _LinearHeads) -> str | None:
-    """Return what of a layer may depend on all heads, or None."""
+    """Return the name of a part that may depend on all heads, or None."""
     linears, params = named_linears(module), dict(module.named_parameters())
     sizes = {n: _rows(stack) for n, stack in layer.columns.items()}
     for child, linear in linears.items():

@@ -1,12 +1,12 @@
-"""A loss of log-probabilities in the place of transformers' own, for one forward of a model.
+"""Replaces the loss of a transformers model by a `LogProbLoss` for one forward.
 
-    model(input_ids, log_prob_loss=...)     its labels become the forward's
-    the model's forward                     calls its `loss_function` with what its head returned
-    here                                    `Logits` of the head: computed in chunks, none is kept
-                                            values that the model has scaled or capped: as they are
+    model(input_ids, log_prob_loss=...)     uses the labels of the `LogProbLoss`
+    the model's forward                     calls `loss_function` with the output of its head
+    this module's `loss_function`           for lazy `Logits`: computes log-probabilities in chunks
+                                            for logits that the model scaled or capped: reads them
 
-Under context parallelism the labels are cut before the model (`context.py`), which adds the losses
-of its ranks: each has its share of one that they all compute from whole rows.
+Under context parallelism `context.py` slices the labels before the model and all-reduces the losses
+over cp. All cp ranks compute one loss from full rows, and each rank contributes a share of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OWN_LOSS = "_loss_function"  # attribute of a model whose loss function was set
 
 
 def take_log_prob_losses(model: nn.Module) -> None:
-    """Let forwards of the models of transformers in a module have a `log_prob_loss`."""
+    """Make forwards of transformers models in a module accept a `log_prob_loss` argument."""
     for outer in outermost(model):
         if hasattr(outer, "get_output_embeddings"):
             outer.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -81,7 +81,7 @@ def _leave(model: Any, _args: Any, _output: Any) -> None:
 
 
 def _function(loss: LogProbLoss) -> Callable[..., Tensor]:
-    """Return a loss function of a causal language model of transformers."""
+    """Return a `loss_function` for a transformers model that computes a `LogProbLoss`."""
 
     def of(logits: Tensor, labels: Tensor, *_: Any, **keywords: Any) -> Tensor:
         if isinstance(logits, DTensor):
