@@ -211,7 +211,7 @@ ERRORS = {
     "--data": "--data ([]) must have at least one source",
     "--eval-every 2": "--eval-every (2) must go with --validation",
     "--data missing.jsonl": "missing.jsonl must be a readable file: No such file",
-    "--data missing": "--data (missing) must be a .jsonl or .parquet file, the prefix of a .bin and a .idx",
+    "--data missing": "--data (missing) must be a .jsonl or .parquet file, the prefix of a .bin",
     "--data a.csv,skip_invalid=true": "--data (a.csv) must be a .jsonl file to have broken lines",
     "--data a.jsonl,size=2": "must have keys of weight, name, field",
     "--data a.jsonl,weight=x": "must have a number as weight",
