@@ -36,8 +36,8 @@ class NVLinkOptions(CheckedRecord):
             allows, `TrainStep.forward_backward` repeats the step with a sufficient factor and
             keeps that factor; it synchronises once per step. A loop of `micro_batch()` and a CUDA
             graph skip the step on every rank without a sync; the graph is captured again. A step
-            that ends with neither an optimizer nor `clip()` raises an error. In evaluation, rows are dispatched by
-            all-to-all if the capacity is a number, so any routing fits.
+            that ends with neither an optimizer nor `clip()` raises an error. In evaluation, rows
+            are dispatched by all-to-all if the capacity is a number, so any routing fits.
         overlap_weight_grads: copy engines return the tokens' gradients to their ranks while the
             experts compute their weight gradients.
         keep_rows: save the received rows for backward. False: backward dispatches the tokens a
