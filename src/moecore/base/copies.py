@@ -1,4 +1,4 @@
-"""Copies of a model's modules without memory, on which a question can be answered by trying."""
+"""Copies of a model's modules with parameters that the caller makes, such as on meta."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NewParameter = Callable[[nn.Parameter], nn.Parameter]
 def copy_modules(
     model: nn.Module, new_parameter: NewParameter, *, unwrapped: bool = False
 ) -> dict[nn.Module, nn.Module]:
-    """Return a copy of each module of a model. What is no module, parameter or hook is shared.
+    """Return module -> copy for each module of a model; `new_parameter` makes the parameters.
 
-    A method that was put in the place of a class's goes with its module. Of an `unwrapped` copy
-    what wraps a method, or was compiled of it, is left out, and what it wraps is not; a module
-    that `torch.compile` has made has the copy of its original.
+    The copies share all attributes except modules, parameters and hooks. A bound method that is an
+    attribute of a module is bound to the copy. `unwrapped` removes hooks and wrappers of methods,
+    including compiled methods; a module of `torch.compile` maps to the copy of its original.
     """
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
     twins = dict(copies)
@@ -54,7 +54,7 @@ def copy_modules(
 
 
 def on_meta(param: nn.Parameter) -> nn.Parameter:
-    """Return a parameter on meta that is sharded as this one."""
+    """Return a meta-device parameter with the sharding of `param`."""
     empty = torch.empty_like(local_of(param), device="meta", requires_grad=False)
     part = wrapped_like(empty, param) if isinstance(param, DTensor) else empty
     return parameter_like(part, param)
@@ -63,11 +63,11 @@ def on_meta(param: nn.Parameter) -> nn.Parameter:
 def as_part(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, of: Tensor
 ) -> DTensor:
-    """Return a DTensor of this rank's part with the global sizes of a tensor, differentiably."""
+    """Return a DTensor of this rank's shard with the global shape of `of`; differentiable."""
     sizes: Any = dict(shape=of.shape, stride=of.stride())
     return DTensor.from_local(local, mesh, placements, run_check=False, **sizes)
 
 
 def _shadows(module: Any, name: str) -> bool:
-    """Whether an attribute stands in the place of a method of its class: wrapped, or compiled."""
+    """Whether an attribute of the module overrides a method of its class."""
     return callable(vars(module)[name]) and callable(getattr(type(module), name, None))

@@ -74,7 +74,7 @@ class Bound(NamedTuple):
 
 
 class OneOf(NamedTuple):
-    """A value must be one of these, which may become more: a `Registry`."""
+    """A value must be one of `choices`, which may grow if they are a `Registry`."""
 
     choices: Collection[Any]
 
@@ -110,16 +110,16 @@ MaxNorm = Annotated[float, Bound(">", 0), Bound("<=", math.inf), "use None to on
 
 
 class _Kind(NamedTuple):
-    """What an annotation takes: whether a value, how an error names it, and the fix."""
+    """The check for one annotation: a predicate, the expected type in the error, and the fix."""
 
     takes: Callable[[Any], bool]
     name: Callable[[Any], str]
     fix: str
-    convert: Callable[[Any], Any] = lambda value: value  # to what a record stores
+    convert: Callable[[Any], Any] = lambda value: value  # returns the value that a record stores
 
 
 class CheckedRecord:
-    """A dataclass that is checked when it is made: its fields, then its rules."""
+    """A dataclass whose constructor checks its fields by annotation, then its rules."""
 
     __slots__ = ()
 
@@ -142,7 +142,7 @@ class CheckedRecord:
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise for the first of `locals()` of the wrong type or range; a function's first line."""
+    """Raise a ValueError for the first of a function's arguments (`locals()`) that is invalid."""
     if torch.compiler.is_compiling():
         return
     for name, kind in _argument_kinds(function):
@@ -150,13 +150,13 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 
 
 def check_value(name: str, value: object, annotation: Any) -> None:
-    """Raise a ValueError of one line when the value of an argument is not of its annotation."""
+    """Raise a one-line ValueError if an argument's value does not match its annotation."""
     if not torch.compiler.is_compiling():
         _check(name, value, _kind(annotation))
 
 
 def quote(value: object) -> str:
-    """Return a value as errors show it: one line, at most 80 characters."""
+    """Return the `repr` of a value for an error: one line, at most 80 characters."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # any object's own; ints of more than 4,300 digits have none
@@ -165,7 +165,7 @@ def quote(value: object) -> str:
 
 
 def shown_name(name: object) -> str:
-    """Return a name, such as of a tensor, as errors show it: itself, or cut and in one line."""
+    """Return a name for an error: unchanged, or its quoted `repr` if long or not printable."""
     text = str(name)
     return text if len(text) <= 200 and text.isprintable() else quote(text)
 
@@ -194,7 +194,7 @@ def _argument_kinds(function: Callable[..., Any]) -> list[tuple[str, _Kind]]:
 
 @cache
 def _kind(hint: Any) -> _Kind:
-    """Return what an annotation takes."""
+    """Return the check for an annotation."""
     notes: list[Any] = []
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
@@ -248,7 +248,7 @@ def _names(cls: type) -> tuple[str, str]:
 
 
 def _generic(origin: type, args: tuple[Any, ...]) -> _Kind:
-    """Return what a class with type arguments takes; an iterator is not consumed."""
+    """Return the check for a class with type arguments; an iterator is not consumed."""
     if origin is type:
         (base,) = args
         name = f"a subclass of {base.__name__}"
@@ -360,7 +360,7 @@ def _any_of(kinds: list[_Kind]) -> _Kind:
 
 
 def _in_one_line(kind: _Kind) -> _Kind:
-    """Return what takes the same paths, but none with a line break: errors show them."""
+    """Return a check that also refuses paths with a line break, because errors show paths."""
     return _Kind(
         lambda value: kind.takes(value) and (value is None or not set("\r\n") & set(str(value))),
         lambda value: f"{kind.name(value)}, without line breaks",

@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use: what they need takes long to import."""
+"""Names of a package that are imported on first use, because their modules import slowly."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def make_lazy_getattr(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: `names` has each module's, with blanks in between."""
+    """Return a package's `__getattr__`. `names`: module -> its names, separated by blanks."""
     homes = {name: module for module, line in names.items() for name in line.split()}
 
     def find(name: str) -> Any:

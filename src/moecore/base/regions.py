@@ -1,7 +1,8 @@
-"""Products: what a region does not run again (`recompute.py`), whoever calls it.
+"""Functions whose results a recompute region saves for backward instead of recomputing.
 
-A region finds matrix products and attention of torch itself. What it cannot know is called by one
-of these functions: outside of regions they call what they are given.
+A region (`train/memory/recompute.py`) is a part of the model that backward recomputes. It finds
+matrix products and attention of torch itself. Other products, and communication, are called
+through `as_product` and `run_and_save`. Outside of regions both only call the function.
 """
 
 from __future__ import annotations
@@ -16,44 +17,44 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# What a region does not run again.
+# The functions of torch whose results a region saves.
 OF_TORCH = (torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum)
 OF_TENSORS = (Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm)
 PRODUCTS = frozenset((F.linear, F.scaled_dot_product_attention, *OF_TORCH, *OF_TENSORS))
 
 
 class Region(Protocol):
-    """What keeps the results of products."""
+    """A recompute region, which saves the results of matrix products for backward."""
 
     @property
     def is_multiplying(self) -> bool:
-        """Whether a product of it runs."""
+        """Whether a product of this region is running."""
 
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a product and keep its result; in a second run, return that."""
+        """Call a function and save its result; in the recomputation, return the saved result."""
 
     def draw(self, generator: torch.Generator) -> None:
-        """Note that what runs draws from a generator of its own."""
+        """Record that the region draws random numbers from a generator that the caller passed."""
 
 
 class _ThisThread(threading.local):
-    """What runs in this thread."""
+    """The region that runs in this thread, and whether its products are recomputed."""
 
     region: Region | None = None
-    is_recomputing: bool = False  # a product that is marked so runs
+    is_recomputing: bool = False  # inside `recompute_products`
 
 
 _state = _ThisThread()
 
 
 def is_in_region() -> bool:
-    """Whether a region runs."""
+    """Whether this thread runs a recompute region."""
     return _state.region is not None
 
 
 @contextmanager
 def finding_products(region: Region, *, has_products: bool) -> Iterator[None]:
-    """Within, one region runs; `has_products` also finds torch's own products, in host time."""
+    """Return a context in which `region` runs; `has_products` also intercepts torch's products."""
     _state.region = region
     try:
         with _FindProducts() if has_products else nullcontext():
@@ -63,7 +64,7 @@ def finding_products(region: Region, *, has_products: bool) -> Iterator[None]:
 
 
 class _FindProducts(TorchFunctionMode):
-    """Takes a region's products to it."""
+    """Passes calls of torch's matrix products and attention to the region."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -75,14 +76,14 @@ class _FindProducts(TorchFunctionMode):
 
 
 def as_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a product that the search does not know, such as a quantised one or attention."""
+    """Call a product that torch's function mode does not find, such as a quantised product."""
     if _state.is_recomputing:
         return function(*args, **kwargs)
     return run_and_save(function, *args, **kwargs)
 
 
 def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what no region runs again: communication."""
+    """Call a function that no region recomputes, such as communication."""
     region = _state.region
     if region is None or region.is_multiplying:
         return function(*args, **kwargs)
@@ -90,13 +91,13 @@ def run_and_save(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def is_recomputing() -> bool:
-    """Whether a region runs products again, so that their results are not kept."""
+    """Whether products are recomputed in backward instead of saved, in this thread."""
     return _state.is_recomputing
 
 
 @contextmanager
 def recompute_products() -> Iterator[None]:
-    """Within, a region runs products again, so that their results are not kept."""
+    """Return a context in which regions recompute products and do not save their results."""
     before, _state.is_recomputing = _state.is_recomputing, True
     try:
         yield

@@ -1,7 +1,7 @@
-"""Streams of a GPU; of a dry run, which writes down what waits for what; a CPU has none.
+"""CUDA streams and events, and the streams of a dry run, which record dependencies of operations.
 
-What is queued on a stream runs behind what it has held. In a dry run the recorder gives each piece
-of work a number, and asks which ones it comes behind.
+A CPU has no stream. Operations on one stream run in the order of their launches. In a dry run each
+operation has a number, and `Queues.put` returns the numbers of the operations that it depends on.
 """
 
 from __future__ import annotations
@@ -19,53 +19,53 @@ Key = TypeVar("Key")
 
 
 class Event(Protocol):
-    """What `torch.Event` does for this package."""
+    """The methods of `torch.Event` that moecore calls."""
 
     def record(self) -> None:
-        """Be where the current stream's work is now."""
+        """Record the current stream's position, as `torch.Event.record` does."""
 
     def wait(self) -> None:
-        """Let the current stream go on behind it."""
+        """Make later operations of the current stream wait for this event."""
 
 
 class Stream(Protocol):
-    """What `torch.cuda.Stream` does for this package."""
+    """The methods of `torch.cuda.Stream` that moecore calls."""
 
     def record_event(self) -> Any:
-        """Return where its work is now."""
+        """Return an event that completes after all operations launched on this stream so far."""
 
     def wait_event(self, event: Any) -> None:
-        """Go on behind a point of another."""
+        """Make later operations of this stream wait for an event."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Go on behind what another has been given so far."""
+        """Make later operations of this stream wait for all operations launched on `stream`."""
 
     def synchronize(self) -> None:
-        """Let the host wait for all of it."""
+        """Block the host until all operations launched on this stream are complete."""
 
 
 class DryStream:
-    """A stream whose work is numbers: the last ones it comes behind."""
+    """A stream of a dry run: the numbers of the operations that its next operation depends on."""
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
         self.number, queues.num_streams = queues.num_streams, queues.num_streams + 1
-        self.dependencies = frozenset[int]()  # what it has waited for, and its own last work
+        self.dependencies = frozenset[int]()  # operations waited for, and its last one
 
     def record_event(self) -> frozenset[int]:
-        """Return what it comes behind."""
+        """Return the numbers of the operations that the next operation depends on."""
         return self.dependencies
 
     def wait_event(self, event: frozenset[int]) -> None:
-        """Come behind these, too."""
+        """Add the operations in `event` to the dependencies of the next operation."""
         self.dependencies |= event
 
     def wait_stream(self, stream: DryStream) -> None:
-        """Come behind what another does."""
+        """Add the dependencies of `stream` to the dependencies of the next operation."""
         self.dependencies |= stream.dependencies
 
     def synchronize(self) -> None:
-        """Let what the host queues from now on come behind all of it."""
+        """Make the next launch by the host depend on all operations of this stream."""
         self._queues.host_dependencies |= self.dependencies
 
 
@@ -76,25 +76,25 @@ class DryEvent:
         self._queues, self._dependencies = queues, frozenset[int]()
 
     def record(self) -> None:
-        """Be where the current stream is now."""
+        """Record the dependencies of the current stream."""
         self._dependencies = self._queues.current.dependencies
 
     def wait(self) -> None:
-        """Let the current stream come behind it."""
+        """Add the recorded dependencies to the dependencies of the current stream."""
         self._queues.current.dependencies |= self._dependencies
 
 
 class Queues:
-    """The streams of a dry run."""
+    """The streams of a dry run, and the number of operations launched on them."""
 
     def __init__(self) -> None:
         self.num_streams = 0
-        self.current = DryStream(self)  # gets what is queued
-        self.host_dependencies = frozenset[int]()  # waited for since the host queued something
-        self.length = 0  # how much has been queued
+        self.current = DryStream(self)  # the stream on which operations are launched
+        self.host_dependencies = frozenset[int]()  # host waits since the last launch
+        self.length = 0  # number of launched operations
 
     def put(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Queue work, numbered in turn; return what it comes behind, and what its launch does."""
+        """Launch the next operation; return the operations that it and its launch depend on."""
         dependencies = self.current.dependencies, self.host_dependencies
         self.current.dependencies, self.host_dependencies = frozenset({self.length}), frozenset()
         self.length += 1
@@ -102,7 +102,7 @@ class Queues:
 
     @contextmanager
     def on(self, stream: DryStream) -> Iterator[None]:
-        """Within, a stream is the current one."""
+        """Return a context in which `stream` is the current stream."""
         before, self.current = self.current, stream
         try:
             yield
@@ -121,7 +121,7 @@ _dry = _Dry()
 
 @contextmanager
 def dry_streams(queues: Queues) -> Iterator[None]:
-    """Within, streams of this thread are those of a dry run."""
+    """Return a context in which this thread's streams are the streams of a dry run."""
     before, _dry.queues = _dry.queues, queues
     try:
         yield
@@ -130,7 +130,7 @@ def dry_streams(queues: Queues) -> Iterator[None]:
 
 
 def new_stream(device: torch.device | str, priority: int = 0) -> Stream | None:
-    """Return a stream of a device, -1 = before others; None of a CPU."""
+    """Return a new stream, or None on a CPU. `priority` is CUDA's: -1 is high."""
     if _dry.queues is not None:
         return DryStream(_dry.queues)
     device = torch.device(device)
@@ -138,14 +138,14 @@ def new_stream(device: torch.device | str, priority: int = 0) -> Stream | None:
 
 
 def new_event(device: torch.device | str) -> Event | None:
-    """Return an event of a device that may be recorded again and again; None of a CPU."""
+    """Return a new event, which may be recorded repeatedly, or None on a CPU."""
     if _dry.queues is not None:
         return DryEvent(_dry.queues)
     return torch.Event("cuda") if torch.device(device).type == "cuda" else None
 
 
 def current_stream(device: torch.device | str) -> Stream | None:
-    """Return the stream that gets a device's work now; None of a CPU."""
+    """Return the current stream of a device, or None on a CPU."""
     if _dry.queues is not None:
         return _dry.queues.current
     device = torch.device(device)
@@ -181,7 +181,7 @@ class _OnStream:
 
 
 def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
-    """Return a context in which a stream is the current one; None = as it is."""
+    """Return a context in which `stream` is the current stream; None changes nothing."""
     if stream is None:
         return nullcontext()
     if isinstance(stream, DryStream):
@@ -191,7 +191,7 @@ def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Return a tensor on a device; the host waits for nothing."""
+    """Copy a tensor to a device without a host-device synchronisation."""
     # A copy to a GPU from memory that is not pinned waits for what the stream has held before.
     if torch.device(device).type == "cuda" and x.device.type == "cpu":
         x = x.pin_memory()
@@ -199,7 +199,7 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 class ToHost:
-    """Numbers on their way to the host, behind what the current stream has held before."""
+    """An asynchronous copy of a tensor to the host, launched on the current stream."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
@@ -208,12 +208,12 @@ class ToHost:
         self._event = None if stream is None else stream.record_event()
 
     def has_arrived(self) -> bool:
-        """Return whether `read` would not wait. No dry run asks."""
+        """Return whether the copy is complete. Not for dry runs."""
         assert _dry.queues is None, "a dry run has no device that is done"
         return self._event is None or bool(self._event.query())
 
     def read(self) -> Tensor:
-        """Wait for them, and for nothing that was queued behind them; return them."""
+        """Block the host until the copy is complete; return the tensor on the host."""
         if _dry.queues is not None:
             _dry.queues.host_dependencies |= self._event or frozenset()
         elif self._event is not None:
@@ -222,7 +222,7 @@ class ToHost:
 
 
 def start_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
-    """Start to copy a GPU's scalars among values to the host; return the wait for all values."""
+    """Copy GPU scalars to the host asynchronously; return a function that waits for all values."""
     on_gpu = {key: x for key, x in values.items() if isinstance(x, Tensor) and x.is_cuda}
     if not on_gpu:
         return lambda: dict(values)
@@ -231,7 +231,7 @@ def start_reads(values: Mapping[Key, Any]) -> Callable[[], dict[Key, Any]]:
 
 
 def is_capturing(stream: Stream | None) -> bool:
-    """Return whether the current stream's work goes into a CUDA graph."""
+    """Return whether the current stream is being captured into a CUDA graph."""
     if stream is None or isinstance(stream, DryStream):
         return False
     return torch.cuda.is_current_stream_capturing()
@@ -243,6 +243,6 @@ def is_dry() -> bool:
 
 
 def wait_on_host() -> None:
-    """In a dry run: let the host wait for the current stream, as a read of its results does."""
+    """In a dry run, record a host-device synchronisation with the current stream."""
     if _dry.queues is not None:
         _dry.queues.current.synchronize()

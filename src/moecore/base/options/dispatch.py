@@ -1,4 +1,4 @@
-"""How tokens travel, and clones of hot experts; docs/dispatchers.md has what options cost."""
+"""Options of token dispatch and of clones of hot experts; docs/dispatchers.md has their costs."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ Refresh = Annotated[Count | Literal["forward"], "use 'forward' to plan in every 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NVLinkOptions(CheckedRecord):
-    """Choices of the `nvlink` dispatcher.
+    """Options of the `nvlink` dispatcher.
 
     Attributes:
-        max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
-            More let `TrainStep.forward_backward` run again as with `row_factor`, and are an error
-            elsewhere.
-        row_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
-            rank would give. "exact": as many as come, at one host sync per dispatch; not in CUDA
-            graphs. None: room for any routing. Where more come than a number allows,
-            `TrainStep.forward_backward` runs the step again with the factor that was needed, which
-            stays; it waits for the device once per step. A loop of `micro_batch()` skips the step
-            on every rank, without a wait, and so does a CUDA graph, which is captured anew then.
-            Steps that nobody clips have an error. Outside of a step that somebody ends so, which is
-            evaluation, rows of a limited number travel by all-to-all, so that any fit.
-        overlap_weight_grads: copy engines bring the tokens' gradients home while the experts
-            compute those of their weights.
-        keep_rows: whether backward finds the rows that came. False sends the tokens once more
-            there; for experts "triton" and "torch" without biases.
-        timeout_s: seconds that a rank waits for another one before it is an error.
+        max_tokens: maximum tokens per rank in one forward; None = the maximum of the first
+            forward. If a rank has more, `TrainStep.forward_backward` repeats the step, as with
+            `row_factor`; any other caller gets an error.
+        row_factor: capacity for expert rows per rank, relative to balanced routing of `max_tokens`
+            on every rank. "exact": the received number, with one host sync per dispatch; not in
+            CUDA graphs. None: capacity for any routing. If a rank receives more than a number
+            allows, `TrainStep.forward_backward` repeats the step with a sufficient factor and
+            keeps that factor; it synchronises once per step. A loop of `micro_batch()` and a CUDA
+            graph skip the step on every rank without a sync; the graph is captured again. A step
+            that ends with neither an optimizer nor `clip()` raises an error. In evaluation, rows
+            are dispatched by all-to-all if the capacity is a number, so any routing fits.
+        overlap_weight_grads: copy engines return the tokens' gradients to their ranks while the
+            experts compute their weight gradients.
+        keep_rows: save the received rows for backward. False: backward dispatches the tokens a
+            second time; for experts "triton" and "torch" without biases.
+        timeout_s: seconds that a rank waits for other ranks before it raises an error.
     """
 
     max_tokens: Count | None = None
@@ -57,12 +57,12 @@ class CloneOptions(CheckedRecord):
     """Clones of hot experts on other ranks.
 
     Attributes:
-        per_rank: most clones that a rank holds in one layer; one clone costs the transfer of its
-            expert's weights in forward, and of their gradients in backward.
-        min_share: no clone gets fewer tokens than this share of a rank's mean, so ranks that are as
-            close to it stay as they are.
-        refresh: when clones are planned. "forward": in every one, from its own choices. n: from the
-            loads of one optimizer step for the next n, so no forward waits for a plan.
+        per_rank: maximum number of clones on a rank in one layer; one clone costs the transfer of
+            its expert's weights in forward, and of their gradients in backward.
+        min_share: minimum tokens of a clone, as a share of the mean tokens per rank. A smaller
+            imbalance creates no clone.
+        refresh: when clones are planned. "forward": in every forward, from its routing. n: from the
+            loads of one optimizer step for the next n steps, so no forward waits for a plan.
     """
 
     per_rank: Count = 2
@@ -76,12 +76,11 @@ class DispatchOptions(CheckedRecord):
 
     Attributes:
         name: the dispatcher; "auto" chooses by the hardware, see docs/dispatchers.md.
-        nvlink: sizes and times of stores, for "nvlink", "hierarchical" and "auto"; None = the
-            defaults.
-        fp8: tokens travel between ranks, and are kept for backward, as float8_e4m3fn with a scale
-            per 128 columns; experts multiply them in the dtype that they had, and the rounding has
-            the gradient of an identity. Gradients of the experts' output travel so too where
-            experts in FP8 ("blockwise") would round them alike; sums travel as they are.
+        nvlink: options for "nvlink", "hierarchical" and "auto"; None = the defaults.
+        fp8: dispatch tokens, and save them for backward, as float8_e4m3fn with a scale per 128
+            columns. Experts multiply them in their original dtype; the gradient of the rounding is
+            the identity. Gradients of the experts' output are sent in FP8 only if experts in FP8
+            ("blockwise") round them identically; sums are sent unrounded.
         clones: clones of hot experts on ranks with few tokens; None = none. See docs/balancing.md.
     """
 
@@ -106,5 +105,5 @@ class DispatchOptions(CheckedRecord):
 
     @classmethod
     def of(cls, dispatch: DispatchOptions | DispatcherName) -> DispatchOptions:
-        """Return the record that an argument stands for: a name alone has default options."""
+        """Return the options, or the default options of a dispatcher that is given by its name."""
         return dispatch if isinstance(dispatch, DispatchOptions) else cls(name=dispatch)
