@@ -186,7 +186,7 @@ OTHER_BF16_FLOPS: Mapping[str, float | None] = MappingProxyType(
 def bf16_flops_of(device_name: str) -> float | None:
     """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = it is not known.
 
-    `bf16_flops_of("NVIDIA GeForce RTX 4090")` is that of "rtx4090-24".
+    `bf16_flops_of("NVIDIA GeForce RTX 4090")` returns the rate of "rtx4090-24".
     """
     for pattern, flops in OTHER_BF16_FLOPS.items():
         if re.search(rf"\b({pattern})\b", device_name):

@@ -1,4 +1,4 @@
-"""What somebody should look at, one line each, from metrics that the host has read anyway."""
+"""Alarms: one line for each problem of a run, from metrics that are on the host."""
 
 from __future__ import annotations
 

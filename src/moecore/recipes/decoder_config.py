@@ -58,7 +58,7 @@ def ramp_of(args: argparse.Namespace) -> BatchRamp:
 
 
 def export_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the config.json of an export: that of --hf-config, with the options of [rotary]."""
+    """Return the config.json of an export: --hf-config with the options of [rotary]."""
     values = read_config(args.hf_config)
     return write_rotary(values, model_config(args)) if values_of(args, "rotary") else dict(values)
 
@@ -97,7 +97,7 @@ def default_balance(moe: MoEConfig) -> dict[str, Any]:
     """Return the fields of [balance] of a run that sets none.
 
     Both keep the loads even within the first hundred steps, as docs/findings.md shows. The
-    published strengths, such as 0.001 of Qwen3's loss, are those of runs of a million steps.
+    published strengths, such as 0.001 of Qwen3's loss, come from runs of a million steps.
     """
     if not moe.expert_bias:
         return {"micro_batch_coef": 0.0, "global_batch_coef": 0.05}

@@ -1,4 +1,4 @@
-"""TrainingJob: what a recipe builds for the loop, with the data, the loss and the results."""
+"""TrainingJob: a recipe's model, data, loss and results, which the loop runs."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         return {}
 
     def close(self) -> None:
-        """Free what the next stage makes anew. Collective."""
+        """Free the objects that the next stage builds. Collective."""
         self.owner.close()
 
     def sample(self, step: int) -> None:

@@ -2,7 +2,7 @@
 
 A row has chosen and rejected, each a text, a message or a list of messages. The prompt is a text or
 a list of messages. Without a prompt the messages or characters that both begin with are the prompt.
-The tokens are those of TRL's DPOTrainer: a completion is what follows the longest common prefix of
+The tokens equal TRL's DPOTrainer's: a completion is the text after the longest common prefix of
 the tokens of the prompt and of the prompt with each completion.
 """
 

@@ -39,7 +39,7 @@ FORMS = f"{', '.join(_NAMES)}, or {_LAST}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetOptions(CheckedRecord):
-    """The form of the rows of --data, and what is read of a data set.
+    """The format of the rows of --data, and the part of a data set that is read.
 
     Attributes:
         format: "auto" takes each row's format from its columns.

@@ -1,4 +1,4 @@
-"""[[stages]]: the stages of a run, whose options come before those of the run.
+"""[[stages]]: the stages of a run, whose options win over the options of the run.
 
     [[stages]]
     name = "short"
@@ -67,7 +67,7 @@ class TrainingStage:
         end: the number of its last step.
         last: the number of the run's last step.
         has_schedule: whether the learning rate follows a schedule over the steps of this stage; if
-            not, the schedule is that of the run over all its steps.
+            not, the run's schedule covers all steps of the run.
         sizes: rows and tokens of the steps of the run up to this stage's end.
     """
 
@@ -99,7 +99,7 @@ class TrainingStage:
         }
 
     def begins_at(self, step: int, saved_name: str | None) -> bool:
-        """Return whether a checkpoint of a step is that of the stage before this one.
+        """Return whether a checkpoint of a step is from the previous stage.
 
         Raises:
             ValueError: for a checkpoint within a stage of another name.
@@ -161,7 +161,7 @@ def options_of(table: Options) -> dict[str, Any]:
 
 
 def stages_of(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the options of each stage: those of the run where it has no stages."""
+    """Return the options of each stage, or the run's options if it has no stages."""
     return getattr(args, "stage_args", None) or [args]
 
 
