@@ -4,7 +4,7 @@ Legend: B rows, T tokens of a row, H query heads, h key/value heads, d and v dim
 
     plain causal rows   F.scaled_dot_product_attention, which compilers know
     other rows          `kernels/attention` in one custom operator; saves q, k, v, o and lse
-    cp > 1              `context_parallel/`, which calls the functions of `kernels/attention`
+    cp > 1              `context_parallel/`: collectives around the two functions above
 
 Double backward is not supported. With sinks, the backward kernel receives o and lse that include
 the sinks (note "final o and lse" of `kernels/attention/contract.py`).
