@@ -1,6 +1,6 @@
 """moecore: PyTorch-native Mixture-of-Experts training. docs/api.md lists every public name.
 
-Names and rooms are imported on first use, so that a command's help waits for nothing.
+Public names and their packages are imported on first use, so that `moecore --help` starts fast.
 """
 
 from typing import TYPE_CHECKING

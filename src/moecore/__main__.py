@@ -1,4 +1,4 @@
-"""The command `moecore`, also as `python -m moecore`."""
+"""Entry point of `python -m moecore`: runs the command `moecore`."""
 
 import os
 import signal

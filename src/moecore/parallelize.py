@@ -1,7 +1,7 @@
 """parallelize_moe: collect the request, check it, compare ranks, make the plan, apply the plan.
 
-The only file that imports every package. Each phase adds to one record, `ParallelState`. A new
-capability is one more phase, placed after the phases whose results it reads.
+Only this file imports every package. Each phase changes the model and adds its results to one
+record, `ParallelState`. A new capability is a new phase, after the phases whose results it reads.
 """
 
 from __future__ import annotations
@@ -72,40 +72,46 @@ def parallelize_moe(
     pipeline: PipelineConfig | None = None,
     adapters: Annotated[Mapping[type, Adapter] | None, ADAPTER_FIX] = None,
 ) -> nn.Module:
-    """Shard a model over both meshes, in place, and return it: see docs/parallelize.md.
+    """Shard a model over the dense and the expert mesh, in place, and return the model.
 
-    Parameters become DTensors of the same names and global shapes. A model may be on meta, to be
-    materialised afterwards, or real, with equal weights on every rank.
+    Parameters become DTensors with unchanged names and global shapes. The model may be on the meta
+    device and be materialised afterwards, or have real weights that are identical on every rank.
+    docs/parallelize.md describes every argument. Collective.
 
     Args:
-        model: any; its MoE layers' experts go to the expert mesh, all else to the dense mesh.
-        meshes: from `build_meshes`; None = over all ranks, with experts divided among as many
-            ranks of a host as divide their number, see docs/parallelize.md. `explain` shows it.
-        dispatch: how tokens reach their experts' ranks: the name of a dispatcher, or a record with
-            its options; "auto" chooses by the hardware, see docs/dispatchers.md.
-        expert_backend: which kernels multiply the experts' matrices; see `moe/backends.py`.
-        memory: what backward computes again or host memory holds; None = nothing.
-        dense: whether attention, norms, routers and shared experts are compiled, CUDA graphs, or
-            run on a stream of their own; None = nothing of these.
-        moe: fields of `MoEConfig` for every MoE layer, such as a transformers model's: balance,
-            capacity, router_dtype, router_jitter. A layer keeps its own value of a field that is
-            not given, and its balance where it chooses by token id.
-        context: how attention over cp ranks communicates; None = by its heads.
-        indexer: how the indexers of sparse attention learn; None = they do not.
-        precision: which products are in FP8: "auto", a scaling or a recipe for all roles, or a
-            record; None = none. Routed experts then need expert_backend "auto" or "triton".
+        model: any module. The routed experts of its MoE layers are sharded over the expert mesh,
+            and all other parameters over the dense mesh.
+        meshes: the result of `build_meshes`. None = meshes over all ranks, chosen from the numbers
+            of experts and of ranks per host (`choose_meshes`). `explain` prints the choice.
+        dispatch: how tokens are sent to the ranks of their experts: the name of a dispatcher, or a
+            record with its options. "auto" chooses by the hardware, see docs/dispatchers.md.
+        expert_backend: the implementation of the experts' matmuls, see `moe/backends.py`.
+        memory: activations that are recomputed in backward or offloaded to host memory; None =
+            every saved activation stays on the GPU.
+        dense: whether attention, norms, routers and shared experts are compiled, captured in CUDA
+            graphs, or run on a second stream; None = none of these options.
+        moe: values for fields of `MoEConfig` in every MoE layer: balance, capacity, router_dtype,
+            router_jitter. A field that is not given keeps the layer's value. A layer that selects
+            experts by token id keeps its balance.
+        context: how attention communicates between cp ranks; None = chosen by the heads.
+        indexer: how the indexers of sparse attention are trained; None = they are not trained.
+        precision: which matmuls run in FP8: "auto", one scaling or recipe for all roles, or a
+            `Precision`; None = no FP8. FP8 routed experts need expert_backend "auto" or "triton".
         fsdp: how parameters are sharded; None = the defaults.
-        loss: each rank's is a "mean" over its tokens, or a "sum" over the global token count.
-        pipeline: the stages that pp ranks share; `TrainStep.forward_backward` runs them.
-        adapters: block class -> `(block, model) -> MoELayer`, before moecore's own.
+        loss: "mean" = each rank's loss is the mean over its tokens; "sum" = each rank's loss is a
+            sum, divided by the global number of tokens.
+        pipeline: the pipeline stages of the pp ranks; `TrainStep.forward_backward` runs them.
+        adapters: block class -> function `(block, model) -> MoELayer`. These adapters take
+            precedence over moecore's adapters.
 
     Raises:
-        ValueError: for what does not fit, before anything is sharded (blocks may be swapped
-            already); when ranks differ in model, arguments or versions.
-        NotImplementedError: for a model without stages, tensor or context parallelism under pp > 1,
-            tp > 1 or cp > 1, and customised blocks of transformers.
+        ValueError: if the model, the meshes and the options do not fit each other, before any
+            parameter is sharded (MoE blocks may be replaced already). Also if ranks differ in
+            model, arguments or versions.
+        NotImplementedError: if pp > 1, tp > 1 or cp > 1 and the model does not support this
+            parallelism; for a customised block of transformers.
 
-    If one rank refuses its model or arguments, every rank raises its error.
+    If one rank raises an error for its model or arguments, every rank raises this error.
     """
     arguments = locals()
     if meshes is None:
@@ -136,7 +142,7 @@ def parallelize_moe(
 
 
 def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Return a decorator that binds another function's arguments, and passes them by name."""
+    """Return a decorator: the wrapped function has `other`'s signature and receives a dict."""
 
     def decorate(function: Any) -> Any:
         @wraps(function)
@@ -154,16 +160,16 @@ def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], 
 
 @_with_arguments_of(parallelize_moe)
 def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
-    """Return what `parallelize_moe` does when it is called with the same arguments, as plain data.
+    """Return the sharding plan that `parallelize_moe` makes from the same arguments.
 
-    The model stays as it is: adapters get blocks of a copy on meta, and `apply_tensor_parallel` is
-    called on that copy. With meshes nothing communicates, so the world may be larger than this
-    machine: see docs/parallelize.md. Without meshes every rank must call it. `explain(plan)` prints
-    it.
+    The model is not changed: adapters and `apply_tensor_parallel` receive a copy on the meta
+    device. If `meshes` is given, the function does not communicate, so the world may be larger than
+    this machine (docs/parallelize.md). If `meshes` is None, the call is collective. `explain(plan)`
+    prints the plan.
 
     Raises:
-        ValueError, NotImplementedError: as `parallelize_moe`, but for what must be the same on
-            every rank and what only the GPUs of all ranks can tell.
+        ValueError, NotImplementedError: as `parallelize_moe`. The plan does not compare ranks, and
+            does not check conditions that need the GPUs of all ranks.
     """
     if arguments["meshes"] is None:
         arguments = {**arguments, "meshes": _choose_meshes(arguments)}
@@ -176,7 +182,7 @@ def plan_sharding(arguments: Mapping[str, Any]) -> ShardPlan:
 
 
 def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
-    """Return the meshes of a call that is given none. Collective."""
+    """Return meshes for a call without the argument `meshes`. Collective."""
     start_default_group()  # in which ranks share errors
     with share_errors():
         check_arguments(parallelize_moe, arguments)
@@ -187,7 +193,7 @@ def _choose_meshes(arguments: Mapping[str, Any]) -> Meshes:
 
 
 def _request(arguments: Mapping[str, Any]) -> Request:
-    """Return the record of a call's arguments."""
+    """Return the `Request` of a call, with default options in place of None."""
     return Request(
         family=family_of(arguments["model"]),
         meshes=arguments["meshes"],
@@ -206,7 +212,7 @@ def _request(arguments: Mapping[str, Any]) -> Request:
 
 
 def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset[str]:
-    """Check a whole model, its blocks swapped; return the names of tensors that stay fp32."""
+    """Set parameter dtypes, check the MoE layers; return the names of tensors that stay fp32."""
     fp32 = request.family.set_dtypes(model, request.fsdp.param_dtype)
     check_layers(model, layers, request)
     return fp32
@@ -215,7 +221,7 @@ def _set_dtypes(model: nn.Module, layers: Layers, request: Request) -> frozenset
 def _plan(
     model: nn.Module, layers: Layers, fp32: frozenset[str], request: Request
 ) -> ParallelState:
-    """Remove the stages of other ranks from a model in place; return what phases begin with."""
+    """Remove other ranks' pipeline stages from the model; return the initial `ParallelState`."""
     dtype = next(model.parameters()).dtype
     layout, stages = cut_stages(model, request)
     local_modules = set(model.modules())

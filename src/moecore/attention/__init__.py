@@ -1,1 +1,1 @@
-"""Attention of a model: where its tokens stand, and one function of heads and that."""
+"""Attention over query, key and value heads of a `Sequence`, which has positions and documents."""

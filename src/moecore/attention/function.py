@@ -1,13 +1,13 @@
-"""The attention of a model: heads in, heads out, differentiable once.
+"""Softmax attention: `attend` maps query, key and value heads to output heads.
 
 Legend: B rows, T tokens of a row, H query heads, h key/value heads, d and v dims of a head.
 
     plain causal rows   F.scaled_dot_product_attention, which compilers know
-    all else            `kernels/attention` behind one operation, which keeps q, k, v, o and lse
-    over cp ranks       `context_parallel/`, over both
+    other rows          `kernels/attention` in one custom operator; saves q, k, v, o and lse
+    cp > 1              `context_parallel/`: collectives around the two functions above
 
-With sinks the backward is that of the keys with the final o and lse (note "final o and lse" of
-`kernels/attention/contract.py`).
+Double backward is not supported. With sinks, the backward kernel receives o and lse that include
+the sinks (note "final o and lse" of `kernels/attention/contract.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def attend(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return o_BTHv: each token attends to itself and to those before it in its document."""
+    """Return o_BTHv of causal attention: no token attends to a token of another document."""
     # `window` counts the token itself, None = all; `sinks_H` are the scores of the heads' sinks.
     num_tokens = q_BTHd.shape[1] * (
         1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
@@ -77,7 +77,7 @@ def attend(
 
 @torch.compiler.disable  # what is before and behind is compiled
 def _attend_over_ranks(
-    q: Tensor,  # of this rank's tokens, like k and v; with "allgather" these may be of whole rows
+    q: Tensor,  # local tokens, like k and v; with "allgather" k and v may be of full rows
     k: Tensor,
     v: Tensor,
     local_tokens: LocalTokens,
@@ -86,7 +86,7 @@ def _attend_over_ranks(
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Return o_BtHv of this rank's tokens, by the way of their `ContextParallel`. Collective."""
+    """Return o_BtHv of this rank's tokens. `ContextParallel` says how. Collective over cp."""
     cp = local_tokens.cp
     _check_ranks(local_tokens, q, k)
     if cp.a2a is not None:
@@ -108,7 +108,7 @@ def _attend_over_ranks(
 
 
 def _check_ranks(local_tokens: LocalTokens, q: Tensor, k: Tensor) -> None:
-    """Raise for what the way cannot compute, before any communication."""
+    """Raise if cp ranks cannot split the heads or the keys, before any communication."""
     cp, heads = local_tokens.cp, k.shape[2]
     if cp.a2a is not None and heads % cp.a2a.size():
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Linear attention of a `Sequence`: documents are kept apart, and states go over cp ranks.
+"""Linear attention of a `Sequence`: per-document state, which cp ranks pass to each other.
 
 Legend: B rows, T tokens of a row, H value heads, h query and key heads, k and v dims of a head, D
 channels, W taps.
 
-It is for layers that mix tokens by a short causal convolution and a delta rule with decays: see
-`kernels/linear_attention` for both, and `context_parallel/states.py` for ranks.
+Layers with linear attention mix tokens by a short causal convolution and a delta rule with decays.
+`kernels/linear_attention` computes both, and `context_parallel/states.py` computes them over ranks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def attend_linear(
     scale: float,
     norm_qk: bool,
 ) -> Tensor:
-    """Return o_BTHv: what each token's query reads of its document up to it.
+    """Return o_BTHv: each token's query applied to the state of its document up to this token.
 
-    Args: those of `DeltaRule`, of this rank's tokens where ranks hold parts. Collective there.
+    The tensors are the fields of `DeltaRule`. With cp > 1 the tensors have only this rank's tokens,
+    and the call is collective over the cp ranks.
     """
     q, k, v, g = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTHk))
     beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)
@@ -58,9 +59,9 @@ def scan_states(
 ) -> Tensor:
     """Return y_BTHv of a state space model: C S + D x of S = exp(step * rate) S + step * B x^T.
 
-    It is linear attention with queries C, keys B and nothing corrected (Mamba-2, arXiv:2405.21060).
-
-    Args: of this rank's tokens where ranks hold parts. Steps are in fp32 (fp64), rates negative.
+    This is linear attention with queries C and keys B, without the delta rule's correction
+    (Mamba-2, arXiv:2405.21060). Steps are fp32 or fp64, and rates are negative. With cp > 1 the
+    tensors have only this rank's tokens, and the call is collective over the cp ranks.
     """
     values_BTHv = (x_BTHv * steps_BTH[..., None]).to(x_BTHv.dtype)
     rule = C_BThk, B_BThk, values_BTHv, steps_BTH * rates_H, None, sequence
@@ -73,7 +74,7 @@ def scan_states(
 def convolve(
     x_BTD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, sequence: Sequence, *, silu: bool
 ) -> Tensor:
-    """Return y_BTD: each token and the W - 1 before it in its document, weighted by channel."""
+    """Return y_BTD: a causal depthwise convolution of W taps within each document."""
     filters = weight_DW, bias_D
     x = x_BTD.flatten(0, 1)
     if sequence.local_tokens is not None:

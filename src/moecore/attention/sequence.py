@@ -1,14 +1,14 @@
-"""Sequence: where the tokens of a micro-batch stand, their documents, and their angles.
+"""Sequence: documents, positions and rotary table of the tokens of a micro-batch.
 
 Legend: B rows, T tokens of a row, n documents, H heads, d rotated dims of a head.
 
-Rows are documents, or documents are packed into rows, one after the other:
+Each row is one document, or several documents are packed into the rows, end to end:
 
     tokens      a b c d | e f | g     cu_seqlens  [0, 4, 6, 7]
     positions   0 1 2 3   0 1   0     max_seqlen  4
 
-`cu_seqlens` counts tokens over all rows, row by row, and ends with B * T. Documents without tokens
-may stand at its end, so that its length is the same in every step (CUDA graphs).
+`cu_seqlens` has the cumulative document lengths over all rows, and ends with B * T. It may end with
+documents of zero tokens, so that its length is identical in every step (CUDA graphs).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from moecore.kernels.zigzag import positions_of
 
 
 class RotaryTable:
-    """cos and sin of every position and frequency, made once per forward.
+    """cos and sin of every position and frequency, computed once per forward.
 
-    It is no tuple or dataclass, because FSDP's mixed precision casts floating tensors of a block's
-    arguments, also those in tuples and dataclasses, and 16 bits are too few for an angle's sine.
+    The table is a plain class because FSDP's mixed precision casts floating-point tensors in the
+    tuples and dataclasses that a block receives. 16 bits are too few for the sine of an angle.
 
     Source: RoFormer (arXiv:2104.09864).
     """
@@ -48,7 +48,7 @@ class RotaryTable:
             self.sin_Td *= scale
 
     def rotate(self, x_BTHd: Tensor) -> Tensor:
-        """Turn each pair (i, i + d / 2) of the first d dims (Llama); fp32 inside, rounded once."""
+        """Rotate each pair (i, i + d / 2) of the first d dims (Llama); computes in fp32."""
         d = 2 * self.cos_Td.shape[-1]
         if x_BTHd.shape[-1] == d:
             return self._turn(x_BTHd, neighbours=False)
@@ -56,7 +56,7 @@ class RotaryTable:
         return torch.cat((turned, x_BTHd[..., d:]), dim=-1)
 
     def rotate_pairs(self, x_BTHw: Tensor) -> Tensor:
-        """Turn each pair (2i, 2i + 1) of the last d dims (DeepSeek); earlier dims stay."""
+        """Rotate each pair (2i, 2i + 1) of the last d dims (DeepSeek); other dims are unchanged."""
         # The result has all firsts, then all seconds: q and k may have any common order of dims.
         return self._turn(x_BTHw, neighbours=True)
 
@@ -69,30 +69,31 @@ class RotaryTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequence:
-    """Where the tokens of a forward stand; `Sequence()` is rows of one document each.
+    """Documents and positions of a forward's tokens; `Sequence()` = each row is one document.
 
-    Blocks and attention modules get it beside the hidden states. Under tensor parallelism it
-    describes the whole rows, which attention sees, but for `padding_mask_BT` and `token_ids_BT`.
+    Blocks and attention modules receive the record together with the hidden states. Under tensor
+    parallelism `padding_mask_BT` and `token_ids_BT` describe this rank's tokens. The other fields
+    describe the full rows that attention receives.
     """
 
-    # int32 [n + 1] on the device, the first token of each document, counted over all rows, and the
-    # number B * T; None = every row is one document
+    # int32 [n + 1] on the device: the index of each document's first token over all rows, then
+    # B * T; None = every row is one document
     cu_seqlens: Tensor | None = None
-    max_seqlen: int = 0  # tokens of the longest document, or more; 0 without `cu_seqlens`
-    # int64, the place of each token in its document; None = 0 .. T - 1 in each row
+    max_seqlen: int = 0  # >= the length of the longest document; 0 without `cu_seqlens`
+    # int64, the position of each token in its document; None = 0 .. T - 1 in each row
     positions_BT: Tensor | None = None
     # bool, True = padding, of this rank's tokens; None = no padding
     padding_mask_BT: Tensor | None = None
-    # integers, of this rank's tokens, for MoE layers that choose by them; None = no layer does
+    # integers, of this rank's tokens, for MoE layers that select experts by token id; None = unused
     token_ids_BT: Tensor | None = None
-    # cos and sin of the positions of the tokens that attention gets; None = the model has its own
+    # cos and sin for the tokens that attention receives; None = the model computes its own
     rotary: RotaryTable | None = None
-    # the tokens of the rows that this rank's attention gets; None = all. The first three describe
-    # whole rows all the same
+    # the tokens that this cp rank's attention receives; None = all. The first three fields describe
+    # the full rows in both cases
     local_tokens: LocalTokens | None = None
 
     def mask(self, window: int | None = None) -> AttentionMask:
-        """Return which keys each token of the rows sees: `window` at most, its own included."""
+        """Return a causal mask per document. `window` limits the keys per token."""
         if self.cu_seqlens is None:
             return AttentionMask(window=window)
         return AttentionMask(
@@ -104,11 +105,11 @@ class Sequence:
         )
 
     def slice_local(self, x_BT: Tensor) -> Tensor:
-        """Return the tokens that this rank's attention gets, of whole rows."""
+        """Return this cp rank's tokens of full rows. No communication."""
         return x_BT if self.local_tokens is None else self.local_tokens.slice_local(x_BT)
 
     def shift_tokens(self, x_BT: Tensor, steps: int, fill: int) -> Tensor:
-        """Return x of the token `steps` later in the document and `fill` where there is none."""
+        """Return x of the token `steps` later; `fill` if this is after the end of the document."""
         # Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
         if self.positions_BT is None:
             return shift_rows(x_BT, steps, fill)
@@ -119,7 +120,7 @@ class Sequence:
 
 
 def shift_rows(x_BT: Tensor, steps: int, fill: int) -> Tensor:
-    """Return x[:, i + steps] at position i and `fill` where there is none, same shape and dtype."""
+    """Return x[:, i + steps] at position i, `fill` after the end of the row; same shape, dtype."""
     # Example: shift_rows([[1, 2, 3]], 2, 0) is [[3, 0, 0]].
     end = x_BT.new_full((x_BT.shape[0], min(steps, x_BT.shape[1])), fill)
     return torch.cat((x_BT[:, steps:], end), dim=1)
@@ -128,9 +129,9 @@ def shift_rows(x_BT: Tensor, steps: int, fill: int) -> Tensor:
 def packed_sequence(
     cu_seqlens: Tensor, max_seqlen: int | None, shape: tuple[int, int], device: torch.device
 ) -> Sequence:
-    """Return where tokens stand in packed documents of rows of `shape`, B and T."""
-    # `cu_seqlens`, int32 or int64 [n + 1], is checked where it lies on the CPU. `max_seqlen` is
-    # that of the longest document, or more; None = the longest's on the CPU, else B * T.
+    """Return the `Sequence` of documents packed into rows; `shape` is (B, T)."""
+    # `cu_seqlens` is int32 or int64 [n + 1]. Its values are checked if it is a CPU tensor.
+    # `max_seqlen` None = the longest document if `cu_seqlens` is a CPU tensor, otherwise B * T.
     num_tokens = shape[0] * shape[1]
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -148,7 +149,7 @@ def packed_sequence(
 
 
 def _check_documents(cu_seqlens: list[int], max_seqlen: int | None, num_tokens: int) -> int:
-    """Return max_seqlen, by default the longest's."""
+    """Return `max_seqlen`, or the longest document for None. Raise if the values do not fit."""
     lengths = [end - start for start, end in pairwise(cu_seqlens)]
     ends = (cu_seqlens[0], cu_seqlens[-1]) if lengths else None
     if ends != (0, num_tokens) or min(lengths) < 0:

@@ -1,10 +1,10 @@
 """Sparse attention of a `Sequence`: each query reads the keys that an indexer selects for it.
 
-Legend: B rows, T tokens of a row, K selected keys, H heads, l numbers of a latent key, h heads of
-the indexer, i dims of one.
+Legend: B rows, T tokens of a row, N tokens of all rows, K selected keys, H heads, l dims of a
+latent key, d and v dims of a head.
 
-Latent keys and the indexer's keys are one vector a token for all heads. So cp ranks gather both of
-whole rows, and keep their own queries; see `kernels/sparse_attention` for the rest.
+All heads share one latent key and one indexer key per token. With cp > 1 each rank therefore
+all-gathers both kinds of keys, and computes only its local queries (`kernels/sparse_attention`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from moecore.kernels.sparse_attention import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyChoice:
-    """Which of the keys that it sees a query reads; `KeyChoice()` is all."""
+    """How attention selects keys; `KeyChoice()` = each query reads all keys up to its own."""
 
-    top_k: int | None = None  # of the largest scores of the indexer
-    selected_BTK: Tensor | None = None  # of another layer: see `attend_sparse`
-    diverges: bool = False  # with the divergence of the indexer: `kernels/sparse_attention`
+    top_k: int | None = None  # keys with the largest indexer scores; None = no new choice
+    selected_BTK: Tensor | None = None  # keys that an earlier layer selected, see `attend_sparse`
+    diverges: bool = False  # return the indexer's divergence: `kernels/sparse_attention`
 
 
 @torch.compiler.disable  # what is before and behind is compiled
@@ -44,11 +44,11 @@ def attend_sparse(
     *,
     scale: float,
 ) -> SparseOutput:
-    """Return o_BTHv, which keys were read and divergences, of this rank's tokens.
+    """Return o_BTHv, the selected keys and the indexer's divergences for this rank's tokens.
 
-    Tensors of tokens are [B, T, ...] of this rank's, both in and out. Selected keys are int32
-    [B, T, K], counted over all tokens of whole rows, -1 for none. Collective where ranks hold
-    parts: keys are gathered, and backward adds the gradients of all ranks.
+    All tensors are [B, T, ...] of this rank's tokens. Selected keys are int32 [B, T, K], indices
+    into the tokens of all full rows; -1 fills unused entries. With cp > 1 the call is collective:
+    forward all-gathers keys, and backward reduces their gradients over the cp ranks.
     """
     dtype = autocast_dtype(heads.q_tHd)
     if dtype is not None:  # as products do
@@ -75,7 +75,7 @@ def attend_sparse(
 
 
 def _of_rows(x_BTX: Tensor, sequence: Sequence) -> Tensor:
-    """Return x_NX of whole rows."""
+    """Return x_NX of the full rows, all-gathered over the cp ranks."""
     local_tokens = sequence.local_tokens
     return (x_BTX if local_tokens is None else local_tokens.gather(x_BTX)).flatten(0, 1)
 

@@ -1,6 +1,6 @@
-"""Documents of different lengths: rows without padding, and who computes what of a global batch.
+"""Documents of different lengths: packed rows, and schedules for dynamic context parallelism.
 
-docs/sequences.md has the use of each name, docs/pretraining.md that of a corpus.
+docs/sequences.md describes each public name, and docs/pretraining.md describes corpora.
 """
 
 from moecore.packing.bins import Bins, pack_documents, pack_lengths

@@ -1,11 +1,11 @@
-"""Documents -> bins of a fixed number of tokens, by first-fit decreasing.
+"""pack_lengths: packs documents into bins of at most a fixed number of tokens.
 
 Legend: N documents, b bins.
 
-Longest first, each document goes to the first bin with room for it. A tree over the bins has the
-largest room below each node, so the first bin is found in log2(b) steps. Documents of one length
-are placed together: the first bin takes as many of them as it has room for. So N documents take at
-most N steps, and far fewer where lengths repeat.
+First-fit decreasing puts each document, longest first, into the first bin that has the capacity.
+Each node of a tree over the bins has the largest remaining capacity of its bins, so a search takes
+log2(b) steps. The first such bin takes as many documents of one length as fit. So N documents take
+at most N searches, and far fewer if lengths repeat.
 
 Example, lengths 3 6 4 2 5 in bins of 8: 6 opens bin 0, 5 opens bin 1, 4 opens bin 2, 3 fits bin 1,
 and 2 fits bin 0, so the bins are [1, 3], [0, 4] and [2].
@@ -38,10 +38,10 @@ TooLong = Literal["raise", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Which documents lie in which bin; `bins[i]` is an int64 array of their numbers, ascending.
+    """Documents by bin: `bins[i]` is an int64 array with the document indices of bin i.
 
     Attributes:
-        documents: int64 [N], bin after bin.
+        documents: int64 [N], the document indices of bin 0, then of bin 1, and so on.
         offsets: int64 [b + 1]; bin i is `documents[offsets[i] : offsets[i + 1]]`.
     """
 
@@ -61,12 +61,13 @@ class Bins:
 
 
 def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
-    """Return bins of documents, each of at most `bin_tokens`, by first-fit decreasing.
+    """Pack documents of these lengths into bins of at most `bin_tokens` (first-fit decreasing).
 
-    Deterministic; O(N log b): a million documents take seconds.
+    Document indices ascend within a bin. Deterministic; O(N log b): a million documents take
+    seconds.
 
     Raises:
-        ValueError: for a document longer than a bin.
+        ValueError: if a document is longer than a bin.
     """
     check_arguments(pack_lengths, locals())
     lengths_N = as_lengths(lengths)
@@ -92,17 +93,17 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
 
 
 class _Rooms:
-    """A tree of the free tokens of bins, all empty at first: `max_bins` bins are enough."""
+    """A tree of the remaining capacities of at most `max_bins` bins, in tokens."""
 
-    # Of two bins that first fit has opened, the later holds nothing that fits the earlier, so at
-    # most one bin is no more than half full.
+    # First fit opens a bin only for a document that no earlier bin can take. So at most one bin is
+    # half full or less, which bounds the number of bins.
 
     def __init__(self, bin_tokens: int, max_bins: int) -> None:
         self._leaves = 1 << max(max_bins, 1).bit_length()
         self._largest = [bin_tokens] * (2 * self._leaves)  # of a node; children 2i and 2i + 1
 
     def first_with(self, tokens: int) -> tuple[int, int]:
-        """Return the first bin with that much room, and its room."""
+        """Return the first bin that can take `tokens` tokens, and its remaining capacity."""
         largest, node = self._largest, 1
         while node < self._leaves:
             node *= 2
@@ -129,20 +130,21 @@ def pack_documents(
     window: Count = 4096,
     too_long: TooLong = "raise",
 ) -> Iterator[list[Document]]:
-    """Yield bins of documents of at most `bin_tokens` each, from an iterator that may be endless.
+    """Yield lists of documents of at most `bin_tokens` tokens each, from a possibly endless stream.
 
-    At most `window` documents wait. They are packed together, and the fullest half of the bins
-    leaves, as does the bin of the document that waits longest. Deterministic.
+    The function buffers at most `window` documents and packs them together. It yields the fullest
+    half of the bins and the bin of the oldest document, and refills the buffer. Deterministic.
 
     Args:
-        documents: token ids, or rows with `input_ids`: see `PackedCollator`.
-        bin_tokens: of a bin.
-        window: documents that wait; more fill bins better.
-        too_long: what a document of more than `bin_tokens` does: "raise", or "cut" it into pieces
-            that are documents of their own.
+        documents: token ids, or dataset rows with `input_ids`: see `PackedCollator`.
+        bin_tokens: the largest number of tokens in a bin.
+        window: size of the buffer in documents. A larger buffer leaves less padding.
+        too_long: for a document of more than `bin_tokens` tokens: "raise" an error, or "cut" the
+            document into pieces that are separate documents.
 
     Raises:
-        ValueError: for a document of another kind, without tokens, or, with "raise", too long.
+        ValueError: for an object that is no document, a document without tokens and, with "raise",
+            a document that is too long.
     """
     check_arguments(pack_documents, locals())
     return _pack(_pieces(documents, bin_tokens, too_long), bin_tokens, window)
@@ -151,7 +153,7 @@ def pack_documents(
 def _pieces(
     documents: Iterable[Document], bin_tokens: int, too_long: TooLong
 ) -> Iterator[tuple[Document, int]]:
-    """Yield documents no longer than a bin, with their lengths."""
+    """Yield each document or its pieces of at most `bin_tokens` tokens, with their lengths."""
     for number, document in enumerate(documents):
         length = length_of(document)
         if not length or (length > bin_tokens and too_long == "raise"):
@@ -186,7 +188,7 @@ def _pack(
 
 
 def _fullest_half(bins: list[Integers], lengths: list[int]) -> list[Integers]:
-    """Return the first bin and the fullest of the others, half of all, in their order."""
+    """Return the first bin and the fullest other bins, half of all bins, in their order."""
     tokens = [sum(lengths[i] for i in bin_) for bin_ in bins]
     fullest = sorted(range(1, len(bins)), key=lambda b: (-tokens[b], b))
     return [bins[b] for b in sorted([0, *fullest[: (len(bins) - 1) // 2]])]

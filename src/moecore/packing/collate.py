@@ -1,6 +1,6 @@
-"""Documents -> a batch of rows in which documents lie end to end.
+"""PackedCollator: makes a batch of rows, each filled with documents end to end.
 
-Legend: B rows, T tokens of a row, n documents of a batch, those of padding included.
+Legend: B rows, T tokens of a row, n documents of a batch, with padding documents.
 
 Example, [5 6 7] and [8 9] in one row of 8 tokens:
 
@@ -32,13 +32,13 @@ class PackedBatch(TypedDict):
 
     Attributes:
         input_ids: int64 [B, T].
-        labels: int64 [B, T]; -100 = not learned.
+        labels: int64 [B, T]; -100 = ignored by the loss.
         position_ids: int64 [B, T], from 0 in each document.
         padding_mask: bool [B, T], True = padding.
-        cu_seqlens: int32 [n + 1], where documents begin in the rows laid end to end, and B * T.
-            What a row has left is a document of padding.
-        max_seqlen: tokens of the longest document, padding included.
-        num_tokens: int64 scalar, the labels that count.
+        cu_seqlens: int32 [n + 1], the index of each document's first token in the flattened rows,
+            then B * T. The padding at the end of a row is one document.
+        max_seqlen: tokens of the longest document, with padding documents.
+        num_tokens: int64 scalar, the number of labels that are not -100.
     """
 
     input_ids: Tensor
@@ -52,23 +52,22 @@ class PackedBatch(TypedDict):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedCollator(CheckedRecord):
-    """The `collate_fn` of a DataLoader: makes a `PackedBatch` of documents.
+    """A `collate_fn` for DataLoader that makes a `PackedBatch` from a list of documents.
 
-    A document lies behind the one before it, or begins the next row where it does not fit. So the
-    bins of a `PackedBatchSampler` never need more rows than it put together.
+    The collator places documents in their order. A document that does not fit the current row
+    starts the next row. So the bins of a `PackedBatchSampler` never need more than `rows` rows.
 
     Attributes:
         row_tokens: tokens T of a row.
-        rows: rows B of every batch; those without documents are padding.
-        multiple: tokens of each document are rounded up to a multiple of it by padding behind it,
-            which belongs to the document: 2 * cp for context parallelism (`split.py`).
-        max_documents: when given, `cu_seqlens` has this number of documents + 1 entries in every
-            batch, the last one repeated, and `max_seqlen` is `row_tokens`: shapes are static, as a
-            CUDA graph needs them. Counts documents of padding.
-        shift_labels: True = the label of a token is the token that should follow, as
-            `moecore.models.Decoder` expects it, and -100 at a document's end. False = a token's own
-            id, as transformers' models expect it, because they shift themselves: -100 at a
-            document's start.
+        rows: rows B of every batch. A row without documents is padding.
+        multiple: each document is padded at its end to a multiple of this number of tokens, and the
+            padding belongs to the document. Context parallelism needs 2 * cp (`split.py`).
+        max_documents: if given, every batch has static shapes, as CUDA graphs need: `cu_seqlens`
+            has `max_documents` + 1 entries (the last is repeated), and `max_seqlen` is
+            `row_tokens`. The number includes padding documents.
+        shift_labels: True = a token's label is the next token, as `moecore.models.Decoder` expects,
+            and -100 at a document's end. False = a token's label is its own id, as transformers'
+            models expect because they shift labels, and -100 at a document's start.
         pad_id: token id of padding.
     """
 
@@ -86,17 +85,18 @@ class PackedCollator(CheckedRecord):
             yield "row_tokens", f"be < 2**31 / rows ({self.rows}): cu_seqlens is int32"
 
     def __call__(self, documents: Sequence[Document]) -> PackedBatch:
-        """Return the batch.
+        """Return the batch of these documents.
 
         Args:
-            documents: token ids (lists, numpy arrays or tensors), or mappings with `input_ids`.
-                These may have `labels`, of the tokens themselves with -100 for those that are not
-                learned, and `assistant_masks`, 0 for those that are not learned. Without either
-                all tokens are learned.
+            documents: token ids (lists, numpy arrays or tensors), or mappings with `input_ids`. A
+                mapping may have unshifted `labels` (-100 = ignored by the loss) and
+                `assistant_masks` (0 = ignored by the loss). Without both keys the loss uses all
+                tokens.
 
         Raises:
-            ValueError: for a document without tokens or of another kind, labels of another number,
-                more documents than `rows` rows hold, or than `max_documents`.
+            ValueError: for an object that is no document, a document without tokens, a number of
+                labels that differs from the number of tokens, or documents that do not fit `rows`
+                rows or exceed `max_documents`.
         """
         check_arguments(PackedCollator.__call__, locals())
         shape = (self.rows, self.row_tokens)
@@ -126,7 +126,7 @@ class PackedCollator(CheckedRecord):
         return -(-length // self.multiple) * self.multiple
 
     def _placed(self, documents: Sequence[Document]) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield where each document starts in the rows laid end to end, its ids and labels."""
+        """Yield each document's start in the flattened rows, its token ids and its labels."""
         row, row_length = 0, 0
         for number, document in enumerate(documents):
             ids, labels = read_document(document, number)
@@ -143,7 +143,7 @@ class PackedCollator(CheckedRecord):
             row_length += length
 
     def _borders(self, spans: list[tuple[int, int]]) -> Tensor:
-        """Return `cu_seqlens` of documents at these places, with padding where none is."""
+        """Return `cu_seqlens` for documents at (start, end) spans, with padding between them."""
         row_ends = range(0, (self.rows + 1) * self.row_tokens, self.row_tokens)
         borders = sorted({*row_ends, *(border for span in spans for border in span)})
         if self.max_documents is not None:
@@ -157,7 +157,7 @@ class PackedCollator(CheckedRecord):
 
 
 def read_document(document: Document, number: int) -> tuple[Tensor, Tensor]:
-    """Return the ids of one document and their own labels, int64 [tokens]."""
+    """Return a document's token ids and its unshifted labels, both int64 [tokens]."""
     name = f"documents[{number}]"
     length = length_of(document, name)
     if not length:
@@ -186,7 +186,7 @@ def _one_per_token(document: Mapping[str, Any], key: str, name: str, length: int
 
 
 def _integers(numbers: Any, name: str) -> Tensor:
-    """Return a list, array or tensor of whole numbers as int64."""
+    """Return a list, array or tensor of integers as an int64 tensor."""
     try:
         tensor = torch.as_tensor(np.asarray(numbers) if isinstance(numbers, list) else numbers)
     except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -1,6 +1,6 @@
-"""What a document costs a rank, by its length and by how many ranks share it.
+"""Cost models: the time of a document on each of its cp ranks, from its length and cp.
 
-All documents of a micro-batch are shared by the same ranks, and their costs are added.
+The cp ranks of a micro-batch share all its documents. The cost of the micro-batch is the sum.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ Costs = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentCost(CheckedRecord):
-    """Attention, work per token and the exchange of keys and values, in any unit of time.
+    """An analytic cost model: attention, other matmuls, key/value exchange; any unit of time.
 
         linear * L / cp + max(quadratic * L^2 / cp, exchange * L * (cp - 1) / cp)
 
-    The exchange runs beside attention, so the longer of the two counts. Of a model with h heads of
-    dim d, k key-value heads, and P parameters per layer that a token meets, on a GPU of F FLOP/s
-    with B bytes/s to its neighbour, a layer's forward has
+    L is the length of the document. The exchange overlaps with attention, so the formula takes the
+    longer time. A model has h heads of dim d, k key/value heads and P active parameters per layer.
+    A GPU has F FLOP/s and B bytes/s to the next GPU. Then the forward of a layer has
 
         quadratic = 2 h d / F       linear = 2 P / F       exchange = 4 k d / B
 
-    The defaults are Qwen3-30B-A3B's on H200 with 200 GB/s between GPUs, as multiples of quadratic.
+    The defaults are for Qwen3-30B-A3B on H200 with 200 GB/s between GPUs, divided by `quadratic`.
 
     Attributes:
-        quadratic: attention, per squared token; causal.
-        linear: all other products, per token.
-        exchange: keys and values, per token that a rank gets from another.
-        fixed: per micro-batch: launches, and what units gather; by default that of 1,000 tokens.
+        quadratic: time of causal attention per squared token.
+        linear: time of all other matmuls per token.
+        exchange: time per token whose keys and values a rank receives from other ranks.
+        fixed: time per micro-batch for launches and FSDP all-gathers. The default is `linear` times
+            1,000 tokens.
     """
 
     quadratic: PositiveOrZero = 1.0
@@ -50,11 +51,11 @@ class DocumentCost(CheckedRecord):
 
     @property
     def most_cp(self) -> int | None:
-        """None: a document may be shared by any number of ranks."""
+        """The largest cp of the cost model. None = no limit."""
         return None
 
     def of(self, lengths_N: Integers, cp: int) -> Costs:
-        """Return what each document costs each of its cp ranks, float64 [N]."""
+        """Return the time of each document on each of its cp ranks, float64 [N]."""
         length = lengths_N.astype(np.float64)
         exchange = self.exchange * length * (cp - 1)
         compute = self.linear * length + np.maximum(self.quadratic * length**2, exchange)
@@ -64,13 +65,16 @@ class DocumentCost(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCost(CheckedRecord):
-    """Measured times of documents; between two lengths on a line, beyond the last as its square.
+    """A cost model from measured times of documents.
+
+    Times are interpolated linearly between measured lengths, and proportional to the length below
+    the first. Above the last length, times grow with the square of the length.
 
     Attributes:
-        lengths: that were measured, ascending.
-        seconds: cp -> time of a document of each length, ascending, for each cp 1, 2, 4, ... that
-            was measured. No document is shared by more ranks.
-        fixed: of a micro-batch without tokens.
+        lengths: the measured lengths in tokens, ascending.
+        seconds: cp -> measured times of one document of each length, ascending. The keys are 1, 2,
+            4, ...; the largest key limits the cp of every document.
+        fixed: time of a micro-batch without tokens, in seconds.
     """
 
     lengths: Annotated[tuple[Count, ...], "pass the lengths that were measured"]

@@ -1,11 +1,11 @@
-"""What a document is: token ids, or a row of a dataset; its length, and pieces of it.
+"""Functions that read the length of documents, check it, and cut documents into pieces.
 
-A document is a list, numpy array or tensor of token ids, or a mapping as datasets give it:
+A document is a list, numpy array or tensor of token ids, or a mapping such as a dataset's row:
 
-    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}           labels of the tokens themselves
-    {"input_ids": [5, 6, 7], "assistant_masks": [0, 1, 1]}     1 = the token is learned
+    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}           unshifted labels, -100 = ignored
+    {"input_ids": [5, 6, 7], "assistant_masks": [0, 1, 1]}     0 = ignored by the loss
 
-Other keys are not read.
+Other keys of a mapping are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moecore.base.fields import Count, check_arguments, quote
 
-KEYS = ("input_ids", "labels", "assistant_masks")  # values of one number per token
+KEYS = ("input_ids", "labels", "assistant_masks")  # keys whose value has one number per token
 
 Document = Annotated[Any, "token ids, or a mapping with input_ids"]
 Lengths = Annotated[Any, "one whole number >= 1 per document: a list, numpy array or tensor"]
@@ -26,7 +26,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Integers:
-    """Return lengths as int64 [N], or refuse what is not whole, >= least and < 2**31."""
+    """Return lengths as int64 [N]. Raise unless they are integers >= `minimum` and < 2**31."""
     numbers = lengths
     if isinstance(numbers, Tensor):
         numbers = numbers.numpy(force=True)
@@ -50,7 +50,7 @@ def as_lengths(lengths: Lengths, name: str = "lengths", minimum: int = 1) -> Int
 
 
 def length_of(document: Document, name: str = "documents") -> int:
-    """Return the number of a document's tokens, or refuse what is no document."""
+    """Return the number of tokens of a document. Raise if the object is no document."""
     ids = document
     if isinstance(document, Mapping):
         if "input_ids" not in document:
@@ -67,14 +67,14 @@ def length_of(document: Document, name: str = "documents") -> int:
 
 
 def cut_document(document: Document, start: int, stop: int) -> Document:
-    """Return tokens start .. stop of a document, with their labels."""
+    """Return the tokens [start, stop) of a document, with their labels and masks."""
     if not isinstance(document, Mapping):
         return document[start:stop]
     return {key: document[key][start:stop] for key in KEYS if key in document}
 
 
 def check_fits(lengths_N: Integers, max_tokens: int) -> None:
-    """Raise when a document is longer than a bin."""
+    """Raise a ValueError if a document has more than `max_tokens` tokens."""
     if lengths_N.size and lengths_N.max() > max_tokens:
         longest = int(lengths_N.argmax())
         raise ValueError(
@@ -84,23 +84,24 @@ def check_fits(lengths_N: Integers, max_tokens: int) -> None:
 
 
 class CutDocuments:
-    """A dataset in which no document is longer than a bin: longer ones are several items.
+    """A dataset that cuts each document into items of at most `max_tokens` tokens.
 
-    The pieces of a document lie behind each other, all full but for the last. A piece does not
-    attend to the piece before it, and the label across a cut is lost.
+    The pieces of a document are consecutive items of `max_tokens` tokens; the last piece may be
+    shorter. A piece does not attend to earlier pieces. No label spans a cut: the last token of a
+    piece has no label.
 
     Example, lengths 3, 10, 4 and 4 tokens: items 0, 1 .. 3 and 4 of lengths 3, 4 4 2 and 4.
 
     Attributes:
-        lengths: int64 [items], what `PackedBatchSampler` needs.
+        lengths: int64 [items], tokens of each item, an argument of `PackedBatchSampler`.
 
     Args:
-        documents: by index; only the length of a document that is read is looked at.
-        lengths: of each document.
-        max_tokens: of an item.
+        documents: a list or a dataset with an index. Documents are read only when an item is read.
+        lengths: tokens of each document.
+        max_tokens: the largest number of tokens of an item.
 
     Raises:
-        ValueError: when `documents` has no items by index, or lengths are not one per document.
+        ValueError: if `documents` has no index or length, or `lengths` is not one per document.
     """
 
     def __init__(self, documents: Any, lengths: Lengths, max_tokens: Count) -> None:

@@ -1,18 +1,20 @@
-"""Rounds of micro-batches, one by one, of the documents that are left.
+"""make_rounds: assigns documents to rounds of micro-batches, one round at a time.
 
-Legend: N documents, longest first; cp ranks of a block, which becomes a group of `schedule.py`.
+Legend: N documents, longest first; cp ranks of a block. A block becomes a `DocumentGroup`.
 
-A round has a limit of time. The longest documents that are left each open a block of the fewest
-ranks on which they stay below the limit, until all ranks are taken. Then the block with the least
-work takes the longest document that fits its time and its memory, until none fits any block. So
-documents of like length meet, and short ones fill the gaps between them. Ranks for which no
-document is left join a block.
+A trial of a round has a time limit and has three phases:
 
-Each round is tried with several limits, and with blocks of at least 1, 2, 4, ... ranks: a wide
-block has finer steps. The first trial that is busy enough is taken, else the busiest: that by which
-the least time of the whole step shrinks most, per time of the round.
+    1. Each of the longest remaining documents opens a block, until all ranks are used. The block
+       has the fewest ranks on which the document's time is below the limit.
+    2. The block with the least load takes the longest remaining document that fits its time and its
+       tokens, until no document fits any block.
+    3. Ranks without a document are added to blocks.
 
-Source: the task is that of Dynamic-CP in Megatron-Core (arXiv:2603.07685).
+The search tries several limits, and blocks of at least 1, 2, 4, ... ranks. A trial's score is the
+decrease of the lower bound of the remaining step time, divided by the round's time. The search
+takes the first trial with a score above `ENOUGH`, otherwise the trial with the highest score.
+
+Source: Dynamic-CP in Megatron-Core solves the same problem (arXiv:2603.07685).
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from moecore.packing.cost import Cost, Costs
 from moecore.packing.documents import Integers
 from moecore.packing.split import padded_lengths
 
-ENOUGH = 0.98  # busy, of the time of a round
-GROWTH = 1.1  # of one limit over the next
-ROUNDING = 1e-9  # of sums of costs, relative
+ENOUGH = 0.98  # score of a trial at which the search of a round ends
+GROWTH = 1.1  # ratio of one limit to the next lower limit
+ROUNDING = 1e-9  # relative error of sums of costs
 
 
 @dataclass(slots=True)
 class RankBlock:
-    """Documents that the same ranks share in a round."""
+    """A group of cp ranks in a round, and the documents that these ranks share."""
 
     cp: int
     documents: list[int] = field(default_factory=list)  # longest first
@@ -47,12 +49,12 @@ Blocks = list[RankBlock]
 
 
 class Documents:
-    """The documents of a global batch, longest first, and their costs on 1, 2, 4, ... ranks."""
+    """The documents of a global batch, longest first, and their times on 1, 2, 4, ... ranks."""
 
     def __init__(self, lengths_N: Integers, ranks: int, max_tokens: int, cost: Cost) -> None:
         self.ranks, self.max_tokens, self.fixed = ranks, max_tokens, cost.fixed
         order_N = np.argsort(-lengths_N, kind="stable")
-        self.order: list[int] = order_N.tolist()  # the caller's numbers
+        self.order: list[int] = order_N.tolist()  # the caller's document indices
         lengths_N = lengths_N[order_N]
         max_cp = min(ranks & -ranks, cost.most_cp or ranks)
         self.cps = [1 << i for i in range(max_cp.bit_length())]
@@ -66,12 +68,12 @@ class Documents:
         costs = {cp: cost.of(lengths_N, cp) for cp in self.cps}
         self._rank_costs = np.stack(
             [np.where(tokens[cp] <= max_tokens, costs[cp], np.inf) for cp in self.cps]
-        )  # cost on each rank; inf = does not fit
+        )  # time on each rank; inf = exceeds max_tokens
         self.min_costs: list[float] = self._rank_costs.min(axis=0).tolist()
         work = self._work_below(np.inf)
-        self.work: list[float] = work.tolist()  # of each, over its ranks, where it costs least
+        self.work: list[float] = work.tolist()  # per document: least sum of its times over ranks
         self.all_work, self.all_tokens = float(work.sum()), int(lengths_N.sum())
-        # By cp, of each document on each of cp ranks.
+        # cp -> time and tokens of each document on each of its cp ranks.
         self.cost = {cp: costs[cp].tolist() for cp in self.cps}
         self.tokens = {cp: tokens[cp].tolist() for cp in self.cps}
         self.lengths: list[int] = lengths_N.tolist()
@@ -82,21 +84,24 @@ class Documents:
         return len(self.work)
 
     def fewest_rounds(self, tokens: int) -> int:
-        """Return how many rounds hold so many tokens."""
+        """Return the least number of rounds for this number of tokens."""
         return -(-tokens // (self.ranks * self.max_tokens))
 
     def bound(self, longest: int, work: float, tokens: int) -> float:
-        """Return a time below which the documents that are left cannot be done."""
+        """Return a lower bound of the time of the remaining documents.
+
+        `longest` is the index of the longest remaining document, `work` and `tokens` are sums.
+        """
         if longest == len(self):
             return 0.0
         fixed = self.fewest_rounds(tokens) * self.fixed
         return max(work / self.ranks, self.min_costs[longest]) + fixed
 
     def lower_bound(self) -> float:
-        """Return a time that no schedule is below."""
+        """Return a lower bound of the step time of every schedule."""
         fixed = self.fewest_rounds(self.all_tokens) * self.fixed
-        # In a step of time t no document costs its ranks more than t, so each is on enough ranks
-        # for that, and all of their work fits into t on all ranks.
+        # In a step of time t, each document is on enough ranks to take at most t, and the work of
+        # all documents is at most t * ranks. The bisection finds the least such t.
         low, high = float(self._rank_costs.min(axis=0).max()), float(self._rank_costs[-1].sum())
         for _ in range(50):
             middle = (low + high) / 2
@@ -107,35 +112,35 @@ class Documents:
         return low + fixed
 
     def _work_below(self, time: float) -> Costs:
-        """Return the least work of each document that costs each of its ranks at most a time."""
+        """Return each document's least work over the cp on which it takes at most `time`."""
         ranks_1 = np.array(self.cps)[:, None]
         costs = np.where(self._rank_costs <= time, self._rank_costs * ranks_1, np.inf)
         min_costs: Costs = costs.min(axis=0)
         return min_costs
 
     def sums(self, indices: list[int]) -> tuple[float, int]:
-        """Return the work and the tokens of some documents."""
+        """Return the sums of the work and of the tokens of documents."""
         return sum(self.work[i] for i in indices), sum(self.lengths[i] for i in indices)
 
     def loads(self, index: int) -> list[float]:
-        """Return the cost of a document on each number of ranks that can hold it."""
+        """Return the times of a document for each cp on which it fits `max_tokens`."""
         fitting = (cp for cp in self.cps if self.tokens[cp][index] <= self.max_tokens)
         return [self.cost[cp][index] for cp in fitting]
 
     def first_fitting(self, cp: int, load: float, tokens: int) -> int:
-        """Return the longest document of at most that cost and that many tokens on cp ranks."""
+        """Return the first document, longest first, within `load` and `tokens` on cp ranks."""
         return max(bisect_left(self._cost_up[cp], -load), bisect_left(self._tokens_up[cp], -tokens))
 
 
 class RemainingDocuments:
-    """The documents that are left: a chain past those that are gone, one past those on trial."""
+    """The remaining documents, as linked lists that skip taken documents and the trial's."""
 
     def __init__(self, count: int) -> None:
         self._next = list(range(count + 1))
         self.trial: dict[int, int] = {}
 
     def first(self, index: int) -> int:
-        """Return the longest that is left from an index on; N when none is."""
+        """Return the first remaining document with an index >= `index`; N = no document."""
         chain, trial = self._next, self.trial
         passed = []
         while True:  # both chains are shortened where they are walked
@@ -153,18 +158,18 @@ class RemainingDocuments:
         return end
 
     def take(self, index: int) -> None:
-        """Take a document on trial."""
+        """Take a document for the current trial. Clearing `trial` undoes this."""
         self.trial[index] = index + 1
 
     def keep(self) -> None:
-        """Make final what is on trial."""
+        """Take the documents of the current trial permanently."""
         for index in self.trial:
             self._next[index] = index + 1
         self.trial.clear()
 
 
 def make_rounds(documents: Documents) -> list[Blocks]:
-    """Return the rounds: blocks, those of most ranks first, that fill all ranks."""
+    """Return all rounds. A round is a list of blocks with all ranks, in descending cp."""
     search = _Search(documents)
     rounds = []
     while search.remaining.first(0) < len(documents):
@@ -173,14 +178,14 @@ def make_rounds(documents: Documents) -> list[Blocks]:
 
 
 class _Search:
-    """Rounds one after the other, and what is left after them."""
+    """The search for rounds; each call of `next_round` takes documents."""
 
     def __init__(self, documents: Documents) -> None:
         self.documents, self.remaining = documents, RemainingDocuments(len(documents))
         self._work, self._tokens = documents.all_work, documents.all_tokens
 
     def next_round(self) -> Blocks:
-        """Return the round with the least idle time, and take its documents."""
+        """Return the round with the best score, and take its documents."""
         best: tuple[float, Blocks] = (-np.inf, [])
         bound = self._bound(0.0, 0)
         for blocks in self._trials():
@@ -196,9 +201,9 @@ class _Search:
         return best[1]
 
     def _trials(self) -> Iterator[Blocks]:
-        """Yield blocks, those of few ranks and high limits first, which exchange least.
+        """Yield the blocks of each trial, few ranks and high limits first.
 
-        Limits above what the last one needed would give the same blocks.
+        The method skips a limit that would give the same blocks as the previous limit.
         """
         limits = self._limits()
         for fewest in self.documents.cps:
@@ -216,17 +221,17 @@ class _Search:
         self._work, self._tokens = self._work - work, self._tokens - tokens
 
     def _bound(self, work: float, tokens: int) -> float:
-        """Return the least time of what is left, when that much of it has just been taken."""
+        """Return a lower bound of the remaining time after `work` and `tokens` are removed."""
         return self.documents.bound(
             self.remaining.first(0), self._work - work, self._tokens - tokens
         )
 
     def _limits(self) -> list[float]:
-        """Return limits of time, from that of the longest document on few ranks to that on many."""
+        """Return time limits in descending order, for the longest remaining document."""
         documents, longest = self.documents, self.remaining.first(0)
         mean = self._work / (documents.ranks * documents.fewest_rounds(max(self._tokens, 1)))
         loads = documents.loads(longest)
-        # They reach the mean time of the fewest rounds for what is left, and a quarter of it.
+        # The limits include the mean round time of the remaining work, and a quarter of this time.
         low, high = max(mean / 4, min(loads)), max(*loads, mean) * 1.01
         limits = [high]
         while limits[-1] > low * GROWTH:
@@ -237,9 +242,9 @@ class _Search:
 def _fill(
     documents: Documents, remaining: RemainingDocuments, limit: float, fewest: int
 ) -> tuple[Blocks, float]:
-    """Return the blocks of a round below a limit, and the least limit that would give them.
+    """Return the blocks of a trial, and the least time limit that gives the same blocks.
 
-    Their documents are taken.
+    The documents of the blocks are taken for the trial.
     """
     limit *= 1 + ROUNDING
     blocks, min_limit = _open_blocks(documents, remaining, limit, fewest)
@@ -262,10 +267,10 @@ def _fill(
 def _open_blocks(
     documents: Documents, remaining: RemainingDocuments, limit: float, fewest: int
 ) -> tuple[Blocks, float]:
-    """Return a block for each of the longest documents, of the fewest ranks below the limit.
+    """Open blocks for the longest documents, each with the fewest ranks below the time limit.
 
-    Returns with them the least limit that lets them all in: each must cost at most the limit on
-    the most ranks that are free when its block is opened.
+    Returns the blocks, and the least limit that admits the same documents: each document's time on
+    the most ranks that were free when its block was opened.
     """
     blocks: Blocks = []
     min_limit = 0.0
@@ -297,7 +302,7 @@ def _add(documents: Documents, block: RankBlock, index: int) -> None:
 
 
 def _join_idle(documents: Documents, blocks: Blocks) -> None:
-    """Give ranks without a document to the slowest block that can double, or to empty blocks."""
+    """Double the slowest blocks until no rank is idle; otherwise add empty blocks."""
     free = documents.ranks - sum(block.cp for block in blocks)
     max_cp = documents.cps[-1]
     while free:

@@ -1,8 +1,8 @@
-"""Which documents a data rank packs next: a pure function of lengths, seed, epoch and position.
+"""PackedBatchSampler: batches of documents, a pure function of lengths, seed, epoch and position.
 
-An epoch shuffles the documents, packs each 4096 neighbours to bins, and shuffles the bins. A batch
-of all data ranks takes the next `data_ranks * rows` bins; each rank has `rows` of them. So the
-position is a number of bins, the same on every rank, and a run may go on with other ranks or rows.
+An epoch shuffles the documents, packs every 4096 consecutive documents into bins, and shuffles the
+bins. A global batch is the next `data_ranks * rows` bins, `rows` bins per data rank. The position
+is a number of bins, equal on every rank. So a resumed run may have other numbers of ranks or rows.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from moecore.packing.bins import Bins, pack_lengths
 from moecore.packing.corpus.order import key_of
 from moecore.packing.documents import Integers, Lengths, as_lengths, check_fits
 
-WINDOW = 4096  # documents that are packed together: bins are full, and neighbours change by epoch
+WINDOW = 4096  # documents that are packed together, enough to fill the bins
 
 
 class PackedBatchSampler:
-    """The `batch_sampler` of a DataLoader: yields the documents of this data rank's next batch.
+    """A `batch_sampler` for DataLoader that yields the document indices of this rank's batches.
 
-    Each epoch has every document once over all data ranks. All ranks have equally many batches: in
-    the last, some may have fewer bins than rows, or no document at all.
+    In an epoch, each document is in one batch of one data rank. All data ranks have the same number
+    of batches. In the last batch, a rank may have fewer bins than `rows`, or no document.
 
     Attributes:
-        epoch: that the next iteration begins with, or goes on in.
+        epoch: the epoch of the current iteration, or of the next.
 
     Args:
-        lengths: tokens of each document, rounded up where the collator does (`padded_lengths`).
-        bin_tokens: of a bin, the collator's `row_tokens`.
-        rows: bins of a batch, the collator's `rows`.
-        data_rank: this one; ranks with the same data share it.
-        data_ranks: ranks with different data.
-        seed: of all epochs.
-        shuffle: False = documents in their order; bins by their first document.
+        lengths: tokens of each document. Use `padded_lengths` if the collator pads documents.
+        bin_tokens: the largest number of tokens of a bin, equal to the collator's `row_tokens`.
+        rows: bins of a batch, equal to the collator's `rows`.
+        data_rank: this rank's index, `meshes.data_rank`.
+        data_ranks: number of ranks with different batches, `meshes.data_ranks`.
+        seed: seed of the shuffles in all epochs.
+        shuffle: False = documents keep their order, and bins are ordered by their first document.
 
     Raises:
-        ValueError: for no documents, one longer than a bin, or a rank that is not one of the ranks.
+        ValueError: if there is no document, a document is longer than a bin, or `data_rank` is not
+            less than `data_ranks`.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class PackedBatchSampler:
         self.epoch = 0
         self._first = 0  # bin with which the next iteration begins
         self._iteration_start = (0, 0)  # epoch and first bin of the latest iteration
-        self._end_bin = 0  # bins up to which it has gone
+        self._end_bin = 0  # end of the latest global batch, in bins
         self._epoch_bins: tuple[int, Bins] | None = None
 
     def __len__(self) -> int:
-        """Return how many batches the next iteration has."""
+        """Return the number of batches in the next iteration."""
         return -(-(len(self._bins(self.epoch)) - self._first) // self._step)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -88,17 +89,17 @@ class PackedBatchSampler:
         self.epoch, self._first = self.epoch + 1, 0
 
     def set_epoch(self, epoch: CountOrZero) -> None:
-        """Begin the next iteration with another epoch; with the same one nothing changes."""
+        """Start the next iteration at the beginning of `epoch`, unless it is the current epoch."""
         check_arguments(PackedBatchSampler.set_epoch, locals())
         if epoch != self.epoch:
             self.epoch, self._first, self._iteration_start, self._end_bin = epoch, 0, (epoch, 0), 0
 
     def state_dict(self, batches: CountOrZero | None = None) -> dict[str, Any]:
-        """Return the position, as JSON; the same on every rank.
+        """Return the position as a dict of JSON values, identical on every rank.
 
         Args:
-            batches: that this rank has trained on since its latest `iter`. None = all that were
-                handed out, which is more when a DataLoader's workers fetch ahead.
+            batches: number of batches that this rank has trained on since its latest `iter`. None =
+                all yielded batches, which are too many if a DataLoader's workers prefetch.
         """
         check_arguments(PackedBatchSampler.state_dict, locals())
         epoch, first = self._iteration_start
@@ -137,7 +138,7 @@ class PackedBatchSampler:
         return self._rows * self._data_ranks
 
     def _facts(self) -> dict[str, Any]:
-        """Return what two samplers with the same bins have in common."""
+        """Return the values that a sampler must share with a state to have the same bins."""
         digest = hashlib.sha256(self._lengths.tobytes()).hexdigest()[:12]
         return {
             "seed": self._seed,
@@ -152,7 +153,7 @@ class PackedBatchSampler:
         return self._epoch_bins[1]
 
     def _pack(self, epoch: int) -> Bins:
-        """Return the bins of an epoch, in the order in which they are taken."""
+        """Return the bins of an epoch, in the order of the batches."""
         count = len(self._lengths)
         order = self._order("documents", epoch, count)
         bins: list[Integers] = []

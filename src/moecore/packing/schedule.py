@@ -1,11 +1,11 @@
-"""Dynamic context parallelism: which ranks share which documents of a global batch, and when.
+"""schedule_documents: assigns the documents of a global batch to groups of cp ranks.
 
 Legend: N documents, cp ranks that share the documents of a micro-batch.
 
-A round is one micro-batch on every rank. In it the ranks form groups of 1, 2, 4, ... neighbours,
-and the documents of a group are cut over its ranks (`split.py`). Ranks meet in every round, because
-experts on other ranks need the same number of forwards everywhere, so a round takes as long as
-its slowest group. Rounds may take different times, but the groups of one round should not.
+This is dynamic context parallelism. In a round, each rank computes one micro-batch. The ranks form
+groups of 1, 2, 4, ... consecutive ranks, and a group splits its documents over its ranks
+(`split.py`). Expert parallelism synchronises all ranks in every round, so a round takes as long as
+its slowest group. The schedule therefore balances the groups of a round.
 
 `rounds.py` makes the rounds.
 """
@@ -25,16 +25,15 @@ DEFAULT_COST = DocumentCost()
 
 @dataclass(frozen=True, slots=True)
 class DocumentGroup:
-    """Neighbouring ranks that share the documents of one micro-batch.
+    """A group of consecutive ranks that share the documents of one micro-batch.
 
     Attributes:
-        first_rank: ranks `first_rank` .. `first_rank + cp - 1`.
+        first_rank: the group has ranks `first_rank` to `first_rank + cp - 1`.
         cp: number of ranks.
-        documents: their numbers, longest first; none where documents have run out, and the
-            micro-batch is all padding.
-        tokens: that each rank holds, padding to 2 * cp included.
-        cost: of the micro-batch on each rank, without `fixed`.
-        labels: that count in the whole group.
+        documents: document indices, longest document first. Empty = a micro-batch of padding only.
+        tokens: tokens per rank, with the padding to a multiple of 2 * cp.
+        cost: time of the micro-batch on each rank, without `fixed`.
+        labels: number of labels in the loss of the group.
     """
 
     first_rank: int
@@ -49,15 +48,14 @@ class DocumentGroup:
 class DocumentSchedule:
     """The rounds of a global batch.
 
-    A gradient is that of the mean over all labels when the loss of a micro-batch is the sum over
-    its labels divided by `num_labels`, and gradients are summed over ranks: `loss="sum"`.
+    Use `loss="sum"`, which sums gradients over ranks, and divide the loss sum of each micro-batch
+    by `num_labels`. The gradient is then the gradient of the mean over all labels.
 
     Attributes:
-        rounds: groups by rank, for each micro-batch.
-        num_labels: that count in the global batch.
-        time: of the step, the sum over rounds of the slowest group and `fixed`.
-        lower_bound: of any schedule's time: the work of all documents, each on as many ranks as it
-            costs least, spread evenly; or the longest document alone.
+        rounds: for each round, the groups in the order of their ranks.
+        num_labels: number of labels in the loss of the global batch.
+        time: time of the step: the sum over rounds of the slowest group's time and `fixed`.
+        lower_bound: a time that no schedule can go below, see `rounds.Documents.lower_bound`.
     """
 
     rounds: tuple[tuple[DocumentGroup, ...], ...]
@@ -66,7 +64,7 @@ class DocumentSchedule:
     lower_bound: float
 
     def of_rank(self, rank: CountOrZero) -> tuple[DocumentGroup, ...]:
-        """Return the group of a rank in each round."""
+        """Return the group that contains a rank, for each round."""
         check_arguments(DocumentSchedule.of_rank, locals())
         last = self.rounds[0][-1]
         if rank >= last.first_rank + last.cp:
@@ -88,22 +86,22 @@ def schedule_documents(
     cost: DocumentCost | MeasuredCost = DEFAULT_COST,
     num_labels: Lengths | None = None,
 ) -> DocumentSchedule:
-    """Return which ranks compute which documents of a global batch in which round.
+    """Return a schedule that assigns each document of a global batch to a round and a group.
 
-    Every document is in one micro-batch, every rank has one micro-batch per round, and none holds
-    more than `max_tokens`. Deterministic, so every rank may make it on its own; no communication.
-    Rounds go from little work to much and back (`serpentine`).
+    Each document is in one micro-batch, and each rank has one micro-batch per round. The function
+    is deterministic and does not communicate: every rank computes the same schedule. Rounds are
+    ordered by time as in `serpentine`.
 
     Args:
         lengths: tokens of each document [N].
-        ranks: dp x cp ranks. Groups have 1, 2, 4, ... ranks, up to the largest power of two that
-            divides it.
-        max_tokens: of one rank's micro-batch, all its documents together.
-        cost: of a document, by its length and cp.
-        num_labels: that count of each document [N]; None = all tokens but the last.
+        ranks: number of dp x cp ranks. Group sizes are powers of two that divide this number.
+        max_tokens: the largest number of tokens that one rank has in a micro-batch.
+        cost: the cost model of a document, by its length and cp.
+        num_labels: number of labels in the loss, per document [N]; None = tokens - 1.
 
     Raises:
-        ValueError: for no documents, or one that all ranks of the largest group cannot hold.
+        ValueError: if there is no document, or if a document exceeds `max_tokens` per rank in the
+            largest group.
     """
     check_arguments(schedule_documents, locals())
     lengths_N = as_lengths(lengths)
@@ -128,10 +126,11 @@ def schedule_documents(
 
 
 def serpentine(costs: Sequence[float]) -> list[int]:
-    """Return an order of micro-batches in which costs rise to the largest, and fall.
+    """Return an order of micro-batches whose costs first rise to the largest and then fall.
 
-    Neighbours then have like costs, and the ends, where a pipeline is not full, the least. Costs
-    are finite numbers; for attention, sums of squared lengths. [4, 1, 3, 2] gives [1, 2, 0, 3].
+    Consecutive micro-batches then have similar costs. The cheapest micro-batches are at both ends,
+    in the warm-up and cool-down of a pipeline. Costs are finite numbers, such as sums of squared
+    lengths. Example: [4, 1, 3, 2] gives [1, 2, 0, 3].
     """
     check_arguments(serpentine, locals())
     rising = sorted(range(len(costs)), key=lambda i: (costs[i], i))

@@ -1,4 +1,4 @@
-"""Which tokens of a packed batch a context parallel rank holds: `kernels/zigzag.py`, with checks.
+"""part_of: splits a packed batch over context parallel ranks (`kernels/zigzag.py`), with checks.
 
 Legend: t tokens of all documents, n documents, cp ranks.
 """
@@ -18,30 +18,30 @@ from moecore.packing.documents import Integers, Lengths, as_lengths
 
 
 def padded_lengths(lengths: Lengths, cp: Count) -> Integers:
-    """Return lengths rounded up to multiples of 2 * cp, or as they are without cp; int64 [n]."""
+    """Return int64 [n]: lengths rounded up to multiples of 2 * cp; unchanged if cp is 1."""
     check_arguments(padded_lengths, locals())
     multiple = multiple_of(cp)
     return -(-as_lengths(lengths) // multiple) * multiple
 
 
 def multiple_of(cp: int) -> int:
-    """Return what tokens of documents must be a multiple of."""
+    """Return the number that must divide every document's length: 2 * cp, or 1 if cp is 1."""
     return 2 * cp if cp > 1 else 1
 
 
 def indices_of(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
-    """Return the tokens that a rank holds, int64 [t / cp] on the device of `cu_seqlens`.
+    """Return the token indices of a cp rank, int64 [t / cp], on the device of `cu_seqlens`.
 
-    Ascending within a document, and document after document. Syncs with a GPU.
+    The indices ascend. If `cu_seqlens` is on a GPU, the function synchronises the host.
 
     Args:
-        cu_seqlens: integers [n + 1], borders of documents, each a multiple of 2 * cp; documents of
-            no tokens are allowed. With cp 1 any borders.
-        cp: context parallel ranks.
-        rank: of them, from 0.
+        cu_seqlens: integers [n + 1], cumulative document lengths from 0. With cp > 1 each length is
+            a multiple of 2 * cp. Documents without tokens are allowed.
+        cp: number of context parallel ranks.
+        rank: index of the cp rank, from 0.
 
     Raises:
-        ValueError: for borders that are not such, or a rank that is not one of them.
+        ValueError: if `cu_seqlens` does not have this form, or `rank` is not less than `cp`.
     """
     check_arguments(indices_of, locals())
     if rank >= cp:
@@ -50,10 +50,10 @@ def indices_of(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
 
 
 def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
-    """Return where each token lies among those of rank 0, rank 1, ... laid end to end, int64 [t].
+    """Return the inverse permutation of the concatenated `indices_of` of all cp ranks, int64 [t].
 
-    So `torch.cat([x[indices_of(cu, cp, r)] for r in range(cp)])[inverse_of(cu, cp)]` is x.
-    Arguments and errors are those of `indices_of`.
+    `torch.cat([x[indices_of(cu, cp, r)] for r in range(cp)])[inverse_of(cu, cp)]` is x. Arguments
+    and errors: see `indices_of`.
     """
     check_arguments(inverse_of, locals())
     tokens = _rank_tokens(cu_seqlens, cp).flatten()
@@ -63,18 +63,18 @@ def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
 
 
 def part_of(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
-    """Return the tokens of a batch that a rank holds, [B, T / cp], with all that belongs to them.
+    """Return the part of a batch that a cp rank computes: a `PackedBatch` of shape [B, T / cp].
 
-    Labels are those of the whole batch: `shift_labels=True` has made them before the cut. The
-    borders, `max_seqlen` and `num_tokens` are those of this rank's part.
+    Labels are selected, not recomputed: collate with `shift_labels=True`, which shifts them before
+    the split. `cu_seqlens`, `max_seqlen` and `num_tokens` describe this rank's part.
 
     Args:
-        batch: of a `PackedCollator` with `multiple=2 * cp`.
-        cp: context parallel ranks.
-        rank: of them, from 0.
+        batch: the result of a `PackedCollator` with `multiple=2 * cp`.
+        cp: number of context parallel ranks.
+        rank: index of the cp rank, from 0.
 
     Raises:
-        ValueError: as `indices_of`.
+        ValueError: if `batch` is no `PackedBatch`, and as `indices_of`.
     """
     if not isinstance(batch, Mapping) or not PackedBatch.__required_keys__ <= set(batch):
         raise ValueError(
@@ -99,7 +99,7 @@ def part_of(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
 
 
 def _rank_tokens(cu_seqlens: Tensor, cp: int) -> Tensor:
-    """Return the tokens of each rank, int64 [cp, t / cp], after a check."""
+    """Check `cu_seqlens`; return the token indices of each rank, int64 [cp, t / cp]."""
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):
         raise ValueError(

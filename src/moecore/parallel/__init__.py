@@ -1,4 +1,4 @@
-"""Who owns what and who runs what: meshes, the request, shards, pipeline stages.
+"""Parallelism: device meshes, the request of `parallelize_moe`, sharding, pipeline stages.
 
 layout string -> PipelineLayout     (name, pp, chunks, micro-batches) -> Schedule -> Timeline
 """

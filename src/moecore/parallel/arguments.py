@@ -1,19 +1,19 @@
-"""Arguments of forwards, compared by the ranks that compute parts of the same rows.
+"""Comparison of forward arguments between ranks that compute parts of the same rows.
 
-The tp, cp and pp ranks of a data rank each compute a part of the rows that all of them receive.
-If one of these ranks receives other tokens, documents or labels, the gradient is wrong without an
-error, and other shapes let its collectives wait forever. So these ranks compare the arguments of
-every forward, and of every schedule of a pipeline, before the model runs:
+The tp, cp and pp ranks of a data rank receive the same rows, and each computes a part of them. If
+tokens, documents or labels differ between these ranks, the gradient is wrong without an error. If
+shapes differ, collectives hang. So these ranks compare the arguments of every forward, and of every
+pipeline schedule, before the model runs:
 
     shapes, dtypes, Python values,     digest on the host -> all-reduce of 32 bytes between hosts
     contents of CPU tensors
     contents of tensors on a device    checksums on the device: `Contents`
 
-No comparison waits for the device, except that of the first forward. `Contents` works in steps:
+Only the comparison of the first forward synchronises host and device. `Contents` works in steps:
 
     forward n      checksums -> MAX all-reduce of [sums, ~sums], launched without a wait
     forward n + 1  copy of the result to the host, launched without a wait
-    a later one    the copy has arrived: the host compares, and the ranks raise together
+    a later one    the copy is complete: the host compares, and all these ranks raise
 
 `TrainStep` reads the results on the device when it clips the gradients. So a clipped step with a
 difference is skipped on every rank before any rank knows of the difference.
@@ -45,21 +45,21 @@ from moecore.parallel.mesh import host_group
 
 @dataclass(kw_only=True, slots=True)
 class _ContentsCheck:
-    """The contents of one forward."""
+    """A comparison of the tensor contents of one forward, whose result may be pending."""
 
     names: tuple[str, ...]
-    bounds: Tensor  # int64 [2, names]: the largest checksum, and the largest complement of one
+    bounds: Tensor  # int64 [2, names]: maxima over ranks of the checksum and of its complement
     work: Any  # the all-reduce; None after it was waited for
     copy: ToHost | None = None
 
     def start_copy(self) -> None:
-        """Start to copy the result to the host; the stream waits for it, and the host does not."""
+        """Launch the copy of the result to the host. Only the stream waits for the all-reduce."""
         if self.work is not None:
             self.work.wait()
             self.work, self.copy = None, ToHost(self.bounds)
 
     def problem(self) -> str | None:
-        """Return an error's beginning if contents differ. It waits for the copy."""
+        """Return the start of an error text if contents differ, otherwise None. Host sync."""
         self.start_copy()
         assert self.copy is not None, "it was started"
         largest, complement = self.copy.read()
@@ -74,14 +74,14 @@ class _ContentsCheck:
 
 
 class Contents:
-    """The comparisons whose results the host has not read."""
+    """Compares the contents of device tensors between ranks; the host reads results later."""
 
     def __init__(self) -> None:
         self._unread: list[_ContentsCheck] = []
         self._of_step: list[_ContentsCheck] = []
 
     def compare(self, tensors: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Launch a comparison of tensors. Collective; every rank names the same tensors."""
+        """Launch a comparison of tensors. Collective; all ranks must pass the same names."""
         if not groups or _captures(tensors):  # a replay would compare with nobody
             return
         with torch.no_grad():
@@ -96,7 +96,7 @@ class Contents:
             self._of_step.append(comparison)
 
     def has_difference(self) -> bool:
-        """Return whether contents of an earlier forward differ, as far as the host can see."""
+        """Return whether a result that has been copied to the host shows a difference. No sync."""
         if _captures({str(i): check.bounds for i, check in enumerate(self._unread)}):
             return False
         for check in self._unread:
@@ -111,7 +111,7 @@ class Contents:
         return False
 
     def wait(self) -> str | None:
-        """Return an error's beginning if contents of any earlier forward differ. Host sync."""
+        """Return the start of an error text if contents of an earlier forward differ. Host sync."""
         comparisons, self._unread = self._unread, []
         problems = [check.problem() for check in comparisons]
         problem = next((check for check in problems if check is not None), None)
@@ -120,11 +120,11 @@ class Contents:
         return problem
 
     def drop_step(self) -> None:
-        """Forget which comparisons belong to the step; their errors are still raised."""
+        """Remove the comparisons from the current step. A later check still raises their errors."""
         self._of_step = []
 
     def end_step(self) -> Tensor | None:
-        """Return whether contents of this step differ, a bool on the device; None = unknown."""
+        """Return a device bool: whether contents of this step differ; None = not compared."""
         comparisons, self._of_step = self._of_step, []
         if not comparisons:
             return None
@@ -134,7 +134,7 @@ class Contents:
 
 
 def _captures(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether the work on tensors goes into a CUDA graph."""
+    """Return whether the current stream of a tensor's device is capturing a CUDA graph."""
     devices = {x.device for x in tensors.values()}
     return any(is_capturing(current_stream(device)) for device in devices)
 
@@ -152,8 +152,8 @@ class SharedArguments:
     """Raises a ValueError on the ranks that share rows when they receive different arguments.
 
     Args:
-        groups: groups of the model's device, by cp of dynamic context parallelism; 0 = of all other
-            forwards. A forward with a cp that has no entry uses entry 0.
+        groups: cp degree -> process groups for the model's device. Entry 0 is used by forwards
+            without the argument `cp`, and by forwards whose cp degree has no entry.
         device_type: the device type of the model.
     """
 
@@ -169,8 +169,8 @@ class SharedArguments:
     def check(self, arguments: Mapping[str, Any], cp: int | None) -> None:
         """Raise if the arguments of a forward, or of all micro-batches of a pipeline, differ.
 
-        It is collective over the ranks that share the rows. The first check with gradients is
-        collective over the world, so that all ranks raise, and has a host sync.
+        The check is collective over the ranks that share rows. The first check with gradients is
+        collective over the world, so that all ranks raise, and synchronises the host.
         """
         if is_inside():
             return
@@ -196,12 +196,12 @@ class SharedArguments:
                 raise ValueError(problem)
 
     def before_forward(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Forward pre-hook of the model."""
+        """Compare the arguments of a forward. This is the model's forward pre-hook."""
         named = {f"argument {place}": value for place, value in enumerate(args)}
         self.check({**named, **kwargs}, kwargs.get("cp"))
 
     def before_schedule(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the micro-batches of a pipeline."""
+        """Compare the arguments of all micro-batches before a pipeline schedule runs."""
         named = {
             f"micro_batches[{place}].{name}": value
             for place, inputs in enumerate(micro_batches)
@@ -210,24 +210,24 @@ class SharedArguments:
         self.check(named, None)
 
     def end_step(self) -> Tensor | None:
-        """Return whether contents of this step's forwards differ, a bool on the device.
+        """Return a device bool: whether argument contents differed in this step's forwards.
 
         None = no contents were compared on the device. No host sync.
         """
         return self._contents.end_step()
 
     def drop_step(self) -> None:
-        """Forget which forwards belong to the step, which does not take place."""
+        """Discard this step's comparisons because the optimizer step is not performed."""
         self._contents.drop_step()
 
     def raise_late(self) -> None:
-        """Raise the error of earlier forwards whose contents differ. Host sync."""
+        """Raise a ValueError if argument contents differed in an earlier forward. Host sync."""
         problem = self._contents.wait()
         if problem is not None:
             raise ValueError(problem + ADVICE)
 
     def _difference(self, entries: Mapping[str, Any], place: int) -> str | None:
-        """Return an error's beginning if host facts differ, or contents of earlier forwards."""
+        """Return the start of an error text if host values or earlier contents differ."""
         groups = self._host_groups[place]
         if not groups:
             return None
@@ -245,7 +245,7 @@ class SharedArguments:
 
 
 def _facts(value: Any, name: str, on_device: dict[str, Tensor]) -> Any:
-    """Return a description whose `repr` is compared; add device tensors to `on_device`."""
+    """Return a description of a value, compared by `repr`; add device tensors to `on_device`."""
     if isinstance(value, Mapping):
         items = ((comparable(key), entry) for key, entry in value.items())
         return {key: _facts(entry, f"{name}[{key!r}]", on_device) for key, entry in items}
@@ -278,5 +278,5 @@ def _tensor_facts(x: Tensor, name: str, on_device: dict[str, Tensor]) -> str:
 
 
 def is_on_host(x: Tensor) -> bool:
-    """Return whether the host reads a tensor without a wait."""
+    """Return whether a tensor is in host memory, so that reading it needs no device sync."""
     return x.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""choose_meshes: the meshes of a call that is given none, from the experts and the hosts."""
+"""choose_meshes: default meshes, from the numbers of experts and of ranks per host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moecore.parallel.mesh import (
 
 
 def start_default_group() -> None:
-    """Start the default process group when there is none, as `build_meshes` does."""
+    """Start the default process group if it does not exist, as `build_meshes` does."""
     if not dist.is_initialized():
         start_process_group(_device_type())
 
@@ -32,8 +32,8 @@ def start_default_group() -> None:
 def choose_meshes(expert_counts: Iterable[int]) -> Meshes:
     """Build meshes for MoE layers with these numbers of experts, over all ranks. Collective.
 
-    Experts are divided among as many ranks of one host, or of one NVLink domain, as divide the
-    number of experts of every layer: 6 experts on a host of 4 ranks have ep 2 and edp_shard 2.
+    ep is the largest number that divides the ranks of a host (or of an NVLink domain) and every
+    layer's number of experts. Example: 6 experts on a host of 4 ranks have ep 2 and edp_shard 2.
     Dense parameters are sharded over all ranks. A model without MoE layers has ep 1.
     """
     domain, place = _domain()
@@ -52,7 +52,7 @@ def _device_type() -> str:
 
 
 def _domain() -> tuple[int, str]:
-    """Return how many neighbouring ranks reach each other fast on every host, and their place."""
+    """Return the number of consecutive ranks with a fast link, and the text that names the link."""
     world_size = dist.get_world_size()
     if "LOCAL_WORLD_SIZE" not in os.environ:  # a launcher that tells no hosts, or one process
         return world_size, "the world"

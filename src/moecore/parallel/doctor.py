@@ -1,8 +1,8 @@
-"""`moecore doctor`: reports problems of the machines of a job, one line each.
+"""`moecore doctor`: reports problems of a job's hosts, GPUs and links, one line each.
 
 Every rank collects facts about its host, its GPU and its environment, and measures its links. A
-fact that a rank cannot read becomes a line of `RankFacts.failures`, so that the rank still takes
-part in every collective. Rank 0 gathers the facts of all ranks. `problems` reads only the facts.
+fact that a rank cannot read is reported in `RankFacts.failures`, so that the rank still takes part
+in every collective. The facts are all-gathered. `problems` derives its lines from the facts only.
 """
 
 from __future__ import annotations
@@ -54,31 +54,31 @@ MOST_OF_ERROR = 200  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What one rank knows. Bytes, seconds, and bytes per second."""
+    """Measurements of one rank, its GPU and its host: bytes, seconds, and bytes per second."""
 
-    host: str  # an identity, equal for the ranks of a running kernel
-    name: str  # of the host
-    ranks_per_host: int | None  # as the launcher says; None = it says nothing
+    host: str  # an id of the running operating system, equal on all ranks of a host
+    name: str  # of the host, for messages
+    ranks_per_host: int | None  # from the launcher; None = not set
     versions: Mapping[str, str]  # of Python, packages, CUDA, NCCL and the GPU's name
-    environment: Mapping[str, str]  # variables that libraries of a job read
-    clock: float  # when all ranks have come
-    fabric: str | None = None  # the NVLink domain between hosts; None = the GPU is in none
-    gpu_memory: tuple[int, int] | None = None  # free and all of the GPU; None without one
-    open_files: int = -1  # a limit, as the next one; -1 = none
+    environment: Mapping[str, str]  # the environment variables of `PREFIXES`
+    clock: float  # Unix time after a barrier
+    fabric: str | None = None  # the NVLink domain across hosts; None = no such domain
+    gpu_memory: tuple[int, int] | None = None  # free and total; None = no GPU
+    open_files: int = -1  # a limit, like locked_memory; -1 = unlimited
     locked_memory: int = -1
-    shared_memory: int | None = None  # free in /dev/shm; None = there is none
+    shared_memory: int | None = None  # free bytes in /dev/shm; None = it does not exist
     has_checkpoints: bool = False  # whether --checkpoints is given on this rank
     disk: int | None = None  # free bytes in the directory of checkpoints; None = unknown
     sees_checkpoints: bool = True  # whether this rank sees the file that rank 0 has written there
     failures: Sequence[str] = ()  # an error text for each fact that this rank could not read
-    # Why GPUs of a host do not reach each other's memory; None = they do, or none are.
+    # Why GPUs of this host have no access to each other's memory; None = no problem, or no GPU.
     peers: str | None = None
-    # Of messages from the rank before, by "inside a host" and "between hosts".
+    # Of messages from the previous rank of a ring, by "inside a host" and "between hosts".
     rates: Mapping[str, float] = field(default_factory=dict)
 
 
 def problems(facts: Sequence[RankFacts]) -> list[str]:
-    """Return what is wrong, one line each, of the facts of all ranks in order."""
+    """Return one line per problem that the facts show; `facts[i]` belongs to rank i."""
     return [*_differences(facts), *_of_hosts(facts), *_of_ranks(facts), *_of_links(facts)]
 
 
@@ -122,7 +122,7 @@ def _of_hosts(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def _of_host(facts: Sequence[RankFacts], ranks: Sequence[int], first: RankFacts) -> Iterator[str]:
-    """Yield the problems of one host. `facts` belong to its `ranks`, `first` to rank 0."""
+    """Yield the problems of one host. `facts` belong to the host's `ranks`, `first` to rank 0."""
     name = facts[0].name
     if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))):
         yield (
@@ -225,7 +225,7 @@ def _of_links(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, with ranges."""
+    """Return ranks as text, such as "ranks 0-3, 6"."""
     starts = [r for i, r in enumerate(ranks) if i == 0 or ranks[i - 1] != r - 1]
     ends = [r for i, r in enumerate(ranks) if i + 1 == len(ranks) or ranks[i + 1] != r + 1]
     parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
@@ -246,7 +246,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def run_doctor(args: Any) -> int:
-    """Look at this job's machines; collective under torchrun."""
+    """Print the problems of this job's hosts; return 1 if there are any. Collective."""
     check_value("--timeout", args.timeout, Seconds)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     timeout = timedelta(seconds=args.timeout)
@@ -277,7 +277,7 @@ def _print(facts: Sequence[RankFacts], lines: Sequence[str]) -> None:
 
 @contextmanager
 def _all_take_part(rule: str) -> Iterator[None]:
-    """Return a context in which an error of a collective is a ValueError of one line."""
+    """Return a context that converts an error of a collective into a one-line ValueError."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
@@ -289,7 +289,7 @@ def _all_take_part(rule: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Return a context that drops what libraries write to stderr before an exception."""
+    """Return a context that discards the output to stderr if the body raises."""
     # c10d logs each failed attempt to connect, and these lines would hide the error's one line.
     # An environment variable sets the level of this log, but only before torch is imported.
     sys.stderr.flush()
@@ -307,7 +307,7 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 class _FactReader:
-    """Reads facts of this rank, and keeps the error text of each fact that cannot be read."""
+    """Reads facts of this rank, and collects an error text for each fact that cannot be read."""
 
     def __init__(self) -> None:
         self.failures: list[str] = []
@@ -315,7 +315,7 @@ class _FactReader:
     def read(
         self, name: str, function: Callable[[], T], default: T, rule: str = "readable by this rank"
     ) -> T:
-        """Return the function's result, or the default after a failure."""
+        """Return the function's result; after an error, add its text and return the default."""
         try:
             return function()
         except (OSError, ValueError, RuntimeError) as error:
@@ -380,7 +380,7 @@ def _versions(device_type: str) -> dict[str, str]:
 
 
 def _disk(reader: _FactReader, directory: Path | None, name: str) -> tuple[int | None, bool]:
-    """Return the free bytes, and whether this rank sees the file of rank 0. Collective."""
+    """Return the directory's free bytes, and whether rank 0's file is visible. Collective."""
     is_first, shown_path = dist.get_rank() == 0, f"--checkpoints ({quote(str(directory))})"
     rule = "a directory that every rank can write"
 
@@ -410,7 +410,7 @@ def _disk(reader: _FactReader, directory: Path | None, name: str) -> tuple[int |
 
 
 def _peers(hosts: Sequence[str], device_type: str) -> str | None:
-    """Return why GPUs of this host do not reach each other's memory. Collective."""
+    """Return why GPUs of this host have no access to each other's memory. Collective."""
     if device_type != "cuda":
         return None
     local_host = hosts[dist.get_rank()]
@@ -423,7 +423,7 @@ def _peers(hosts: Sequence[str], device_type: str) -> str | None:
 
 
 def _rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
-    """Return the rates of messages from the rank before, in hosts and between. Collective."""
+    """Return rates of messages from the previous rank, inside and between hosts. Collective."""
     rank, rates = dist.get_rank(), dict[str, float]()
     by_host = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
     rings = {"inside a host": by_host, "between hosts": _columns(by_host)}
@@ -449,6 +449,6 @@ def _rates(hosts: Sequence[str], device_type: str) -> dict[str, float]:
 
 
 def _columns(by_host: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the ranks of one place in all hosts, by place."""
+    """Return for each local index i the list of every host's i-th rank."""
     num_rows = max(map(len, by_host))
     return [[ranks[i] for ranks in by_host if i < len(ranks)] for i in range(num_rows)]

@@ -1,13 +1,13 @@
-"""ParallelConfig -> Meshes(dense, expert): two views of the same ranks (Parallel Folding).
+"""build_meshes: makes a dense and an expert mesh of the same ranks.
 
-    dense  view, outermost first: pp, dp_replicate,  dp_shard,  cp, tp
-    expert view, outermost first: pp, edp_replicate, edp_shard, ep, etp
+    axes of the dense mesh,  outermost first: pp, dp_replicate,  dp_shard,  cp, tp
+    axes of the expert mesh, outermost first: pp, edp_replicate, edp_shard, ep, etp
 
-Only pp must agree; every other expert dim folds freely over the dense ones. The last dim of a
-view is made of neighbouring ranks, so tp, ep and etp stay inside one host where they fit.
+Only pp must be equal in both meshes; the other degrees are independent. The innermost axes have
+consecutive ranks, so tp, ep and etp groups are inside one host if their sizes allow it.
 
-Example, 8 ranks, dp_shard=4 tp=2 against edp_shard=2 ep=4: ranks 0 and 1 are one tp pair, ranks
-0 1 2 3 are one ep group, and ranks 0 and 4 share the same experts (edp_shard).
+Example, 8 ranks, dp_shard=4 tp=2 and edp_shard=2 ep=4: ranks 0 and 1 are a tp group, ranks 0 to 3
+are an ep group, and ranks 0 and 4 have shards of the same experts (edp_shard).
 
 Source: MoE Parallel Folding (arXiv:2504.14960).
 """
@@ -41,27 +41,27 @@ DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 
 DeviceType = Annotated[str, OneOf(("cpu", "cuda"))]
-# int >= 1, or what is left
+# int >= 1; -1 = the number of ranks divided by the other degrees
 Degree = Annotated[Count | Literal[-1], "use -1 once per view, for what is left"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig(CheckedRecord):
-    """Parallel degrees of the dense and of the expert view of one world.
+    """Parallel degrees of the dense and of the expert mesh.
 
     World = pp * dp_replicate * dp_shard * cp * tp = pp * edp_replicate * edp_shard * ep * etp.
-    Only `pp` must agree. -1 means "what is left" and may stand once in each view.
+    -1 means the world size divided by the mesh's other degrees. Each mesh may have one -1.
 
     Attributes:
-        pp: pipeline stages, shared by both views.
-        dp_replicate: data ranks that hold full copies of a dense shard (HSDP).
+        pp: pipeline stages, equal in both meshes.
+        dp_replicate: replicas of each dense shard (HSDP).
         dp_shard: data ranks over which dense parameters are sharded.
-        cp: context parallel ranks; they too shard dense parameters.
+        cp: context parallel ranks; dense parameters are sharded over these ranks too.
         tp: tensor parallel ranks of attention and dense MLPs.
-        edp_replicate: ranks that hold full copies of an expert shard.
+        edp_replicate: replicas of each expert shard.
         edp_shard: ranks over which one expert's parameters are sharded.
-        ep: expert parallel ranks; each owns num_experts / ep experts.
-        etp: expert tensor parallel ranks; each owns hidden_dim / etp of each expert.
+        ep: expert parallel ranks; each has num_experts / ep experts.
+        etp: expert tensor parallel ranks; each has hidden_dim / etp of each expert.
     """
 
     pp: Annotated[Count, "both views share it, so use pp=1 for none"] = 1
@@ -85,10 +85,10 @@ class ParallelConfig(CheckedRecord):
                 )
 
     def resolve(self, world_size: Count) -> ParallelConfig:
-        """Return the same config with every -1 replaced.
+        """Return a copy in which every -1 is replaced by the degree for `world_size` ranks.
 
         Raises:
-            ValueError: when a view's degrees do not multiply to `world_size`.
+            ValueError: if the product of a mesh's degrees is not `world_size`.
         """
         check_arguments(ParallelConfig.resolve, locals())
         updates: dict[str, int] = {}
@@ -116,23 +116,25 @@ class ParallelConfig(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Meshes:
-    """The two views of the world, and what rooms need to know about them.
+    """The dense and the expert mesh of all ranks, and the process groups made from them.
 
     Attributes:
         parallel: the resolved degrees (no -1).
         dense: mesh of attention, norms, embeddings, routers and shared experts.
         expert: mesh of the routed experts.
-        dense_fsdp: (dp_replicate, dp_shard x cp), which shard dense parameters; the replicate
-            dim is left out when it is 1. The joined dim is named dp_shard_cp when cp > 1.
-        expert_fsdp: (edp_replicate, edp_shard) for experts, likewise.
-        dispatch_group: the ep x etp ranks among which tokens travel, ep-major; None when alone.
-        micro_batch_group: the cp x tp ranks that share one data rank's micro-batch; None = alone.
-        ranks_per_domain: ranks that reach each other's memory, such as those of a host; neighbours.
+        dense_fsdp: axes (dp_replicate, dp_shard x cp) that replicate and shard dense parameters.
+            A dp_replicate of 1 is omitted. With cp > 1 the sharding axis is named dp_shard_cp.
+        expert_fsdp: axes (edp_replicate, edp_shard) for experts. An edp_replicate of 1 is omitted.
+        dispatch_group: the ep x etp ranks that exchange tokens, ep-major; None = one rank.
+        micro_batch_group: the cp x tp ranks that share one data rank's micro-batch; None = one
+            rank.
+        ranks_per_domain: number of consecutive ranks with access to each other's memory, such as
+            the ranks of a host.
         stage_group: every rank of this pipeline stage.
-        pipeline_groups: twice the ranks that differ only in pp, for messages to higher ranks and
-            for those to lower ones: two communicators, so that neither waits for the other. None
-            when pp is 1.
-        reason: why these degrees, where `parallelize_moe` has chosen them; None = the caller has.
+        pipeline_groups: two communicators of the ranks that differ only in pp. The first sends to
+            higher ranks and the second to lower ranks, so that the directions overlap. None if pp
+            is 1.
+        reason: why `parallelize_moe` chose these degrees; None = the caller passed the meshes.
     """
 
     parallel: ParallelConfig
@@ -148,7 +150,7 @@ class Meshes:
     reason: str | None = None
 
     def __repr__(self) -> str:
-        """Return both views in three lines: sizes, and where this rank is; dims of 1 left out."""
+        """Return both meshes in three lines: axis sizes > 1, and this rank's coordinates."""
         if not dist.is_initialized():
             return f"Meshes({self.parallel}, whose process group is destroyed)"
         ranks = f"Meshes({self.device_type}, rank {dist.get_rank()} of {dist.get_world_size()}"
@@ -157,12 +159,12 @@ class Meshes:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks with different sequences: cp and tp ranks hold parts of the same."""
+        """Number of different micro-batches; cp and tp ranks of a data rank share a micro-batch."""
         return self.parallel.dp_replicate * self.parallel.dp_shard
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's data among `data_ranks`."""
+        """Index of this rank's micro-batch, from 0 to `data_ranks` - 1."""
         shard = self.dense.get_local_rank("dp_shard")
         return self.dense.get_local_rank("dp_replicate") * self.parallel.dp_shard + shard
 
@@ -178,7 +180,7 @@ class Meshes:
 
     @property
     def device(self) -> torch.device:
-        """Where models of these meshes compute: there, or on meta in a dry run."""
+        """The device on which models compute: of `device_type`, or meta in a dry run."""
         return torch.device("meta" if is_inside() else self.device_type)
 
 
@@ -189,22 +191,21 @@ def build_meshes(
     *,
     ranks_per_domain: Count | None = None,
 ) -> Meshes:
-    """Build both views over all ranks of the default process group.
+    """Build the dense and the expert mesh over all ranks of the default process group.
 
-    Starts the process group when there is none: from torchrun's environment, or as a world of one
-    process. Collective: every rank must call it with the same config.
+    If the process group does not exist, the function starts it from torchrun's environment, or with
+    this process as the only rank. Collective: every rank must pass the same arguments.
 
     Args:
-        parallel: the degrees; -1 takes what is left.
-        device_type: "cuda" or "cpu"; default: cuda when available.
-        ranks_per_domain: neighbouring ranks that reach each other's memory, for dispatcher
-            "hierarchical"; None = those of an NVLink domain between hosts where all GPUs are in
-            one, else of a host, as torchrun has started them. Tell it where another launcher has
-            started the ranks.
+        parallel: the degrees; -1 = the world size divided by the mesh's other degrees.
+        device_type: "cuda" or "cpu"; default: cuda if available.
+        ranks_per_domain: number of consecutive ranks with access to each other's memory, for
+            dispatcher "hierarchical". None = the ranks of an NVLink domain if every GPU is in a
+            domain across hosts, otherwise torchrun's ranks per host. Pass it under other launchers.
 
     Raises:
-        ValueError: when the degrees do not multiply to the world size, or differ between ranks, and
-            when `ranks_per_domain` does not divide the world size.
+        ValueError: if the product of the degrees is not the world size, if arguments differ between
+            ranks, or if `ranks_per_domain` does not divide the world size.
     """
     arguments = locals()
     has_gpu = torch.cuda.is_available()
@@ -253,7 +254,7 @@ def build_meshes(
 
 
 def _ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> int:
-    """Return the ranks of a domain: those that are given, or of a host, or all."""
+    """Return the given ranks per domain; None = the ranks per host, or the world size."""
     if ranks_per_domain is None:
         of_host = read_launcher_number("LOCAL_WORLD_SIZE", world_size)
         return of_host if world_size % of_host == 0 else world_size
@@ -266,9 +267,10 @@ def _ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> int:
 
 
 def ranks_of_fabrics(local_fabric: str | None) -> int | None:
-    """Return the most neighbouring ranks that stay in one fabric everywhere; None = some have none.
+    """Return the largest group size of consecutive ranks such that each group is in one fabric.
 
-    Collective. `local_fabric` names this rank's fabric. Racks of 72 and of 56 ranks give 8.
+    None = a rank has no fabric. `local_fabric` is the name of this rank's fabric. Collective.
+    Example: fabrics of 72 and of 56 ranks give 8.
     """
     names = gather(local_fabric)
     if None in names:
@@ -277,14 +279,14 @@ def ranks_of_fabrics(local_fabric: str | None) -> int | None:
 
 
 class DomainGroups(NamedTuple):
-    """How the ranks among which tokens travel lie over domains."""
+    """The two process groups of a hierarchical dispatch, which split `Meshes.dispatch_group`."""
 
-    inside: dist.ProcessGroup  # those of this rank's domain
-    across: dist.ProcessGroup  # those of its place in all domains
+    inside: dist.ProcessGroup  # the ranks of this rank's domain
+    across: dist.ProcessGroup  # the ranks with this rank's index in each domain
 
 
 def domain_groups(meshes: Meshes) -> DomainGroups:
-    """Return the groups of two levels; `check_domains` has passed. Collective."""
+    """Return the groups inside and across domains. Collective; call `check_domains` before."""
     num_ranks, domain_size = meshes.parallel.ep * meshes.parallel.etp, meshes.ranks_per_domain
     sizes = (dist.get_world_size() // num_ranks, num_ranks // domain_size, domain_size)
     view = _fold(meshes.device_type, sizes, ("dispatch", "domain", "place"))
@@ -292,7 +294,7 @@ def domain_groups(meshes: Meshes) -> DomainGroups:
 
 
 def check_domains(meshes: Meshes) -> None:
-    """Raise a ValueError where the ranks among which tokens travel are no whole domains."""
+    """Raise a ValueError if dispatcher "hierarchical" cannot use the domains of the meshes."""
     p, domain_size = meshes.parallel, meshes.ranks_per_domain
     relation = None
     if domain_size == 1 or p.ep * p.etp <= domain_size:
@@ -309,7 +311,7 @@ def check_domains(meshes: Meshes) -> None:
 
 
 def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the group of `cp` neighbouring data ranks, and the cp x tp ranks, cp-major."""
+    """Return the groups of `cp` consecutive data ranks and of their cp x tp ranks, cp-major."""
     size, tp = dist.get_world_size(), meshes.parallel.tp
     view = _fold(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
     group = _flattened_group(view, ("cp", "tp"))
@@ -320,7 +322,7 @@ def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.Pro
 def split_context(
     meshes: Meshes, cp: int, inner: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups of `inner` neighbouring cp ranks, and of those that are `inner` apart."""
+    """Return this rank's group of `inner` consecutive cp ranks, and of every `inner`-th cp rank."""
     tp, size = meshes.parallel.tp, dist.get_world_size()
     sizes = (size // (cp * tp), cp // inner, inner, tp)
     view = _fold(meshes.device_type, sizes, ("data", "cp_outer", "cp_inner", "tp"))
@@ -330,8 +332,8 @@ def split_context(
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of the same ranks whose collectives take CPU tensors.
 
-    It is the group itself where its backends include one of CPUs, else a new gloo group. Collective
-    over the group.
+    If the group has a backend for CPU tensors, the result is the group, otherwise a new gloo group.
+    Collective over the group.
     """
     if has_cpu_backend(group):
         return group
@@ -345,7 +347,7 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of all dims of several views of one world, in order. No communication."""
+    """Return one mesh with the axes of several meshes of the world. No communication."""
     ranks, local_rank = torch.zeros((), dtype=torch.int), dist.get_rank()
     for mesh in meshes:  # the steps along the dims of one view are the same everywhere
         ranks = ranks.reshape(*ranks.shape, *(1 for _ in mesh.shape)) + (mesh.mesh - local_rank)
@@ -358,7 +360,7 @@ def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
 
 
 def _fold(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a view of the world, outermost dim first, with the default group's timeout."""
+    """Return a mesh of all ranks, outermost axis first, with the default group's timeout."""
     view = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     for name in names:
         inherit_timeout(view.get_group(name))
@@ -366,7 +368,7 @@ def _fold(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> D
 
 
 def _view(mesh: DeviceMesh) -> str:
-    """Return the dims of a mesh that are not 1, and this rank's places."""
+    """Return the axes of a mesh whose size is not 1, and this rank's coordinates, as text."""
     names = [name for name in mesh.mesh_dim_names or () if _size(mesh, name) > 1]
     if not names:
         return "one rank"
@@ -375,10 +377,10 @@ def _view(mesh: DeviceMesh) -> str:
 
 
 def start_process_group(device_type: str, timeout: timedelta | None = None) -> None:
-    """Start the process group of torchrun's ranks, or a group of only this process.
+    """Start the default process group of torchrun's ranks, or of this process only.
 
     Raises:
-        ValueError: when a variable of the launcher is not a number in its range.
+        ValueError: if an environment variable of the launcher is not a number in its range.
     """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
@@ -411,7 +413,7 @@ def read_launcher_number(
 
 
 def _trim(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
-    """Slice (replicate, shard), without the replicate dim when it is 1."""
+    """Return the submesh (replicate, shard), or (shard,) if the replicate axis has size 1."""
     return mesh[(replicate, shard) if _size(mesh, replicate) > 1 else (shard,)]
 
 
@@ -424,7 +426,7 @@ def _dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
 
 
 def _flattened_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
-    """Group over the two innermost dims of a view, first-major; None when it is one rank."""
+    """Return one group over a mesh's two innermost axes, first-major; None for one rank."""
     sizes = [_size(view, name) for name in names]
     if sizes == [1, 1]:
         return None
@@ -439,7 +441,7 @@ def _flattened_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGr
 def _stages(
     world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig
 ) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
-    """Return the ranks of this rank's stage, and `Meshes.pipeline_groups`."""
+    """Return the group of this rank's pipeline stage, and `Meshes.pipeline_groups`."""
     if p.pp == 1:
         return world.get_group(), None
     view = _fold(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))
