@@ -53,7 +53,7 @@ class Variant:
     balance: dict[str, Any] = field(default_factory=dict)
     moe: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=lambda: {"router_lr_factor": 0.1})
-    schedule: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=lambda: {"min_warmup_steps": 100})
 
 
 BIAS: dict[str, Any] = {"score_function": "sigmoid", "expert_bias": True}

@@ -82,9 +82,16 @@ from moecore.planning import (
 )
 from moecore.planning.costs import Exposed, Point
 from moecore.planning.gpus import GPUS
+from moecore.recipes.grpo import SamplingOptions
+from moecore.recipes.loggers import LoggerOptions
 from moecore.recipes.lora import LoRAOptions
 from moecore.recipes.optimizer import OptimizerConfig, ParamGroup
+from moecore.recipes.rotary import RotaryOptions
+from moecore.recipes.rows import ColumnNames, DatasetOptions
+from moecore.recipes.samples import SampleOptions
 from moecore.recipes.schedule import LearningRateSchedule
+from moecore.recipes.stages import StageLength
+from moecore.recipes.steps import BatchRamp
 from moecore.rl import DPO, GRPO, GSPO, PPO, OwnObjective, Rollouts
 from moecore.train import AdamW, MatrixCut
 from moecore.train.optim.matrices import MatrixLayout
@@ -303,6 +310,10 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
         SearchRequest,
         dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8),
     ),
+    (StageLength, dict(name="short", steps=1)),
+    *((record, {}) for record in (BatchRamp, LoggerOptions, RotaryOptions, SampleOptions)),
+    *((record, {}) for record in (ColumnNames, DatasetOptions)),
+    (SamplingOptions, dict(reward="rewards:length")),
 ]
 VALUES: list[Any] = [
     *(True, False, None, 0, 1, -1, 2, 3, 4, 8, 2**31, 2**63, 10**400, -(10**5000)),

@@ -123,7 +123,7 @@ def test_rates_by_hand() -> None:
     assert rates(constant, 5) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])
     # A third of 60 steps, 100 of 1,000 and a twentieth of 10,000.
     for steps, warmup in ((60, 20), (1000, 100), (10_000, 500)):
-        factors = rates(LearningRateSchedule(), steps)
+        factors = rates(LearningRateSchedule(min_warmup_steps=100), steps)
         assert factors[0] == pytest.approx(1 / warmup) and factors[warmup - 1] == 1.0
     longer = LearningRateSchedule(warmup_steps=0, schedule_steps=40)
     assert rates(longer) == pytest.approx(rates(LearningRateSchedule(warmup_steps=0), 40)[:20])

@@ -264,7 +264,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add_dry_run(parser)
     add_records(parser, RECORDS, without=EXCLUDED_FIELDS)
     parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256)
-    parser.set_defaults(eval_every=0, **{"optimizer.router_lr_factor": 0.1})
+    parser.set_defaults(
+        eval_every=0, **{"optimizer.router_lr_factor": 0.1, "schedule.min_warmup_steps": 100}
+    )
     words = sys.argv[1:] if arguments is None else arguments
     args = parse(parser, words, tables=("data", "validation"), takes_stages=True)
     for options in {id(part): part for part in (args, *stages_of(args))}.values():

@@ -29,9 +29,10 @@ class LearningRateSchedule(CheckedRecord):
     Attributes:
         lr_schedule: "cosine" and "linear" decay from the end of the warm-up to the last step; "wsd"
             (warm-up, stable, decay) decays over the last `decay_steps` steps; "constant" never.
-        warmup_steps: steps of the warm-up; None = `warmup_tokens`, else 5% of the schedule, and at
-            least 100 steps or a third of the schedule.
-        warmup_tokens: tokens of the warm-up, rounded up to whole steps.
+        warmup_steps: steps of the warm-up; None = `warmup_tokens`, else 5% of the schedule.
+        min_warmup_steps: the fewest steps of a warm-up of 5%, but at most a third of the schedule.
+        min_warmup_steps: CountOrZero = 0
+    warmup_tokens: tokens of the warm-up, rounded up to whole steps.
         schedule_steps: the step at which the decay ends; None = the last step of the run.
         decay_steps: steps of the decay of "wsd"; None = 10% of the schedule.
         decay_shape: the curve of the decay of "wsd".
@@ -77,7 +78,7 @@ class LearningRateSchedule(CheckedRecord):
         if self.warmup_tokens is not None:
             return steps_of(self.warmup_tokens)
         if self.warmup_steps is None:
-            return max(1, round(0.05 * total), min(100, total // 3))
+            return max(1, round(0.05 * total), min(self.min_warmup_steps, total // 3))
         return self.warmup_steps
 
 
