@@ -255,19 +255,33 @@ class MovedStorage:
     def leave(self) -> None:
         """Make the tensors views of host memory, and free the device memory."""
         for tensor, place in self.tensors:
-            itemsize = place.element_size()
-            flat = self.host[: self.host.numel() // itemsize * itemsize].view(place.dtype)
-            start = int(place.storage_offset()) + int(flat.storage_offset())
-            tensor.data = flat.as_strided(place.shape, place.stride(), start)
+            tensor.data = self._view(place, self.host)
         self.free()
 
     def allocate(self) -> None:
-        """Allocate the device memory, for use by work of the current stream."""
-        self.memory.untyped_storage().resize_(self.host.numel())
+        """Allocate the device memory, which work of the current stream may use."""
+        if self.memory.is_meta:  # a dry run counts a storage from its first tensor to its last
+            self.memory = self.memory.new_empty(self.host.numel())
+            self.tensors = [(tensor, self._view(at, self.memory)) for tensor, at in self.tensors]
+        else:
+            self.memory.untyped_storage().resize_(self.host.numel())
 
     def free(self) -> None:
-        """Free the device memory, after the work launched on the current stream."""
-        self.memory.untyped_storage().resize_(0)
+        """Free the device memory, once the current stream's work so far is done."""
+        if self.memory.is_meta:
+            self.memory = self.memory.new_empty(0)
+            self.tensors = [(tensor, self._view(at, self.host)) for tensor, at in self.tensors]
+        else:
+            self.memory.untyped_storage().resize_(0)
+
+    def _view(self, place: Tensor, memory: Tensor) -> Tensor:
+        """Return the view of the host's or the device's memory at the place of another view."""
+        itemsize = place.element_size()
+        is_host = storage_key(place) == storage_key(self.host)
+        first = int(self.host.storage_offset()) // itemsize if is_host else 0
+        flat = memory[: memory.numel() // itemsize * itemsize].view(place.dtype)
+        start = int(place.storage_offset()) - first + int(flat.storage_offset())
+        return flat.as_strided(place.shape, place.stride(), start)
 
     def arrive(self) -> None:
         """Make the tensors views of device memory, into which the bytes were copied."""
