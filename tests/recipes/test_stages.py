@@ -57,7 +57,7 @@ def test_a_ramp_by_hand() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"ramp_start": 2}, "BatchRamp.ramp_increment (None) must be given with ramp_start: give all"),
+        ({"ramp_start": 2}, "BatchRamp.ramp_increment (None) must be given with ramp_start"),
         ({"ramp_start": 3}, "ramp_start (3) must be a multiple of 2, the rows of a micro-batch"),
         ({"ramp_increment": 4}, "ramp_start (4) plus a multiple of ramp_increment (4) must be 6"),
         ({"ramp_start": 8}, "ramp_start (8) plus a multiple of ramp_increment (2) must be 6"),

@@ -31,8 +31,7 @@ class LearningRateSchedule(CheckedRecord):
             (warm-up, stable, decay) decays over the last `decay_steps` steps; "constant" never.
         warmup_steps: steps of the warm-up; None = `warmup_tokens`, else 5% of the schedule.
         min_warmup_steps: the fewest steps of a warm-up of 5%, but at most a third of the schedule.
-        min_warmup_steps: CountOrZero = 0
-    warmup_tokens: tokens of the warm-up, rounded up to whole steps.
+        warmup_tokens: tokens of the warm-up, rounded up to whole steps.
         schedule_steps: the step at which the decay ends; None = the last step of the run.
         decay_steps: steps of the decay of "wsd"; None = 10% of the schedule.
         decay_shape: the curve of the decay of "wsd".
@@ -41,6 +40,7 @@ class LearningRateSchedule(CheckedRecord):
 
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: CountOrZero | None = None
+    min_warmup_steps: CountOrZero = 0
     warmup_tokens: NumTokens | None = None
     schedule_steps: Count | None = None
     decay_steps: Count | None = None

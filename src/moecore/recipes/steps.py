@@ -31,9 +31,9 @@ class BatchRamp(CheckedRecord):
     def _rules(self) -> Rules:
         names = ("ramp_start", "ramp_increment", "ramp_tokens")
         missing = [name for name in names if getattr(self, name) is None]
-        given = ", ".join(name for name in names if name not in missing)
-        if missing and given:
-            yield missing[0], f"be given with {given}: give all three options of [batch] or none"
+        others = ", ".join(name for name in names if name not in missing)
+        if missing and others:
+            yield missing[0], f"be given with {others}: give all three options of [batch] or none"
 
     def check(self, *, rows: int, micro_batch_rows: int) -> None:
         """Raise ValueError unless micro-batches divide the ramp, whose end is all rows.
