@@ -31,9 +31,12 @@ class BatchRamp(CheckedRecord):
     def _rules(self) -> Rules:
         names = ("ramp_start", "ramp_increment", "ramp_tokens")
         missing = [name for name in names if getattr(self, name) is None]
-        others = ", ".join(name for name in names if name not in missing)
-        if missing and others:
-            yield missing[0], f"be given with {others}: give all three options of [batch] or none"
+        names_set = ", ".join(name for name in names if name not in missing)
+        if missing and names_set:
+            yield (
+                missing[0],
+                f"be given with {names_set}: give all three options of [batch] or none",
+            )
 
     def check(self, *, rows: int, micro_batch_rows: int) -> None:
         """Raise ValueError unless micro-batches divide the ramp, whose end is all rows.
