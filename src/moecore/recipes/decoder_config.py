@@ -96,8 +96,9 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
 def default_balance(moe: MoEConfig) -> dict[str, Any]:
     """Return the fields of [balance] of a run that sets none.
 
-    Both keep the loads even within the first hundred steps, as docs/findings.md shows. The
-    published strengths, such as 0.001 of Qwen3's loss, come from runs of a million steps.
+    A model without an expert bias gets the global-batch loss. A bias with sigmoid scores is solved
+    by quantiles. docs/findings.md has the loads of both in the first 300 steps. Published strengths
+    of the loss, such as 0.001 of Qwen3-MoE, come from runs of a million steps.
     """
     if not moe.expert_bias:
         return {"micro_batch_coef": 0.0, "global_batch_coef": 0.05}

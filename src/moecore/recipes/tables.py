@@ -16,7 +16,7 @@ DIRECTORY_FILES = ("state.json", "dataset_dict.json")  # of save_to_disk
 
 
 def is_table(path: str) -> bool:
-    """Whether `datasets` reads a path."""
+    """Return whether the package `datasets` reads the path."""
     is_directory = any(os.path.lexists(Path(path) / file) for file in DIRECTORY_FILES)
     return path.startswith(HUB) or path.endswith(".parquet") or is_directory
 
@@ -27,10 +27,10 @@ def load_table(
     """Return a data set of `datasets`.
 
     Args:
-        path: hf:NAME of the hub or of a directory, a directory of `save_to_disk`, or a .parquet.
-        option: that names the path, for errors.
-        split: of a data set with splits.
-        config: of a data set that has several; "" = its only one.
+        path: hf:NAME with a hub name or directory, a `save_to_disk` directory, or a .parquet file.
+        option: the option with the path, for error messages.
+        split: the split to read, if the data set has splits.
+        config: the configuration to read; "" = the only one.
         stream: read hf:NAME without storing it.
 
     Raises:
