@@ -81,31 +81,3 @@ def test_slurm(job: dict[str, str], tmp_path: Path) -> None:
     slurm |= dict(ARGS="--config plan.toml --data a.jsonl")
     found = run(script, tmp_path, job | slurm)
     assert found == "train --run-dir runs/mine --config plan.toml --data a.jsonl"
-
-
-@pytest.mark.nightly  # the same options of torchrun as those of Slurm
-def test_kubernetes(job: dict[str, str], tmp_path: Path) -> None:
-    """The operator's variables are all that torchrun needs to know."""
-    spec = yaml.safe_load((CLUSTER / "pytorchjob.yaml").read_text())["spec"]
-    worker: Any = spec["pytorchReplicaSpecs"]["Worker"]
-    (pod,) = worker["template"]["spec"]["containers"]
-    assert spec["elasticPolicy"]["maxReplicas"] == worker["replicas"] == 2
-    assert pod["name"] == "pytorch" and pod["command"] == ["bash", "-c"]
-    mounts = {mount["name"] for mount in pod["volumeMounts"]}
-    assert mounts == {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
-    operator = dict(PET_RDZV_BACKEND="c10d", PET_NNODES="2", PET_NPROC_PER_NODE="1")
-    operator["PET_RDZV_ENDPOINT"] = f"localhost:{free_port()}"
-    environ = {each["name"]: str(each["value"]) for each in pod["env"]}
-    found = run(both(*pod["args"] * 2), tmp_path, job | environ | operator)
-    assert found == "train --run-dir /runs/moecore --preset qwen3-30b-a3b --ep 8 --compile"
-
-
-@pytest.mark.nightly  # the same options of torchrun as those of Slurm
-def test_skypilot(job: dict[str, str], tmp_path: Path) -> None:
-    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
-    assert task["num_nodes"] == 2 and task["file_mounts"]["/runs"]["mode"] == "MOUNT_CACHED"
-    sky = "SKYPILOT_NUM_NODES=2 SKYPILOT_NUM_GPUS_PER_NODE=1 SKYPILOT_NODE_IPS=127.0.0.1"
-    nodes = [f"export {sky} SKYPILOT_NODE_RANK={rank}; {task['run']}" for rank in (0, 1)]
-    environ = task["envs"]
-    found = run(both(*nodes), tmp_path, job | environ)
-    assert found == "train --run-dir /runs/moecore --preset qwen3-30b-a3b --ep 8 --compile"

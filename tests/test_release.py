@@ -1,0 +1,40 @@
+"""What a release has: one version, metadata with the README, a source archive without results."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+import moecore
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_changelog_has_the_version() -> None:
+    assert f"\n## {moecore.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_archives_of_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = pytest.importorskip("hatchling.build")
+    monkeypatch.chdir(ROOT)
+    with tarfile.open(tmp_path / build.build_sdist(str(tmp_path))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = {name.partition("/")[0] for name in names if "/" in name}
+    assert folders == {"src"} and {"CHANGELOG.md", "LICENSE", "README.md"} < names
+    wheel = tmp_path / build.build_wheel(str(tmp_path))
+    with zipfile.ZipFile(wheel) as archive:
+        files = archive.namelist()
+        (path,) = (name for name in files if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_string(archive.read(path).decode())
+    assert metadata["Version"] == moecore.__version__ and metadata["License-Expression"]
+    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+    assert "moecore/py.typed" in files and any(name.endswith("/tiny.toml") for name in files)
+    assert {os.path.dirname(name).partition("/")[0] for name in files} == {
+        "moecore",
+        path.partition("/")[0],
+    }
