@@ -85,7 +85,7 @@ def test_reference_refuses_labels_out_of_range() -> None:
 # ------------------------------------------------------------------------------- kernel
 
 TINY = [(0, 7), (1, 1), (5, 1), (1, 7), (9, 7), (3, 64), (7, 100), (13, 1000), (4, 4099)]
-LONG = [(3, 151936), (2, 50257), (1, 16384), (1, 16388)]  # several steps of a row
+LONG = [(2, 50257), (1, 16384), (1, 16388)]  # several steps of a row
 REAL = {"qwen3-30b": (2048, 151936), "gpt-2": (1023, 50257), "deepseek-v3": (511, 129280)}
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
