@@ -24,55 +24,16 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import launch, next_power_of_2, num_sms, rows_of_experts, tl, triton
+from moecore.kernels.common import launch, next_power_of_2, num_sms, tl, triton
 from moecore.kernels.grouped.gemm import locate_tile, row_tiles_of
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import nvfp4_tensor_scale
-from moecore.kernels.rows.microscaling import tensor_scales, unpack_e2m1
 from moecore.kernels.rows.scaling import Blocks
 
 # 128 rows are one instruction's. With 128 columns registers spill on sm_120. Nothing is measured.
 PROGRAM = {"BLOCK_M": 128, "BLOCK_N": 64, "STAGES": 4, "num_warps": 8}
 GROUP_M = 8  # row tiles that share a matrix in L2
 BYTES_K = 128  # of one step along the summed dim
-
-
-def block_scaled_gemm_ref(
-    a: Blocks, b: Blocks, offsets_e: Tensor, recipe: Recipe, dtype: torch.dtype
-) -> Tensor:
-    """Return what `block_scaled_gemm` does, by expert, in fp32; 0 past the rows. Host sync."""
-    a_RK, b_eNK = _widened(a), _widened(b)
-    out_RN = a_RK.new_zeros(a_RK.shape[0], b_eNK.shape[1])
-    for i, rows in enumerate(rows_of_experts(offsets_e)):
-        out_RN[rows] = a_RK[rows] @ b_eNK[i].T * _scale_ref(a, b, i, recipe)
-    return out_RN.to(dtype)
-
-
-def block_scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, recipe: Recipe) -> Tensor:
-    """Return what `block_scaled_wgrad` does, by expert, in fp32. Host sync."""
-    x_MW, y_NW = _widened(x), _widened(y)
-    sums = [
-        x_MW[:, rows] @ y_NW[:, rows].T * _scale_ref(x, y, i, recipe)
-        for i, rows in enumerate(rows_of_experts(offsets_e))
-    ]
-    return torch.stack(sums)
-
-
-def _scale_ref(a: Blocks, b: Blocks, expert: int, recipe: Recipe) -> Tensor | float:
-    if a.amax is None or b.amax is None:
-        return 1.0
-    return tensor_scales(a.amax[expert], recipe) * tensor_scales(b.amax[expert], recipe)
-
-
-def _widened(operand: Blocks) -> Tensor:
-    """Return fp32 values times the scales of their blocks."""
-    if operand.values.dtype == FP8:
-        wide, scales = operand.values.float(), operand.scales.view(torch.float8_e8m0fnu).float()
-    else:
-        wide, scales = unpack_e2m1(operand.values), operand.scales.float()
-    for dim in (-2, -1):
-        scales = scales.repeat_interleave(wide.shape[dim] // max(scales.shape[dim], 1), dim)
-    return wide * scales
 
 
 @triton.jit
