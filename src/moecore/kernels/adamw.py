@@ -1,12 +1,12 @@
-"""AdamW over many tensors in one launch: moments in fp32, bf16 or FP8, masters whole or split.
+"""AdamW of many tensors in one launch: moments in fp32, bf16 or FP8; fp32, bf16 or split weights.
 
-Dimensions: P tensors, all weights of one dtype, likewise gradients and moments.
+Letter: P tensors. All weights have one dtype, all gradients one, and all moments one.
 
 Budget: bytes moved per element of fp32 weights and gradients: 28 with fp32 moments, 20 with bf16
-ones, 16 with FP8 ones. bf16 weights with remainders and bf16 gradients take 2 less.
-Gradients are divided by `grad_scale` on the way and stay as they are.
+moments, 16 with FP8 moments. bf16 weights with remainders and bf16 gradients take 2 less. Gradients
+are divided by `grad_scale` while they are read, and are not changed.
 
-How moments and remainders are kept: `adamw_formats.py`.
+`adamw_formats.py` defines the formats of moments and remainders.
 
 Source: https://arxiv.org/abs/1711.05101 (decoupled weight decay).
 """
@@ -53,7 +53,7 @@ Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWOptions(CheckedRecord):
-    """What one update needs to know."""
+    """Hyperparameters of one update."""
 
     lr: PositiveOrZero | Tensor  # learning rate; a tensor of one element is read on its device
     betas: tuple[Decay, Decay]  # of the first and the second moment, in [0, 1)
@@ -62,7 +62,7 @@ class AdamWOptions(CheckedRecord):
 
 
 class ParamRow(NamedTuple):
-    """What belongs to one tensor; None = it has none."""
+    """The tensors of one parameter's update; None = the parameter has no such tensor."""
 
     weight: Tensor
     grad: Tensor
@@ -75,7 +75,7 @@ class ParamRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdamWTensors:
-    """What one update changes, and by which gradients: P of each."""
+    """The tensors that one update changes, and their gradients: P of each."""
 
     weights: Sequence[Tensor]  # changed in place
     grads: Sequence[Tensor]  # of the same shapes, read
@@ -92,14 +92,14 @@ class AdamWTensors:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[ParamRow, int]]) -> "AdamWTensors":
-        """Return the record of rows of one kind and their numbers; undoes `rows`."""
+        """Return the record of parameters of one kind and their numbers; the inverse of `rows`."""
         params, numbers = zip(*rows, strict=True)
         weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)
         return cls(weights, grads, exp_avgs, exp_avg_sqs, steps, numbers, exponents, remainders)
 
     def rows(self) -> list[ParamRow]:
-        """Return what belongs to each tensor."""
+        """Return the tensors of each parameter."""
         absent = [None] * len(self.weights)
         columns = (self.weights, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps)
         optional = (self.exponents or absent, self.remainders or absent)
@@ -113,7 +113,7 @@ def adamw_ref_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Do what `adamw_` does, in plain PyTorch and in at least fp32."""
+    """Compute `adamw_` in plain PyTorch, in fp32 or fp64."""
     beta1, beta2 = options.betas
     for number, row in zip(tensors.numbers, tensors.rows(), strict=True):
         wide = torch.promote_types(row.weight.dtype, torch.float32)
@@ -135,7 +135,7 @@ def adamw_ref_(
 
 
 def _master_ref(row: ParamRow) -> Tensor:
-    """Return what is updated, in at least fp32."""
+    """Return the weight that is updated, in fp32 or fp64."""
     if row.remainder is not None:
         return join_master_ref(row.weight, row.remainder)
     return row.weight.to(torch.promote_types(row.weight.dtype, torch.float32))
@@ -152,7 +152,7 @@ def _moments_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tensor]:
 def _kept_ref(
     row: ParamRow, number: int, w: Tensor, m: Tensor, v: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return (place, content) of what is kept, each pair of one dtype."""
+    """Return pairs of a tensor and its new content, each pair of one dtype."""
     if row.remainder is None:
         pairs = [(row.weight, w.to(row.weight.dtype))]
     else:
@@ -319,14 +319,15 @@ def adamw_(
 ) -> None:
     """Update weights and moments in place, in fp32 (fp64 for fp64 tensors); no host sync.
 
-    One launch, if all tensors are contiguous, and weights, gradients and moments of one dtype each;
-    else plain PyTorch, with a warning on a GPU. On a CPU torch's fused AdamW where it can do it.
-    bf16 and FP8 moments are rounded at random, weights to nearest (`adamw_formats.py`).
+    A GPU does it in one launch, if all tensors are contiguous, and weights, gradients and moments
+    have one dtype each. Otherwise plain PyTorch does it, with a warning. A CPU uses torch's fused
+    AdamW where that supports the tensors. bf16 and FP8 moments are stochastically rounded, weights
+    to nearest (`adamw_formats.py`).
 
     Args:
         tensors: on one device.
         grad_scale: fp32 scalar, divides the gradients; None = 1.
-        found_inf: fp32 scalar, > 0 leaves everything as it is; None = 0.
+        found_inf: fp32 scalar, > 0 leaves everything unchanged; None = 0.
     """
     if not tensors.weights:
         return
@@ -397,7 +398,7 @@ def _torch_adamw_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Do it by torch's fused AdamW, on CPUs many times as fast as the reference."""
+    """Update by torch's fused AdamW, on CPUs many times as fast as the reference."""
     grads = list(tensors.grads)
     if grad_scale is not None:  # torch would write scaled gradients back
         grads = [grad / grad_scale for grad in grads]
@@ -420,7 +421,7 @@ def _torch_adamw_(
 
 
 def _table(tensors: AdamWTensors) -> tuple[Tensor, int]:
-    """Return what the kernel reads of each tensor, and how many programs all need."""
+    """Return the kernel's table of tensors, and the number of programs of all tensors."""
     rows, num_programs = [], 0
     for number, row in zip(tensors.numbers, tensors.rows(), strict=True):
         numel = row.weight.numel()
