@@ -38,6 +38,7 @@ from moecore.kernels.routing import (
 )
 from moecore.kernels.rows import (
     activation,
+    cast,
     e4m3,
     free_list,
     index,
@@ -777,3 +778,22 @@ def test_the_map_of_row_tiles_compiles(compiled: dict[str, Any]) -> None:
     """The interpreter takes loops that the compiler refuses."""
     row_tiles.map_row_tiles(ints(8), 1024)
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("kind", ["tile", "block", "row", "tensor"])
+@pytest.mark.parametrize(("fmt", "power_of_two"), [("e4m3", True), ("e4m3", False), ("e5m2", True)])
+def test_casts_move_vectors(
+    kind: str, fmt: str, power_of_two: bool, compiled: dict[str, Any], tmp_path: Any
+) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.zeros(512, 2048, dtype=dtype)
+        for sides in ((True, True), (True, False), (False, True)):
+            cast._cast(x, None, None, cast._CastOptions(kind, fmt, power_of_two, *sides))
+    if kind == "tensor":
+        one = torch.zeros(1)
+        cast._cast(x, one, one, cast._CastOptions(kind, fmt, power_of_two, True, True))
+    for name, kernel in compiled.items():
+        assert spilled_bytes(kernel, tmp_path) == 0, name
+        if name.startswith("cast"):
+            assert "ld.global.v4.b32" in kernel.asm["ptx"] and "st.global.v4" in kernel.asm["ptx"]
+            assert f"satfinite.{fmt}x2" in kernel.asm["ptx"]
