@@ -56,9 +56,9 @@ class AdamWOptions(CheckedRecord):
     """Hyperparameters of one update."""
 
     lr: PositiveOrZero | Tensor  # learning rate; a tensor of one element is read on its device
-    betas: tuple[Decay, Decay]  # of the first and the second moment, in [0, 1)
+    betas: tuple[Decay, Decay]  # decay of the first and the second moment
     eps: PositiveOrZero  # added to the root of the second moment
-    weight_decay: PositiveOrZero  # times lr, the part of each weight that is taken off
+    weight_decay: PositiveOrZero  # times lr, the fraction that is subtracted from each weight
 
 
 class ParamRow(NamedTuple):
@@ -79,15 +79,15 @@ class AdamWTensors:
 
     weights: Sequence[Tensor]  # changed in place
     grads: Sequence[Tensor]  # of the same shapes, read
-    # first moments of the same shapes, changed in place; uint8 with exponents
+    # first moments of the same shapes, changed in place; uint8 if there are exponents
     exp_avgs: Sequence[Tensor]
     exp_avg_sqs: Sequence[Tensor]  # second moments, likewise
     steps: Sequence[Tensor]  # fp32 scalars: how many updates there have been, this one included
-    numbers: Sequence[int]  # of the tensors, for the rounding at random: the same in every step
-    # uint8 [blocks, 2] of FP8 moments, changed in place; empty = they are of others
+    numbers: Sequence[int]  # seeds of stochastic rounding, the same for a tensor in every step
+    # uint8 [blocks, 2] of FP8 moments, changed in place; empty = moments are not FP8
     exponents: Sequence[Tensor] = ()
-    # int16 of the same shapes, changed in place: with bf16 weights they are the fp32 numbers that
-    # are updated; empty = the weights are
+    # int16 of the same shapes, changed in place: bf16 weights and remainders are the fp32 weights
+    # that are updated; empty = the weights have no remainders
     remainders: Sequence[Tensor] = ()
 
     @classmethod

@@ -48,7 +48,7 @@ from moecore.kernels.rows.e4m3 import from_e4m3
 
 MOMENT_BLOCK = 128  # neighbours in memory that share an exponent
 GOLDEN = 0x9E3779B9  # spreads steps and tensors over the hash's seeds
-NEAREST = 0x8000  # noise with which nothing is random
+NEAREST = 0x8000  # noise that rounds to nearest
 FIRST_BIAS, SECOND_BIAS = 7, 15  # of the exponents of both formats
 FIRST_NAN, SECOND_NAN = 0x7F, 0xFF
 _FIRST, _SECOND = tl.constexpr(FIRST_BIAS), tl.constexpr(SECOND_BIAS)

@@ -53,7 +53,7 @@ class SinkhornOptions:
 
 @dataclass(frozen=True, slots=True)
 class CollapsedStreams:
-    """The streams of a sublayer's tokens, and the weights with which they are mixed after it."""
+    """The streams of a sublayer's tokens, and the weights that mix them after the sublayer."""
 
     streams_TND: Tensor
     weights_TW: Tensor  # fp32
@@ -244,16 +244,15 @@ _expand = Op(
 def collapse_streams(
     streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, options: SinkhornOptions
 ) -> tuple[Tensor, CollapsedStreams]:
-    """Return a sublayer's input, and what `expand_streams` takes with the sublayer's output.
+    """Return a sublayer's input, and the record that `expand_streams` reads after it.
 
-    Computed in fp32, rounded once. Differentiable once; in plain PyTorch (CPUs, fp64) as often as
-    asked. No host sync; the same bits in every run.
+    Computed in fp32, rounded once. The kernels are differentiable once, plain PyTorch (CPUs, fp64)
+    any number of times. No host sync; the same bits in every run.
 
     Args:
         streams_TND: any float dtype; copied when not contiguous.
         fn_MC, base_M: any float dtype.
-        scale_3: of pre, of post and of comb, any float dtype.
-        options: constants.
+        scale_3: factors of pre, post and comb, any float dtype.
 
     Returns:
         x_TD in the dtype of streams, and the record.
@@ -282,7 +281,7 @@ def expand_streams(y_TD: Tensor, collapsed: CollapsedStreams) -> Tensor:
 
     Args:
         y_TD: the sublayer's output, any float dtype; copied when not contiguous.
-        collapsed: of `collapse_streams`.
+        collapsed: from `collapse_streams`.
     """
     streams_TND, weights_TW = collapsed.streams_TND, collapsed.weights_TW
     if collapsed.link_TND is None:

@@ -3,17 +3,18 @@
     block_scaled_gemm    out[r] = scale[i] * a[r] @ b[i]^T                    i = expert of row r
     block_scaled_wgrad   out[i] = scale[i] * sum over rows r of i of x[r]^T y[r]
 
-Operands are bytes with a scale per block along the summed dim, as `rows/microscaled.py` packs them:
-E4M3 and E8M0 per 32, or two codes of E2M1 in a byte and E4M3 per 16. Then scale[i] is the product
-of the fp32 scales of both tensors. `tl.dot_scaled` is one instruction on Blackwell, tcgen05.mma or
-mma.sync with block_scale, and products in bf16 of widened operands on older GPUs. Sums are fp32.
-No Blackwell GPU has run these kernels: tests compile them for it, interpret them, and run them on
-older GPUs. What they replace there is `experts/emulated_products.py`: the same numbers.
+`rows/microscaled.py` packs the operands as bytes with a scale per block of the summed dim: E4M3
+with E8M0 per 32, or two codes of E2M1 in a byte with E4M3 per 16. For E2M1 scale[i] is the product
+of the fp32 scales of both tensors, otherwise 1. `tl.dot_scaled` is one instruction on Blackwell,
+tcgen05.mma or mma.sync with block_scale. Older GPUs multiply widened operands in bf16. Sums are
+fp32. No Blackwell GPU has run these kernels: tests compile them for it, interpret them, and run
+them on older GPUs, where `experts/emulated_products.py` computes the same numbers.
 
 Letters: R expert rows (length), e experts, M and N rows of an output, K the summed dim, P elements
-of a byte, B elements of a scale, W rows with each expert's padded to whole blocks. Persistent grids
-as in `gemm.py`, whose order of tiles the first one has. Bytes moved at least, of the first one:
-(R + e * N) * K * (1 / P + 1 / B) + 2 * R * N; 2 * R * N * K floating-point operations.
+of a byte, B elements of a scale, W rows with each expert's padded to full blocks. Grids are
+persistent as in `gemm.py`, whose order of tiles `block_scaled_gemm` has. Bytes that
+`block_scaled_gemm` moves at least: (R + e * N) * K * (1 / P + 1 / B) + 2 * R * N; 2 * R * N * K
+floating-point operations.
 """
 
 from __future__ import annotations

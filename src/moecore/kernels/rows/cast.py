@@ -63,9 +63,9 @@ from moecore.kernels.rows.scaling import (
 PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
 WIDE_PROGRAM = {"num_warps": 8}  # where that would spill
 KIND_CODES = {"tile": 0, "block": 1, "row": 2, "tensor": 3}
-ROW_ELEMENTS = 8192  # of whole rows, that a program has at a time
-PART_ROWS, PART_COLUMNS = 16, 512  # of x, whose largest magnitude a program finds at a time
-MAX_PARTS = 512  # whose largest magnitudes a program of a cast reads
+ROW_ELEMENTS = 8192  # elements of full rows that a program has at a time
+PART_ROWS, PART_COLUMNS = 16, 512  # tile of x whose largest magnitude a program finds at a time
+MAX_PARTS = 512  # parts whose largest magnitudes a program of a cast reads
 
 
 class _CastOptions(NamedTuple):

@@ -40,7 +40,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import MAP_FIELDS, RowTiles
 from moecore.kernels.rows.scaling import Blocks, OperandPair, quantise_ref, round_up
 
-SCALE_ROWS = 4  # of which the row length of the scales of rows is a multiple: 16 bytes, for TMA
+SCALE_ROWS = 4  # transposed scales have a multiple of so many columns: 16 bytes, for TMA
 ROWS_PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # of one program: 32 elements per thread
 TILE_WARPS = 4  # of a 128 x 128 block of weights
 TOKEN_WARPS = 4  # of 128 rows and columns: 32 words per thread

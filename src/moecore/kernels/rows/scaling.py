@@ -49,8 +49,8 @@ from moecore.base.torch_private import register_pytree_node
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import BLOCK, FP8, MAX, block_scale_ref, magnitude_ref
 
-ALIGNED = 16  # of which sizes are multiples: 16 bytes
-SCALE_COLUMNS = 4  # of which the row length of a "block" operand's scales is a multiple
+ALIGNED = 16  # M and K are multiples of it: 16 bytes
+SCALE_COLUMNS = 4  # the scales of a "block" operand have a multiple of so many columns
 DTYPES = {"e4m3": FP8, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": MAX, "e5m2": 57344.0}  # values
 KINDS: dict[Block, str] = {
@@ -71,7 +71,7 @@ class Blocks:
     values: Tensor  # float8, contiguous, the summed dim innermost; zero in the padding
     scales: Tensor  # fp32, of the shape that `kind` has in this file's table
     kind: str  # of the scales
-    # fp32 largest magnitudes of whole matrices, [e] or [1], where a weight was gathered by them
+    # fp32 largest magnitudes of full matrices, [e] or [1], of an all-gathered weight
     amax: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -96,7 +96,7 @@ def _from_tree(tensors: Iterable[Tensor], kind: Any) -> Blocks:
     return Blocks(values, scales, kind, *amax)
 
 
-# What is kept for backward is found through pytree.
+# Tensors that are saved for backward are found through pytree.
 register_pytree_node(Blocks, lambda b: (b.tensors(), b.kind), _from_tree)
 
 

@@ -53,10 +53,10 @@ class PartOfMatrix(NamedTuple):
     # R and C
     rows: int
     columns: int
-    run: int  # rows of the part that are neighbours in the whole
-    period: int  # rows of the whole from one run to the next
-    first_row: int  # of the first run
-    first_column: int  # of the part
+    run: int  # rows of the part that are neighbours in the matrix
+    period: int  # rows of the matrix from one run to the next
+    first_row: int  # row of the matrix where the first run begins
+    first_column: int  # column of the matrix where the part begins
     part_columns: int  # c
 
     @classmethod
@@ -92,8 +92,8 @@ class PartOfMatrix(NamedTuple):
 
 def as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
     """Return views of an all-gathered weight as the operand [e, N, K] that is summed over K."""
-    # Gathered values are contiguous, in the parameter's shape: the last dim are the columns. Scales
-    # of "block" are of `PartOfMatrix.scales_shape`, 0 in what fills its rows.
+    # Gathered values are contiguous, in the parameter's shape: the last dim has the columns. Scales
+    # of "block" have `PartOfMatrix.scales_shape`, with 0 in the padding.
     scales, values_eNK = weight.scales, weight.values.view(*shape[:2], -1)
     if weight.kind == "block":
         scales = scales[:, : shape[2] // BLOCK]
