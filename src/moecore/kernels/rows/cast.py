@@ -49,6 +49,7 @@ from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.scaling import (
     ALIGNED,
     DTYPES,
+    SCALE_KINDS,
     Blocks,
     OperandPair,
     add_seen_ref_,
@@ -62,7 +63,6 @@ from moecore.kernels.rows.scaling import (
 
 PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
 WIDE_PROGRAM = {"num_warps": 8}  # where that would spill
-KIND_CODES = {"tile": 0, "block": 1, "row": 2, "tensor": 3}
 ROW_ELEMENTS = 8192  # elements of full rows that a program has at a time
 PART_ROWS, PART_COLUMNS = 16, 512  # tile of x whose largest magnitude a program finds at a time
 MAX_PARTS = 512  # parts whose largest magnitudes a program of a cast reads
@@ -124,7 +124,7 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
         cast_kernel,
         cdiv(max(M, k), BLOCK) * cdiv(max(K, m), BLOCK),
         *(x, amax, seen, *targets, *size),
-        KIND=KIND_CODES[kind],
+        KIND=SCALE_KINDS[kind].code,
         PARTS=parts,
         HAS_AMAX=has_amax,
         E5M2=is_e5m2,

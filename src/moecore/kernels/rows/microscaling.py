@@ -56,7 +56,6 @@ SEED = 0x5EED
 # Kinds of `Blocks`: values in bf16, or bytes; of matrices maybe transposed.
 FORWARD, BACKWARD = "emulated", "emulated transposed"
 PACKED_FORWARD, PACKED_BACKWARD = "packed", "packed transposed"
-OF_BACKWARD = (BACKWARD, PACKED_BACKWARD)
 
 
 def _split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:

@@ -53,15 +53,26 @@ ALIGNED = 16  # M and K are multiples of it: 16 bytes
 SCALE_COLUMNS = 4  # the scales of a "block" operand have a multiple of so many columns
 DTYPES = {"e4m3": FP8, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": MAX, "e5m2": 57344.0}  # values
-KINDS: dict[Block, str] = {
-    (1, 128): "tile",
-    (128, 128): "block",
-    (1, None): "row",
-    (None, None): "tensor",
+
+
+class ScaleKind(NamedTuple):
+    """A kind of scales of a dense operand [M, K]."""
+
+    code: int  # constant of `cast_kernel`
+    block: Block  # rows and columns of one scale
+    dims: int | tuple[int, ...]  # dims of one scale in [M / 128, 128, K / 128, 128], or in [M, K]
+    multiple: int  # K is padded to a multiple of it
+    changes_along_k: bool  # whether a row of the operand has more than one scale
+
+
+SCALE_KINDS = {
+    "tile": ScaleKind(0, (1, 128), 3, BLOCK, True),
+    "block": ScaleKind(1, (128, 128), (1, 3), BLOCK, True),
+    "row": ScaleKind(2, (1, None), 1, ALIGNED, False),
+    "tensor": ScaleKind(3, (None, None), (0, 1), ALIGNED, False),
 }
+KINDS = {scale_kind.block: kind for kind, scale_kind in SCALE_KINDS.items()}
 GATHERED_KINDS: dict[Block, str] = {(128, 128): "block", (None, None): "tensor", (16, 16): "packed"}
-BY_BLOCKS = ("tile", "block")
-DIMS: dict[str, int | tuple[int, ...]] = {"tile": 3, "block": (1, 3), "row": 1, "tensor": (0, 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +118,7 @@ def round_up(n: int, multiple: int) -> int:
 
 def operand_shape(rows: int, columns: int, kind: str) -> tuple[int, int]:
     """Return the padded M and K of an operand of [rows, columns]."""
-    return round_up(rows, ALIGNED), round_up(columns, BLOCK if kind in BY_BLOCKS else ALIGNED)
+    return round_up(rows, ALIGNED), round_up(columns, SCALE_KINDS[kind].multiple)
 
 
 def scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
@@ -162,13 +173,13 @@ def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_tw
     M, K = operand_shape(T, D, kind)
     M128, B = round_up(M, BLOCK), K // BLOCK
     x = pad(x_TD.float(), (0, K - D, 0, M128 - T))
-    if kind in BY_BLOCKS:
+    if SCALE_KINDS[kind].changes_along_k:
         x = x.view(M128 // BLOCK, BLOCK, B, BLOCK)
     elif kind == "tensor":
         amax = (amax_ref(x_TD) if amax is None else amax).amax().reshape(1, 1)
     elif not K:
         amax = x.new_zeros(M128, 1)
-    values, scales = quantise_ref(x, DIMS[kind], power_of_two, fmt, amax)
+    values, scales = quantise_ref(x, SCALE_KINDS[kind].dims, power_of_two, fmt, amax)
     if kind == "tile":
         scales = scales.reshape(M128, B)[:M].T.contiguous()
     elif kind == "block":
@@ -184,7 +195,7 @@ def product_ref(a: Blocks, b: Blocks) -> Tensor:
     (M, K), N = a_MK.shape, b_NK.shape[0]
     a_scales = _expanded(_by_rows(a), a.kind, M, K)
     b_scales = _expanded(_by_rows(b), b.kind, N, K)
-    step = BLOCK if a.kind in BY_BLOCKS else max(K, 1)
+    step = BLOCK if SCALE_KINDS[a.kind].changes_along_k else max(K, 1)
     out_MN = torch.zeros(M, N, device=a_MK.device)
     for k in range(0, K, step):
         product_MN = a_MK[:, k : k + step] @ b_NK[:, k : k + step].T
@@ -205,4 +216,5 @@ def _expanded(scales: Tensor, kind: str, M: int, K: int) -> Tensor:
     """Return the scale of each element, [M, K]."""
     if kind == "block":
         scales = scales.repeat_interleave(BLOCK, 0)[:M]
-    return scales.repeat_interleave(BLOCK, 1) if kind in BY_BLOCKS else scales.expand(M, K)
+    changes_along_k = SCALE_KINDS[kind].changes_along_k
+    return scales.repeat_interleave(BLOCK, 1) if changes_along_k else scales.expand(M, K)
