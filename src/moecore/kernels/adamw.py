@@ -31,10 +31,10 @@ from moecore.kernels.adamw_formats import (
     encode_moments_ref,
     join_master,
     join_master_ref,
-    noise_of,
-    noise_ref,
-    round_at_random,
-    round_at_random_ref,
+    make_noise,
+    make_noise_ref,
+    round_stochastically,
+    round_stochastically_ref,
     split_master,
     split_master_ref,
 )
@@ -127,7 +127,7 @@ def adamw_ref_(
         denominator = v.sqrt() / part2.sqrt().to(wide) + options.eps
         change = options.lr * options.weight_decay * w
         change = change + (options.lr / part1).to(wide) * (m / denominator)
-        for old, new in _kept_ref(row, number, w - change, m, v):
+        for old, new in _new_state_ref(row, number, w - change, m, v):
             new = new.view(old.shape)
             if found_inf is not None:
                 new = torch.where(found_inf > 0, old, new)
@@ -149,7 +149,7 @@ def _moments_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     return m.view(row.weight.shape), v.view(row.weight.shape)
 
 
-def _kept_ref(
+def _new_state_ref(
     row: ParamRow, number: int, w: Tensor, m: Tensor, v: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of a tensor and its new content, each pair of one dtype."""
@@ -160,13 +160,13 @@ def _kept_ref(
         pairs = [(row.weight, weight), (row.remainder, remainder)]
     moments = (row.exp_avg, row.exp_avg_sq)
     if row.exponents is not None:
-        noise = noise_ref(m.numel(), row.step, number)
+        noise = make_noise_ref(m.numel(), row.step, number)
         encoded = encode_moments_ref(m.reshape(-1), v.reshape(-1), noise)
         return [*pairs, *zip((*moments, row.exponents), encoded, strict=True)]
     if row.exp_avg.dtype == torch.bfloat16:
-        noise = noise_ref(m.numel(), row.step, number)
-        m = round_at_random_ref(m, noise & 0xFFFF)
-        v = round_at_random_ref(v, noise >> 16)
+        noise = make_noise_ref(m.numel(), row.step, number)
+        m = round_stochastically_ref(m, noise & 0xFFFF)
+        v = round_stochastically_ref(v, noise >> 16)
     return [*pairs, *((old, new.to(old.dtype)) for old, new in zip(moments, (m, v), strict=True))]
 
 
@@ -219,12 +219,12 @@ def _update(
     if FP8:
         if MASKED:  # what lies beyond the end is no part of a block
             m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
-        m, v, exponents = encode_moments(m, v, noise_of(i, seed))
+        m, v, exponents = encode_moments(m, v, make_noise(i, seed))
         tl.store(exponents_ptr + row, exponents, mask=row_mask)
     elif exp_avg_ptr.dtype.element_ty == tl.bfloat16:
-        noise = noise_of(i, seed)
-        m = round_at_random(m, noise & 0xFFFF)
-        v = round_at_random(v, noise >> 16)
+        noise = make_noise(i, seed)
+        m = round_stochastically(m, noise & 0xFFFF)
+        v = round_stochastically(v, noise >> 16)
     tl.store(exp_avg_ptr + i, m.to(exp_avg_ptr.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq_ptr + i, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
 
@@ -340,7 +340,7 @@ def adamw_(
         adamw_ref_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
         return
     weight = tensors.weights[0]
-    table, num_programs = _table(tensors)
+    table, num_programs = _make_table(tensors)
     if not num_programs:
         return
     counts = table[:, 7].add(BLOCK * NUM_BLOCKS - 1) // (BLOCK * NUM_BLOCKS)
@@ -420,7 +420,7 @@ def _torch_adamw_(
     )
 
 
-def _table(tensors: AdamWTensors) -> tuple[Tensor, int]:
+def _make_table(tensors: AdamWTensors) -> tuple[Tensor, int]:
     """Return the kernel's table of tensors, and the number of programs of all tensors."""
     rows, num_programs = [], 0
     for number, row in zip(tensors.numbers, tensors.rows(), strict=True):

@@ -1,10 +1,10 @@
 """Optimizer state of AdamW in fewer bits: bf16 and FP8 moments, and bf16 weights with a remainder.
 
-    round_at_random   fp32 -> bf16 values, stochastically rounded
-    encode_moments    both fp32 moments -> one byte per value, and exponents of blocks
-    decode_moments    the inverse
-    split_master      fp32 weight -> bf16 weight and int16 remainder
-    join_master       the inverse, bit for bit
+    round_stochastically  fp32 -> bf16 values
+    encode_moments        both fp32 moments -> one byte per value, and exponents of blocks
+    decode_moments        the inverse
+    split_master          fp32 weight -> bf16 weight and int16 remainder
+    join_master           the inverse, bit for bit
 
 The functions named `_ref` compute the same in plain PyTorch.
 
@@ -57,7 +57,7 @@ _SECOND_UNITS = tl.constexpr(2.0 ** (SECOND_BIAS + 2))
 _FIRST_NAN, _SECOND_NAN = tl.constexpr(FIRST_NAN), tl.constexpr(SECOND_NAN)
 
 
-def noise_ref(numel: int, step: Tensor, number: int) -> Tensor:
+def make_noise_ref(numel: int, step: Tensor, number: int) -> Tensor:
     """Return int64 [numel] with 32 random bits each, for tensor `number` at a step."""
     position = torch.arange(numel, device=step.device) & 0xFFFFFFFF
     seed = (step.long() * GOLDEN + (number * GOLDEN * GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
@@ -74,7 +74,7 @@ def _times(x: Tensor, factor: int) -> Tensor:
     return ((x * (factor & 0xFFFF)) + (((x * (factor >> 16)) & 0xFFFF) << 16)) & 0xFFFFFFFF
 
 
-def round_at_random_ref(x: Tensor, noise: Tensor) -> Tensor:
+def round_stochastically_ref(x: Tensor, noise: Tensor) -> Tensor:
     """Round to bf16 stochastically, by 16 bits of each int64 of noise; return fp32."""
     bits = (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + noise.view(x.shape)
     bits = bits & 0xFFFF0000
@@ -159,7 +159,7 @@ def join_master_ref(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 @triton.jit
-def noise_of(i, seed):  # positions; uint32
+def make_noise(i, seed):  # positions; uint32
     """Return 32 random bits for each position."""
     x = i.to(tl.uint32) ^ seed
     x = x ^ (x >> 16)
@@ -170,7 +170,7 @@ def noise_of(i, seed):  # positions; uint32
 
 
 @triton.jit
-def round_at_random(x, noise):  # fp32; uint32 of 16 bits
+def round_stochastically(x, noise):  # fp32; uint32 of 16 bits
     """Round to bf16 stochastically; return fp32."""
     bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
     # Of infinity and NaN the sum could be another kind of number.

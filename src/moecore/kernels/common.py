@@ -101,7 +101,7 @@ def launches_on_meta(launched: Launched, num_peers: int = 1) -> Iterator[None]:
     # of each kernel of this package. So many neighbouring ranks reach each other's memory.
     before = _meta.launched, _meta.num_peers
     _meta.launched, _meta.num_peers = launched, num_peers
-    with meta_as("cuda"), inside_operations(), _launches_recorded():
+    with meta_as("cuda"), inside_operations(), _record_launches():
         try:
             yield
         finally:
@@ -135,7 +135,7 @@ def record_launch(name: str, *args: Any, **_: Any) -> None:
 
 
 @contextmanager
-def _launches_recorded() -> Iterator[None]:
+def _record_launches() -> Iterator[None]:
     """Context in which Triton launches nothing in this thread."""
     if not HAS_TRITON or INTERPRET:
         yield

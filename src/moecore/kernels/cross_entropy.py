@@ -70,7 +70,7 @@ def cross_entropy_ref_(
 
 
 @cache
-def _tile(num_columns: int) -> dict[str, int]:
+def _make_tile(num_columns: int) -> dict[str, int]:
     """Return the columns of one step, LANES of WIDTH neighbours, and the warps that share them."""
     # Four fp32 neighbours are one load of 16 bytes, which rows of other lengths are not aligned to.
     width = 4 if num_columns % 4 == 0 else 1
@@ -287,7 +287,13 @@ def _cross_entropy(
     # A 16-bit gradient could lie in the memory of its fp32 logits. That would take a barrier per
     # tile, since threads overwrite what others read, and leave the products after it rows of 2 * V,
     # for 2 * C * V bytes less. It has its own memory instead.
-    args = (logits_CV, labels_C, losses_C, logits_CV if in_place else d_logits_CV, *_at(scales))
+    args = (
+        logits_CV,
+        labels_C,
+        losses_C,
+        logits_CV if in_place else d_logits_CV,
+        *_scales_and_stride(scales),
+    )
     launch(
         _cross_entropy_kernel,
         C,
@@ -295,12 +301,12 @@ def _cross_entropy(
         V=V,
         IGNORE=IGNORE_INDEX,
         POWER_OF_TWO=power_of_two,
-        **_tile(V),
+        **_make_tile(V),
     )
     return losses_C
 
 
-def _at(scales: Tensor | None) -> tuple[Tensor | None, int]:
+def _scales_and_stride(scales: Tensor | None) -> tuple[Tensor | None, int]:
     """Return scales, and the stride from one scale of a row to the next."""
     return scales, 0 if scales is None else scales.stride(0)
 
@@ -388,7 +394,7 @@ def _row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     C, V = logits_CV.shape
     statistics_C3 = logits_CV.new_empty(C, 3, dtype=torch.float32)
     args = (logits_CV, labels_C, statistics_C3)
-    launch(_row_statistics_kernel, C, *args, V=V, IGNORE=IGNORE_INDEX, **_tile(V))
+    launch(_row_statistics_kernel, C, *args, V=V, IGNORE=IGNORE_INDEX, **_make_tile(V))
     return statistics_C3
 
 
@@ -410,7 +416,7 @@ def _softmax_gradient(
 ) -> None:
     C, V = logits_CV.shape
     out_CV = logits_CV if d_logits_CV is None else d_logits_CV
-    args = (logits_CV, labels_C, highs_C, sums_C, out_CV, *_at(scales))
+    args = (logits_CV, labels_C, highs_C, sums_C, out_CV, *_scales_and_stride(scales))
     launch(
         _softmax_gradient_kernel,
         C,
@@ -418,7 +424,7 @@ def _softmax_gradient(
         V=V,
         IGNORE=IGNORE_INDEX,
         POWER_OF_TWO=power_of_two,
-        **_tile(V),
+        **_make_tile(V),
     )
 
 

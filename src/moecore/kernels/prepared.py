@@ -77,10 +77,10 @@ class Descriptor:
         return self._encoded
 
 
-class _OfGluon(GluonDescriptor, Descriptor): ...
+class _GluonDescriptor(GluonDescriptor, Descriptor): ...
 
 
-class _OfTriton(TensorDescriptor, Descriptor): ...
+class _TritonDescriptor(TensorDescriptor, Descriptor): ...
 
 
 class _Address(NamedTuple):
@@ -166,7 +166,7 @@ def descriptor(
             return TensorDescriptor.from_tensor(flat, list(block))
         return GluonDescriptor.from_tensor(flat, list(block), layout)
     shape: Any = (_Address(x.dtype, key[0]), flat.shape, flat.stride(), list(block))
-    desc = _OfTriton(*shape) if layout is None else _OfGluon(*shape, layout)
+    desc = _TritonDescriptor(*shape) if layout is None else _GluonDescriptor(*shape, layout)
     desc.kind = _KINDS.setdefault((x.dtype, block, str(layout)), len(_KINDS))
     if len(_DESCRIPTORS) >= MAX_DESCRIPTORS:
         _DESCRIPTORS.clear()

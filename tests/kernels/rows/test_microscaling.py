@@ -14,7 +14,7 @@ from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_micr
 from moecore.kernels.rows.microscaling import (
     BACKWARD,
     E2M1,
-    draws_of,
+    draw_uniform,
     hadamard,
     pack_e2m1,
     quantise_mxfp8,
@@ -72,7 +72,7 @@ def test_nvfp4_is_its_definition(block: tuple[int, int], random: bool, power_of_
     scale = tensor_scale(x, power_of_two)
     ours = tensor_scales(x.abs().amax(), Recipe(scaling="nvfp4", power_of_two=power_of_two))
     assert torch.equal(ours, scale)
-    drawn = draws_of(x) if random else None
+    drawn = draw_uniform(x) if random else None
     values, scales = quantise_nvfp4(x, block, ours.reshape(1, 1), drawn)
     assert scales.dtype == torch.float8_e4m3fn
     expected = fp4(x, *block, scale, draws(x) if random else None)
@@ -194,12 +194,12 @@ def test_the_transform_spreads_outliers() -> None:
 
 def test_draws_depend_on_place_and_value() -> None:
     x = uneven(33, 57)
-    found = draws_of(x)
-    assert torch.equal(found.double(), draws(x)) and torch.equal(found, draws_of(x))
+    found = draw_uniform(x)
+    assert torch.equal(found.double(), draws(x)) and torch.equal(found, draw_uniform(x))
     assert found.min() >= 0 and found.max() < 1
     same = torch.ones(64, 64)  # one value everywhere
-    assert draws_of(same).unique().numel() > 4080
-    assert (draws_of(same) != draws_of(same * 2)).float().mean() > 0.999
+    assert draw_uniform(same).unique().numel() > 4080
+    assert (draw_uniform(same) != draw_uniform(same * 2)).float().mean() > 0.999
 
 
 def test_stochastic_rounding_keeps_the_mean() -> None:
@@ -208,7 +208,7 @@ def test_stochastic_rounding_keeps_the_mean() -> None:
     for value in (0.2, 0.9, 1.7):
         x = torch.full((n // 15, 16), value)
         x[:, 15] = 6.0
-        values, _ = quantise_nvfp4(x, (1, 16), torch.ones(1, 1), draws_of(x))
+        values, _ = quantise_nvfp4(x, (1, 16), torch.ones(1, 1), draw_uniform(x))
         share = (value % 0.5) / 0.5
         error = 0.5 * math.sqrt(share * (1 - share) / (15 * len(x)))
         assert abs(values[:, :15].double().mean() - value) < 5 * error

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import launch, next_power_of_2, num_sms, tl, triton
-from moecore.kernels.grouped.gemm import locate_tile, row_tiles_of
+from moecore.kernels.grouped.gemm import count_row_tiles, locate_tile
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import nvfp4_tensor_scale
 from moecore.kernels.rows.scaling import Blocks
@@ -98,7 +98,7 @@ def block_scaled_grouped_gemm_kernel(
     STAGES: tl.constexpr,
 ):
     """Write rows times the matrices of their experts."""
-    row_tiles = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), row_tiles[3] * num_n, tl.num_programs(0)):
         expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, GROUP)

@@ -93,7 +93,7 @@ SMALL = TileConfig(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4)
 
 
 @triton.jit
-def row_tiles_of(
+def count_row_tiles(
     offsets_ptr,  # [e] int32
     num_experts,
     E_POW2: tl.constexpr,
@@ -175,7 +175,7 @@ def _grouped_gemm_fwd_kernel(
 ):
     N = N // 8 * 8  # they are multiples of 8 already; now the compiler knows, and uses 16 bytes
     K = K // 8 * 8
-    row_tiles = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     num_k = tl.cdiv(K, BLOCK_K)
     steps = tl.arange(0, BLOCK_K)
@@ -235,7 +235,7 @@ def _grouped_gemm_activation_fwd_kernel(
 ):
     F = F // 8 * 8  # as above
     D = D // 8 * 8
-    row_tiles = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(F, BLOCK_F)
     num_k = tl.cdiv(D, BLOCK_K)
     steps = tl.arange(0, BLOCK_K)

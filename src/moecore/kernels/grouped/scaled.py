@@ -32,7 +32,7 @@ from moecore.kernels.common import (
     triton,
     use_kernel,
 )
-from moecore.kernels.grouped.gemm import locate_tile, row_tiles_of
+from moecore.kernels.grouped.gemm import count_row_tiles, locate_tile
 from moecore.kernels.rows.scaling import ALIGNED, Blocks
 
 PROGRAM = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 4, "num_warps": 8}
@@ -69,7 +69,7 @@ def mixed_grouped_gemm_kernel(
 ):
     """Write rows times the matrices of their experts."""
     K = K // ALIGNED * ALIGNED  # now the compiler knows, and reads 16 bytes
-    row_tiles = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), row_tiles[3] * num_n, tl.num_programs(0)):
         expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, GROUP)

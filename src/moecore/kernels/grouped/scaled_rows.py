@@ -42,12 +42,12 @@ from moecore.kernels.rows.cast import (
     cast_rows,
     choose_amax_ref,
     has_kernel,
-    stored_as_bytes,
+    view_as_bytes,
 )
 from moecore.kernels.rows.cast_kernel import (
     amax_kernel,
-    amax_of_parts,
-    rows_of_tile,
+    load_amax,
+    locate_row_tile,
     to_fp8,
 )
 from moecore.kernels.rows.e4m3 import BLOCK, block_scale, block_scale_ref, magnitude, magnitude_ref
@@ -57,11 +57,11 @@ from moecore.kernels.rows.scaling import (
     LARGEST,
     Blocks,
     OperandPair,
-    add_seen_ref_,
     amax_ref,
     encode_ref,
     parts_of,
     quantise_ref,
+    raise_seen_ref_,
 )
 
 NUM_WARPS = 8
@@ -115,7 +115,7 @@ def scaled_rows_ref(
     is_used = layout.expert_R < offsets_e.shape[0]
     x_RD = torch.where(is_used[:, None], x_RD.detach(), 0).float()
     if seen is not None and R:
-        add_seen_ref_(x_RD, seen)
+        raise_seen_ref_(x_RD, seen)
     if amax is not None:
         amax = amax.amax().reshape(1, 1)
     elif not per_row:
@@ -217,7 +217,7 @@ def cast_of_experts_kernel(
     """Write a tile of an expert's rows, in one layout or both."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
-    expert, start, end, first = rows_of_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
+    expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
     if expert < num_experts:
         lane = tl.arange(0, BLOCK)
         row = start + first + lane
@@ -237,7 +237,7 @@ def cast_of_experts_kernel(
             of_all = amax_ptr
             if offsets_ptr is None:
                 of_all += expert * PARTS
-            amax = tl.zeros((BLOCK,), tl.float32) + amax_of_parts(of_all, PARTS)
+            amax = tl.zeros((BLOCK,), tl.float32) + load_amax(of_all, PARTS)
             scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
         if rows_ptr is not None:
             if not PARTS:
@@ -277,7 +277,7 @@ def pad_offsets(offsets_e: Tensor) -> Tensor:
     return padded_e
 
 
-class _Unquantised(NamedTuple):
+class _ScaledInput(NamedTuple):
     """Expert rows or matrices, as kernels read them."""
 
     x: Tensor  # [R, D] or [e, N, D]
@@ -293,7 +293,7 @@ class _Unquantised(NamedTuple):
         x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
         outputs = [t for side in out for t in parts_of(side)]
         if INTERPRET:
-            outputs = [stored_as_bytes(t) for t in outputs]
+            outputs = [view_as_bytes(t) for t in outputs]
         (N, D), R, stride = x.shape[-2:], x.shape[:-1].numel(), x.stride(-2)
         if self.per_row and out.columns is None and amax is None and seen is None:
             cast_rows(x, offsets_e, outputs[0], outputs[1], R, D, stride, e, **formats)
@@ -383,7 +383,7 @@ def scaled_rows(
         _empty(x_RD, fmt, (R, D), (R,)) if rows else None,
         _empty(x_RD, fmt, (D, length), (e, D)) if columns else None,
     )
-    source = _Unquantised(x_RD, offsets_e, padded_e, e, per_row, power_of_two, fmt)
+    source = _ScaledInput(x_RD, offsets_e, padded_e, e, per_row, power_of_two, fmt)
     return source.cast(out, amax, seen)
 
 
@@ -405,4 +405,4 @@ def scaled_matrices(
         _empty(w_eND, "e4m3", (e, N, D), (e, N)) if rows else None,
         _empty(w_eND, "e4m3", (e, D, N), (e, D)) if columns else None,
     )
-    return _Unquantised(w_eND, None, None, e, per_row, power_of_two).cast(out, None, None)
+    return _ScaledInput(w_eND, None, None, e, per_row, power_of_two).cast(out, None, None)

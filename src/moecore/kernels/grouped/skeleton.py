@@ -155,7 +155,7 @@ def locate_weights(
 
 
 @gluon.jit
-def range_of(ends_ptr, expert):
+def load_range(ends_ptr, expert):
     """Return the start and the end of an expert, from a running sum."""
     start = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     return start, gl.load(ends_ptr + expert)
@@ -201,7 +201,7 @@ def load_weight_tiles(
     step = 0
     for tile in range(gl.program_id(0), tiling.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weights(tile, tiling, CONST.GROUP_M)
-        start, end = range_of(ends_ptr, expert)
+        start, end = load_range(ends_ptr, expert)
         for row in range(start, end, ROWS):
             slot, bar = _begin_step(ring, step, CONST)
             LOAD(operands, m, n, row, ring, slot, bar, CONST)

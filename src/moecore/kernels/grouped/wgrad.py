@@ -52,10 +52,10 @@ from moecore.kernels.grouped.skeleton import (
     await_stage,
     begin_stage,
     end_stage_before,
+    load_range,
     load_weight_tiles,
     locate_weights,
     make_barriers,
-    range_of,
     store_weight_block,
 )
 from moecore.kernels.rows.scaled_cast import scaled_cast
@@ -94,7 +94,7 @@ def _gather(
     step = 0
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
-        start, end = range_of(offsets_ptr, expert)
+        start, end = load_range(offsets_ptr, expert)
         # Row ids are read three steps ahead: a copy cannot start before its address is known.
         ids0 = gl.load(ids + start, mask=start + id_in_step < end, other=0)
         row = start + BLOCK_K
@@ -209,7 +209,7 @@ def _consume(
     step = 0
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
-        start, end = range_of(offsets_ptr, expert)
+        start, end = load_range(offsets_ptr, expert)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         for row in range(start, end, BLOCK_K):
             slot = await_stage(ring, step)

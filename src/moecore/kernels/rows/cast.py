@@ -52,11 +52,11 @@ from moecore.kernels.rows.scaling import (
     SCALE_KINDS,
     Blocks,
     OperandPair,
-    add_seen_ref_,
     amax_ref,
     cast_ref,
     operand_shape,
     parts_of,
+    raise_seen_ref_,
     round_up,
     scales_shape,
 )
@@ -93,7 +93,7 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
     kind, fmt, power_of_two, rows, columns = options
     if not has_kernel(x) or not (rows or columns or seen is not None):
         return _cast_ref(x, amax, seen, options)
-    x = _with_rows(x)
+    x = _as_rows(x)
     D = x.shape[-1]
     T, device, dtype = x.numel() // D, x.device, DTYPES[fmt]
     shapes = _shapes(T, D, kind)
@@ -101,7 +101,7 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
     for i in ((0,) if rows else ()) + ((2,) if columns else ()):
         outputs[i] = torch.empty(shapes[i], dtype=dtype, device=device)
         outputs[i + 1] = torch.empty(shapes[i + 1], dtype=torch.float32, device=device)
-    targets = [stored_as_bytes(t) for t in outputs] if INTERPRET else outputs
+    targets = [view_as_bytes(t) for t in outputs] if INTERPRET else outputs
     stride = x.stride(0) if x.ndim == 2 else D
     size, is_e5m2 = (T, D, stride), fmt == "e5m2"
     if kind == "row" and not columns and seen is None:
@@ -136,7 +136,7 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
     return tuple(outputs)  # type: ignore[return-value]
 
 
-def _with_rows(x: Tensor) -> Tensor:
+def _as_rows(x: Tensor) -> Tensor:
     """Return x [..., D] with neighbouring columns: contiguous, or a matrix of strided rows."""
     if x.ndim != 2:
         if x.is_contiguous():
@@ -145,7 +145,7 @@ def _with_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.detach().contiguous()
 
 
-def stored_as_bytes(t: Tensor | None) -> Tensor | None:
+def view_as_bytes(t: Tensor | None) -> Tensor | None:
     """Return FP8 as uint8, as the interpreter stores it; other tensors as they are."""
     return t if t is None or t.dtype == torch.float32 else t.view(torch.uint8)
 
@@ -190,7 +190,7 @@ def _cast_ref(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _Cas
     kind, fmt, power_of_two, rows, columns = options
     x_TD = x.detach().reshape(-1, x.shape[-1])
     if seen is not None:
-        add_seen_ref_(x_TD, seen)
+        raise_seen_ref_(x_TD, seen)
     outputs: list[Tensor | None] = []
     for is_needed, part in ((rows, x_TD), (columns, x_TD.T)):
         operand = cast_ref(part.contiguous(), amax, kind, fmt, power_of_two) if is_needed else None
@@ -210,7 +210,7 @@ def _cast_fake(
     return tuple(outputs)
 
 
-def _all_of_cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, *options: Any) -> Any:
+def _cast_without_none(x: Tensor, amax: Tensor | None, seen: Tensor | None, *options: Any) -> Any:
     """Return the outputs of `_cast` with empty tensors for None, as custom ops require."""
     of_none = (DTYPES[options[1]], torch.float32)
     parts = enumerate(_cast(x, amax, seen, _CastOptions(*options)))
@@ -248,7 +248,7 @@ def amax_parts(x: Tensor, ends_e: Tensor | None = None, past: Tensor | None = No
 def _amax(x: Tensor, past: Tensor | None) -> Tensor:
     x_TD = x if x.ndim == 2 else x.detach().reshape(-1, x.shape[-1])
     if has_kernel(x):
-        return amax_parts(_with_rows(x_TD), None, past)
+        return amax_parts(_as_rows(x_TD), None, past)
     return choose_amax_ref(past, amax_ref(x_TD.detach()))
 
 
@@ -269,12 +269,14 @@ _SCHEMA = (
 )
 _cast_op = Op(
     "fp8_cast",
-    lambda x, amax, *options: _all_of_cast(x, amax, None, *options),
+    lambda x, amax, *options: _cast_without_none(x, amax, None, *options),
     lambda x, amax, *options: _cast_fake(x, amax, None, *options),
     schema=_SCHEMA.format(""),
 )
 _SEEN = _SCHEMA.format(", Tensor(a!) seen")
-_cast_seen_op = Op("fp8_cast_seen", _all_of_cast, _cast_fake, mutates_args=("seen",), schema=_SEEN)
+_cast_seen_op = Op(
+    "fp8_cast_seen", _cast_without_none, _cast_fake, mutates_args=("seen",), schema=_SEEN
+)
 _amax_op = Op("fp8_amax", _amax, _amax_fake)
 
 

@@ -71,7 +71,7 @@ def amax_parts_kernel(
 
 
 @triton.jit
-def amax_of_parts(parts_ptr, PARTS: tl.constexpr):
+def load_amax(parts_ptr, PARTS: tl.constexpr):
     """Return the largest of the parts' magnitudes."""
     return tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), 0)
 
@@ -124,7 +124,7 @@ def cast_rows_kernel(
 
 
 @triton.jit
-def rows_of_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
+def locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
     """Return a row tile's expert, the expert's first row and end, and the tile's row in it.
 
     An expert without rows has one tile. Past the last tile the expert is `num_experts`. If
@@ -165,7 +165,7 @@ def amax_kernel(
     """Raise the largest magnitudes of experts' columns, and with ROWS of rows, by a tile's."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
-    expert, start, end, first = rows_of_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
+    expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
     if expert < num_experts:
         row = start + first + tl.arange(0, BLOCK)
         d = tl.program_id(0) % width * BLOCK + tl.arange(0, BLOCK)
@@ -219,7 +219,7 @@ def _cast_along(
         place = i
         scale_mask = (i < M) & (tile_j == 0)
     else:
-        amax = tl.zeros((BLOCK,), tl.float32) + amax_of_parts(amax_ptr, PARTS)
+        amax = tl.zeros((BLOCK,), tl.float32) + load_amax(amax_ptr, PARTS)
         place = lane
         scale_mask = (lane == 0) & (tile_i == 0) & (tile_j == 0)
     scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)

@@ -53,7 +53,7 @@ from moecore.kernels.rows.scaling import Blocks, OperandPair, round_up
 TILE, NUM_WARPS = (16, 256), 4  # of one program: blocks of one row, and columns
 
 
-class _Unrounded(NamedTuple):
+class _MicroscaleInput(NamedTuple):
     """The tensor to quantise, as both kernels read it."""
 
     x_TK: Tensor
@@ -173,7 +173,7 @@ def quantise_microscaled(
     M = round_up(T, size) if over_rows else T
     M = M if sources_M is None else sources_M.shape[0]
     transforms = over_rows and is_nvfp4 and recipe.hadamard
-    rows = _Unrounded(x_TK, (M, K), sources_M, expert_M, num_experts + 1, transforms)
+    rows = _MicroscaleInput(x_TK, (M, K), sources_M, expert_M, num_experts + 1, transforms)
     return rows.operand(
         recipe,
         (size, 1) if over_rows else (1, size),
@@ -188,7 +188,7 @@ def finite_amax(x_eNK: Tensor) -> Tensor:
     if not has_kernel(x_eNK):
         return finite_magnitude(x_eNK).amax((1, 2))
     rows = x_eNK.view(-1, x_eNK.shape[2])
-    return _Unrounded(rows, x_eNK.shape, num_scales=x_eNK.shape[0]).amax((1, 16))
+    return _MicroscaleInput(rows, x_eNK.shape, num_scales=x_eNK.shape[0]).amax((1, 16))
 
 
 def quantise_microscaled_matrices(
@@ -209,7 +209,7 @@ def quantise_microscaled_matrices(
     make: Any = partial(quantise_microscaled_matrices_ref, w_eNK)
     if has_kernel(w_eNK):
         rows_of_all = w_eNK.view(-1, w_eNK.shape[2])
-        make = _Unrounded(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).operand
+        make = _MicroscaleInput(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).operand
     height, width = recipe.weight_block
     operands: list[Blocks | None] = [None, None]
     for i, (is_needed, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):

@@ -131,7 +131,7 @@ def _mix(x):  # uint32
 
 @triton.jit
 def _draw(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
-    """Compute `microscaling.draws_of`."""
+    """Compute `microscaling.draw_uniform`."""
     of_row = _mix(row.to(tl.uint32) + FIRST_DRAW)[:, None, None]
     of_place = _mix(of_row + columns.to(tl.uint32)[None, :, :])
     hashed = _mix(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))

@@ -153,7 +153,7 @@ def transpose_matrices(weight: Blocks) -> Blocks:
     return Blocks((low | high << 4).contiguous(), scales, PACKED_BACKWARD, weight.amax)
 
 
-def draws_of(x_MK: Tensor) -> Tensor:
+def draw_uniform(x_MK: Tensor) -> Tensor:
     """Return fp32 in [0, 1), multiples of 2^-24, which depend only on position and value."""
     rows, columns = (torch.arange(n, dtype=torch.int32, device=x_MK.device) for n in x_MK.shape)
     hashed = _mix(_mix(rows + SEED)[:, None] + columns)
@@ -250,7 +250,10 @@ def quantise_microscaled_ref(
         amax.scatter_reduce_(0, expert_M, finite_magnitude(x_MK).amax(1), "amax")
     scales = tensor_scales(amax, recipe)
     is_random = is_gradient and is_nvfp4 and recipe.stochastic_rounding
-    of_blocks, draws = scales[expert_M[:: block[0]]][:, None], draws_of(x_MK) if is_random else None
+    of_blocks, draws = (
+        scales[expert_M[:: block[0]]][:, None],
+        draw_uniform(x_MK) if is_random else None,
+    )
     values, block_scales = _quantise_blocks(x_MK, recipe, block, of_blocks, draws)
     if pack:
         return _pack(values, block_scales, amax, transposed=over_rows)

@@ -82,7 +82,7 @@ def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
 
 def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
     """Compute `tile_tokens` in plain PyTorch; unused tiles are 0."""
-    values_SD, scales_SB = _with_scales(rows)
+    values_SD, scales_SB = _values_and_scales(rows)
     tile = torch.arange(tiles.max_tiles, device=values_SD.device)
     _, first, end, _ = tiles.map[1:].long().unbind(1)
     row = first[:, None] + torch.arange(BLOCK, device=values_SD.device)
@@ -98,7 +98,7 @@ def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTil
     return Blocks(values.flatten(2).transpose(1, 2).contiguous(), largest_tB, "block")
 
 
-def _with_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
+def _values_and_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
     """Return the values [S, D], and the scales as [S, B]."""
     if isinstance(rows, Blocks):
         return rows.values, rows.scales.T[: rows.values.shape[0]]
@@ -244,7 +244,7 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
         row_ids_R: int32, source row of each expert row; None for rows in expert order.
         tiles: from `map_row_tiles` of the R expert rows.
     """
-    values_SD, scales_SB = _with_scales(rows)
+    values_SD, scales_SB = _values_and_scales(rows)
     S, D = values_SD.shape
     check_columns("D", D)
     if not use_kernel(values_SD):

@@ -162,7 +162,7 @@ def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
     return values.to(DTYPES[fmt])
 
 
-def add_seen_ref_(x: Tensor, seen: Tensor) -> None:
+def raise_seen_ref_(x: Tensor, seen: Tensor) -> None:
     """Raise `seen`, fp32 [1], to the largest finite magnitude of a tensor."""
     seen.copy_(torch.maximum(seen, amax_ref(torch.where(x.isinf(), 0, x))))
 
