@@ -50,7 +50,6 @@ ONLY_AFTER = {
     "tests/integrations": (r"(src/moecore|tests)/(integrations|families)/.*", *RUNS),
     "tests/kernels/test_compile.py": COMPILED,
     "tests/kernels/exchange/test_exchange_compile.py": COMPILED,
-    "tests/kernels/rows/test_cast_compile.py": COMPILED,
 }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from moecore.kernels.common import INTERPRET
 
@@ -42,3 +43,34 @@ def poison() -> None:
     """Leave NaN in freed GPU memory, where outputs that nobody writes would find it."""
     blocks = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 28, 1 << 20, 1 << 12)]
     del blocks
+
+
+def check_without_host(
+    step: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    others: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:
+    """Return a step's outputs; no host sync, and the same bits in repeats and a replayed graph.
+
+    The CUDA graph is captured with `others`, or zeros, in place of the inputs.
+    """
+    expected = step(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        repeats = [step(*inputs) for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # Leaves of their own: inputs in graphs that `expected` keeps are bound to those graphs' stream.
+    static = [t.detach().clone() for t in others or map(torch.zeros_like, inputs)]
+    for to, t in zip(static, inputs, strict=True):
+        to.requires_grad_(t.requires_grad)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(*static)
+    with torch.no_grad():
+        for to, t in zip(static, inputs, strict=True):
+            to.copy_(t)
+    graph.replay()
+    for found in (*repeats, captured):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return expected

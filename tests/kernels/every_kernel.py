@@ -29,7 +29,7 @@ from moecore.kernels.cross_entropy import (
 from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
-from moecore.kernels.grouped.scaled_kernel import mixed_gemm, mixed_wgrad
+from moecore.kernels.grouped.scaled import mixed_gemm, mixed_wgrad
 from moecore.kernels.grouped.scaled_rows import pad_offsets, scaled_matrices, scaled_rows
 from moecore.kernels.hyper_connections import SinkhornOptions, collapse_streams, expand_streams
 from moecore.kernels.invariant.product import invariant_product
@@ -65,7 +65,7 @@ from moecore.kernels.rows.shard_blocks import (
     quantise_blocks_,
     transpose_values,
 )
-from moecore.kernels.rows.shard_squares import amax_of_squares_, pack_part_
+from moecore.kernels.rows.shard_matrices import amax_of_squares_, pack_part_
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from moecore.kernels.sparse_attention.span_scores import span_scores

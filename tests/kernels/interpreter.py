@@ -20,7 +20,7 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from tests.kernels.rows.microscaling_layouts import unpack_e2m1
+from moecore.kernels.rows.microscaling import unpack_e2m1
 
 CAN_PATCH = hasattr(interpreter, "_patch_lang")  # another release is slower but as right
 

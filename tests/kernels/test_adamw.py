@@ -23,6 +23,7 @@ from moecore.kernels.adamw_formats import (
     num_moment_blocks,
     split_master_ref,
 )
+from moecore.kernels.common import INTERPRET
 
 SHAPES = [(7,), (0,), (3, 41), (BLOCK * NUM_BLOCKS,), (BLOCK * NUM_BLOCKS + 20, 2), ()]
 OPTIONS = AdamWOptions(lr=3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -196,7 +197,7 @@ def test_bits_of_the_rounding(device: str, moment_dtype: torch.dtype) -> None:
 
 def test_fp8_moments_follow_fp32_ones(device: str) -> None:
     """Gradients that fall to a third: unbiased moments, and updates of the right size."""
-    n, num_steps = BLOCK * NUM_BLOCKS, 60 if device == "cpu" else 500
+    n, num_steps = BLOCK * NUM_BLOCKS, 40 if device == "cpu" else 500
     options = AdamWOptions(lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     generator = torch.Generator().manual_seed(0)
     size = (torch.randn(n, generator=generator).exp() * 1e-4).to(device)
@@ -239,7 +240,8 @@ def test_split_masters_are_those_of_fp32_weights(device: str, moment_dtype: torc
 
 def test_every_pair_of_weight_and_remainder_stays(device: str) -> None:
     """Upper halves of all kinds with every remainder; an update of nothing."""
-    tops = torch.tensor([0x0000, 0x3F81, 0x7F7F, -0x7F80]).to(torch.int16)
+    tops = torch.tensor([0x0000, 0x7F7F] if INTERPRET else [0x0000, 0x3F81, 0x7F7F, -0x7F80])
+    tops = tops.to(torch.int16)
     remainder = (torch.arange(1 << 16) - 0x8000).to(torch.int16).repeat(len(tops)).to(device)
     weight = tops.repeat_interleave(1 << 16).view(torch.bfloat16).to(device)
     real = ~join_master_ref(weight, remainder).isnan()  # below a zero there is none of its sign

@@ -35,10 +35,8 @@ from tests.kernels.rows.microscaling_oracle import linear
 RECIPES = {
     "mxfp8": Recipe(scaling="mxfp8"),
     "nvfp4": Recipe(scaling="nvfp4"),
-    "nvfp4, fp32 scales": Recipe(scaling="nvfp4", power_of_two=False),
 }
-recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-both = pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+both = pytest.mark.parametrize("name", RECIPES)
 SIZES: dict[str, Any] = {"S": 23, "D": 64, "F": 32}
 
 
@@ -60,15 +58,15 @@ def moved(leaves: dict[str, Tensor], device: str) -> dict[str, Tensor]:
     return {n: t.detach().to(device).requires_grad_() for n, t in leaves.items()}
 
 
-@recipes
+@both
 def test_experts(
-    recipe: Recipe,
+    name: str,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
     """An oracle in fp64; on a GPU the emulated products, which round to bf16 as these do."""
-    on_gpu = device == "cuda"
+    recipe, on_gpu = RECIPES[name], device == "cuda"
     sizes: dict[str, Any] = dict(S=700, D=256, F=128, dtype=torch.bfloat16) if on_gpu else SIZES
     leaves, ids = make("swiglu", **sizes)
     if not on_gpu:  # where quantisers are interpreted for long
@@ -81,28 +79,27 @@ def test_experts(
     again = run(on_device, ids.to(device), options_of(recipe))
     monkeypatch.setattr(emulated_products, "has_block_scaled_kernels", lambda _: False)
     expected = run(on_device, ids.to(device), options_of(recipe))
-    for name in OUTPUTS:
-        wrong = (found[name].float() - expected[name].float()).norm()
-        assert wrong <= 10 * bound * expected[name].float().norm(), name
-        assert torch.equal(found[name], again[name]), name
+    for output in OUTPUTS:
+        wrong = (found[output].float() - expected[output].float()).norm()
+        assert wrong <= 10 * bound * expected[output].float().norm(), output
+        assert torch.equal(found[output], again[output]), output
 
 
-def test_kernels_that_quantise_change_no_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = RECIPES["nvfp4"]
-    leaves, ids = make("swiglu", S=5, D=32, F=32)
-    if device == "cuda":
-        leaves, ids = make("swiglu", S=700, D=256, F=128, dtype=torch.bfloat16)
-    found = run(moved(leaves, device), ids.to(device), options_of(recipe))
+@pytest.mark.gpu
+def test_kernels_that_quantise_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels have the bits of each operand in `rows/test_microscaled.py`."""
+    leaves, ids = make("swiglu", S=700, D=256, F=128, dtype=torch.bfloat16)
+    arguments = moved(leaves, "cuda"), ids.cuda(), options_of(RECIPES["nvfp4"])
+    found = run(*arguments)
     monkeypatch.setattr(microscaled, "has_kernel", lambda _: False)
-    expected = run(moved(leaves, device), ids.to(device), options_of(recipe))
+    expected = run(*arguments)
     assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
 
 
-@both
 def test_ways_of_keeping_and_gathered_matrices_give_the_same_bits(
-    name: str, device: str, by_reference: None
+    device: str, by_reference: None
 ) -> None:
-    recipe = RECIPES[name]
+    recipe = RECIPES["nvfp4"]  # the recipe whose weights may be gathered quantised
     leaves, ids = make(
         "swiglu", **SIZES, dtype=torch.bfloat16 if device == "cuda" else torch.float32
     )
@@ -111,8 +108,7 @@ def test_ways_of_keeping_and_gathered_matrices_give_the_same_bits(
     found = run(leaves, ids, options_of(recipe, keep_h=False))
     assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
     pairs = [tuple(quantise_matrices(leaves[n], recipe) for n in ("w1", "w2"))]
-    if recipe.gathers:
-        pairs.append(tuple(OperandPair(pair.rows, None) for pair in pairs[0]))
+    pairs.append(tuple(OperandPair(pair.rows, None) for pair in pairs[0]))
     index = rows_of(ids, leaves["weights"], 5)
     for pair in pairs:
         given: Any = dict(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], quantised=pair)
@@ -124,9 +120,9 @@ def test_ways_of_keeping_and_gathered_matrices_give_the_same_bits(
         assert all(torch.equal(g, expected[n]) for g, n in zip(grads, NAMES, strict=True))
 
 
-@both
 @pytest.mark.parametrize("S", [0, 1])
-def test_few_rows(S: int, name: str, device: str, by_reference: None) -> None:
+def test_few_rows(S: int, device: str, by_reference: None) -> None:
+    name = "nvfp4"
     leaves, ids = make("swiglu", **SIZES | {"S": S})
     if device == "cuda":
         leaves = {n: t.bfloat16() if n != "weights" else t for n, t in leaves.items()}
@@ -162,11 +158,8 @@ def test_linears(name: str, device: str, by_reference: None) -> None:
     torch.testing.assert_close(out, before + 0.5 * found[2], rtol=1e-6, atol=1e-5)
 
 
-@both
-def test_gathered_linears_have_the_bits(name: str, device: str, by_reference: None) -> None:
-    recipe = RECIPES[name]
-    if not recipe.gathers:
-        return
+def test_gathered_linears_have_the_bits(device: str, by_reference: None) -> None:
+    recipe = RECIPES["nvfp4"]
     torch.manual_seed(0)
     weight = torch.randn(96, 64, device=device)
     rows = microscaled.quantise_microscaled_matrices(

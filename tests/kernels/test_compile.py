@@ -24,7 +24,7 @@ from moecore.base.options.precision import Recipe
 from moecore.kernels import adamw, cross_entropy, hyper_connections, momentum
 from moecore.kernels.common import BLOCK_SCALED_TRITON
 from moecore.kernels.experts import contract, expert_mlp
-from moecore.kernels.grouped import block_scaled, fp8, scaled_kernel, scaled_rows, wgrad
+from moecore.kernels.grouped import block_scaled, fp8, scaled, scaled_rows, wgrad
 from moecore.kernels.invariant import product
 from moecore.kernels.routing import (
     balance,
@@ -38,6 +38,7 @@ from moecore.kernels.routing import (
 )
 from moecore.kernels.rows import (
     activation,
+    cast,
     e4m3,
     free_list,
     index,
@@ -49,12 +50,12 @@ from moecore.kernels.rows import (
     row_tiles,
     scaling,
     shard_blocks,
-    shard_squares,
+    shard_matrices,
 )
 from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
-from moecore.kernels.rows import scaled_cast as scaled
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.kernels.sparse_attention import span_scores
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
@@ -320,9 +321,9 @@ def run_mixed() -> None:
 
     dy = operand("e5m2", T * K, D, scales=(T * K,))
     matrices = operand("e4m3", E, F, D, scales=(E, F))
-    scaled_kernel.mixed_gemm(dy, matrices, ints(E), torch.bfloat16)
+    scaled.mixed_gemm(dy, matrices, ints(E), torch.bfloat16)
     sides = operand("e5m2", D, T * K, scales=(E, D)), operand("e4m3", F, T * K, scales=(E, F))
-    scaled_kernel.mixed_wgrad(*sides, ints(E), torch.bfloat16)
+    scaled.mixed_wgrad(*sides, ints(E), torch.bfloat16)
 
 
 def run_scaled_rows(per_row: bool) -> None:
@@ -360,12 +361,12 @@ def run_shard_squares() -> None:
         part = torch.zeros(2, F, D // 8, dtype=dtype)
         place = shard_blocks.PartOfMatrix.of(torch.Size([2, F, D]), 2, D // 8, D // 8)
         squares, amax = torch.zeros(2 * F // 16, D // 16), torch.zeros(2)
-        shard_squares.amax_of_squares_(part, place, squares)
-        shard_squares.finite_amax_(part, 0, amax)
+        shard_matrices.amax_of_squares_(part, place, squares)
+        shard_matrices.finite_amax_(part, 0, amax)
         where = (squares, amax, squares.to(e4m3.FP8), torch.zeros(part.numel() // 2).byte())
         for power_of_two in (True, False):
             recipe = Recipe(scaling="nvfp4", power_of_two=power_of_two)
-            shard_squares.pack_part_(part, place, *where, recipe)
+            shard_matrices.pack_part_(part, place, *where, recipe)
 
 
 def run_quantised_activation(
@@ -597,7 +598,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "pages": (lambda: run_pages(2 * D, 6 * F), 6),
     "pages of odd rows, of the host too": (lambda: run_pages(1001, 24, 4, 128), 6),
     "used rows": (lambda: run_used(6 * D), 1),
-    "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),
+    "cast of a gradient": (lambda: scaled_cast(bf16(T, D), torch.float32, 0.125), 1),
 }
 
 
@@ -777,3 +778,22 @@ def test_the_map_of_row_tiles_compiles(compiled: dict[str, Any]) -> None:
     """The interpreter takes loops that the compiler refuses."""
     row_tiles.map_row_tiles(ints(8), 1024)
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("kind", ["tile", "block", "row", "tensor"])
+@pytest.mark.parametrize(("fmt", "power_of_two"), [("e4m3", True), ("e4m3", False), ("e5m2", True)])
+def test_casts_move_vectors(
+    kind: str, fmt: str, power_of_two: bool, compiled: dict[str, Any], tmp_path: Any
+) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.zeros(512, 2048, dtype=dtype)
+        for sides in ((True, True), (True, False), (False, True)):
+            cast._cast(x, None, None, cast._CastOptions(kind, fmt, power_of_two, *sides))
+    if kind == "tensor":
+        one = torch.zeros(1)
+        cast._cast(x, one, one, cast._CastOptions(kind, fmt, power_of_two, True, True))
+    for name, kernel in compiled.items():
+        assert spilled_bytes(kernel, tmp_path) == 0, name
+        if name.startswith("cast"):
+            assert "ld.global.v4.b32" in kernel.asm["ptx"] and "st.global.v4" in kernel.asm["ptx"]
+            assert f"satfinite.{fmt}x2" in kernel.asm["ptx"]

@@ -23,7 +23,7 @@ from moecore.kernels.cross_entropy import (
 )
 from moecore.models import loss as loss_file
 from moecore.models.loss import linear_cross_entropy
-from tests.kernels.conftest import poison
+from tests.kernels.conftest import check_without_host, poison
 
 NAN, INF = float("nan"), float("inf")
 
@@ -85,7 +85,7 @@ def test_reference_refuses_labels_out_of_range() -> None:
 # ------------------------------------------------------------------------------- kernel
 
 TINY = [(0, 7), (1, 1), (5, 1), (1, 7), (9, 7), (3, 64), (7, 100), (13, 1000), (4, 4099)]
-LONG = [(3, 151936), (2, 50257), (1, 16384), (1, 16388)]  # several steps of a row
+LONG = [(2, 50257), (1, 16384), (1, 16388)]  # several steps of a row
 REAL = {"qwen3-30b": (2048, 151936), "gpt-2": (1023, 50257), "deepseek-v3": (511, 129280)}
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -351,21 +351,7 @@ def test_no_sync_same_bits_capture_and_compile() -> None:
         assert d is not None
         return [loss, d]
 
-    expected = run(x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        repeats = [run(x) for _ in range(3)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for repeat in repeats:
-        assert all(torch.equal(a, b) for a, b in zip(repeat, expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    static_x = torch.zeros_like(x)
-    with torch.cuda.graph(graph):
-        captured = run(static_x)
-    static_x.copy_(x)
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    expected = check_without_host(run, (x,))
     compiled = torch.compile(run, fullgraph=True)
     assert torch.equal(compiled(x)[1], expected[1])
 

@@ -247,7 +247,7 @@ def test_another_device_takes_the_way_of_triton(
 
 
 def test_entries_of_a_site_are_bounded(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "MOST_ENTRIES", 2)
+    monkeypatch.setattr(prepared, "MAX_ENTRIES", 2)
     for sign in (1, 2, 3):
         run_copy(X, Y, SIGN=sign)
         assert is_prepared((X, Y), {"SIGN": sign})

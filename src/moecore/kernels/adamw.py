@@ -1,12 +1,12 @@
-"""AdamW over many tensors in one launch: moments in fp32, bf16 or FP8, masters whole or split.
+"""AdamW of many tensors in one launch: moments in fp32, bf16 or FP8; fp32, bf16 or split weights.
 
-Dimensions: P tensors, all weights of one dtype, likewise gradients and moments.
+Letter: P tensors. All weights have one dtype, all gradients one, and all moments one.
 
 Budget: bytes moved per element of fp32 weights and gradients: 28 with fp32 moments, 20 with bf16
-ones, 16 with FP8 ones. bf16 weights with remainders and bf16 gradients take 2 less.
-Gradients are divided by `grad_scale` on the way and stay as they are.
+moments, 16 with FP8 moments. bf16 weights with remainders and bf16 gradients take 2 less. Gradients
+are divided by `grad_scale` while they are read, and are not changed.
 
-How moments and remainders are kept: `adamw_formats.py`.
+`adamw_formats.py` defines the formats of moments and remainders.
 
 Source: https://arxiv.org/abs/1711.05101 (decoupled weight decay).
 """
@@ -31,10 +31,10 @@ from moecore.kernels.adamw_formats import (
     encode_moments_ref,
     join_master,
     join_master_ref,
-    noise_of,
-    noise_ref,
-    round_at_random,
-    round_at_random_ref,
+    make_noise,
+    make_noise_ref,
+    round_stochastically,
+    round_stochastically_ref,
     split_master,
     split_master_ref,
 )
@@ -53,16 +53,16 @@ Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWOptions(CheckedRecord):
-    """What one update needs to know."""
+    """Hyperparameters of one update."""
 
     lr: PositiveOrZero | Tensor  # learning rate; a tensor of one element is read on its device
-    betas: tuple[Decay, Decay]  # of the first and the second moment, in [0, 1)
+    betas: tuple[Decay, Decay]  # decay of the first and the second moment
     eps: PositiveOrZero  # added to the root of the second moment
-    weight_decay: PositiveOrZero  # times lr, the part of each weight that is taken off
+    weight_decay: PositiveOrZero  # times lr, the fraction that is subtracted from each weight
 
 
 class ParamRow(NamedTuple):
-    """What belongs to one tensor; None = it has none."""
+    """The tensors of one parameter's update; None = the parameter has no such tensor."""
 
     weight: Tensor
     grad: Tensor
@@ -75,31 +75,31 @@ class ParamRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdamWTensors:
-    """What one update changes, and by which gradients: P of each."""
+    """The tensors that one update changes, and their gradients: P of each."""
 
     weights: Sequence[Tensor]  # changed in place
     grads: Sequence[Tensor]  # of the same shapes, read
-    # first moments of the same shapes, changed in place; uint8 with exponents
+    # first moments of the same shapes, changed in place; uint8 if there are exponents
     exp_avgs: Sequence[Tensor]
     exp_avg_sqs: Sequence[Tensor]  # second moments, likewise
     steps: Sequence[Tensor]  # fp32 scalars: how many updates there have been, this one included
-    numbers: Sequence[int]  # of the tensors, for the rounding at random: the same in every step
-    # uint8 [blocks, 2] of FP8 moments, changed in place; empty = they are of others
+    numbers: Sequence[int]  # seeds of stochastic rounding, the same for a tensor in every step
+    # uint8 [blocks, 2] of FP8 moments, changed in place; empty = moments are not FP8
     exponents: Sequence[Tensor] = ()
-    # int16 of the same shapes, changed in place: with bf16 weights they are the fp32 numbers that
-    # are updated; empty = the weights are
+    # int16 of the same shapes, changed in place: bf16 weights and remainders are the fp32 weights
+    # that are updated; empty = the weights have no remainders
     remainders: Sequence[Tensor] = ()
 
     @classmethod
     def of(cls, rows: Sequence[tuple[ParamRow, int]]) -> "AdamWTensors":
-        """Return the record of rows of one kind and their numbers; undoes `rows`."""
+        """Return the record of parameters of one kind and their numbers; the inverse of `rows`."""
         params, numbers = zip(*rows, strict=True)
         weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)
         return cls(weights, grads, exp_avgs, exp_avg_sqs, steps, numbers, exponents, remainders)
 
     def rows(self) -> list[ParamRow]:
-        """Return what belongs to each tensor."""
+        """Return the tensors of each parameter."""
         absent = [None] * len(self.weights)
         columns = (self.weights, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps)
         optional = (self.exponents or absent, self.remainders or absent)
@@ -113,7 +113,7 @@ def adamw_ref_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Do what `adamw_` does, in plain PyTorch and in at least fp32."""
+    """Compute `adamw_` in plain PyTorch, in fp32 or fp64."""
     beta1, beta2 = options.betas
     for number, row in zip(tensors.numbers, tensors.rows(), strict=True):
         wide = torch.promote_types(row.weight.dtype, torch.float32)
@@ -127,7 +127,7 @@ def adamw_ref_(
         denominator = v.sqrt() / part2.sqrt().to(wide) + options.eps
         change = options.lr * options.weight_decay * w
         change = change + (options.lr / part1).to(wide) * (m / denominator)
-        for old, new in _kept_ref(row, number, w - change, m, v):
+        for old, new in _new_state_ref(row, number, w - change, m, v):
             new = new.view(old.shape)
             if found_inf is not None:
                 new = torch.where(found_inf > 0, old, new)
@@ -135,7 +135,7 @@ def adamw_ref_(
 
 
 def _master_ref(row: ParamRow) -> Tensor:
-    """Return what is updated, in at least fp32."""
+    """Return the weight that is updated, in fp32 or fp64."""
     if row.remainder is not None:
         return join_master_ref(row.weight, row.remainder)
     return row.weight.to(torch.promote_types(row.weight.dtype, torch.float32))
@@ -149,10 +149,10 @@ def _moments_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     return m.view(row.weight.shape), v.view(row.weight.shape)
 
 
-def _kept_ref(
+def _new_state_ref(
     row: ParamRow, number: int, w: Tensor, m: Tensor, v: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return (place, content) of what is kept, each pair of one dtype."""
+    """Return pairs of a tensor and its new content, each pair of one dtype."""
     if row.remainder is None:
         pairs = [(row.weight, w.to(row.weight.dtype))]
     else:
@@ -160,13 +160,13 @@ def _kept_ref(
         pairs = [(row.weight, weight), (row.remainder, remainder)]
     moments = (row.exp_avg, row.exp_avg_sq)
     if row.exponents is not None:
-        noise = noise_ref(m.numel(), row.step, number)
+        noise = make_noise_ref(m.numel(), row.step, number)
         encoded = encode_moments_ref(m.reshape(-1), v.reshape(-1), noise)
         return [*pairs, *zip((*moments, row.exponents), encoded, strict=True)]
     if row.exp_avg.dtype == torch.bfloat16:
-        noise = noise_ref(m.numel(), row.step, number)
-        m = round_at_random_ref(m, noise & 0xFFFF)
-        v = round_at_random_ref(v, noise >> 16)
+        noise = make_noise_ref(m.numel(), row.step, number)
+        m = round_stochastically_ref(m, noise & 0xFFFF)
+        v = round_stochastically_ref(v, noise >> 16)
     return [*pairs, *((old, new.to(old.dtype)) for old, new in zip(moments, (m, v), strict=True))]
 
 
@@ -219,12 +219,12 @@ def _update(
     if FP8:
         if MASKED:  # what lies beyond the end is no part of a block
             m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
-        m, v, exponents = encode_moments(m, v, noise_of(i, seed))
+        m, v, exponents = encode_moments(m, v, make_noise(i, seed))
         tl.store(exponents_ptr + row, exponents, mask=row_mask)
     elif exp_avg_ptr.dtype.element_ty == tl.bfloat16:
-        noise = noise_of(i, seed)
-        m = round_at_random(m, noise & 0xFFFF)
-        v = round_at_random(v, noise >> 16)
+        noise = make_noise(i, seed)
+        m = round_stochastically(m, noise & 0xFFFF)
+        v = round_stochastically(v, noise >> 16)
     tl.store(exp_avg_ptr + i, m.to(exp_avg_ptr.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq_ptr + i, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
 
@@ -319,14 +319,15 @@ def adamw_(
 ) -> None:
     """Update weights and moments in place, in fp32 (fp64 for fp64 tensors); no host sync.
 
-    One launch, if all tensors are contiguous, and weights, gradients and moments of one dtype each;
-    else plain PyTorch, with a warning on a GPU. On a CPU torch's fused AdamW where it can do it.
-    bf16 and FP8 moments are rounded at random, weights to nearest (`adamw_formats.py`).
+    A GPU does it in one launch, if all tensors are contiguous, and weights, gradients and moments
+    have one dtype each. Otherwise plain PyTorch does it, with a warning. A CPU uses torch's fused
+    AdamW where that supports the tensors. bf16 and FP8 moments are stochastically rounded, weights
+    to nearest (`adamw_formats.py`).
 
     Args:
         tensors: on one device.
         grad_scale: fp32 scalar, divides the gradients; None = 1.
-        found_inf: fp32 scalar, > 0 leaves everything as it is; None = 0.
+        found_inf: fp32 scalar, > 0 leaves everything unchanged; None = 0.
     """
     if not tensors.weights:
         return
@@ -339,7 +340,7 @@ def adamw_(
         adamw_ref_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
         return
     weight = tensors.weights[0]
-    table, num_programs = _table(tensors)
+    table, num_programs = _make_table(tensors)
     if not num_programs:
         return
     counts = table[:, 7].add(BLOCK * NUM_BLOCKS - 1) // (BLOCK * NUM_BLOCKS)
@@ -397,7 +398,7 @@ def _torch_adamw_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Do it by torch's fused AdamW, on CPUs many times as fast as the reference."""
+    """Update by torch's fused AdamW, on CPUs many times as fast as the reference."""
     grads = list(tensors.grads)
     if grad_scale is not None:  # torch would write scaled gradients back
         grads = [grad / grad_scale for grad in grads]
@@ -419,8 +420,8 @@ def _torch_adamw_(
     )
 
 
-def _table(tensors: AdamWTensors) -> tuple[Tensor, int]:
-    """Return what the kernel reads of each tensor, and how many programs all need."""
+def _make_table(tensors: AdamWTensors) -> tuple[Tensor, int]:
+    """Return the kernel's table of tensors, and the number of programs of all tensors."""
     rows, num_programs = [], 0
     for number, row in zip(tensors.numbers, tensors.rows(), strict=True):
         numel = row.weight.numel()

@@ -1,40 +1,41 @@
-"""How AdamW keeps its numbers in fewer bits: bf16 and FP8 moments, bf16 weights with a remainder.
+"""Optimizer state of AdamW in fewer bits: bf16 and FP8 moments, and bf16 weights with a remainder.
 
-    round_at_random          fp32 to the values of bf16
-    encode_moments           fp32 to bytes and exponents of their blocks
-    decode_moments           and back
-    split_master             fp32 to bf16 and int16
-    join_master              and back, to the bit
+    round_stochastically  fp32 -> bf16 values
+    encode_moments        both fp32 moments -> one byte per value, and exponents of blocks
+    decode_moments        the inverse
+    split_master          fp32 weight -> bf16 weight and int16 remainder
+    join_master           the inverse, bit for bit
 
-Functions named `_ref` are the same in plain PyTorch.
+The functions named `_ref` compute the same in plain PyTorch.
 
-Note "rounded at random": the second moment of a constant gradient closes 1 - beta2 of its gap per
-step. In bf16, rounded to nearest, anything below 1/512 of the moment is lost: with beta2 = 0.999
-it would never fall again. So a moment is rounded up with a probability of the part that is cut
-off, and on average nothing is lost. The bits come from a hash of step, tensor and position, so
-equal steps give equal bits.
+Note "stochastic rounding": the second moment of a constant gradient closes 1 - beta2 of its gap
+per step. In bf16, rounded to nearest, a change below 1/512 of the moment is lost: with
+beta2 = 0.999 the moment would never fall again. So a moment is rounded up with a probability equal
+to the part that is cut off, and its mean is exact. The random bits are a hash of step, tensor and
+position, so equal steps give equal bits.
 
-Note "moments of one byte": the first is e4m3, the second e5m3 without a sign, each times the power
-of two of its block of 128 neighbours. Both have three bits of mantissa and no infinity; the largest
-is 1.75 * 2^8 and 1.75 * 2^16, and all bits set are NaN. Why:
+Note "moments of one byte": the first moment is e4m3, the second e5m3 without a sign. Both are
+multiplied by the power of two of their block of 128 neighbours. Both have three bits of mantissa
+and no infinity. The largest values are 1.75 * 2^8 and 1.75 * 2^16, and all bits set are NaN.
 
-- The second moment is rounded at random itself, not its root: only then is nothing lost on average.
-  Its five bits of exponent are as wide as e4m3 of the root, and its sign's bit makes it twice as
-  fine.
-- What is kept changes by 1 - beta of its gap per step and lies on the grid, so it moves by one
-  value of the grid now and then: its error does not grow with the steps.
-- A power of two moves no value off the grid when the largest of a block changes. So values that are
-  decoded and encoded again are the same, and bf16 holds both moments without an error.
-- A second moment that becomes 0 beside a first one that does not would make the update explode.
-  Above 0 it is therefore kept as at least its own least value, and at least the square of the
-  first moment's least value in its block. So |m| / sqrt(v) of what is kept is at most 1 where m was
-  rounded up from below its least value. Else it is at most 1.125 * sqrt(1.125) times the exact one,
-  and 2 * sqrt(2) times where m and v are below 8 of their least values.
+- The second moment itself is stochastically rounded, not its root: only then is its mean exact.
+  Five bits of exponent cover the range of e4m3 of the root, and the bit of the sign gives a third
+  bit of mantissa.
+- A stored moment changes by 1 - beta of its gap per step and is a value of the format. So it
+  changes to a neighbouring value from time to time, and its error does not grow with the steps.
+- A new power of two, when the largest value of a block changes, keeps all values representable. So
+  decoded values are encoded without an error, and bf16 represents both moments exactly.
+- If a second moment became 0 beside a nonzero first moment, the update would explode. So a
+  positive second moment is stored as at least the least value of its format, and at least the
+  square of the first moment's least value in its block. Then |m| / sqrt(v) of stored moments is at
+  most 1 where m was rounded up from below its least value. Elsewhere it is at most
+  1.125 * sqrt(1.125) times the exact ratio, and 2 * sqrt(2) times where m and v are below 8 of
+  their least values.
 
-Note "remainder": int16 has 2^16 values, and 2^16 fp32 numbers lie between two neighbours in the
-middle of bf16 numbers if exactly one of both ends belongs to them. So weights are rounded to
-nearest, ties away from zero: ties to even would have 2^16 + 1 of them for every even one. The fp32
-number's bits are those of the weight, shifted, plus the remainder.
+Note "remainder": an int16 has 2^16 values. 2^16 fp32 numbers are between the two midpoints around
+a bf16 number, if exactly one midpoint belongs to the number. So weights are rounded to nearest with
+ties away from zero: with ties to even, an even number would have 2^16 + 1 fp32 numbers. The bits of
+the fp32 weight are the bits of the bf16 weight, shifted, plus the remainder.
 
 Source: the hash is lowbias32 of https://nullprogram.com/blog/2018/07/31/.
 """
@@ -47,7 +48,7 @@ from moecore.kernels.rows.e4m3 import from_e4m3
 
 MOMENT_BLOCK = 128  # neighbours in memory that share an exponent
 GOLDEN = 0x9E3779B9  # spreads steps and tensors over the hash's seeds
-NEAREST = 0x8000  # noise with which nothing is random
+NEAREST = 0x8000  # noise that rounds to nearest
 FIRST_BIAS, SECOND_BIAS = 7, 15  # of the exponents of both formats
 FIRST_NAN, SECOND_NAN = 0x7F, 0xFF
 _FIRST, _SECOND = tl.constexpr(FIRST_BIAS), tl.constexpr(SECOND_BIAS)
@@ -56,8 +57,8 @@ _SECOND_UNITS = tl.constexpr(2.0 ** (SECOND_BIAS + 2))
 _FIRST_NAN, _SECOND_NAN = tl.constexpr(FIRST_NAN), tl.constexpr(SECOND_NAN)
 
 
-def noise_ref(numel: int, step: Tensor, number: int) -> Tensor:
-    """Return int64 [numel] with 32 bits of noise in each, for tensor `number`."""
+def make_noise_ref(numel: int, step: Tensor, number: int) -> Tensor:
+    """Return int64 [numel] with 32 random bits each, for tensor `number` at a step."""
     position = torch.arange(numel, device=step.device) & 0xFFFFFFFF
     seed = (step.long() * GOLDEN + (number * GOLDEN * GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
     x = position ^ seed
@@ -69,12 +70,12 @@ def noise_ref(numel: int, step: Tensor, number: int) -> Tensor:
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
-    """Return the low 32 bits of a product, by halves of the factor: int64 has no room for all."""
+    """Return the low 32 bits of a product, by halves of the factor, so that int64 can hold it."""
     return ((x * (factor & 0xFFFF)) + (((x * (factor >> 16)) & 0xFFFF) << 16)) & 0xFFFFFFFF
 
 
-def round_at_random_ref(x: Tensor, noise: Tensor) -> Tensor:
-    """Return fp32 values that bf16 has; 16 bits of each int64 of noise decide."""
+def round_stochastically_ref(x: Tensor, noise: Tensor) -> Tensor:
+    """Round to bf16 stochastically, by 16 bits of each int64 of noise; return fp32."""
     bits = (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + noise.view(x.shape)
     bits = bits & 0xFFFF0000
     bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
@@ -82,7 +83,7 @@ def round_at_random_ref(x: Tensor, noise: Tensor) -> Tensor:
 
 
 def num_moment_blocks(numel: int) -> int:
-    """Return how many exponents each moment of so many elements has."""
+    """Return the number of exponents that each moment of `numel` elements has."""
     return cdiv(numel, MOMENT_BLOCK)
 
 
@@ -91,9 +92,13 @@ def encode_moments_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return both moments in one byte each; see the note "moments of one byte".
 
-    m and v >= 0 are fp32 [N]. Of the noise, int64 [N], the low 16 bits are for the first moment,
-    the next 16 for the second; the default rounds both to nearest. Returned are uint8 [N] twice,
-    and exponents uint8 [ceil(N / 128), 2]: scales are 2^(exponent - 127).
+    Args:
+        m, v: fp32 [N], v >= 0.
+        noise: int64 [N], low 16 bits for m, next 16 for v; the default rounds both to nearest.
+
+    Returns:
+        Codes uint8 [N] of m and of v, and exponents uint8 [ceil(N / 128), 2]: a scale is
+        2^(exponent - 127).
     """
     noise = torch.as_tensor(noise, device=m.device)
     first, m_scales = _scales_ref(m, FIRST_BIAS)
@@ -109,7 +114,7 @@ def encode_moments_ref(
 
 
 def _scales_ref(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
-    """Return exponents uint8 [blocks] and their powers of two, fp32 [N]."""
+    """Return the blocks' exponents, uint8 [blocks], and their powers of two, fp32 [N]."""
     numel = x.numel()
     size = torch.where(x.isfinite(), x, 0).abs()
     size = torch.nn.functional.pad(size, (0, -numel % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
@@ -122,7 +127,7 @@ def _scales_ref(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
 
 
 def _codes_ref(x: Tensor, noise: Tensor, bias: int, nan: int) -> Tensor:
-    """Return int32 codes of what is scaled and has no sign."""
+    """Return int32 codes of nonnegative values over their scales."""
     normal = ((x.view(torch.int32) + (noise << 4)) >> 20) - ((127 - bias) << 3)
     small = (x * 2.0 ** (bias + 2) + noise * 2.0**-16).floor()
     codes = torch.where(x < 2.0 ** (1 - bias), small.nan_to_num(0).int(), normal)
@@ -130,7 +135,7 @@ def _codes_ref(x: Tensor, noise: Tensor, bias: int, nan: int) -> Tensor:
 
 
 def decode_moments_ref(m: Tensor, v: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return in fp32, which bf16 holds too, what `encode_moments_ref` returned."""
+    """Return both moments in fp32, from the outputs of `encode_moments_ref`."""
     scales = (exponents.int() << 23).view(torch.float32)
     scales = scales.repeat_interleave(MOMENT_BLOCK, 0)[: m.numel()]
     first = m.view(torch.float8_e4m3fn).float() * scales[:, 0]
@@ -139,7 +144,7 @@ def decode_moments_ref(m: Tensor, v: Tensor, exponents: Tensor) -> tuple[Tensor,
 
 
 def split_master_ref(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight, bf16, and its remainder, int16; see the note "remainder"."""
+    """Return a weight as bf16 and its remainder as int16; see the note "remainder"."""
     bits = x.contiguous().view(torch.int32)
     is_nan = x.isnan()
     high = torch.where(is_nan, 0x7FC0, (bits + 0x8000) >> 16)
@@ -148,14 +153,14 @@ def split_master_ref(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master_ref(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the fp32 number of a bf16 weight and an int16 remainder."""
+    """Return the fp32 weight of a bf16 weight and an int16 remainder."""
     high = weight.contiguous().view(torch.int16).int() << 16
     return (high + remainder.int()).view(torch.float32)
 
 
 @triton.jit
-def noise_of(i, seed):  # positions; uint32
-    """Return 32 bits for each."""
+def make_noise(i, seed):  # positions; uint32
+    """Return 32 random bits for each position."""
     x = i.to(tl.uint32) ^ seed
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
@@ -165,8 +170,8 @@ def noise_of(i, seed):  # positions; uint32
 
 
 @triton.jit
-def round_at_random(x, noise):  # fp32; uint32 of 16 bits
-    """Return fp32 values that bf16 has."""
+def round_stochastically(x, noise):  # fp32; uint32 of 16 bits
+    """Round to bf16 stochastically; return fp32."""
     bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
     # Of infinity and NaN the sum could be another kind of number.
     return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
@@ -174,7 +179,7 @@ def round_at_random(x, noise):  # fp32; uint32 of 16 bits
 
 @triton.jit
 def _exponents(x, BIAS: tl.constexpr):  # fp32 [ROWS, MOMENT_BLOCK]
-    """Return int32 [ROWS]."""
+    """Return the exponent of each row's scale, int32 [ROWS]."""
     size = tl.abs(x)
     bits = tl.max(tl.where(size < float("inf"), size, 0.0), 1).to(tl.int32, bitcast=True)
     return tl.maximum((bits + 0x001FFFFF >> 23) - (BIAS + 1), BIAS + 3)
@@ -193,7 +198,7 @@ def _codes(
     UNITS: tl.constexpr,
     NAN: tl.constexpr,
 ):
-    """Return int32 codes of what has no sign."""
+    """Return int32 codes of nonnegative values."""
     noise = noise.to(tl.int32)
     normal = (x.to(tl.int32, bitcast=True) + (noise << 4) >> 20) - ((127 - BIAS) << 3)
     small = (x * UNITS + noise.to(tl.float32) * 1.52587890625e-05).to(tl.int32)  # 2^-16
@@ -203,7 +208,7 @@ def _codes(
 
 @triton.jit
 def encode_moments(m, v, noise):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
-    """Return codes, uint8 twice, and exponents, int16 [ROWS] with the first in its low byte."""
+    """Return uint8 codes of m and of v, and int16 [ROWS] with m's exponent in its low byte."""
     first = _exponents(m, _FIRST)
     inverse = _power(254 - first)[:, None]
     min_value = _power(first)[:, None] / _FIRST_UNITS
@@ -219,7 +224,7 @@ def encode_moments(m, v, noise):  # fp32 [ROWS, MOMENT_BLOCK] twice; uint32
 
 @triton.jit
 def decode_moments(m, v, exponents):  # uint8 [ROWS, MOMENT_BLOCK] twice, int16 [ROWS]
-    """Return both in fp32."""
+    """Return both moments in fp32."""
     exponents = exponents.to(tl.int32)
     m = from_e4m3(m) * _power(exponents & 0xFF)[:, None]
     code = v.to(tl.int32)
@@ -230,13 +235,13 @@ def decode_moments(m, v, exponents):  # uint8 [ROWS, MOMENT_BLOCK] twice, int16 
 
 @triton.jit
 def join_master(weight, remainder):  # int16 twice, the first with the bits of bf16
-    """Return fp32."""
+    """Return the fp32 weight."""
     return ((weight.to(tl.int32) << 16) + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def split_master(x):  # fp32
-    """Return int16 twice."""
+    """Return the weight's bf16 bits and its remainder, both int16."""
     bits = x.to(tl.int32, bitcast=True)
     high = tl.where(x == x, (bits + 0x8000) >> 16, 0x7FC0)
     return high.to(tl.int16), tl.where(x == x, bits, 0).to(tl.int16)

@@ -1,7 +1,7 @@
-"""What every kernel file needs: Triton where it is installed, and when to use a kernel.
+"""Shared helpers of kernel files: Triton if it is installed, and when to use a kernel.
 
-CPU builds of torch bring no Triton: then `triton`, `tl` and Gluon's names are stand-ins that let
-the files be imported, and only the references can run.
+CPU builds of torch have no Triton. Then `triton`, `tl` and Gluon's names are stand-ins that let the
+files be imported, and only the references can run.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Launched = Callable[[str, Sequence[Any]], None]  # name and arguments of a kerne
 
 
 class _Meta(threading.local):
-    """What a meta device stands for in this thread."""
+    """The device and launches that meta tensors stand for in this thread."""
 
     is_gpu = False
     launched: Launched | None = None
@@ -81,7 +81,7 @@ _meta = _Meta()
 
 @contextmanager
 def meta_as(device_type: str) -> Iterator[None]:
-    """Within, what is recorded on meta for backward is what a device of this type records."""
+    """Context in which meta tensors saved for backward are those of a device of this type."""
     before, _meta.is_gpu = _meta.is_gpu, device_type == "cuda"
     try:
         yield
@@ -96,12 +96,12 @@ def meta_is_gpu() -> bool:
 
 @contextmanager
 def launches_on_meta(launched: Launched, num_peers: int = 1) -> Iterator[None]:
-    """Within, meta stands for a Hopper GPU: host code runs, and kernels' names are recorded."""
+    """Context in which meta stands for a Hopper GPU: host code runs, and kernels are recorded."""
     # Modes see what operations allocate, as if each were its kernels. `launched` is called in place
     # of each kernel of this package. So many neighbouring ranks reach each other's memory.
     before = _meta.launched, _meta.num_peers
     _meta.launched, _meta.num_peers = launched, num_peers
-    with meta_as("cuda"), inside_operations(), _launches_recorded():
+    with meta_as("cuda"), inside_operations(), _record_launches():
         try:
             yield
         finally:
@@ -109,13 +109,13 @@ def launches_on_meta(launched: Launched, num_peers: int = 1) -> Iterator[None]:
 
 
 def num_peers_on_meta() -> int:
-    """Return how many neighbouring ranks reach each other's memory, of those meta stands for."""
+    """Return the number of neighbouring ranks with shared memory that meta stands for."""
     return _meta.num_peers
 
 
 @contextmanager
 def repeated(times: int) -> Iterator[None]:
-    """Within, what runs on meta stands for itself so many times."""
+    """Context in which an operation on meta stands for `times` operations."""
     before, _meta.times = _meta.times, times
     try:
         yield
@@ -124,19 +124,19 @@ def repeated(times: int) -> Iterator[None]:
 
 
 def times_on_meta() -> int:
-    """Return how many times what runs on meta now stands for."""
+    """Return the number of operations that one operation on meta stands for."""
     return _meta.times
 
 
 def record_launch(name: str, *args: Any, **_: Any) -> None:
-    """Record a kernel of `launches_on_meta`, where anybody does."""
+    """Pass a kernel to the recorder of `launches_on_meta`, if there is one."""
     if _meta.launched is not None:
         _meta.launched(name, args)
 
 
 @contextmanager
-def _launches_recorded() -> Iterator[None]:
-    """Within, Triton launches nothing in this thread."""
+def _record_launches() -> Iterator[None]:
+    """Context in which Triton launches nothing in this thread."""
     if not HAS_TRITON or INTERPRET:
         yield
         return
@@ -165,25 +165,25 @@ def use_kernel(*tensors: Tensor) -> bool:
 
 
 def warn_plain(x: Tensor, operation: str) -> None:
-    """Say, once for each `operation`, that plain PyTorch computes it on a GPU that has kernels."""
+    """Warn, once per `operation`, that plain PyTorch computes it on a GPU that has kernels."""
     if HAS_TRITON and x.is_cuda and not torch.compiler.is_compiling():
         warnings.warn(f"{operation} has no kernel: plain PyTorch computes it, slower", stacklevel=2)
 
 
 def can_skip_masks(num_rows: Tensor, length: int) -> bool:
-    """Return whether a reference on the CPU may skip its masks; False where looking would sync."""
+    """Return whether a reference on the CPU may skip its masks; False where reading would sync."""
     if torch.compiler.is_compiling() or type(num_rows) is not Tensor:  # a fake one has no value
         return False
     return num_rows.device.type == "cpu" and int(num_rows) >= length
 
 
 def is_gpu(x: Tensor) -> bool:
-    """Return whether a tensor is on a GPU, or on meta where that stands for one."""
+    """Return whether a tensor is on a GPU, or on meta that stands for a GPU."""
     return x.is_cuda or (x.is_meta and _meta.is_gpu)
 
 
 def has_hopper_kernels(device: torch.device) -> bool:
-    """Return whether Gluon kernels for Hopper can run on this device; none is interpreted."""
+    """Return whether Gluon kernels for Hopper can run on this device, without interpreter."""
     return _meta.launched is not None if device.type == "meta" else _is_hopper(device)
 
 
@@ -196,7 +196,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def has_block_scaled_kernels(device: torch.device) -> bool:
-    """Return whether a device has tensor cores that multiply scales of blocks, as Triton does."""
+    """Return whether Triton has instructions on this device that multiply scales of blocks."""
     if not HAS_TRITON or INTERPRET or device.type != "cuda":
         return False
     return (
@@ -208,7 +208,7 @@ _NO_CONTEXT = nullcontext()
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device: make it the tensor's."""
+    """Context in which a tensor's device is current, on which Triton launches."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _NO_CONTEXT
     return torch.cuda.device(x.device)
@@ -225,14 +225,14 @@ def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants:
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast rounds nothing within, in a backward neither; it knows no meta device."""
+    """Context without autocast, in a backward too; autocast does not support meta."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return _NO_CONTEXT
     return torch.autocast(x.device.type, enabled=False)
 
 
 def rows_of_experts(offsets_e: Tensor) -> Iterator[slice]:
-    """Yield which rows each expert has, of their running sum. Host sync."""
+    """Yield the slice of rows of each expert, from their running sum. Host sync."""
     start = 0
     for stop in offsets_e.tolist():
         yield slice(start, stop)
@@ -253,7 +253,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def gluon_descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """Return how TMA reads or writes an FP8, bf16, fp16 or fp32 tensor in blocks."""
+    """Return the TMA descriptor of blocks of an FP8, bf16, fp16 or fp32 tensor."""
     # Leading dims that the block does not have are as one. Only for launches while it lives.
     return descriptor(x, block, _shared_layout)
 

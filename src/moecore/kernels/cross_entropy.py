@@ -1,24 +1,24 @@
 """Cross-entropy of logits and its gradient: two reads of a row, one write.
 
-    loss          = sum over rows that count of log(sum over v of exp(x[c, v])) - x[c, label[c]]
+    loss          = sum over counted rows of log(sum over v of exp(x[c, v])) - x[c, label[c]]
     d_logits[c,v] = exp(x[c, v]) / (sum over v of exp(x[c, v])) - (v == label[c]), rounded once
 
 Letters: C rows (tokens of one chunk), V vocabulary.
 
-Where ranks hold parts of each row, `row_statistics` and `softmax_gradient_` are the two passes, and
-the statistics of all parts meet in between. `cross_entropy_blocks` and `softmax_gradient_blocks`
+If ranks have parts of each row, `row_statistics` and `softmax_gradient_` are the two passes, and
+the ranks combine the statistics between them. `cross_entropy_blocks` and `softmax_gradient_blocks`
 round the gradient to FP8, with a scale per 128 columns of a row.
 
-One program per row. The first pass keeps a maximum and a sum of exponentials for each lane (the
-online softmax), lanes meet once at the end of the row, and the second pass writes the gradient. A
-row that does not count is not read.
+One program handles one row. The first pass keeps a maximum and a sum of exponentials for each lane
+(the online softmax), lanes are reduced once at the end of the row, and the second pass writes the
+gradient. A row with the ignored label is not read.
 
 Budget, with b bytes per logit and g per gradient: C * V * (2b + g) bytes moved, at least
-C * V * (b + g); 2 * C * V exponentials. Allocates C * V * g, nothing when b and g are the same
-dtype: then the gradient replaces the logits.
+C * V * (b + g); 2 * C * V exponentials. Allocates C * V * g, or nothing when logits and gradient
+have one dtype: then the gradient replaces the logits.
 
-A row of 151,936 fp32 logits is 608 KB, more than a multiprocessor holds, and the rows in work are
-more than the L2: the second pass reads memory again. Run backwards it gained 1% (H200).
+A row of 151,936 fp32 logits is 608 KB, more than a multiprocessor holds, and all rows in flight are
+more than the L2 holds: the second pass reads memory again. Run backwards it gained 1% (H200).
 
 Source: online softmax, arXiv:1805.02867.
 """
@@ -70,7 +70,7 @@ def cross_entropy_ref_(
 
 
 @cache
-def _tile(num_columns: int) -> dict[str, int]:
+def _make_tile(num_columns: int) -> dict[str, int]:
     """Return the columns of one step, LANES of WIDTH neighbours, and the warps that share them."""
     # Four fp32 neighbours are one load of 16 bytes, which rows of other lengths are not aligned to.
     width = 4 if num_columns % 4 == 0 else 1
@@ -147,7 +147,7 @@ def _write_zeros(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write the gradient of a row that does not count."""
+    """Write the gradient of a row with the ignored label."""
     zeros = tl.zeros([LANES, WIDTH], d_row.dtype.element_ty)
     for start in range(0, V, LANES * WIDTH):
         at = start + columns
@@ -281,13 +281,19 @@ def _cross_entropy(
     in_place: bool,
     power_of_two: bool,
 ) -> Tensor:
-    """Return the losses [C]; the gradient goes to d_logits, or over the logits if in_place."""
+    """Return the losses [C]; write the gradient to d_logits, or over the logits if in_place."""
     C, V = logits_CV.shape
     losses_C = logits_CV.new_empty(C, dtype=torch.float32)
     # A 16-bit gradient could lie in the memory of its fp32 logits. That would take a barrier per
     # tile, since threads overwrite what others read, and leave the products after it rows of 2 * V,
     # for 2 * C * V bytes less. It has its own memory instead.
-    args = (logits_CV, labels_C, losses_C, logits_CV if in_place else d_logits_CV, *_at(scales))
+    args = (
+        logits_CV,
+        labels_C,
+        losses_C,
+        logits_CV if in_place else d_logits_CV,
+        *_scales_and_stride(scales),
+    )
     launch(
         _cross_entropy_kernel,
         C,
@@ -295,13 +301,13 @@ def _cross_entropy(
         V=V,
         IGNORE=IGNORE_INDEX,
         POWER_OF_TWO=power_of_two,
-        **_tile(V),
+        **_make_tile(V),
     )
     return losses_C
 
 
-def _at(scales: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return scales, and how far one is from the next of its row."""
+def _scales_and_stride(scales: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return scales, and the stride from one scale of a row to the next."""
     return scales, 0 if scales is None else scales.stride(0)
 
 
@@ -319,16 +325,16 @@ def cross_entropy_(
     """Return all rows' summed loss and, in `dtype`, its gradient; no host sync, the same bits.
 
     Args:
-        logits_CV: any float dtype; used up, as the gradient may lie in its memory. Copied when not
-            contiguous. fp64 takes the plain PyTorch path on every device.
+        logits_CV: any float dtype, overwritten: the gradient may use its memory. Copied when not
+            contiguous. Plain PyTorch computes fp64 on every device.
         labels_C: int64 in [0, V), or -100: such a row is not read, its loss and gradient are 0. Any
             other label makes the loss and its row of the gradient NaN in the kernel, and raises in
             plain PyTorch.
-        dtype: of the gradient; None = no gradient.
+        dtype: dtype of the gradient; None = no gradient.
 
     Returns:
         The loss, an fp32 scalar (fp64 for fp64 logits), and the gradient [C, V], contiguous. A NaN
-        or +inf in a row that counts makes both NaN, the gradient in that row.
+        or +inf in a counted row makes the loss and that row of the gradient NaN.
     """
     kernel_dtypes = dtype is None or dtype in KERNEL_DTYPES
     if not (kernel_dtypes and logits_CV.dtype in KERNEL_DTYPES and use_kernel(logits_CV)):
@@ -346,11 +352,11 @@ def cross_entropy_blocks(
 ) -> tuple[Tensor, Blocks]:
     """Return all rows' summed loss and its gradient in FP8, one scale per 128 columns of a row.
 
-    The gradient is rounded once, from fp32; logits are left as they are. Else as `cross_entropy_`.
+    The gradient is rounded once, from fp32; logits are not changed. Otherwise as `cross_entropy_`.
 
     Args:
         logits_CV: contiguous bf16, fp16 or fp32; V a multiple of 128.
-        power_of_two: of the scales.
+        power_of_two: whether scales are powers of two.
     """
     if not use_kernel(logits_CV):
         loss, d_logits_CV = cross_entropy_ref_(logits_CV.float(), labels_C, torch.float32)
@@ -362,7 +368,7 @@ def cross_entropy_blocks(
 
 
 def row_statistics_ref(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Return what `row_statistics` returns, in fp32 or fp64."""
+    """Compute `row_statistics` in fp32 or fp64."""
     x_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     x_CV = x_CV.masked_fill((labels_C == IGNORE_INDEX)[:, None], 0)
     high_C1 = x_CV.amax(1, keepdim=True)
@@ -375,7 +381,7 @@ def row_statistics_ref(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 def softmax_gradient_ref_(
     logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return what `softmax_gradient_` returns; overwrites fp32 and fp64 logits."""
+    """Compute `softmax_gradient_`; overwrites fp32 and fp64 logits."""
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     inside_C = (labels_C >= 0) & (labels_C < logits_CV.shape[1])
     d_logits_CV = logits_CV.sub_(highs_C[:, None]).exp_().div_(sums_C[:, None])
@@ -388,7 +394,7 @@ def _row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     C, V = logits_CV.shape
     statistics_C3 = logits_CV.new_empty(C, 3, dtype=torch.float32)
     args = (logits_CV, labels_C, statistics_C3)
-    launch(_row_statistics_kernel, C, *args, V=V, IGNORE=IGNORE_INDEX, **_tile(V))
+    launch(_row_statistics_kernel, C, *args, V=V, IGNORE=IGNORE_INDEX, **_make_tile(V))
     return statistics_C3
 
 
@@ -410,7 +416,7 @@ def _softmax_gradient(
 ) -> None:
     C, V = logits_CV.shape
     out_CV = logits_CV if d_logits_CV is None else d_logits_CV
-    args = (logits_CV, labels_C, highs_C, sums_C, out_CV, *_at(scales))
+    args = (logits_CV, labels_C, highs_C, sums_C, out_CV, *_scales_and_stride(scales))
     launch(
         _softmax_gradient_kernel,
         C,
@@ -418,7 +424,7 @@ def _softmax_gradient(
         V=V,
         IGNORE=IGNORE_INDEX,
         POWER_OF_TWO=power_of_two,
-        **_tile(V),
+        **_make_tile(V),
     )
 
 
@@ -431,15 +437,15 @@ _softmax_gradient_op = Op(
 
 
 def row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Return of each row, a part of one that ranks share, what all parts' rows follow from.
+    """Return the statistics of each row's local columns; ranks combine them for full rows.
 
     Args:
-        logits_CV: as of `cross_entropy_`, but left as they are.
-        labels_C: int64 in [0, V); -100: such a row is not read; any other: the label is elsewhere.
+        logits_CV: as for `cross_entropy_`, but not changed.
+        labels_C: int64 in [0, V); -100: the row is not read; otherwise another rank has the label.
 
     Returns:
         [C, 3], fp32 (fp64 for fp64 logits): the maximum, the sum of exp(x - maximum), and the logit
-        of the label, 0 where it is elsewhere. 0, 1 and 0 of rows that are not read.
+        of the label, 0 if another rank has it. Rows that are not read have 0, 1 and 0.
     """
     if logits_CV.dtype not in KERNEL_DTYPES or not use_kernel(logits_CV):
         return row_statistics_ref(logits_CV, labels_C)
@@ -452,9 +458,9 @@ def softmax_gradient_(
     """Return exp(x - high) / sum - (v == label) of each row, [C, V] in `dtype`.
 
     Args:
-        logits_CV, labels_C: as of `row_statistics`; logits are used up.
-        highs_C, sums_C: of whole rows, the maximum and the sum of exp(x - maximum); of the
-            statistics' dtype.
+        logits_CV, labels_C: as for `row_statistics`; logits are overwritten.
+        highs_C, sums_C: the maximum and the sum of exp(x - maximum) of full rows, in the dtype of
+            the statistics.
     """
     kernel_dtypes = logits_CV.dtype in KERNEL_DTYPES and dtype in KERNEL_DTYPES
     if not (kernel_dtypes and use_kernel(logits_CV)):
@@ -469,7 +475,7 @@ def softmax_gradient_(
 def softmax_gradient_blocks(
     logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor, *, power_of_two: bool
 ) -> Blocks:
-    """Return what `softmax_gradient_` does in FP8, as `cross_entropy_blocks` has it."""
+    """Compute `softmax_gradient_` in the FP8 format of `cross_entropy_blocks`."""
     numbers = (labels_C, highs_C, sums_C)
     if not use_kernel(logits_CV):
         d_logits_CV = softmax_gradient_ref_(logits_CV.float(), *numbers, torch.float32)

@@ -53,7 +53,7 @@ class SinkhornOptions:
 
 @dataclass(frozen=True, slots=True)
 class CollapsedStreams:
-    """The streams of a sublayer's tokens, and the weights with which they are mixed after it."""
+    """The streams of a sublayer's tokens, and the weights that mix them after the sublayer."""
 
     streams_TND: Tensor
     weights_TW: Tensor  # fp32
@@ -91,7 +91,7 @@ def expand_streams_ref(streams_TND: Tensor, y_TD: Tensor, weights_TW: Tensor) ->
     return (post_TN[..., None] * y_TD[:, None] + mixed_TND).to(streams_TND.dtype)  # type: ignore[no-any-return]
 
 
-def _by_token(streams_TND: Tensor) -> dict[str, Any]:
+def _make_constants(streams_TND: Tensor) -> dict[str, Any]:
     """Return the constants of a kernel with one program per token."""
     _, N, D = streams_TND.shape
     return dict(N=N, D=D, NP=next_power_of_2(N), BLOCK_D=min(BLOCK_D, next_power_of_2(D)))
@@ -121,7 +121,7 @@ def _collapse_forward(
     x_TD, weights_TW, _, r_T, link_TND = _empty_collapsed(streams_TND, fn_MC)
     raw_TM = router_logits(streams_TND.flatten(1), fn_MC)
     args = (streams_TND, raw_TM, base_M, scale_3, x_TD, weights_TW, r_T, norm_eps, eps, iterations)
-    launch(collapse_streams_fwd_kernel, len(x_TD), *args, **_by_token(streams_TND))
+    launch(collapse_streams_fwd_kernel, len(x_TD), *args, **_make_constants(streams_TND))
     return x_TD, weights_TW, raw_TM, r_T, link_TND
 
 
@@ -162,7 +162,7 @@ def _collapse_backward(
         collapse_streams_bwd_mixes_kernel,
         T,
         *(*inputs, *outputs, eps, iterations),
-        **_by_token(streams_TND),
+        **_make_constants(streams_TND),
     )
     dbase_M, dscale_M = sums_T2M.sum(0)
     dscale_3 = torch.stack([group.sum() for group in dscale_M.split((N, N, N * N))])
@@ -209,7 +209,7 @@ def _expand_forward(
 ) -> Tensor:
     out_TND = torch.empty_like(streams_TND)
     args = (streams_TND, y_TD, weights_TW, out_TND)
-    launch(expand_streams_fwd_kernel, len(y_TD), *args, **_by_token(streams_TND))
+    launch(expand_streams_fwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
     return out_TND
 
 
@@ -218,7 +218,7 @@ def _expand_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = _empty_like(dout_TND, streams_TND, y_TD, weights_TW)
     args = (dout_TND, streams_TND, y_TD, weights_TW, *grads)
-    launch(expand_streams_bwd_kernel, len(y_TD), *args, **_by_token(streams_TND))
+    launch(expand_streams_bwd_kernel, len(y_TD), *args, **_make_constants(streams_TND))
     return grads
 
 
@@ -244,16 +244,15 @@ _expand = Op(
 def collapse_streams(
     streams_TND: Tensor, fn_MC: Tensor, base_M: Tensor, scale_3: Tensor, options: SinkhornOptions
 ) -> tuple[Tensor, CollapsedStreams]:
-    """Return a sublayer's input, and what `expand_streams` takes with the sublayer's output.
+    """Return a sublayer's input, and the record that `expand_streams` reads after it.
 
-    Computed in fp32, rounded once. Differentiable once; in plain PyTorch (CPUs, fp64) as often as
-    asked. No host sync; the same bits in every run.
+    Computed in fp32, rounded once. The kernels are differentiable once, plain PyTorch (CPUs, fp64)
+    any number of times. No host sync; the same bits in every run.
 
     Args:
         streams_TND: any float dtype; copied when not contiguous.
         fn_MC, base_M: any float dtype.
-        scale_3: of pre, of post and of comb, any float dtype.
-        options: constants.
+        scale_3: factors of pre, post and comb, any float dtype.
 
     Returns:
         x_TD in the dtype of streams, and the record.
@@ -282,7 +281,7 @@ def expand_streams(y_TD: Tensor, collapsed: CollapsedStreams) -> Tensor:
 
     Args:
         y_TD: the sublayer's output, any float dtype; copied when not contiguous.
-        collapsed: of `collapse_streams`.
+        collapsed: from `collapse_streams`.
     """
     streams_TND, weights_TW = collapsed.streams_TND, collapsed.weights_TW
     if collapsed.link_TND is None:

@@ -1,7 +1,4 @@
-"""The kernels of `hyper_connections.py`.
-
-Letters: as there; NP and MP are N and M padded to powers of two.
-"""
+"""The kernels of `hyper_connections.py`. NP and MP are N and M padded to powers of two."""
 
 from moecore.kernels.common import tl, triton
 
@@ -84,7 +81,7 @@ def collapse_streams_fwd_kernel(
 def _mixes_bwd(
     dlogits, raw_ptr, scale_ptr, draw_ptr, sums_ptr, cells, real, r, M, GROUP: tl.constexpr
 ):
-    """Write what a group of mixes adds to gradients; return its part of the gradient of r."""
+    """Write a group of mixes' parts of gradients; return its part of the gradient of r."""
     raw = tl.load(raw_ptr + cells, mask=real, other=0.0)
     dmixes = dlogits * tl.load(scale_ptr + GROUP)
     tl.store(draw_ptr + cells, dmixes * r, mask=real)
@@ -181,7 +178,7 @@ def collapse_streams_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add up the gradient of BLOCK_D elements of one stream of BLOCK_T tokens."""
+    """Sum the gradient of BLOCK_D elements of one stream of BLOCK_T tokens."""
     C: tl.constexpr = N * D
     tiles: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     tile = tl.program_id(0) % (N * tiles)

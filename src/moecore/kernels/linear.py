@@ -1,14 +1,14 @@
-"""y = x @ weight^T + bias, whose products are a choice and whose weight gradient may come later.
+"""y = x @ weight^T + bias with exchangeable products, and a weight gradient that may be deferred.
 
     forward          y  = x @ weight^T + bias
     backward         dx = dy @ weight       dbias = sum of dy
     now, or later    dweight = dy^T @ x     by autograd, or when the weight's sink computes it
 
-`linear` is the one operation whose weight gradient a sink can defer. `PlainProducts` are in the
-dtype of the weight, with the bits of `F.linear`, which runs where nothing can be deferred (no sink,
-compilers, dispatch modes, no gradients). Those in FP8 are `precision/linear.py`'s. Deferring is
-asked for (`Products.defers`), because it costs host time in each forward. Routed experts always
-defer.
+`linear` is the one operation whose weight gradient a sink can defer. `PlainProducts` multiply in
+the dtype of the weight, with the bits of `F.linear`. `F.linear` itself runs where nothing can be
+deferred: without a sink, under compilers and dispatch modes, and without gradients.
+`precision/linear.py` has the products in FP8. Deferring must be enabled (`Products.defers`),
+because it costs host time in each forward. Routed experts always defer.
 
 Letters: T tokens, K input features, N output features.
 """
@@ -50,7 +50,7 @@ class LinearProducts(ABC):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        """Return x [..., K] @ weight^T + bias; both parameters may be this rank's of a DTensor.
+        """Return x [..., K] @ weight^T + bias; both parameters may be a DTensor's local tensor.
 
         `training` is the module's mode: in eval no magnitudes are collected.
         """
@@ -65,7 +65,7 @@ def linear(
 
 
 def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all inputs; the weight's is None where `ctx.sink` has deferred it."""
+    """Return the gradients of all inputs; the weight's is None if `ctx.sink` has deferred it."""
     products, sink = ctx.products, ctx.sink
     dx, operands, dbias_N = products.gradients(ctx, *grads)
     dweight_NK = None
@@ -81,7 +81,7 @@ def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _DifferentiableOnce(torch.autograd.Function):
-    """A gradient that has none."""
+    """A gradient that raises when it is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor) -> Tensor:

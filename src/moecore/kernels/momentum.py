@@ -1,7 +1,7 @@
-"""The momentum of Muon in one pass: gradient in, momentum moved, what is orthogonalised out.
+"""The momentum of Muon in one pass: update the momentum by a gradient, return it in another dtype.
 
 Budget per element with fp32 gradient and momentum: 8 bytes read, 4 written, and 2 for a result in
-bf16. The gradient is divided by `grad_scale` on the way and stays as it is.
+bf16. The gradient is divided by `grad_scale` while it is read, and is not changed.
 """
 
 import torch
@@ -23,7 +23,7 @@ def momentum_ref_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """Do and return what `momentum_` does, in plain PyTorch."""
+    """Compute `momentum_` in plain PyTorch."""
     grad = grad.to(momentum.dtype)
     if grad_scale is not None:
         grad = grad / grad_scale.to(grad.dtype)
@@ -72,14 +72,14 @@ def momentum_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """Move momentum to a gradient, in place: m <- decay * m + (1 - decay) * g; return a copy.
+    """Update momentum in place, m <- decay * m + (1 - decay) * g; return a copy.
 
     Args:
         momentum: same shape, fp32 or fp64.
         decay: in [0, 1).
         nesterov: return decay * m + (1 - decay) * g in place of m.
-        grad_scale: fp32 scalar, by which the gradient is divided.
-        found_inf: fp32 scalar; above 0 momentum stays as it is, and the result is finite.
+        grad_scale: fp32 scalar, divides the gradient.
+        found_inf: fp32 scalar; above 0 momentum does not change, and the result is finite.
     """
     plain = momentum.dtype != torch.float32 or not {grad.dtype, dtype} <= {*KERNEL_DTYPES}
     if plain or not use_kernel(momentum) or not momentum.is_contiguous():

@@ -1,8 +1,9 @@
-"""Operations that autograd, torch.compile and dispatch modes know, at little cost in plain eager.
+"""Operations for autograd, torch.compile and dispatch modes, with little host time in plain eager.
 
-A custom op of torch is what compilation, fake tensors and selective checkpointing need. From plain
-eager code a call costs more host time than a launch: about three times that of an
-`autograd.Function` around the same forward and backward. So an `Op` is both, and each call chooses.
+Compilation, fake tensors and selective checkpointing need a custom op of torch. From plain eager
+code, a call of a custom op costs about three times the host time of an `autograd.Function` around
+the same forward and backward, which is more than a launch costs. So an `Op` has both, and each call
+chooses.
 """
 
 import inspect
@@ -31,20 +32,21 @@ def keep(tensors: slice, options: slice = slice(0)) -> Callable[..., None]:
 class Op(Generic[Out]):
     """One operation, registered as `moecore::<name>` and called with positional arguments.
 
-    The same bits, the same saved tensors and the same errors, whichever way a call takes.
+    Both forms have the same bits, saved tensors and errors.
 
     Args:
-        name: of the custom op.
+        name: name of the custom op.
         forward: the computation; its annotations are the schema. Outputs share no memory with
-            inputs. Tensors are arguments of their own, not in lists.
-        fake: takes what `forward` takes and returns empty outputs of the right shapes and dtypes.
+            inputs. Each tensor is an argument, not an element of a list.
+        fake: takes the arguments of `forward` and returns empty outputs of the right shapes and
+            dtypes.
         save: save(ctx, inputs, output), `setup_context` of `autograd.Function`; see `keep`.
         backward: backward(ctx, *grads); None = not differentiable.
         mutates_args: names of the arguments written to; not together with `backward`.
-        schema: in place of the annotations, for a forward with `*args`.
+        schema: schema in place of the annotations, for a forward with `*args`.
 
     Attributes:
-        custom: `moecore::<name>` itself.
+        custom: the custom op `moecore::<name>`.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Op(Generic[Out]):
         self._mutated = [parameters.index(arg) for arg in mutates_args]
 
     def __call__(self, *args: Any) -> Out:
-        """Return what `forward` returns."""
+        """Compute `forward`."""
         if not is_plain_eager():
             return self.custom(*args)
         is_recorded = False
@@ -98,7 +100,7 @@ def _function(
     save: Callable[..., None] | None,
     backward: Callable[..., Any],
 ) -> type[torch.autograd.Function]:
-    """Return the operation for autograd, under the custom op's name in profiles."""
+    """Return the operation as an `autograd.Function` with the custom op's name, for profiles."""
     # Forward sets up the context too: with a `setup_context` of its own, torch binds the arguments
     # to the signature anew at every call.
 
@@ -113,5 +115,5 @@ def _function(
 
 
 def is_plain(t: Tensor) -> bool:
-    """Whether a tensor is nothing but its memory: no subclass, not fake, no negation pending."""
+    """Return whether a tensor is no subclass, not fake, and has no pending negation."""
     return type(t) in PLAIN_TYPES and (not t.is_meta or is_inside()) and not t.is_neg()

@@ -1,17 +1,18 @@
-"""Launches of compiled kernels with prepared arguments, past Triton's own path for arguments.
+"""Launches of compiled kernels with prepared arguments, without Triton's own handling of arguments.
 
-Triton names, reads and looks up every argument at every launch, which costs the host three times
-what the launch itself costs. Here a function generated for a kernel and the types of its arguments
-reads the key of the compiled kernel and what its launcher takes, and the launcher in C is called:
+At every launch Triton names, reads and looks up every argument, which costs three times the host
+time of the launch. Here a function is generated for a kernel and the types of its arguments. It
+computes the key of the compiled kernel and the arguments of Triton's launcher in C, and calls it:
 
     (kernel, types of arguments, names of constants) -> _Site
     (device, dtypes, alignments, ... of arguments, constants) -> _Entry of the site
 
-The key separates all that Triton's own separates: a first launch of each key goes Triton's way, and
-what it compiled is kept. What is not known here always goes that way: another release of Triton,
-the interpreter, hooks around launches, tuples as arguments, integers beyond int32.
+The key distinguishes all that Triton's own key distinguishes. Triton does the first launch of each
+key, and its compiled kernel is kept. Triton also does every launch that this file does not support:
+another release of Triton, the interpreter, hooks around launches, tuples as arguments, integers
+beyond int32.
 
-Every private name of Triton stands here; `tests/kernels/test_prepared.py` holds each to its use.
+This file has every private name of Triton; `tests/kernels/test_prepared.py` tests their use.
 """
 
 from __future__ import annotations
@@ -55,19 +56,19 @@ except (ImportError, AttributeError):
 
 current_device = torch.accelerator.current_device_index
 GPU_FLAG = "is_cuda"  # attribute of tensors whose addresses kernels may read
-MOST_ENTRIES = 512  # of a site: then all are made again
-MOST_DESCRIPTORS = 8192  # likewise; a layer has about 20
+MAX_ENTRIES = 512  # of a site; more entries clear the site
+MAX_DESCRIPTORS = 8192  # in the cache; a layer has about 20
 INT32 = "-2147483648 <= {0} <= 2147483647"
 
 
 class Descriptor:
-    """How TMA reads or writes memory at an address, which it does not hold."""
+    """TMA descriptor of memory at an address. It does not keep the memory alive."""
 
-    kind: int  # number of what a compiled kernel depends on: dtype, block, layout
+    kind: int  # number of the dtype, block and layout, for which kernels are compiled
     _encoded: tuple[Any, ...] | None = None
 
     def encoded(self) -> tuple[Any, ...]:
-        """Return what the launcher in C takes; () before a kernel was compiled for the kind."""
+        """Return the launcher's arguments; () before Triton has compiled this kind."""
         if self._encoded is None:
             meta = _METAS.get(self.kind)
             if meta is None:
@@ -76,14 +77,14 @@ class Descriptor:
         return self._encoded
 
 
-class _OfGluon(GluonDescriptor, Descriptor): ...
+class _GluonDescriptor(GluonDescriptor, Descriptor): ...
 
 
-class _OfTriton(TensorDescriptor, Descriptor): ...
+class _TritonDescriptor(TensorDescriptor, Descriptor): ...
 
 
 class _Address(NamedTuple):
-    """What stands for a tensor in a descriptor."""
+    """Stands for a tensor in a descriptor."""
 
     dtype: torch.dtype
     address: int
@@ -95,18 +96,18 @@ class _Address(NamedTuple):
 class _Entry(NamedTuple):
     """A compiled kernel on a device."""
 
-    launch: Callable[..., None]  # of C
-    stream: Callable[[int], int]  # of a device: the address of its current one
-    head: tuple[Any, ...]  # what it takes behind grid and stream
-    tail: tuple[None, ...]  # stands for constants that are named
+    launch: Callable[..., None]  # Triton's launcher in C
+    stream: Callable[[int], int]  # device -> address of its current stream
+    head: tuple[Any, ...]  # arguments of `launch` after grid and stream
+    tail: tuple[None, ...]  # placeholders of named constants
 
 
 class _Site(NamedTuple):
     """Launches of a kernel with arguments of the same types and constants of the same names."""
 
     read: Callable[..., tuple[Any, ...]]  # arguments -> their device and the rest of their key
-    launch: Callable[..., bool]  # see `launch_prepared`; reads the same
-    entries: dict[tuple[Any, ...], _Entry | None]  # None = Triton's way
+    launch: Callable[..., bool]  # see `launch_prepared`
+    entries: dict[tuple[Any, ...], _Entry | None]  # None = Triton launches
 
 
 _SITES: dict[tuple[Any, ...], _Site | None] = {}
@@ -118,7 +119,7 @@ _DESCRIPTORS: dict[tuple[Any, ...], Any] = {}
 def launch_prepared(
     kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any]
 ) -> bool:
-    """Launch a kernel that `keep` has kept; return whether it did."""
+    """Launch a kernel that `keep` has prepared; return whether it was launched."""
     if not (IS_SUPPORTED and _is_plain(kernel)):
         return False
     site = _SITES.get((kernel.fn, tuple(map(type, args)), *constants))
@@ -128,7 +129,7 @@ def launch_prepared(
 
 
 def keep(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled: Any) -> None:
-    """Keep what Triton has compiled and launched for these arguments, for `launch_prepared`."""
+    """Prepare further launches with the kernel that Triton has compiled for these arguments."""
     if not (IS_SUPPORTED and _is_plain(kernel)) or type(compiled) is not CompiledKernel:
         return
     name = (kernel.fn, tuple(map(type, args)), *constants)
@@ -141,7 +142,7 @@ def keep(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled
     key = (*site.read(*args), *constants.values())
     if key in site.entries:
         return
-    if len(site.entries) >= MOST_ENTRIES:
+    if len(site.entries) >= MAX_ENTRIES:
         site.entries.clear()
     site.entries[key] = _entry(kernel, args, compiled)
 
@@ -149,9 +150,9 @@ def keep(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled
 def descriptor(
     x: Tensor, block: tuple[int, ...], layout_of: Callable[..., Any] | None = None
 ) -> Any:
-    """Return how TMA reads or writes blocks of a tensor whose leading dims are as one.
+    """Return the TMA descriptor of blocks of a tensor whose leading dims are flattened.
 
-    Kept by address: only for kernels that are launched while the tensor lives. `layout_of` returns
+    Descriptors are cached by address, so the tensor must live until the launch. `layout_of` returns
     Gluon's layout of a dtype and a block; None for a kernel of Triton.
     """
     key = (x.data_ptr(), x.dtype, x.shape, x.stride(), block, layout_of)
@@ -165,16 +166,16 @@ def descriptor(
             return TensorDescriptor.from_tensor(flat, list(block))
         return GluonDescriptor.from_tensor(flat, list(block), layout)
     shape: Any = (_Address(x.dtype, key[0]), flat.shape, flat.stride(), list(block))
-    desc = _OfTriton(*shape) if layout is None else _OfGluon(*shape, layout)
+    desc = _TritonDescriptor(*shape) if layout is None else _GluonDescriptor(*shape, layout)
     desc.kind = _KINDS.setdefault((x.dtype, block, str(layout)), len(_KINDS))
-    if len(_DESCRIPTORS) >= MOST_DESCRIPTORS:
+    if len(_DESCRIPTORS) >= MAX_DESCRIPTORS:
         _DESCRIPTORS.clear()
     _DESCRIPTORS[key] = desc
     return desc
 
 
 def _is_plain(kernel: Any) -> bool:
-    """Whether a launch calls nothing else: no hook, no recorder in place of Triton."""
+    """Return whether a launch calls only Triton: no hook, and no recorder in its place."""
     return (
         JITFunction.run is _run
         and _knobs.launch_enter_hook is _enter
@@ -184,7 +185,7 @@ def _is_plain(kernel: Any) -> bool:
 
 
 def _generate(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
-    """Return `_Site.read` and `_Site.launch` of arguments of these types; None = some unknown."""
+    """Return `_Site.read` and `_Site.launch` for these types of arguments; None = unknown type."""
     reads, key, values, device = [], [], [], None
     for i, (arg, param) in enumerate(zip(args, kernel.params, strict=False)):
         name, kind = f"a{i}", type(arg)
@@ -232,7 +233,7 @@ def launch(entry_of, current_device, grid, constants, {names}):
 
 
 def _entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | None:
-    """Return how a compiled kernel is launched; None = not in a way that is known here."""
+    """Return the prepared launch of a compiled kernel; None if it is not supported."""
     types = [compiled.src.signature.get(name) for name in kernel.arg_names]
     matches = [_is_supported(arg, kind) for arg, kind in zip(args, types, strict=False)]
     if not all(matches) or any(kind != "constexpr" for kind in types[len(args) :]):
@@ -256,7 +257,7 @@ def _entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | None:
 
 
 def _is_supported(arg: Any, kind: Any) -> bool:
-    """Whether the launcher of C takes an argument as `_reader` passes it."""
+    """Return whether the launcher in C takes an argument as `_generate` passes it."""
     if isinstance(arg, Tensor):
         return bool(getattr(arg, GPU_FLAG)) and str(kind).startswith("*")
     if isinstance(arg, Descriptor):

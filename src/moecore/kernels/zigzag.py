@@ -1,10 +1,7 @@
-"""Documents of a packed batch, and which tokens a context parallel rank holds of each.
-
-A rank holds the first and the last of every document's chunks.
+"""Zigzag layout of a packed batch for context parallelism: the tokens of each rank.
 
 Attention is causal, so the last tokens of a document have the most work. Each document is cut into
-2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r: of every such pair the sum of work
-is the same.
+2 * size chunks, and rank r has chunks r and 2 * size - 1 - r, so all ranks have equal work.
 
 Example, size 3, documents of 12, 24 and 6 tokens, so chunks of 2, 4 and 1:
 
@@ -12,10 +9,10 @@ Example, size 3, documents of 12, 24 and 6 tokens, so chunks of 2, 4 and 1:
     rank 1   2 3 8 9      16 .. 19 28 .. 31    37 40
     rank 2   4 5 6 7      20 .. 23 24 .. 27    38 39
 
-A rank's documents lie end to end as well: their borders are `cu_seqlens // size`.
+The documents of a rank are packed as well, with the offsets `cu_seqlens // size`.
 
-`cu_seqlens` [n + 1] has the first token of each of n documents, and the number of tokens. Documents
-without tokens may stand anywhere.
+`cu_seqlens` [n + 1] has the first token of each of n documents, and the number of tokens. Any
+document may have no tokens.
 """
 
 from __future__ import annotations
@@ -32,14 +29,14 @@ def documents_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def positions_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return int64 [num_tokens], the place of each token in its document. No host sync."""
+    """Return int64 [num_tokens], the position of each token in its document. No host sync."""
     # Example: cu_seqlens [0, 2, 3, 3] gives [0, 1, 0].
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
     return tokens - cu_seqlens[documents_of(cu_seqlens, num_tokens)]
 
 
 def row_borders(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
-    """Return int32 [num_rows + 1], the `cu_seqlens` of equal rows that are a document each."""
+    """Return int32 [num_rows + 1], the `cu_seqlens` of equal rows that are one document each."""
     rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     return rows * (num_tokens // max(num_rows, 1))
 
@@ -47,9 +44,9 @@ def row_borders(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
 def held_tokens(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
     """Return int64 [size, num_tokens / size], the tokens of each rank in ascending order.
 
-    No host sync: lengths that are no multiples of 2 * size are not found out.
+    No host sync.
 
-    cu_seqlens are borders [n + 1] of documents, each a multiple of 2 * size, maybe without tokens.
+    Each document's length must be a multiple of 2 * size, or 0; this is not checked.
     """
     num_local = num_tokens // size
     cu_seqlens = cu_seqlens.long()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET
-from moecore.kernels.grouped.scaled_kernel import mixed_gemm, mixed_wgrad
+from moecore.kernels.grouped.scaled import mixed_gemm, mixed_wgrad
 from moecore.kernels.grouped.scaled_rows import pad_offsets, scaled_matrices, scaled_rows
 from moecore.kernels.rows.scaling import DTYPES, Blocks, OperandPair
 

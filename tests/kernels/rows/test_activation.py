@@ -23,7 +23,7 @@ from moecore.kernels.rows.activation import (
     weighted_activation_bwd_ref,
     weighted_activation_ref,
 )
-from tests.kernels.conftest import poison
+from tests.kernels.conftest import check_without_host, poison
 
 ALL = [
     ActivationOptions(kind=kind, limit=1.5, up_limit=2.5, interleaved=interleaved)
@@ -360,25 +360,6 @@ def test_no_sync_same_bits_capture_and_compile() -> None:
         a = weighted_activation(h, w, num_rows, options)
         return [a, *torch.autograd.grad(a, (h, w), da)]
 
-    h.requires_grad_(), w.requires_grad_()
-    expected = both(h, w)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        repeats = [both(h, w) for _ in range(3)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for repeat in repeats:
-        assert all(torch.equal(x, y) for x, y in zip(repeat, expected, strict=True))
-
-    graph = torch.cuda.CUDAGraph()
-    # Of its own: h and w, in graphs that `expected` keeps, are bound to the stream of those.
-    static_h, static_w = (torch.zeros_like(t).requires_grad_() for t in (h, w))
-    with torch.cuda.graph(graph):
-        captured = both(static_h, static_w)
-    with torch.no_grad():
-        static_h.copy_(h)
-        static_w.copy_(w)
-    graph.replay()
-    assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+    expected = check_without_host(both, (h.requires_grad_(), w.requires_grad_()))
     compiled = torch.compile(weighted_activation, fullgraph=True)
     assert torch.equal(compiled(h, w, num_rows, options), expected[0])

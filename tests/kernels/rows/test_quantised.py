@@ -146,8 +146,7 @@ def test_error_is_that_of_three_bits(power_of_two: bool, device: str) -> None:
     assert (error > x.abs() / 17).any(), "no better format could have been meant"
 
 
-@pytest.mark.parametrize("travelled", [True, False])
-@pytest.mark.parametrize("K, D", [(1, 128), (3, 2304)])
+@pytest.mark.parametrize(("K", "D", "travelled"), [(1, 128, False), (3, 2304, True)])
 def test_gathers_bytes_and_scales(K: int, D: int, travelled: bool, device: str) -> None:
     S = 41
     index = index_of(S, 4, K, device)
@@ -210,7 +209,7 @@ def test_tiles_of_hard_values(dtype: torch.dtype, device: str) -> None:
         assert_tiles(q.tile_tokens(rows, ids, tiles), q.tile_tokens_ref(rows, ids, tiles), tiles)
 
 
-@pytest.mark.parametrize("kind", ["powers of two", "fp32", "travelled"])
+@pytest.mark.parametrize("kind", ["fp32", "travelled"])
 def test_tiles_of_gathered_rows(kind: str, device: str) -> None:
     S, D = 53, 384
     index = index_of(S, 4, 3, device)
@@ -219,11 +218,9 @@ def test_tiles_of_gathered_rows(kind: str, device: str) -> None:
     x = values_of(S, D, dtype=torch.bfloat16, device=device, spread=6)
     x *= torch.exp2(torch.arange(S, device=device) % 25 - 12.0)[:, None]  # rows of many sizes
     x[(index.slots_SK < 0).all(1)] = torch.nan
-    rows = {
-        "powers of two": lambda: q.quantise_rows(x, power_of_two=True),
-        "fp32": lambda: q.quantise_rows(x, power_of_two=False),
-        "travelled": lambda: Rows.from_bytes(pack_rows(x), D, x.dtype),
-    }[kind]()
+    rows = q.quantise_rows(x, power_of_two=False)
+    if kind == "travelled":
+        rows = Rows.from_bytes(pack_rows(x), D, x.dtype)
     got = q.tile_tokens(rows, index.row_ids_R, tiles)
     assert_tiles(got, q.tile_tokens_ref(rows, index.row_ids_R, tiles), tiles)
     # Against the rows themselves, one by one: exact down to 2^-6 of the scale, then by 2^-9 of it.
@@ -269,8 +266,8 @@ def test_not_finite_rows_poison_their_own_tile(device: str) -> None:
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_of_the_reference(dtype: torch.dtype, power_of_two: bool, device: str) -> None:
-    w = values_of(3, 256, 384, dtype=dtype, device=device)
-    w[0, :128, :128], w[1, 130, 200], w[2, 255, 383] = 0, torch.finfo(dtype).max / 2, torch.nan
+    w = values_of(2, 256, 256, dtype=dtype, device=device)
+    w[0, :128, :128], w[1, 130, 200], w[0, 255, 250] = 0, torch.finfo(dtype).max / 2, torch.nan
     w[1, 3, 5] = torch.inf
     got = q.quantise_weights(w, power_of_two=power_of_two)
     want = q.quantise_weights_ref(w, power_of_two=power_of_two)

@@ -62,12 +62,22 @@ def inputs(
     return h, da, weights, torch.tensor(used, device=device, dtype=torch.int32)
 
 
+def sizes_of(kind: str) -> tuple[list[tuple[int, int, int]], tuple[bool, ...]]:
+    """Return rows, columns and used rows, and whether scales are powers of two.
+
+    All sizes and scales are those of one activation with a gate and of one without.
+    """
+    if kind in ("swiglu", "relu2"):
+        return [(41, 256, 34), (1, 128, 1), (0, 128, 0), (32, 384, 32)], (True, False)
+    return [(19, 128, 17)], (False,)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_of_the_reference(kind: str, device: str) -> None:
-    options = ActivationOptions(kind=kind)
-    for R, F, used in ((41, 256, 34), (1, 128, 1), (0, 128, 0), (32, 384, 32)):
+    options, (sizes, scales) = ActivationOptions(kind=kind), sizes_of(kind)
+    for R, F, used in sizes:
         h, _, weights, num_rows = inputs(R, F, options, torch.bfloat16, device, used)
-        for power_of_two in (True, False):
+        for power_of_two in scales:
             how = dict(power_of_two=power_of_two)
             got, none = qa.quantised_activation(h, weights, num_rows, options, **how)
             want, _ = qa.quantised_activation_ref(h, weights, options, **how)
@@ -96,11 +106,11 @@ def test_forward_without_weights(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_of_the_reference(kind: str, device: str) -> None:
-    options = ActivationOptions(kind=kind)
-    for R, F, used in ((41, 256, 34), (1, 128, 1), (32, 384, 32)):
+    options, (sizes, scales) = ActivationOptions(kind=kind), sizes_of(kind)
+    for R, F, used in sizes:
         h, da, weights, num_rows = inputs(R, F, options, torch.bfloat16, device, used)
         args = (Rows(h), da, weights, num_rows, options)
-        for power_of_two in (True, False):
+        for power_of_two in scales:
             got = qa.quantised_activation_bwd(*args, power_of_two=power_of_two)
             want = qa.quantised_activation_bwd_ref(*args, power_of_two=power_of_two)
             assert_rows(got[0], want[0], used)
@@ -134,14 +144,6 @@ def test_backward_without_weights(dtype: torch.dtype, device: str) -> None:
     for ours, theirs in ((got[0], want[0]), (got[2], want[2])):
         assert_rows(ours, theirs, 35)
     assert got[2].values.float().isnan().nonzero().tolist() == [[2, 3]]
-
-
-def test_no_rows(device: str) -> None:
-    options = ActivationOptions(kind="relu2")
-    h, da, weights, num_rows = inputs(0, 128, options, torch.bfloat16, device, 0)
-    args = (Rows(h), da, weights, num_rows, options)
-    dh, dweights, _ = qa.quantised_activation_bwd(*args, power_of_two=True)
-    assert dh.values.shape == (0, 128) and dweights.shape == (0,)
 
 
 def test_columns_without_whole_blocks() -> None:

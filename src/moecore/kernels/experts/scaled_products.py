@@ -4,7 +4,7 @@ Everything is quantised from the dtype of the rows, once along each dim that is 
 kept in that dtype. dY and dH, which are multiplied along both, take one pass for both. They have
 the recipe's `grad_format`. With an `amax_history` rows have the scales of earlier steps
 (`Magnitudes`); matrices always have their own. The products are torch's, or with E5M2 those of
-`scaled_kernel.py`: these recipes are for comparison and for what needs their formats, "blockwise"
+`scaled.py`: these recipes are for comparison and for what needs their formats, "blockwise"
 is what is fast.
 
 Letters: as in `contract.py`.

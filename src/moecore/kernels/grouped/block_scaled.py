@@ -3,17 +3,18 @@
     block_scaled_gemm    out[r] = scale[i] * a[r] @ b[i]^T                    i = expert of row r
     block_scaled_wgrad   out[i] = scale[i] * sum over rows r of i of x[r]^T y[r]
 
-Operands are bytes with a scale per block along the summed dim, as `rows/microscaled.py` packs them:
-E4M3 and E8M0 per 32, or two codes of E2M1 in a byte and E4M3 per 16. Then scale[i] is the product
-of the fp32 scales of both tensors. `tl.dot_scaled` is one instruction on Blackwell, tcgen05.mma or
-mma.sync with block_scale, and products in bf16 of widened operands on older GPUs. Sums are fp32.
-No Blackwell GPU has run these kernels: tests compile them for it, interpret them, and run them on
-older GPUs. What they replace there is `experts/emulated_products.py`: the same numbers.
+`rows/microscaled.py` packs the operands as bytes with a scale per block of the summed dim: E4M3
+with E8M0 per 32, or two codes of E2M1 in a byte with E4M3 per 16. For E2M1 scale[i] is the product
+of the fp32 scales of both tensors, otherwise 1. `tl.dot_scaled` is one instruction on Blackwell,
+tcgen05.mma or mma.sync with block_scale. Older GPUs multiply widened operands in bf16. Sums are
+fp32. No Blackwell GPU has run these kernels: tests compile them for it, interpret them, and run
+them on older GPUs, where `experts/emulated_products.py` computes the same numbers.
 
 Letters: R expert rows (length), e experts, M and N rows of an output, K the summed dim, P elements
-of a byte, B elements of a scale, W rows with each expert's padded to whole blocks. Persistent grids
-as in `gemm.py`, whose order of tiles the first one has. Bytes moved at least, of the first one:
-(R + e * N) * K * (1 / P + 1 / B) + 2 * R * N; 2 * R * N * K floating-point operations.
+of a byte, B elements of a scale, W rows with each expert's padded to full blocks. Grids are
+persistent as in `gemm.py`, whose order of tiles `block_scaled_gemm` has. Bytes that
+`block_scaled_gemm` moves at least: (R + e * N) * K * (1 / P + 1 / B) + 2 * R * N; 2 * R * N * K
+floating-point operations.
 """
 
 from __future__ import annotations
@@ -24,55 +25,16 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import launch, next_power_of_2, num_sms, rows_of_experts, tl, triton
-from moecore.kernels.grouped.gemm import locate_tile, row_tiles_of
+from moecore.kernels.common import launch, next_power_of_2, num_sms, tl, triton
+from moecore.kernels.grouped.gemm import count_row_tiles, locate_tile
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import nvfp4_tensor_scale
-from moecore.kernels.rows.microscaling import tensor_scales, unpack_e2m1
 from moecore.kernels.rows.scaling import Blocks
 
 # 128 rows are one instruction's. With 128 columns registers spill on sm_120. Nothing is measured.
 PROGRAM = {"BLOCK_M": 128, "BLOCK_N": 64, "STAGES": 4, "num_warps": 8}
 GROUP_M = 8  # row tiles that share a matrix in L2
 BYTES_K = 128  # of one step along the summed dim
-
-
-def block_scaled_gemm_ref(
-    a: Blocks, b: Blocks, offsets_e: Tensor, recipe: Recipe, dtype: torch.dtype
-) -> Tensor:
-    """Return what `block_scaled_gemm` does, by expert, in fp32; 0 past the rows. Host sync."""
-    a_RK, b_eNK = _widened(a), _widened(b)
-    out_RN = a_RK.new_zeros(a_RK.shape[0], b_eNK.shape[1])
-    for i, rows in enumerate(rows_of_experts(offsets_e)):
-        out_RN[rows] = a_RK[rows] @ b_eNK[i].T * _scale_ref(a, b, i, recipe)
-    return out_RN.to(dtype)
-
-
-def block_scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, recipe: Recipe) -> Tensor:
-    """Return what `block_scaled_wgrad` does, by expert, in fp32. Host sync."""
-    x_MW, y_NW = _widened(x), _widened(y)
-    sums = [
-        x_MW[:, rows] @ y_NW[:, rows].T * _scale_ref(x, y, i, recipe)
-        for i, rows in enumerate(rows_of_experts(offsets_e))
-    ]
-    return torch.stack(sums)
-
-
-def _scale_ref(a: Blocks, b: Blocks, expert: int, recipe: Recipe) -> Tensor | float:
-    if a.amax is None or b.amax is None:
-        return 1.0
-    return tensor_scales(a.amax[expert], recipe) * tensor_scales(b.amax[expert], recipe)
-
-
-def _widened(operand: Blocks) -> Tensor:
-    """Return fp32 values times the scales of their blocks."""
-    if operand.values.dtype == FP8:
-        wide, scales = operand.values.float(), operand.scales.view(torch.float8_e8m0fnu).float()
-    else:
-        wide, scales = unpack_e2m1(operand.values), operand.scales.float()
-    for dim in (-2, -1):
-        scales = scales.repeat_interleave(wide.shape[dim] // max(scales.shape[dim], 1), dim)
-    return wide * scales
 
 
 @triton.jit
@@ -136,7 +98,7 @@ def block_scaled_grouped_gemm_kernel(
     STAGES: tl.constexpr,
 ):
     """Write rows times the matrices of their experts."""
-    row_tiles = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), row_tiles[3] * num_n, tl.num_programs(0)):
         expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, GROUP)

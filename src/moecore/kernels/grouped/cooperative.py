@@ -3,27 +3,27 @@
     cooperative_gemm        out[r] = a[r] @ b[expert(r)]
     cooperative_activation  h[r] = x[r] @ w1[expert(r)]^T,  out[r] = act(h[r]) * weight[r]
 
-To both an `Addend` may be added before anything is rounded.
+Both products may have an `Addend`, added before anything is rounded.
 
 Letters: R expert rows (length), e experts, M N K the sizes of one product, D model dim, F hidden
 dim, C = 2F columns of h. One persistent program per multiprocessor:
 
     loading warp      fills a ring of stages with blocks of a and b, by TMA  (_load)
     warp group 0, 1   multiply the upper and the lower half of every tile    (_consume)
-    two more warps    turn h into the activation, with FC1                   (_activate)
+    two more warps    compute the activation of h, with FC1                  (_activate)
 
-What they share:
+The warps share:
 
     ring    stages of a and of b, and two barriers each: full when its TMA has arrived, empty when
             both groups have read it; they do not wait for each other otherwise
-    stage   what TMA stores: blocks of out, or gate of each group and up of each, with two barriers
-            per group: staged when gate and up are there, taken when those warps have read them
-    tiles   the map (`rows/row_tiles.py`), the number of row tiles, and that of column tiles
+    stage   blocks for TMA to store: blocks of out, or gate and up of each group, with two barriers
+            per group: staged when gate and up are there, taken when the two more warps have read
+            them
+    tiles   the map (`rows/row_tiles.py`), the numbers of row tiles and of column tiles
 
-A group stages its half of a tile in shared memory, once what it staged before has been read: by
-TMA, which stores the half as a whole, and by the warps that compute the activation. It goes on with
-the next tile meanwhile. Where an expert's rows end, or F within a tile of h, threads store what is
-there instead (store_part).
+A group stages its half of a tile in shared memory, after TMA and the warps of the activation have
+read the half before. TMA stores the full half, and the group continues with the next tile. Where an
+expert's rows end, or F ends within a tile of h, threads store the part instead (store_part).
 
 2 * R * N * K floating-point operations. Bytes moved at least: a (R * K elements), b and the outputs
 once each. Tiles of this size read a quarter less through the L2 cache than those of `pingpong.py`,
@@ -90,7 +90,7 @@ def _load(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
 
 @gluon.jit
 def _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load blocks of rows with K columns and of the matrix that they are multiplied by."""
+    """Load blocks of rows with K columns and of their matrix."""
     expert, row, _, n = place
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     b = ring.b.index(slot)
@@ -318,7 +318,7 @@ def _launch(
     weights_R: Tensor | None = None,
     options: ActivationOptions | None = None,
 ) -> None:
-    """Launch the kernel; `h_RC` and what follows for FC1."""
+    """Launch the kernel; the arguments from `h_RC` on are for FC1."""
     K, N = a.shape[1], out.shape[1]
     b_is_NK = b.stride(1) == 1
     b = b.transpose(1, 2) if b_is_NK else b
@@ -374,7 +374,7 @@ def cooperative_activation(
     *,
     addend: Addend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return FC1's output and the weighted activation of it. No autograd, no host sync.
+    """Return FC1's output and its weighted activation. No autograd, no host sync.
 
     Args:
         x_RD: rows in expert order, bf16 or fp16, contiguous.

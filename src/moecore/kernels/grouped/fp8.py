@@ -42,7 +42,7 @@ CONST = GroupedConstants(
 
 
 def fp8_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `fp8_gemm` does, block by block in plain PyTorch; 0 past the rows. Host sync."""
+    """Compute `fp8_gemm` block by block in plain PyTorch; 0 past the rows. Host sync."""
     R, N = a.values.shape[0], b.values.shape[1]
     out_RN = torch.zeros(R, N, device=b.values.device)
     for i, rows in enumerate(rows_of_experts(offsets_e)):

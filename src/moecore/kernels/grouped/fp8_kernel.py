@@ -41,7 +41,7 @@ from moecore.kernels.grouped.skeleton import (
 
 
 class LoadedScales(NamedTuple):
-    """Of a [K / BLOCK_K, a_stride], with their stages [STAGES, BLOCK_M], and of b with strides."""
+    """Scales of a [K / BLOCK_K, a_stride], their stages [STAGES, BLOCK_M], and scales of b."""
 
     a_ptr: Any
     a_stride: Any
@@ -67,7 +67,7 @@ def _load(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
 
 @gluon.jit
 def _store_rows(out_ptr, out_desc, out_smem, x, row, end, column, N):
-    """Stage rows, and let TMA store them, or threads where the expert's rows end in between."""
+    """Store rows by TMA, or by threads if the expert's rows end within the block."""
     begin_staging(1)
     out_smem.store(x.to(out_smem.dtype))
     end_staging()

@@ -22,10 +22,10 @@ from moecore.kernels.grouped.skeleton import (
     WeightTiling,
     add_part,
     await_stage,
+    load_range,
     load_weight_tiles,
     locate_weights,
     make_barriers,
-    range_of,
     store_weight_block,
 )
 
@@ -87,7 +87,7 @@ def _consume(
     step = 0
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
-        start, end = range_of(ends_ptr, expert)
+        start, end = load_range(ends_ptr, expert)
         block = gl.minimum(n * 2 + GROUP, N // HALF_N - 1)
         x_scale_ptr = x_scales_ptr + start * (M // BLOCK_M) + m
         y_scale_ptr = y_scales_ptr + start * (N // HALF_N) + block

@@ -39,7 +39,7 @@ NO_TILE = tl.constexpr(2147483647)
 def grouped_gemm_ref(
     a: Tensor, b: Tensor, offsets_e: Tensor, *, row_ids_R: Tensor | None = None
 ) -> Tensor:
-    """Return what `grouped_gemm` does, by expert, summed in fp32; 0 past the rows. Host sync."""
+    """Compute `grouped_gemm` by expert, summed in fp32; 0 past the rows. Host sync."""
     rows_R = a if row_ids_R is None else a.index_select(0, row_ids_R)
     dtype = torch.promote_types(a.dtype, torch.float32)
     out = torch.zeros(rows_R.shape[0], b.shape[2], dtype=dtype, device=a.device)
@@ -56,14 +56,14 @@ def grouped_gemm_activation_ref(
     offsets_e: Tensor,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return h and a as `grouped_gemm_activation` does. Host sync."""
+    """Compute `grouped_gemm_activation` by expert. Host sync."""
     h_RC = grouped_gemm_ref(x_SD, w1_eCD.transpose(1, 2), offsets_e, row_ids_R=row_ids_R)
     return h_RC, weighted_activation_ref(h_RC, weights_R, offsets_e[-1], options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileConfig:
-    """How a product is cut."""
+    """Tile sizes and pipelining of a product."""
 
     # sizes of a tile and of a step along K
     block_m: int = 128
@@ -93,7 +93,7 @@ SMALL = TileConfig(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4)
 
 
 @triton.jit
-def row_tiles_of(
+def count_row_tiles(
     offsets_ptr,  # [e] int32
     num_experts,
     E_POW2: tl.constexpr,
@@ -175,7 +175,7 @@ def _grouped_gemm_fwd_kernel(
 ):
     N = N // 8 * 8  # they are multiples of 8 already; now the compiler knows, and uses 16 bytes
     K = K // 8 * 8
-    row_tiles = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     num_k = tl.cdiv(K, BLOCK_K)
     steps = tl.arange(0, BLOCK_K)
@@ -235,7 +235,7 @@ def _grouped_gemm_activation_fwd_kernel(
 ):
     F = F // 8 * 8  # as above
     D = D // 8 * 8
-    row_tiles = row_tiles_of(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
     num_n = tl.cdiv(F, BLOCK_F)
     num_k = tl.cdiv(D, BLOCK_K)
     steps = tl.arange(0, BLOCK_K)
@@ -363,7 +363,7 @@ def _config(gather: bool, narrow: bool, wide: bool) -> TileConfig:
 
 
 def _shared(c: TileConfig, num_experts: int) -> dict[str, int]:
-    """The compile-time arguments that both kernels take."""
+    """Return the compile-time arguments of both kernels."""
     return {
         "E_POW2": next_power_of_2(num_experts),
         "BLOCK_M": c.block_m,

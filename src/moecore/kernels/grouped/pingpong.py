@@ -1,31 +1,31 @@
-"""FC2's input gradient with the activation's backward, on Hopper: two warp groups take turns.
+"""FC2's input gradient with the activation's backward, on Hopper, by two alternating warp groups.
 
     da[r] = dy[row(r)] @ w2[expert(r)], which stays on the chip; with h[r] it gives dh[r],
-    act(h[r]) * weight[r] again, and dweight[r] = <da[r], act(h[r])>
+    act(h[r]) * weight[r] recomputed, and dweight[r] = <da[r], act(h[r])>
 
-row(r) is row_ids[r] where the rows are gathered while they are loaded, else r itself. An `Addend`
-may be added to da.
+row(r) is row_ids[r] if the rows are gathered while they are loaded, otherwise r. An `Addend` may be
+added to da.
 
 Letters: S source rows, R expert rows (length), e experts, D model dim, F hidden dim, C = 2F
 columns of h; M N K the sizes of one product: R rows, F columns, D summed. One persistent program
 per multiprocessor:
 
-    loading warps     fill a ring of stages with blocks of dy and w2   (_produce)
-    warp group 0, 1   take turns: one multiplies, the other stores     (_consume)
+    loading warps     fill a ring of stages with blocks of dy and w2          (_produce)
+    warp group 0, 1   alternate: one multiplies while the other stores        (_consume)
 
-What they share:
+The warps share:
 
     ring    stages of dy and of w2, and two barriers each: full when TMA and copies have arrived,
-            empty when the group that has the turn has multiplied it
+            empty when the multiplying group has read it
     turns   two barriers per group: it may multiply, it may use the stage
     stage   da in quarters, since a loop over them needs few registers; the descriptor of h, and two
             slots of its gate and up [4, BLOCK_M, BLOCK_N / 4] with a barrier each: h has arrived
-    tiles   the map (`rows/row_tiles.py`), the number of row tiles, and that of column tiles
+    tiles   the map (`rows/row_tiles.py`), the numbers of row tiles and of column tiles
 
-w2 and contiguous rows come by TMA, gathered rows by asynchronous copies. A group that stores moves
-six times what the product alone would store: memory and tensor cores work at the same time. Both
-groups use the slots of h, one after the other: a group that has read one has the columns after the
-next brought there, in the end those of the other group's tile. So h has come when a product ends.
+TMA loads w2 and contiguous rows, asynchronous copies load gathered rows. A storing group stores six
+times the bytes of the product, so memory and tensor cores work at the same time. Both groups use
+the slots of h in turn. A group that has read a slot loads the columns after the next ones into it,
+at the end those of the other group's tile. So h has arrived when a product ends.
 
 2 * R * D * F floating-point operations. Bytes moved at least: dy (R * D elements), w2, h, dh and
 the activation once each. Products that store less multiply larger tiles (`cooperative.py`).
@@ -158,7 +158,7 @@ def _store(
     next_column,
     CONST: gl.constexpr,  # Constants
 ):
-    """The first half of h is on its way; each quarter read makes room for that after the next."""
+    """Store a tile's outputs, a quarter at a time; the loads of h's first half have begun."""
     # Those are this tile's second half, then the next tile's first one.
     ACT: gl.constexpr = CONST.ACT
     da_smem, h_desc, h_smem, arrived = stage
@@ -305,7 +305,7 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     N,
     CONST: gl.constexpr,  # Constants
 ):
-    """Compute da and what follows from it."""
+    """Compute da, dh, the activation and the parts of dweights."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_N: gl.constexpr = CONST.BLOCK_N
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
@@ -406,7 +406,7 @@ def pingpong_activation_bwd(
     row_ids_R: Tensor | None = None,
     addend: Addend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients behind FC2 and the activation, and the activation again.
+    """Return the gradients of h and of the weights, and the recomputed activation.
 
     No autograd, no host sync. da = dy @ w2 stays on the chip, rounded to the dtype of dy.
 
@@ -420,7 +420,8 @@ def pingpong_activation_bwd(
 
     Returns:
         dh_RC, dweights_R (fp32, 0 past the last expert's rows) and a_RF, the weighted activation.
-        Of dh and a, CLEARED_ROWS rows past the last expert's are 0; the rest is uninitialised.
+        CLEARED_ROWS rows of dh and a past the last expert's rows are 0; later rows are
+        uninitialised.
     """
     R, (_, D, F) = h_RC.shape[0], w2_eDF.shape
     dh_RC, a_RF = torch.empty_like(h_RC), h_RC.new_empty(R, F)

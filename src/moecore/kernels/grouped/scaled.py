@@ -3,12 +3,17 @@
     scaled_gemm    out[r] = a[r] @ b[expert(r)]^T
     scaled_wgrad   out[i] = sum over the rows r of expert i of  x[r]^T y[r]
 
-A scale belongs to all of the summed dim, so it is multiplied at the end. Operands are of the kind
-"row", by `scaled_rows.py`; "tensorwise" ones have the same scale in every row. Torch's grouped
-product multiplies E4M3 alone; where an operand is E5M2 the kernels of `scaled_kernel.py` do.
+A scale belongs to all of the summed dim, so it is multiplied at the end. `scaled_rows.py` makes the
+operands, of the kind "row". A "tensorwise" operand has the same scale in every row.
 
-Letters: R expert rows (length), e experts, K the summed dim, N columns, M columns of x, P rows with
-each expert's padded to a multiple of 16 (bytes, from which torch's product may read).
+Torch's grouped product multiplies E4M3 by E4M3. If one operand is E5M2, the kernels `mixed_gemm`
+and `mixed_wgrad` multiply. Tensor cores sum 128 of the summed dim with fewer bits than fp32, and
+these sums are added in fp32. The speed of the kernels was not measured.
+
+Letters: R expert rows (length), e experts, K the summed dim, M and N rows of an output, P rows with
+each expert's padded to a multiple of 16 (bytes, from which torch's product may read). The kernels'
+grids are persistent as in `gemm.py`, whose order of tiles `mixed_gemm` has. Bytes moved at least:
+each operand and the output once; 2 * R * N * K floating-point operations.
 """
 
 from __future__ import annotations
@@ -17,28 +22,162 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_private import is_silent, scaled_grouped_mm
-from moecore.kernels.common import rows_of_experts, use_kernel
-from moecore.kernels.grouped.scaled_kernel import mixed_gemm, mixed_wgrad
-from moecore.kernels.rows.scaling import Blocks
+from moecore.kernels.common import (
+    INTERPRET,
+    launch,
+    next_power_of_2,
+    num_sms,
+    rows_of_experts,
+    tl,
+    triton,
+    use_kernel,
+)
+from moecore.kernels.grouped.gemm import count_row_tiles, locate_tile
+from moecore.kernels.rows.scaling import ALIGNED, Blocks
+
+PROGRAM = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 4, "num_warps": 8}
+SMALL = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "STAGES": 1, "num_warps": 4}  # interpreted
+GROUP_M = 8  # row tiles that share a matrix in L2
+
+
+@triton.jit
+def _block(values_ptr, rows, in_rows, k, end, width, BLOCK_K: tl.constexpr):
+    """Return columns k to k + BLOCK_K of rows [rows, width]; 0 past the end."""
+    columns = k + tl.arange(0, BLOCK_K)
+    inside = in_rows[:, None] & (columns < end)[None, :]
+    return tl.load(values_ptr + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def mixed_grouped_gemm_kernel(
+    a_ptr,  # [R, K] FP8
+    a_scales_ptr,  # [R] fp32
+    b_ptr,  # [e, N, K] FP8
+    b_scales_ptr,  # [e, N] fp32
+    offsets_ptr,  # [e] int32
+    out_ptr,  # [R, N], out; rows past the last offset stay as they are
+    num_experts,
+    N,
+    K,
+    ALIGNED: tl.constexpr,  # of which K is a multiple
+    E_POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write rows times the matrices of their experts."""
+    K = K // ALIGNED * ALIGNED  # now the compiler knows, and reads 16 bytes
+    row_tiles = count_row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), row_tiles[3] * num_n, tl.num_programs(0)):
+        expert, row, n = locate_tile(tile, num_n, row_tiles, E_POW2, BLOCK_M, GROUP)
+        rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        in_rows = rows < tl.load(offsets_ptr + expert)
+        columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_columns = columns < N
+        b_rows = expert.to(tl.int64) * N + columns
+        out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
+            a = _block(a_ptr, rows, in_rows, step * BLOCK_K, K, K, BLOCK_K)
+            b = _block(b_ptr, b_rows, in_columns, step * BLOCK_K, K, K, BLOCK_K)
+            out = tl.dot(a, b.T, out, max_num_imprecise_acc=BLOCK_K)
+        a_scales = tl.load(a_scales_ptr + rows, mask=in_rows, other=0.0)
+        out *= a_scales[:, None]
+        out *= tl.load(b_scales_ptr + b_rows, mask=in_columns, other=0.0)[None, :]
+        at = out_ptr + rows[:, None] * N + columns[None, :]
+        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def mixed_grouped_wgrad_kernel(
+    x_ptr,  # [M, P] FP8
+    x_scales_ptr,  # [e, M] fp32
+    y_ptr,  # [N, P] FP8
+    y_scales_ptr,  # [e, N] fp32
+    offsets_ptr,  # [e] int32, multiples of ALIGNED
+    out_ptr,  # [e, M, N], out
+    num_experts,
+    M,
+    N,
+    P,
+    ALIGNED: tl.constexpr,  # of which P is a multiple, too
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write every expert's sum of outer products."""
+    P = P // ALIGNED * ALIGNED
+    num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    total = num_experts * num_m * num_n
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        expert = tile // (num_m * num_n)
+        start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(offsets_ptr + expert)
+        start, end = tl.multiple_of(start, ALIGNED), tl.multiple_of(end, ALIGNED)
+        rows = (tile // num_n % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        columns = (tile % num_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+        in_rows, in_columns = rows < M, columns < N
+        out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in tl.range(0, tl.cdiv(end - start, BLOCK_K), num_stages=STAGES):
+            x = _block(x_ptr, rows, in_rows, start + step * BLOCK_K, end, P, BLOCK_K)
+            y = _block(y_ptr, columns, in_columns, start + step * BLOCK_K, end, P, BLOCK_K)
+            out = tl.dot(x, y.T, out, max_num_imprecise_acc=BLOCK_K)
+        out *= tl.load(x_scales_ptr + expert * M + rows, mask=in_rows, other=0.0)[:, None]
+        out *= tl.load(y_scales_ptr + expert * N + columns, mask=in_columns, other=0.0)[None, :]
+        at = out_ptr + (expert.to(tl.int64) * M + rows[:, None]) * N + columns[None, :]
+        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+
+
+def mixed_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute `scaled_gemm` of operands in any FP8 formats. No autograd, no host sync."""
+    (R, K), (e, N, _) = a.values.shape, b.values.shape
+    out_RN = a.values.new_empty(R, N, dtype=dtype)
+    launch(
+        mixed_grouped_gemm_kernel,
+        num_sms(a.values.device),
+        *(a.values, a.scales, b.values, b.scales, offsets_e, out_RN, e, N, K),
+        ALIGNED=ALIGNED,
+        E_POW2=next_power_of_2(e),
+        GROUP=GROUP_M,
+        **(SMALL if INTERPRET else PROGRAM),
+    )
+    return out_RN
+
+
+def mixed_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute `scaled_wgrad` of operands in any FP8 formats. No autograd, no host sync."""
+    (M, P), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
+    out_eMN = x.values.new_empty(e, M, N, dtype=dtype)
+    launch(
+        mixed_grouped_wgrad_kernel,
+        num_sms(x.values.device),
+        *(x.values, x.scales, y.values, y.scales, offsets_e, out_eMN, e, M, N, P),
+        ALIGNED=ALIGNED,
+        **(SMALL if INTERPRET else PROGRAM),
+    )
+    return out_eMN
 
 
 def is_reference(x: Tensor) -> bool:
-    """Return whether torch has no such product on a tensor's device."""
+    """Return whether torch has no such product on this tensor's device."""
     return x.device.type == "cpu"
 
 
 def _is_mixed(a: Blocks, b: Blocks) -> bool:
-    """Return whether torch's grouped product does not take the formats."""
+    """Return whether the formats differ, which torch's grouped product does not support."""
     return a.values.dtype != b.values.dtype
 
 
 def _has_no_product(a: Blocks, b: Blocks) -> bool:
-    """Return whether references multiply."""
+    """Return whether references multiply these operands."""
     return is_reference(b.values) and not (_is_mixed(a, b) and use_kernel(b.values))
 
 
 def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `scaled_gemm` returns, expert by expert in plain PyTorch. Host sync."""
+    """Compute `scaled_gemm` expert by expert in plain PyTorch. Host sync."""
     out_RN = torch.zeros(a.values.shape[0], b.values.shape[1], device=b.values.device)
     for i, rows in enumerate(rows_of_experts(offsets_e)):
         product = a.values[rows].float() @ b.values[i].float().T
@@ -64,7 +203,7 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
 
 
 def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `scaled_wgrad` returns, expert by expert in plain PyTorch. Host sync."""
+    """Compute `scaled_wgrad` expert by expert in plain PyTorch. Host sync."""
     out = []
     for i, rows in enumerate(rows_of_experts(offsets_e)):
         product = x.values[:, rows].float() @ y.values[:, rows].float().T

@@ -1,24 +1,24 @@
-"""FP8 operands of grouped products with one scale per row of either, of experts' rows and matrices.
+"""FP8 operands of grouped products with one scale per row, of experts' rows and matrices.
 
     scaled_rows      [R, D] -> rows [R, D], for sums over D, and columns [D, P], for sums over rows
     scaled_matrices  [e, N, D] -> rows [e, N, D] and columns [e, D, N]
 
-Operands are of the kind "row", see `rows/scaling.py`, in either of two ways: a scale for each row
-of an operand, of columns for each expert and column; or one for all expert rows and one for each
-matrix, which stands in every row. Both operands of one call take one pass, and another one before
-it for the largest magnitudes:
+Operands have the kind "row" of `rows/scaling.py`. With `per_row` each row of an operand has its own
+scale, and of columns each expert and column. Otherwise all expert rows have one scale and each
+matrix has one, and the scale is repeated for every row. One pass writes both operands of a call. A
+pass before it finds the largest magnitudes:
 
-    a scale per row    rows alone: one kernel, which has whole rows; else the largest magnitudes of
-                       rows and columns, and a cast
-    one scale          the largest magnitudes of parts, and a cast; with an amax the cast alone,
-                       which finds those of this step, too
+    a scale per row    only rows: one kernel, which reads full rows. Otherwise the largest
+                       magnitudes of rows and columns, and a cast
+    one scale          the largest magnitudes of parts, and a cast. With a given `amax` only the
+                       cast, which also finds the magnitude of this step
 
-Rows past the last expert's count for nothing and are not written. Columns are 0 between an
-expert's rows and the next one's.
+Rows past the last expert's are not read and not written. Columns are 0 in the padding between two
+experts' rows.
 
 Letters: R expert rows (length), e experts, D columns, N rows of a matrix, P rows with each expert's
 padded to a multiple of 16. Bytes moved with b per element: R * D * (b + 1 per operand), and R * D *
-b once more for the largest magnitudes.
+b again for the largest magnitudes.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from moecore.kernels.rows.cast import (
     cast_rows,
     choose_amax_ref,
     has_kernel,
-    stored_as_bytes,
+    view_as_bytes,
 )
 from moecore.kernels.rows.cast_kernel import (
     amax_kernel,
-    amax_of_parts,
-    rows_of_tile,
+    load_amax,
+    locate_row_tile,
     to_fp8,
 )
 from moecore.kernels.rows.e4m3 import BLOCK, block_scale, block_scale_ref, magnitude, magnitude_ref
@@ -57,18 +57,18 @@ from moecore.kernels.rows.scaling import (
     LARGEST,
     Blocks,
     OperandPair,
-    add_seen_ref_,
     amax_ref,
     encode_ref,
     parts_of,
     quantise_ref,
+    raise_seen_ref_,
 )
 
 NUM_WARPS = 8
 
 
 class PaddedRows(NamedTuple):
-    """Where expert rows lie when each expert's are padded."""
+    """Positions of expert rows after each expert's rows are padded."""
 
     expert_R: Tensor  # int64 expert of each row; e for rows past the last one in use
     place_R: Tensor  # int64 row in P; P for rows past the last one in use
@@ -77,7 +77,7 @@ class PaddedRows(NamedTuple):
 
 
 def pad_rows(offsets_e: Tensor, num_rows: int, multiple: int = ALIGNED) -> PaddedRows:
-    """Return where rows padded to a multiple lie, in plain PyTorch. No host sync."""
+    """Return rows' positions after each expert's are padded, in plain PyTorch. No host sync."""
     # Every expert has rows there: torch's product leaves what has none uninitialised. Example,
     # experts of 3 and 17 rows in 22: offsets 16 and 48, place_R 0 to 2, 16 to 32, 64, 64.
     e = offsets_e.shape[0]
@@ -93,7 +93,7 @@ def pad_rows(offsets_e: Tensor, num_rows: int, multiple: int = ALIGNED) -> Padde
 
 
 def pad_offsets_ref(offsets_e: Tensor) -> Tensor:
-    """Return what `pad_offsets` returns, in plain PyTorch."""
+    """Compute `pad_offsets` in plain PyTorch."""
     return pad_rows(offsets_e, 0).offsets_e
 
 
@@ -109,13 +109,13 @@ def scaled_rows_ref(
     amax: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> OperandPair:
-    """Return what `scaled_rows` returns, in plain PyTorch; rows past the last one are zeros."""
+    """Compute `scaled_rows` in plain PyTorch; rows past the last expert's are zeros."""
     R, D = x_RD.shape
     layout = pad_rows(offsets_e, R)
     is_used = layout.expert_R < offsets_e.shape[0]
     x_RD = torch.where(is_used[:, None], x_RD.detach(), 0).float()
     if seen is not None and R:
-        add_seen_ref_(x_RD, seen)
+        raise_seen_ref_(x_RD, seen)
     if amax is not None:
         amax = amax.amax().reshape(1, 1)
     elif not per_row:
@@ -137,9 +137,10 @@ def scaled_rows_ref(
 
 
 def amax_of_rows(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
-    """Return fp32 [n], of which the largest scales expert rows: `past` [1], its own where it is 0.
+    """Return fp32 [n], whose largest entry gives the scale of expert rows. No host sync.
 
-    Rows past the last expert's are not read. No host sync.
+    If `past` [1] is not 0, the entries are `past`, otherwise largest magnitudes of the rows. Rows
+    past the last expert's are not read.
     """
     if has_kernel(x_RD):
         return amax_parts(x_RD if x_RD.stride(1) == 1 else x_RD.contiguous(), offsets_e, past)
@@ -148,7 +149,7 @@ def amax_of_rows(x_RD: Tensor, offsets_e: Tensor, past: Tensor) -> Tensor:
 
 
 def _amax_of_columns(x_RD: Tensor, layout: PaddedRows) -> Tensor:
-    """Return the largest magnitudes of each expert's columns, and of rows of none."""
+    """Return largest magnitudes of each expert's columns; the last row is of unused rows."""
     expert_RD = layout.expert_R[:, None].expand_as(x_RD)
     none_eD = x_RD.new_zeros(layout.offsets_e.shape[0] + 1, x_RD.shape[1])
     return none_eD.scatter_reduce_(0, expert_RD, magnitude_ref(x_RD), "amax")
@@ -157,7 +158,7 @@ def _amax_of_columns(x_RD: Tensor, layout: PaddedRows) -> Tensor:
 def scaled_matrices_ref(
     w_eND: Tensor, *, per_row: bool, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Return what `scaled_matrices` returns, in plain PyTorch."""
+    """Compute `scaled_matrices` in plain PyTorch."""
     operands: list[Blocks | None] = []
     for is_requested, dim in ((rows, 2), (columns, 1)):
         operand = None
@@ -216,7 +217,7 @@ def cast_of_experts_kernel(
     """Write a tile of an expert's rows, in one layout or both."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
-    expert, start, end, first = rows_of_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
+    expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
     if expert < num_experts:
         lane = tl.arange(0, BLOCK)
         row = start + first + lane
@@ -236,7 +237,7 @@ def cast_of_experts_kernel(
             of_all = amax_ptr
             if offsets_ptr is None:
                 of_all += expert * PARTS
-            amax = tl.zeros((BLOCK,), tl.float32) + amax_of_parts(of_all, PARTS)
+            amax = tl.zeros((BLOCK,), tl.float32) + load_amax(of_all, PARTS)
             scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
         if rows_ptr is not None:
             if not PARTS:
@@ -267,7 +268,7 @@ def cast_of_experts_kernel(
 
 
 def pad_offsets(offsets_e: Tensor) -> Tensor:
-    """Return int32 [e], the running sum of the experts' rows, each padded, in `scaled_rows`."""
+    """Return int32 [e], the running sum of the experts' rows after each expert's are padded."""
     if not use_kernel(offsets_e):
         return pad_offsets_ref(offsets_e)
     padded_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]
@@ -276,8 +277,8 @@ def pad_offsets(offsets_e: Tensor) -> Tensor:
     return padded_e
 
 
-class _Unquantised(NamedTuple):
-    """What kernels read: expert rows, or matrices."""
+class _ScaledInput(NamedTuple):
+    """Expert rows or matrices, as kernels read them."""
 
     x: Tensor  # [R, D] or [e, N, D]
     offsets_e: Tensor | None
@@ -288,11 +289,11 @@ class _Unquantised(NamedTuple):
     fmt: str = "e4m3"
 
     def cast(self, out: OperandPair, amax: Tensor | None, seen: Tensor | None) -> OperandPair:
-        """Write operands."""
+        """Write the operands by kernels."""
         x, offsets_e, e, formats = self.x, self.offsets_e, self.num_experts, self.formats
         outputs = [t for side in out for t in parts_of(side)]
         if INTERPRET:
-            outputs = [stored_as_bytes(t) for t in outputs]
+            outputs = [view_as_bytes(t) for t in outputs]
         (N, D), R, stride = x.shape[-2:], x.shape[:-1].numel(), x.stride(-2)
         if self.per_row and out.columns is None and amax is None and seen is None:
             cast_rows(x, offsets_e, outputs[0], outputs[1], R, D, stride, e, **formats)
@@ -323,7 +324,7 @@ class _Unquantised(NamedTuple):
 
     @property
     def formats(self) -> dict[str, Any]:
-        """Return the format as kernels take it."""
+        """The format's constants of the kernels."""
         return dict(E5M2=self.fmt == "e5m2", POWER_OF_TWO=self.power_of_two)
 
 
@@ -351,16 +352,17 @@ def scaled_rows(
         x_RD: bf16, fp16 or fp32; D a multiple of 16. Rows past the last expert's are not read.
         offsets_e: int32, the running sum of the experts' rows.
         padded_e: from `pad_offsets`; None without `columns`.
-        per_row: whether each row of an operand has a scale, else all expert rows have one.
-        power_of_two: of the scales.
+        per_row: whether each row of an operand has a scale; otherwise all expert rows have one.
+        power_of_two: whether scales are powers of two.
         fmt: "e4m3" or "e5m2".
         rows: whether to make [R, D] with scales [R], for sums over D.
         columns: whether to make [D, P] with scales [e, D], for sums over an expert's rows.
-        amax: fp32 [n], from the largest of which all scales come: larger values saturate.
-        seen: fp32 [1], which grows to the largest finite magnitude.
+        amax: fp32 [n], whose largest entry gives all scales; larger values saturate.
+        seen: fp32 [1], raised in place to the largest finite magnitude.
 
     Returns:
-        Rows past the last expert's, and columns past `padded_e`'s last, are uninitialised.
+        Rows past the last expert's, and columns past the last entry of `padded_e`, are
+        uninitialised.
     """
     if not has_kernel(x_RD):
         return scaled_rows_ref(
@@ -381,7 +383,7 @@ def scaled_rows(
         _empty(x_RD, fmt, (R, D), (R,)) if rows else None,
         _empty(x_RD, fmt, (D, length), (e, D)) if columns else None,
     )
-    source = _Unquantised(x_RD, offsets_e, padded_e, e, per_row, power_of_two, fmt)
+    source = _ScaledInput(x_RD, offsets_e, padded_e, e, per_row, power_of_two, fmt)
     return source.cast(out, amax, seen)
 
 
@@ -390,8 +392,8 @@ def scaled_matrices(
 ) -> OperandPair:
     """Return matrices as E4M3 operands, with a scale per row of either or one per matrix.
 
-    w_eND is bf16, fp16 or fp32; N and D are multiples of 16. `rows` and `columns` are the layouts
-    that are made, with scales [e, N] and [e, D]. No autograd, no host sync.
+    w_eND is bf16, fp16 or fp32; N and D are multiples of 16. `rows` and `columns` select the
+    layouts, whose scales are [e, N] and [e, D]. No autograd, no host sync.
     """
     w_eND = w_eND.detach().contiguous()
     if not has_kernel(w_eND):
@@ -403,4 +405,4 @@ def scaled_matrices(
         _empty(w_eND, "e4m3", (e, N, D), (e, N)) if rows else None,
         _empty(w_eND, "e4m3", (e, D, N), (e, D)) if columns else None,
     )
-    return _Unquantised(w_eND, None, None, e, per_row, power_of_two).cast(out, None, None)
+    return _ScaledInput(w_eND, None, None, e, per_row, power_of_two).cast(out, None, None)

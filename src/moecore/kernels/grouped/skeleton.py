@@ -1,14 +1,15 @@
-"""What the products on Hopper share: a ring of stages, the order of tiles, staged stores.
+"""Parts that the products on Hopper share: a ring of stages, the order of tiles, staged stores.
 
     Ring         stages of two operands in shared memory that loading warps fill and groups read
     RowTiling    tiles of [R, N] outputs, by the map of `rows/row_tiles.py`
     WeightTiling tiles of [e, M, N] outputs
     loading      the loops over tiles and steps; a kernel's LOAD begins the loads of one step
-    staging      a result goes through shared memory and leaves by TMA; where it ends, by threads
+    staging      a result is copied to shared memory and stored by TMA, or by threads where rows or
+                 columns end within the block
 
-A stage has two barriers: full when all that was announced for it has arrived, empty when all who
-read it have. Each party counts the steps that it has taken; a step's stage and parity follow from
-its number, so that rings of any length and any element type work alike.
+A stage has two barriers: full when all announced data has arrived, empty when all readers have
+read it. Loading warps and each group count their steps. A step's stage and parity follow from its
+number, for rings of any length and any element type.
 
 Letters: R expert rows, e experts, M N the sizes of an output.
 """
@@ -25,7 +26,7 @@ FIELDS = gl.constexpr(MAP_FIELDS)
 
 
 class GroupedConstants(NamedTuple):
-    """Constants of a product: sizes of a tile and of the ring, and what a kernel adds."""
+    """Constants of a product: sizes of a tile and of the ring, and flags of its variants."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -46,10 +47,11 @@ class GroupedConstants(NamedTuple):
 
 
 class Addend(NamedTuple):
-    """A product of few summed columns that is added to another: the sum goes on over its columns.
+    """A product of few summed columns that is added to another product in the same sum.
 
-    A sum of K columns takes cdiv(K, BLOCK_K) steps of the ring, that of the addend's r columns
-    those after them: in the last step of each the rows are 0 past their columns.
+    The sum of the other product's K columns takes cdiv(K, BLOCK_K) steps of the ring, and the
+    addend's r columns take the steps after them. In the last step of each, rows are 0 past their
+    columns.
     """
 
     rows_Rr: Tensor  # in expert order, contiguous; r a multiple of 8
@@ -66,7 +68,7 @@ class Ring(NamedTuple):
 
 
 class RowTiling(NamedTuple):
-    """The map, the number of row tiles, and that of column tiles."""
+    """The map, the number of row tiles, and the number of column tiles."""
 
     map_ptr: Any
     num_rows: Any
@@ -83,7 +85,7 @@ class WeightTiling(NamedTuple):
 
 @gluon.jit
 def make_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Return barriers [NUM, 1] that complete a phase with so many arrivals."""
+    """Return barriers [NUM, 1] that complete a phase with ARRIVALS arrivals."""
     # A partition must use them. The compiler gives the memory of others to what comes later,
     # without the `mbarrier.inval` that has to come between, and where processes shared a GPU 8
     # bytes there were overwritten now and then (docs/findings.md#warps-registers-and-barriers).
@@ -95,7 +97,7 @@ def make_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def begin_stage(ring, step, BYTES: gl.constexpr):
-    """Wait until a step's stage is empty, announce what TMA brings; return stage and barrier."""
+    """Wait until a step's stage is empty, announce TMA's bytes; return stage and barrier."""
     STAGES: gl.constexpr = ring.full.shape[0]
     slot = step % STAGES
     bar = ring.full.index(slot)
@@ -153,15 +155,15 @@ def locate_weights(
 
 
 @gluon.jit
-def range_of(ends_ptr, expert):
-    """Return where an expert starts and ends, from a running sum."""
+def load_range(ends_ptr, expert):
+    """Return the start and the end of an expert, from a running sum."""
     start = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     return start, gl.load(ends_ptr + expert)
 
 
 @gluon.jit
 def _begin_step(ring, step, CONST: gl.constexpr):
-    """Begin the stage of a step of which TMA brings both operands."""
+    """Begin the stage of a step whose operands TMA loads."""
     BITS: gl.constexpr = ring.a.dtype.primitive_bitwidth
     return begin_stage(ring, step, (CONST.BLOCK_M + CONST.BLOCK_N) * CONST.BLOCK_K * BITS // 8)
 
@@ -199,7 +201,7 @@ def load_weight_tiles(
     step = 0
     for tile in range(gl.program_id(0), tiling.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weights(tile, tiling, CONST.GROUP_M)
-        start, end = range_of(ends_ptr, expert)
+        start, end = load_range(ends_ptr, expert)
         for row in range(start, end, ROWS):
             slot, bar = _begin_step(ring, step, CONST)
             LOAD(operands, m, n, row, ring, slot, bar, CONST)
@@ -208,14 +210,14 @@ def load_weight_tiles(
 
 @gluon.jit
 def begin_staging(PENDING: gl.constexpr = 0):
-    """Wait until TMA has read what this group had staged, but for the last PENDING blocks."""
+    """Wait until TMA has read this group's staged blocks, except the last PENDING ones."""
     hopper.tma.store_wait(PENDING)
     thread_barrier()
 
 
 @gluon.jit
 def end_staging():
-    """Let TMA see what this group has staged."""
+    """Make this group's staged blocks visible to TMA."""
     hopper.fence_async_shared()
     thread_barrier()
 

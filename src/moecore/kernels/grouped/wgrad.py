@@ -2,27 +2,26 @@
 
     out[i] = sum over the rows r of expert i of  x[row(r)]^T  y[r]      [M, N], or its transpose
 
-row(r) is row_ids[r] where the rows are gathered, else r itself.
-
-FC1's gradient has the source rows as x and dH as y, transposed; FC2's has dY and the activation.
+row(r) is row_ids[r] if the rows are gathered, otherwise r. FC1's gradient has the source rows as x
+and dH as y, transposed. FC2's gradient has dY as x and the activation as y.
 
 Letters: S source rows, R expert rows (length), e experts, M columns of x, N columns of y.
 
-Hopper only; elsewhere a gather and torch's grouped product. One persistent program runs on each
-multiprocessor:
+The kernel runs on Hopper; other devices gather, and use torch's grouped product. One persistent
+program runs on each multiprocessor:
 
     loading warps      fill a ring of stages with blocks of x and y     (_load, _gather)
     two warp groups    multiply a tile together, then store it          (_consume)
 
-What they share:
+The warps share:
 
     ring    stages of x and of y, and two barriers each: full when TMA and copies have arrived,
             empty when both groups have multiplied it
     tiles   the number of row tiles, of column tiles, and of the tiles of all experts
 
-Contiguous rows come by TMA, rows that lie apart by asynchronous copies. Rows of x past the expert's
-last one are made 0, so what y holds there is multiplied by 0. x takes the narrow side of the tile:
-copies of 256 columns take longer than the product of a stage
+TMA loads contiguous rows, and asynchronous copies load gathered rows. Rows of x past the expert's
+last one are set to 0, so that y's rows there are multiplied by 0. x has the narrow side of the
+tile: copies of 256 columns take longer than the product of a stage
 (docs/findings.md#weight-gradients-with-gathered-rows). 2 * R * M * N floating-point operations.
 """
 
@@ -53,10 +52,10 @@ from moecore.kernels.grouped.skeleton import (
     await_stage,
     begin_stage,
     end_stage_before,
+    load_range,
     load_weight_tiles,
     locate_weights,
     make_barriers,
-    range_of,
     store_weight_block,
 )
 from moecore.kernels.rows.scaled_cast import scaled_cast
@@ -78,7 +77,7 @@ def _gather(
     M,
     CONST: gl.constexpr,  # Constants
 ):
-    """Load the rows of every tile, in order: those of x by their ids."""
+    """Load the rows of every tile, in order: rows of x by their ids."""
     BLOCK_M: gl.constexpr = CONST.BLOCK_M
     BLOCK_K: gl.constexpr = CONST.BLOCK_K
     WARPS: gl.constexpr = CONST.PRODUCER_WARPS
@@ -95,7 +94,7 @@ def _gather(
     step = 0
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
-        start, end = range_of(offsets_ptr, expert)
+        start, end = load_range(offsets_ptr, expert)
         # Row ids are read three steps ahead: a copy cannot start before its address is known.
         ids0 = gl.load(ids + start, mask=start + id_in_step < end, other=0)
         row = start + BLOCK_K
@@ -210,7 +209,7 @@ def _consume(
     step = 0
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
-        start, end = range_of(offsets_ptr, expert)
+        start, end = load_range(offsets_ptr, expert)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         for row in range(start, end, BLOCK_K):
             slot = await_stage(ring, step)
@@ -376,14 +375,14 @@ def grouped_wgrad(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Views that start between two 16-byte lines are copied."""
+    """Return a copy of a view whose address is not a multiple of 16 bytes."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def put_grad(
     grad: Tensor, out: Tensor | None, adds: bool, dtype: torch.dtype | None, scale: float
 ) -> Tensor:
-    """Return what `grouped_wgrad` returns of a gradient that stands in memory: another pass."""
+    """Compute `grouped_wgrad` of a gradient that is already in memory, by another pass."""
     if out is not None:
         if adds:
             return out.add_(grad, alpha=scale)

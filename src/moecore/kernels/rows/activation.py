@@ -2,15 +2,15 @@
 
     a[r, f] = round(act(gate[r, f], up[r, f]) * weight[r])
 
-    backward, with h read again instead of anything saved:
+    backward, which recomputes the activation from h:
     dh[r]      = da[r] * weight[r] * act'(h[r])
     dweight[r] = sum over f of da[r, f] * act(h[r])[f]
 
-Letters: R expert rows (length), F hidden dim, C columns of h (2F for gated activations, else F).
-An activation without a gate calls its only input "gate".
+Letters: R expert rows (length), F hidden dim, C columns of h: 2F of an activation with a gate,
+otherwise F. An activation without a gate has one input, called "gate".
 
 Bytes moved, with b bytes per element and U <= R rows in use: forward (U * C + R * F) * b, backward
-(U * (C + F) + R * (C + F)) * b, without the forward's output R * F * b less.
+(U * (C + F) + R * (C + F)) * b, or R * F * b less without the forward's output.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ FLAT = "str kind, float limit, float up_limit, float alpha, bool interleaved"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationOptions(CheckedRecord):
-    """Which activation, and how its input columns lie."""
+    """The kind of activation, and the layout of its input columns."""
 
     # "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "clamped_swiglu"
     # (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above and up on both sides
@@ -67,13 +67,13 @@ class ActivationOptions(CheckedRecord):
 
     @property
     def constants(self) -> ActivationConstants:
-        """The activation as kernels take it."""
+        """The activation as constants of kernels."""
         kind, limit, up_limit, alpha, _ = self.flat
         return ActivationConstants(kind, self.gated, limit, up_limit, alpha)
 
     @property
     def flat(self) -> tuple[str, float, float, float, bool]:
-        """The activation as custom ops take it: the arguments of `FLAT`."""
+        """The activation as arguments of custom ops, in the order of `FLAT`."""
         up_limit = self.limit if self.up_limit is None else self.up_limit
         return self.kind, self.limit, up_limit, self.alpha, self.interleaved
 
@@ -82,7 +82,7 @@ class ActivationOptions(CheckedRecord):
 def options_of(
     kind: str, limit: float, up_limit: float, alpha: float, interleaved: bool
 ) -> ActivationOptions:
-    """Return the options whose `flat` these are."""
+    """Return the options with these values of `flat`."""
     return ActivationOptions(
         kind=kind, limit=limit, up_limit=up_limit, alpha=alpha, interleaved=interleaved
     )
@@ -172,7 +172,7 @@ def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
 def weighted_activation_ref(
     h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, options: ActivationOptions
 ) -> Tensor:
-    """Return act(h) * weight rounded once, zero from `num_rows` on."""
+    """Compute `weighted_activation` in plain PyTorch."""
     mask_R1 = _make_row_mask(h_RC, num_rows)
     if mask_R1 is not None:
         # On both sides: 0 * NaN would reach the gradient of unused rows.
@@ -191,7 +191,7 @@ def weighted_activation_bwd_ref(
     num_rows: Tensor | None,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dh, dweights and the forward's output."""
+    """Compute `weighted_activation_bwd` in plain PyTorch."""
     dtype = torch.promote_types(h_RC.dtype, torch.float32)
     mask_R1 = _make_row_mask(h_RC, num_rows)
     if mask_R1 is not None:
@@ -302,14 +302,14 @@ def weighted_activation_bwd(
     num_rows: Tensor | None,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `weighted_activation`, and its output again, in one pass.
+    """Return the gradients of `weighted_activation` and its recomputed output, in one pass.
 
     Not differentiable. No host sync; the same bits in every run. da_RF is the gradient of the
-    output, not read from num_rows on; the rest is as given to the forward.
+    output, not read from num_rows on; other arguments are as for the forward.
 
     Returns:
-        dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of a weight even when there were
-        none; a_RF, the forward's output. Rows from num_rows on are zero.
+        dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of the weights, of 1 if weights_R
+        is None; a_RF, the forward's output. Rows from num_rows on are zero.
     """
     if h_RC.dtype in KERNEL_DTYPES and use_kernel(h_RC, da_RF):
         return _weighted_activation_bwd(h_RC, da_RF, weights_R, num_rows, *options.flat, True)
@@ -324,10 +324,10 @@ def weighted_activation(
     Differentiable in h_RC and weights_R; saves only these two. No host sync.
 
     Args:
-        h_RC: FC1's output, [R, 2F] for gated activations, else [R, F]; any float dtype; copied when
-            not contiguous.
+        h_RC: FC1's output, [R, 2F] for activations with a gate, otherwise [R, F]; any float dtype;
+            copied when not contiguous.
         weights_R: fp32 factor of each row; None means 1.
-        num_rows: 0-dim int32 on the device: rows from there on are not read; None means R.
+        num_rows: 0-dim int32 on the device: rows from num_rows on are not read; None means R.
 
     Returns:
         [R, F], dtype of h_RC. Rows from num_rows on are zero.

@@ -1,7 +1,4 @@
-"""The kernels of `activation.py`, and device functions for the epilogues of other kernels.
-
-Letters: as there.
-"""
+"""The kernels of `activation.py`, and device functions for the epilogues of other kernels."""
 
 from functools import cache
 from typing import NamedTuple
@@ -134,7 +131,7 @@ def activate_with_gradients(
 
 @triton.jit
 def activate(gate, up, ACT: tl.constexpr):
-    """Return the activation, fp32: compilers drop the derivatives, which nobody reads."""
+    """Return the activation, fp32; the compiler drops the unused derivatives."""
     a, _, _ = activate_with_gradients(gate, up, ACT)
     return a
 

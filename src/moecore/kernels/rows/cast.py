@@ -1,23 +1,23 @@
-"""Quantisation of one matrix for its products: along rows, along columns, or both in one pass.
+"""FP8 operands of a dense product: one matrix, quantised along rows, along columns, or both.
 
-    cast   [T, D] -> an operand summed over D, and one summed over T that lies transposed
-    amax   [T, D] -> the largest magnitudes of parts, fp32 [n]
+    cast   [T, D] -> an operand summed over D, and a transposed operand summed over T
+    amax   [T, D] -> fp32 [n], the largest magnitudes of n parts of the matrix
 
-FP8 tensor cores want the summed dim innermost, and gradients of a linear sum over another dim than
-its forward: hence the transposed copy. Kinds and layouts of scales are those of `scaling.py`, which
-is also the reference.
+FP8 tensor cores need the summed dim innermost. The gradients of a linear sum over another dim than
+its forward, so they need the transposed copy. `scaling.py` defines the kinds and layouts of scales,
+and has the reference.
 
-    kind      kernels of an operand, or of both
-    "tile"    one: a tile of x has its scales
+    kind      kernels of one operand or of both
+    "tile"    one: a tile of x has all elements of its scales
     "block"   one
-    "tensor"  the largest magnitudes of parts of x, and a cast that takes the largest of them; the
-              cast alone where an amax is given
-    "row"     rows alone: one, which has whole rows; else the largest magnitudes of rows and
+    "tensor"  the largest magnitudes of parts of x, and a cast that reads them; with a given `amax`
+              only the cast
+    "row"     only rows: one, which reads full rows. Otherwise the largest magnitudes of rows and
               columns, and a cast
 
-Letters: T rows and D columns of what is quantised; M, K rows and columns of the first operand, m, k
-of the second. Bytes moved with b per element: T * D * (b + 1 per operand), plus scales, and T * D *
-b once more where a kernel finds the largest magnitudes.
+Letters: T rows and D columns of the matrix; M, K rows and columns of the operand summed over D, m,
+k of the transposed one. Bytes moved with b per element: T * D * (b + 1 per operand), plus scales,
+and T * D * b again if a kernel finds the largest magnitudes.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.scaling import (
     ALIGNED,
     DTYPES,
+    SCALE_KINDS,
     Blocks,
     OperandPair,
-    add_seen_ref_,
     amax_ref,
     cast_ref,
     operand_shape,
     parts_of,
+    raise_seen_ref_,
     round_up,
     scales_shape,
 )
 
 PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
 WIDE_PROGRAM = {"num_warps": 8}  # where that would spill
-KIND_CODES = {"tile": 0, "block": 1, "row": 2, "tensor": 3}
-ROW_ELEMENTS = 8192  # of whole rows, that a program has at a time
-PART_ROWS, PART_COLUMNS = 16, 512  # of x, whose largest magnitude a program finds at a time
-MAX_PARTS = 512  # whose largest magnitudes a program of a cast reads
+ROW_ELEMENTS = 8192  # elements of full rows that a program has at a time
+PART_ROWS, PART_COLUMNS = 16, 512  # tile of x whose largest magnitude a program finds at a time
+MAX_PARTS = 512  # parts whose largest magnitudes a program of a cast reads
 
 
 class _CastOptions(NamedTuple):
-    """Arguments of `cast` that are no tensors, in the order of `_SCHEMA`."""
+    """Arguments of `cast` that are not tensors, in the order of `_SCHEMA`."""
 
     kind: str
     fmt: str
@@ -89,11 +89,11 @@ def _shapes(T: int, D: int, kind: str) -> tuple[tuple[int, int], ...]:
 
 
 def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions) -> Parts:
-    """Return values and scales of both operands; None where not asked for."""
+    """Return values and scales of both operands; None for an operand that is not requested."""
     kind, fmt, power_of_two, rows, columns = options
     if not has_kernel(x) or not (rows or columns or seen is not None):
         return _cast_ref(x, amax, seen, options)
-    x = _with_rows(x)
+    x = _as_rows(x)
     D = x.shape[-1]
     T, device, dtype = x.numel() // D, x.device, DTYPES[fmt]
     shapes = _shapes(T, D, kind)
@@ -101,7 +101,7 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
     for i in ((0,) if rows else ()) + ((2,) if columns else ()):
         outputs[i] = torch.empty(shapes[i], dtype=dtype, device=device)
         outputs[i + 1] = torch.empty(shapes[i + 1], dtype=torch.float32, device=device)
-    targets = [stored_as_bytes(t) for t in outputs] if INTERPRET else outputs
+    targets = [view_as_bytes(t) for t in outputs] if INTERPRET else outputs
     stride = x.stride(0) if x.ndim == 2 else D
     size, is_e5m2 = (T, D, stride), fmt == "e5m2"
     if kind == "row" and not columns and seen is None:
@@ -124,7 +124,7 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
         cast_kernel,
         cdiv(max(M, k), BLOCK) * cdiv(max(K, m), BLOCK),
         *(x, amax, seen, *targets, *size),
-        KIND=KIND_CODES[kind],
+        KIND=SCALE_KINDS[kind].code,
         PARTS=parts,
         HAS_AMAX=has_amax,
         E5M2=is_e5m2,
@@ -136,8 +136,8 @@ def _cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOpt
     return tuple(outputs)  # type: ignore[return-value]
 
 
-def _with_rows(x: Tensor) -> Tensor:
-    """Return x [..., D] as rows of neighbouring columns: contiguous, or a matrix."""
+def _as_rows(x: Tensor) -> Tensor:
+    """Return x [..., D] with neighbouring columns: contiguous, or a matrix of strided rows."""
     if x.ndim != 2:
         if x.is_contiguous():
             return x
@@ -145,8 +145,8 @@ def _with_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.detach().contiguous()
 
 
-def stored_as_bytes(t: Tensor | None) -> Tensor | None:
-    """Return FP8 as the interpreter stores it."""
+def view_as_bytes(t: Tensor | None) -> Tensor | None:
+    """Return FP8 as uint8, as the interpreter stores it; other tensors as they are."""
     return t if t is None or t.dtype == torch.float32 else t.view(torch.uint8)
 
 
@@ -163,7 +163,7 @@ def cast_rows(
     E5M2: bool,
     POWER_OF_TWO: bool,
 ) -> None:
-    """Write rows of the kind "row", whose values are bytes to the interpreter."""
+    """Quantise full rows with one scale each by a kernel; `values` may be bytes."""
     columns = min(next_power_of_2(round_up(D, ALIGNED)), ROW_ELEMENTS)
     rows = ROW_ELEMENTS // columns
     launch(
@@ -181,16 +181,16 @@ def cast_rows(
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Return whether a kernel casts a tensor."""
+    """Return whether kernels can quantise this tensor."""
     return use_kernel(x) and x.numel() > 0 and x.dtype in KERNEL_DTYPES
 
 
 def _cast_ref(x: Tensor, amax: Tensor | None, seen: Tensor | None, options: _CastOptions) -> Parts:
-    """Return what `_cast` returns, in plain PyTorch."""
+    """Compute `_cast` in plain PyTorch."""
     kind, fmt, power_of_two, rows, columns = options
     x_TD = x.detach().reshape(-1, x.shape[-1])
     if seen is not None:
-        add_seen_ref_(x_TD, seen)
+        raise_seen_ref_(x_TD, seen)
     outputs: list[Tensor | None] = []
     for is_needed, part in ((rows, x_TD), (columns, x_TD.T)):
         operand = cast_ref(part.contiguous(), amax, kind, fmt, power_of_two) if is_needed else None
@@ -210,8 +210,8 @@ def _cast_fake(
     return tuple(outputs)
 
 
-def _all_of_cast(x: Tensor, amax: Tensor | None, seen: Tensor | None, *options: Any) -> Any:
-    """Return what `_cast` returns, and empty tensors in place of None."""
+def _cast_without_none(x: Tensor, amax: Tensor | None, seen: Tensor | None, *options: Any) -> Any:
+    """Return the outputs of `_cast` with empty tensors for None, as custom ops require."""
     of_none = (DTYPES[options[1]], torch.float32)
     parts = enumerate(_cast(x, amax, seen, _CastOptions(*options)))
     return tuple(x.new_empty(0, dtype=of_none[i % 2]) if t is None else t for i, t in parts)
@@ -223,11 +223,10 @@ def _num_parts(T: int, D: int, num_matrices: int) -> int:
 
 
 def amax_parts(x: Tensor, ends_e: Tensor | None = None, past: Tensor | None = None) -> Tensor:
-    """Return fp32 [n], of which the largest is the largest magnitude, by a kernel.
+    """Return fp32 [n], largest magnitudes of n parts of a matrix, by a kernel. NaN is ignored.
 
-    x is [T, D]; or [e, T, D], and the result [e, n]. All rows are as far from the next. NaN is left
-    out. `ends_e` is a running sum of rows, of which those past the last one do not count. `past` is
-    as in `amax`.
+    x is [T, D], or [e, T, D] with a result [e, n]; all rows have one stride. `ends_e` is a running
+    sum of experts' rows; rows past its last entry are not read. `past` is as for `amax`.
     """
     (T, D), matrices = x.shape[-2:], x.shape[:-2]
     num_matrices = matrices[0] if matrices else 1
@@ -249,12 +248,12 @@ def amax_parts(x: Tensor, ends_e: Tensor | None = None, past: Tensor | None = No
 def _amax(x: Tensor, past: Tensor | None) -> Tensor:
     x_TD = x if x.ndim == 2 else x.detach().reshape(-1, x.shape[-1])
     if has_kernel(x):
-        return amax_parts(_with_rows(x_TD), None, past)
+        return amax_parts(_as_rows(x_TD), None, past)
     return choose_amax_ref(past, amax_ref(x_TD.detach()))
 
 
 def choose_amax_ref(past: Tensor | None, amax: Tensor) -> Tensor:
-    """Return a largest magnitude of earlier steps, or where that is 0 a tensor's own."""
+    """Return `past`, the largest magnitude of earlier steps, or `amax` where `past` is 0."""
     return amax if past is None else torch.where(past > 0, past, amax)
 
 
@@ -270,12 +269,14 @@ _SCHEMA = (
 )
 _cast_op = Op(
     "fp8_cast",
-    lambda x, amax, *options: _all_of_cast(x, amax, None, *options),
+    lambda x, amax, *options: _cast_without_none(x, amax, None, *options),
     lambda x, amax, *options: _cast_fake(x, amax, None, *options),
     schema=_SCHEMA.format(""),
 )
 _SEEN = _SCHEMA.format(", Tensor(a!) seen")
-_cast_seen_op = Op("fp8_cast_seen", _all_of_cast, _cast_fake, mutates_args=("seen",), schema=_SEEN)
+_cast_seen_op = Op(
+    "fp8_cast_seen", _cast_without_none, _cast_fake, mutates_args=("seen",), schema=_SEEN
+)
 _amax_op = Op("fp8_amax", _amax, _amax_fake)
 
 
@@ -293,12 +294,13 @@ def cast(
     """Return a matrix as operands of FP8 products. Not differentiable, no host sync.
 
     Args:
-        x: [..., D], of which the T rows are a matrix; bf16, fp16, fp32 or fp64.
-        kind: of the scales, see `scaling.py`.
+        x: [..., D], whose T rows are a matrix; bf16, fp16, fp32 or fp64.
+        kind: kind of the scales, see `scaling.py`.
+        power_of_two: whether scales are powers of two.
         rows: whether to make the operand that is summed over D.
-        columns: whether to make the one that is summed over T.
-        amax: "tensor": fp32 [n], from the largest of which the scale comes; None = of x.
-        seen: fp32 [1], which grows to the largest finite magnitude of x.
+        columns: whether to make the operand that is summed over T.
+        amax: for "tensor": fp32 [n], whose largest entry gives the scale; None = magnitudes of x.
+        seen: fp32 [1], raised in place to the largest finite magnitude of x.
     """
     options = _CastOptions(kind, fmt, power_of_two, rows, columns)
     if is_plain_eager() and is_plain(x):
@@ -314,9 +316,9 @@ def cast(
 
 
 def amax(x: Tensor, past: Tensor | None = None) -> Tensor:
-    """Return fp32 [n], of which the largest is the largest magnitude. No autograd, no host sync.
+    """Return fp32 [n], the largest magnitudes of n parts of x. No autograd, no host sync.
 
-    `past` is fp32 [1]: where it is not 0 it is the result, and x is not read.
+    If `past`, fp32 [1], is not 0, all entries are `past` and x is not read.
     """
     parts: Tensor = _amax_op(x.detach(), past)
     return parts

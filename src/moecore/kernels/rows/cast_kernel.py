@@ -1,7 +1,4 @@
-"""The kernels of `cast.py`, and device functions for `grouped/scaled_rows.py`.
-
-Letters: as there; e matrices.
-"""
+"""The kernels of `cast.py`, and device functions for `grouped/scaled_rows.py`; e matrices."""
 
 from moecore.kernels.common import tl, triton
 from moecore.kernels.rows.e4m3 import block_scale, encode, magnitude
@@ -9,7 +6,7 @@ from moecore.kernels.rows.e4m3 import block_scale, encode, magnitude
 
 @triton.jit
 def _encode(x, E5M2: tl.constexpr):  # fp32
-    """Return FP8 as uint8: nearest, ties to even, saturated."""
+    """Return FP8 as uint8: round to nearest, ties to even, saturate."""
     # The GPU's own conversion takes one instruction for two values; Triton's interpreter rounds FP8
     # otherwise (3.6), so there integer operations do it.
     largest: tl.constexpr = 57344.0 if E5M2 else 448.0
@@ -30,7 +27,7 @@ def _encode(x, E5M2: tl.constexpr):  # fp32
 
 @triton.jit
 def to_fp8(x, values_ptr, E5M2: tl.constexpr, INTERPRETED: tl.constexpr):  # fp32
-    """Return FP8 as a pointer takes it: nearest, ties to even, saturated."""
+    """Return FP8 in the element type of a pointer: round to nearest, ties to even, saturate."""
     if INTERPRETED:
         return _encode(x, E5M2)
     else:
@@ -51,7 +48,7 @@ def amax_parts_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the largest magnitudes of every PARTS-th tile of a matrix."""
+    """Write the largest magnitude of every PARTS-th tile of a matrix."""
     part, matrix = tl.program_id(0), tl.program_id(1)
     num_rows = T
     if ends_ptr is not None:
@@ -74,8 +71,8 @@ def amax_parts_kernel(
 
 
 @triton.jit
-def amax_of_parts(parts_ptr, PARTS: tl.constexpr):
-    """Return the largest of a matrix."""
+def load_amax(parts_ptr, PARTS: tl.constexpr):
+    """Return the largest of the parts' magnitudes."""
     return tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), 0)
 
 
@@ -96,7 +93,7 @@ def cast_rows_kernel(
     FITS: tl.constexpr,  # COLUMNS are not less than K
     INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
 ):
-    """Write rows of the kind "row": a program reads whole ones, twice where they do not fit."""
+    """Quantise full rows; rows that are longer than COLUMNS are read twice."""
     M, K = tl.cdiv(T, 16) * 16, tl.cdiv(D, 16) * 16
     if ends_ptr is not None:
         M = tl.load(ends_ptr + num_experts - 1)
@@ -127,11 +124,11 @@ def cast_rows_kernel(
 
 
 @triton.jit
-def rows_of_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a row tile's expert, its first and its last row + 1, and where the tile begins there.
+def locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a row tile's expert, the expert's first row and end, and the tile's row in it.
 
-    An expert without rows has a tile, too. Past the last tile the expert is `num_experts`. Without
-    offsets experts have N rows each.
+    An expert without rows has one tile. Past the last tile the expert is `num_experts`. If
+    `offsets_ptr` is None, each expert has N rows.
     """
     if offsets_ptr is None:
         per_expert = tl.cdiv(N, BLOCK)
@@ -165,10 +162,10 @@ def amax_kernel(
     E_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise the largest magnitudes of experts' columns, and of rows, to those of a tile."""
+    """Raise the largest magnitudes of experts' columns, and with ROWS of rows, by a tile's."""
     width = tl.cdiv(D, BLOCK)
     tile = tl.program_id(0) // width
-    expert, start, end, first = rows_of_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
+    expert, start, end, first = locate_row_tile(tile, offsets_ptr, num_experts, N, E_POW2, BLOCK)
     if expert < num_experts:
         row = start + first + tl.arange(0, BLOCK)
         d = tl.program_id(0) % width * BLOCK + tl.arange(0, BLOCK)
@@ -222,7 +219,7 @@ def _cast_along(
         place = i
         scale_mask = (i < M) & (tile_j == 0)
     else:
-        amax = tl.zeros((BLOCK,), tl.float32) + amax_of_parts(amax_ptr, PARTS)
+        amax = tl.zeros((BLOCK,), tl.float32) + load_amax(amax_ptr, PARTS)
         place = lane
         scale_mask = (lane == 0) & (tile_i == 0) & (tile_j == 0)
     scale, inverse = block_scale(amax, POWER_OF_TWO, E5M2)
@@ -257,7 +254,7 @@ def cast_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
 ):
-    """Write a tile of x along rows, along columns, or both."""
+    """Quantise a tile of x along rows, along columns, or both."""
     WIDTH: tl.constexpr = BLOCK if KIND < 2 else 16  # of which K and k are multiples
     M, K = tl.cdiv(T, 16) * 16, tl.cdiv(D, WIDTH) * WIDTH
     m, k = tl.cdiv(D, 16) * 16, tl.cdiv(T, WIDTH) * WIDTH

@@ -1,17 +1,17 @@
 """FP8 values and the scales of their blocks, for every kernel that quantises.
 
     BLOCK, FP8               elements of one scale, and the dtype of values
-    block_scale, magnitude   a block's scale, from the largest magnitude in it
-    to_e4m3, to_words        values to bytes, and to four bytes in a word
-    from_e4m3                bytes to values
-    transpose_words          four rows of four bytes to four columns, each row times a factor
-    encode, decode           the same by integer operations
+    block_scale, magnitude   a block's scale, from its largest magnitude
+    to_e4m3, to_words        values -> bytes, and -> four bytes in a word
+    from_e4m3                bytes -> values
+    transpose_words          four rows of four bytes -> four columns, each row times a factor
+    encode, decode           the same conversions by integer operations
 
 A scale is amax / 448, at least 2^-126; or the smallest power of two with which the largest value
-fits (448), at least 2^-126. NaN is no part of amax. Infinity makes its whole block NaN.
+fits 448, at least 2^-126. A NaN does not count for amax. An infinity makes its block NaN.
 
-A GPU of Hopper or later converts by one instruction for two values. The interpreter has integer
-operations alone; so have the packed rows, which travel between GPUs of any age.
+A GPU of Hopper or later converts two values by one instruction. The interpreter has only integer
+operations. Packed rows, which are sent between GPUs of any age, use integer operations too.
 """
 
 import torch
@@ -29,7 +29,7 @@ INTERPRETED = tl.constexpr(INTERPRET)
 def block_scale_ref(
     amax: Tensor, power_of_two: bool, largest: float = MAX
 ) -> tuple[Tensor, Tensor]:
-    """Return the scales of blocks, and what their values are multiplied by, both fp32."""
+    """Return fp32 scales of blocks, and the factors of their values, the scales' reciprocals."""
     # Where amax is infinite so is the scale, and the factor is NaN. `largest` is the format's.
     scales = amax / torch.full_like(amax, largest)  # a GPU multiplies by the reciprocal of a number
     if power_of_two:
@@ -58,7 +58,7 @@ def block_scale(
     POWER_OF_TWO: tl.constexpr,
     E5M2: tl.constexpr = False,  # whether values are of E5M2, whose largest is 57344
 ):
-    """Return the scale, and what values are multiplied by: NaN where amax is infinite."""
+    """Return the scale, and the factor of the values, which is NaN where amax is infinite."""
     infinite = amax == float("inf")
     if POWER_OF_TWO:
         # 448 is 1.75 * 2^8 and 57344 1.75 * 2^15: a larger mantissa takes the next exponent.
@@ -93,7 +93,7 @@ def encode(x):  # fp32, rounds to at most 448 but for NaN
 
 @triton.jit
 def decode(code):  # int32 with e4m3 in its low bits
-    """Return fp32."""
+    """Return the fp32 values of e4m3 codes."""
     magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     magnitude = tl.where((code & 0x7F) == 0x7F, float("nan"), magnitude)
     return tl.where((code & 0x80) != 0, -magnitude, magnitude)
@@ -110,7 +110,7 @@ def to_e4m3(x):  # fp32, rounds to at most 448 but for NaN
 
 @triton.jit
 def from_e4m3(code):  # uint8
-    """Return fp32."""
+    """Return the fp32 values of e4m3 bytes."""
     if INTERPRETED:
         return decode(code.to(tl.int32))
     else:
@@ -167,7 +167,7 @@ prmt.b32 $3, t1, t3, 0x7632;
 
 @triton.jit
 def _column(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
-    """Return a byte of each word, times its word's factor, as the bytes of one word."""
+    """Return one byte of each word, times the word's factor, as the bytes of one word."""
     x0 = decode((w0 >> (8 * byte)) & 0xFF).to(tl.float16) * f0
     x1 = decode((w1 >> (8 * byte)) & 0xFF).to(tl.float16) * f1
     x2 = decode((w2 >> (8 * byte)) & 0xFF).to(tl.float16) * f2

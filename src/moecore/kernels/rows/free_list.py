@@ -1,16 +1,16 @@
-"""Pages of memory, and the free list of their ids: who has which page, decided on the device.
+"""Pages of memory and the free lists of their ids, which kernels allocate on the device.
 
-    take_pages     gives a table pages, from the head of the free list
-    return_pages   puts a table's pages at the tail
+    take_pages     moves ids from the head of the free list to a table
+    return_pages   moves a table's ids to the tail of the free list
 
-A page holds rows of any width, as many as fit. The free list is a circular buffer: a head, and how
-many ids follow it. A second one beside it has the pages in host memory, ids from the number of
-device pages on, which are taken when no other is left. Where none is left at all the entry is
-MISSING, and the pool's report counts it.
+A page holds rows of any width, as many as fit. The free list is a circular buffer with a head and a
+length. A second free list has the pages in host memory, whose ids begin at the number of device
+pages. Host pages are taken when no device page is free. If no page is free at all, the entry
+becomes MISSING, and the pool's report counts it.
 
-Example, 4 pages: free list [0, 1, 2, 3]. A table that needs 2 takes [0, 1] and leaves [2, 3]; one
-that needs 3 gets [2, 3, MISSING]. The first table is returned: [0, 1]; one that needs 1 takes [0],
-and the second table is returned: [1, 2, 3]. The most that was wanted is 5 pages.
+Example, 4 pages: free list [0, 1, 2, 3]. A table that needs 2 takes [0, 1] and leaves [2, 3]; a
+table that needs 3 gets [2, 3, MISSING]. The first table is returned: [0, 1]. A table that needs 1
+takes [0], and the second table is returned: [1, 2, 3]. The peak demand is 5 pages.
 
 Letters: P device pages, Q host pages, N entries of a table, which are its first words.
 """
@@ -24,10 +24,10 @@ from moecore.kernels.common import launch, tl, triton, use_kernel
 
 BLOCK_IDS = 512  # entries of a table that a program takes at once: few, or predicates are spilled
 NUM_WARPS = 8
-NONE, MISSING = -1, -2  # entries of a table without a page: not needed, and not to be had
+NONE, MISSING = -1, -2  # entries of a table without a page: not needed, and none was free
 
-# Words of a pool's state and report. FREE ids from HEAD on; WANTED pages by all tables now; the
-# most that were WANTED; MISSED in all.
+# Words of a pool's state and report: FREE ids from HEAD on; DEMAND, the pages that all tables need
+# now; PEAK of the demand; pages MISSED in all.
 NUM_WORDS = 8
 (
     LOCK_WORD, HEAD_WORD, FREE_WORD, HOST_HEAD_WORD,
@@ -39,13 +39,13 @@ NO_PAGE, NO_ROOM = tl.constexpr(NONE), tl.constexpr(MISSING)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagePool:
-    """Pages for rows, and who has them."""
+    """Pages for rows, and the free lists of their ids."""
 
     pages: Tensor  # uint8 [P, bytes of a page], uninitialised
-    host_pages: Tensor  # the same in memory of the host that the device reaches; maybe none of them
+    host_pages: Tensor  # uint8 [Q, bytes of a page] in host memory that the device can access
     free_ids: Tensor  # int32 [P + number of host pages], two circular buffers
     state: Tensor  # int32 [NUM_WORDS] on the device
-    # int32 [NUM_WORDS] that the host sees too: MOST and MISSED, once a page was missed
+    # int32 [NUM_WORDS] in host memory: PEAK and MISSED, written when a page was missed
     report: Tensor
 
     @classmethod
@@ -77,7 +77,7 @@ class PagePool:
 
 
 def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Do what `return_pages` does."""
+    """Compute `return_pages` on the host."""
     P, state, ids_N = pool.pages.shape[0], pool.state, table[:num_entries]
     for page in ids_N.tolist():
         if page >= 0:
@@ -90,7 +90,7 @@ def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
 
 
 def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -> None:
-    """Return what a table has and give it so many pages, from the head of the list."""
+    """Return a table's pages, then take `need` pages from the heads of the lists."""
     return_pages_ref(table, num_entries, pool)
     P, state = pool.pages.shape[0], pool.state
     rings = [(HEAD_WORD, FREE_WORD, 0, P)]
@@ -143,7 +143,7 @@ def _put_back(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Put a table's pages at the tails; return what FREE, HOST_FREE and DEMAND become."""
+    """Put a table's pages at the tails; return the new FREE, HOST_FREE and DEMAND."""
     head, free = _word(state_ptr, HEAD), _word(state_ptr, FREE)
     host_head, host_free = _word(state_ptr, HOST_HEAD), _word(state_ptr, HOST_FREE)
     demand = _word(state_ptr, DEMAND)
@@ -175,7 +175,7 @@ def put_back_pages(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Put a table's pages at the tails of the lists: the work of one program."""
+    """Put a table's pages at the tails of the lists, in one program."""
     _lock(state_ptr)
     free, host_free, demand = _put_back(
         table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
@@ -198,7 +198,7 @@ def take_pages(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
-    """Give a table pages: the work of one program."""
+    """Give a table `need` pages, in one program."""
     # A table keeps its entries from one replay to the next. `take_pages` returns what the table
     # still names before it takes anything, so a replayed forward whose backward did not run loses
     # no page.
@@ -246,7 +246,7 @@ def _return_pages_kernel(
 
 
 def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Put a table's pages, its first N words, at the tail of the free list; empty it. No sync."""
+    """Move a table's pages, its first N words, to the tails of the free lists. No host sync."""
     if not use_kernel(table):
         return_pages_ref(table, num_entries, pool)
     elif num_entries:

@@ -1,16 +1,17 @@
 """From the experts of each row to the rows of each expert: a stable counting sort with padding.
 
-A pair is one (source row, choice). Pairs of local experts get an expert row each: experts in
-order, and for one expert its pairs in order of (s, k); each expert's rows are padded to a multiple.
+A pair is one (source row, choice). Each pair of a local expert gets an expert row: experts in
+order, and the pairs of one expert in order of (s, k). Each expert's rows are padded to a multiple.
 
-Four launches, of few pairs three, integer work only, no atomics, the same bits in every run:
+There are four launches, or three for few pairs, with integer operations only, no atomics, and the
+same bits in every run:
 
-    count   per block of pairs: how many go to each expert
-    scan    per expert: how many of its pairs lie in earlier blocks, and its total
-    layout  the running sum of the padded totals; zeros in the rows that no pair gets
+    count   per block of pairs: the number of pairs of each expert
+    scan    per expert: the number of its pairs in earlier blocks, and its total
+    layout  the running sum of the padded totals; zeros in the rows without a pair
     place   row of a pair = start of its expert + pairs in earlier blocks + earlier pairs in its own
 
-Of few pairs `tally` does what count and scan do, in one launch: each expert's program reads all.
+For few pairs `tally` replaces count and scan: each expert's program reads all pairs.
 
 Letters: S source rows, K choices per source row, N = S * K pairs, e local experts, R expert rows
 (length), B = N / 128 blocks of pairs.
@@ -18,9 +19,9 @@ Letters: S source rows, K choices per source row, N = S * K pairs, e local exper
 Bytes moved: ids and weights 8 * N, slots 4 * N, row ids and weights 8 * R, and the [B, e] table
 written once, scanned in place and read once (16 * B * e).
 
-Any K works, K = E of expert choice too (column e holds e or -1). Then N is S * E and the table has
+Any K works, also K = E of expert choice (column e holds e or -1). Then N is S * E and the table has
 S * E^2 / 128 entries: 2 MiB for 4096 source rows and 128 experts, 128 MiB for 1024. The default
-length is N rows; who knows that each expert has c of them gives e * c.
+length is N rows; a caller whose experts have c rows each passes e * c.
 """
 
 from functools import partial
@@ -53,12 +54,12 @@ class ExpertIndex(NamedTuple):
 
     @property
     def num_rows(self) -> Tensor:
-        """0-dim int32 on the device: expert rows in use. Rows past them hold nothing of meaning."""
+        """0-dim int32 on the device: expert rows in use. Rows past them have no defined content."""
         return self.offsets_e.select(0, -1)
 
 
 def padded_length(num_rows: int, num_experts: int, multiple: int) -> int:
-    """Return how many rows suffice for `num_rows` when those of each expert are padded."""
+    """Return a number of rows that is enough for `num_rows` after each expert's rows are padded."""
     # Example, 5 rows of 2 experts, multiple 4: 1 and 4 take 8, 2 and 3 take 8; 12 is enough.
     return cdiv(num_rows + num_experts * (multiple - 1), multiple) * multiple
 
@@ -66,7 +67,7 @@ def padded_length(num_rows: int, num_experts: int, multiple: int) -> int:
 def build_index_ref(
     ids_SK: Tensor, weights_SK: Tensor, *, first: int, num_local: int, multiple: int, length: int
 ) -> ExpertIndex:
-    """Return the index by a stable sort of the pairs; any float dtype of weights."""
+    """Compute `build_index` by a stable sort of the pairs; any float dtype of weights."""
     N, device = ids_SK.numel(), ids_SK.device
     local_N = ids_SK.flatten().long() - first
     local_N = torch.where((local_N < 0) | (local_N >= num_local), num_local, local_N)

@@ -1,19 +1,20 @@
-"""Operands in MXFP8 and NVFP4: rounded to their values, or packed as tensor cores take them.
+"""Operands in MXFP8 and NVFP4: emulated, or packed for tensor cores that multiply scales of blocks.
 
     quantise_microscaled           rows [T, K] -> an operand summed over K, or over T
     quantise_microscaled_matrices  [e, N, K] -> operands summed over K and over N
 
-The formats and the references are in `microscaling.py`; kernels have their bits. NVFP4 takes two
-passes, because a tensor's scale comes first: the largest magnitudes, then the values. Where rows
-are transformed, each pass transforms them anew, and no transformed row is stored.
+`microscaling.py` defines the formats and has the references, whose bits the kernels have. NVFP4
+takes two passes, because a tensor's scale must be known first: the largest magnitudes, then the
+values. If rows are transformed, each pass transforms them, and no transformed row is stored.
 
-    rounded   values in bf16 (fp32 on a CPU), of x's layout, and fp32 scales of tensors
-    packed    bytes of values, the summed dim innermost; of "nvfp4" two codes in a byte, the first
-              one low. Scales of blocks, E8M0 as uint8 or E4M3, [M, K / 32] or so, not swizzled;
-              "nvfp4" has the largest magnitudes of tensors, from which their scales come
+    emulated  values in bf16 (fp32 on a CPU), in x's layout, and fp32 scales of tensors
+    packed    bytes of values, the summed dim innermost; two codes of "nvfp4" in a byte, the first
+              in the low bits. Scales of blocks, E8M0 as uint8 or E4M3, [M, K / 32] or [M, K / 16],
+              not swizzled. "nvfp4" also has the largest magnitudes of tensors, which give their
+              scales
 
 Letters: T rows of x, M rows of an operand, K columns, e experts, N rows of a matrix. Bytes moved
-with b per element: M * K * (b + 2), and M * K * b once more for the largest magnitudes.
+with b per element: M * K * (b + 2), and M * K * b again for the largest magnitudes.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ from moecore.kernels.rows.scaling import Blocks, OperandPair, round_up
 TILE, NUM_WARPS = (16, 256), 4  # of one program: blocks of one row, and columns
 
 
-class _Unrounded(NamedTuple):
-    """What two kernels read."""
+class _MicroscaleInput(NamedTuple):
+    """The tensor to quantise, as both kernels read it."""
 
     x_TK: Tensor
     shape: tuple[int, ...]  # of the operand before it is transposed: [M, K] or [e, N, K]
@@ -81,7 +82,7 @@ class _Unrounded(NamedTuple):
         )
 
     def amax(self, block: tuple[int, int]) -> Tensor:
-        """Return the largest finite magnitudes of tensors."""
+        """Return the largest finite magnitude of each tensor."""
         amax = self.x_TK.new_zeros(self.num_scales, dtype=torch.float32)
         self.launch(finite_amax_kernel, block, amax)
         return amax
@@ -96,7 +97,7 @@ class _Unrounded(NamedTuple):
         transposed: bool = False,
         random: bool = False,
     ) -> Blocks:
-        """Return values as they lie, or bytes of them."""
+        """Return the operand, emulated or packed."""
         layout = (PACKED_ROWS, PACKED_COLUMNS)[transposed] if pack else VALUES
         is_nvfp4, new = recipe.scaling == "nvfp4", self.x_TK.new_empty
         if not is_nvfp4:
@@ -141,20 +142,20 @@ def quantise_microscaled(
     num_experts: int = 0,
     pack: bool = False,
 ) -> Blocks:
-    """Return rows as an operand; scales of tensors are fp32 [e + 1]. No autograd, no sync.
+    """Return rows as an operand; scales of tensors are fp32 [e + 1]. No autograd, no host sync.
 
     Args:
-        x_TK: of a floating dtype.
+        x_TK: any floating dtype.
         recipe: "mxfp8" or "nvfp4".
-        over_rows: whether the product sums over rows, in place of columns, of which there are whole
-            blocks then.
-        is_gradient: whether values may be rounded at random.
-        sources_M: int64, the row of x that a row of the operand is; -1 = zeros. None = its own, and
-            `over_rows` zeros up to whole blocks.
-        expert_M: int64, the expert of each row; e = none, and its values change no other row. Rows
-            of a block that lies along rows have the same one. None = one scale for all rows.
+        over_rows: whether the product sums over rows instead of columns. The summed dim has full
+            blocks.
+        is_gradient: whether values may be stochastically rounded.
+        sources_M: int64, the row of x of each row of the operand; -1 = zeros. None = row i is x's
+            row i, and with `over_rows` zeros fill the last block.
+        expert_M: int64, the expert of each row; e = none, and its values change no other row. All
+            rows of a block along rows have one expert. None = one scale for all rows.
         num_experts: e.
-        pack: whether values and scales of blocks are packed, transposed where `over_rows`.
+        pack: whether values and scales of blocks are packed, transposed with `over_rows`.
     """
     if not has_kernel(x_TK):
         return quantise_microscaled_ref(
@@ -172,7 +173,7 @@ def quantise_microscaled(
     M = round_up(T, size) if over_rows else T
     M = M if sources_M is None else sources_M.shape[0]
     transforms = over_rows and is_nvfp4 and recipe.hadamard
-    rows = _Unrounded(x_TK, (M, K), sources_M, expert_M, num_experts + 1, transforms)
+    rows = _MicroscaleInput(x_TK, (M, K), sources_M, expert_M, num_experts + 1, transforms)
     return rows.operand(
         recipe,
         (size, 1) if over_rows else (1, size),
@@ -183,11 +184,11 @@ def quantise_microscaled(
 
 
 def finite_amax(x_eNK: Tensor) -> Tensor:
-    """Return fp32 [e], the largest finite magnitudes of contiguous matrices."""
+    """Return fp32 [e], the largest finite magnitude of each contiguous matrix."""
     if not has_kernel(x_eNK):
         return finite_magnitude(x_eNK).amax((1, 2))
     rows = x_eNK.view(-1, x_eNK.shape[2])
-    return _Unrounded(rows, x_eNK.shape, num_scales=x_eNK.shape[0]).amax((1, 16))
+    return _MicroscaleInput(rows, x_eNK.shape, num_scales=x_eNK.shape[0]).amax((1, 16))
 
 
 def quantise_microscaled_matrices(
@@ -201,14 +202,14 @@ def quantise_microscaled_matrices(
 ) -> OperandPair:
     """Return matrices as operands summed over K and over N, with fp32 scales [e]. No autograd.
 
-    Both are the same numbers in "nvfp4", whose blocks are square. `amax_e` are largest finite
-    magnitudes, None = of each matrix; `pack` is as for `quantise_microscaled`.
+    In "nvfp4", whose blocks are square, both operands have the same numbers. `amax_e` are given
+    largest finite magnitudes; None = of each matrix. `pack` is as for `quantise_microscaled`.
     """
     w_eNK = w_eNK.detach().contiguous()
     make: Any = partial(quantise_microscaled_matrices_ref, w_eNK)
     if has_kernel(w_eNK):
         rows_of_all = w_eNK.view(-1, w_eNK.shape[2])
-        make = _Unrounded(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).operand
+        make = _MicroscaleInput(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).operand
     height, width = recipe.weight_block
     operands: list[Blocks | None] = [None, None]
     for i, (is_needed, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):

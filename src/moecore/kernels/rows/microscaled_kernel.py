@@ -1,11 +1,11 @@
 """The kernels of `microscaled.py`.
 
-A program has G x B blocks of ROWS x COLUMNS elements, as ROWS tensors [G, B, COLUMNS]: tensor i has
-row i of each block. What joins rows, which are the transform, a block's largest magnitude and two
-values in a byte, stays within a thread.
+A program handles G x B blocks of ROWS x COLUMNS elements, as ROWS tensors [G, B, COLUMNS]: tensor i
+has row i of each block. So each thread has all rows of its columns, and needs no exchange for the
+transform, a block's largest magnitude and the two values of a byte.
 
-Divisions are those of IEEE (`div_rn`), as PyTorch's. Wherever a product is added to, it is exact,
-so that the compiler may fuse the two and changes no bit.
+Divisions are IEEE's (`div_rn`), as PyTorch's. A product that is added to is exact, so the compiler
+may fuse both operations without changing a bit.
 """
 
 from moecore.kernels.common import tl, triton
@@ -18,7 +18,7 @@ VALUES, PACKED_ROWS, PACKED_COLUMNS = (tl.constexpr(i) for i in range(3))  # wha
 
 @triton.jit
 def _transformed(x):  # 16 tensors of fp32: rows times their signs
-    """Return what `microscaling.hadamard` makes of 16 rows, added in its order."""
+    """Return the 16 rows of `microscaling.hadamard`, added in its order."""
     for k in tl.static_range(4):
         sums: tl.tuple = ()
         for i in tl.static_range(16):
@@ -45,9 +45,9 @@ def _load(
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Return first rows of blocks [G], numbers of those side by side [B], columns, and x.
+    """Return the blocks' first rows [G], block columns [B], element columns [B, COLUMNS], and x.
 
-    Columns are [B, COLUMNS]. x is ROWS tensors of fp32 [G, B, COLUMNS], 0 where there is no row.
+    x is ROWS tensors of fp32 [G, B, COLUMNS], 0 for rows that do not exist.
     """
     TILES: tl.constexpr = (K + B * COLUMNS - 1) // (B * COLUMNS)
     first = (tl.program_id(0) // TILES * G + tl.arange(0, G)).to(tl.int64) * ROWS
@@ -71,7 +71,7 @@ def _load(
 
 @triton.jit
 def _expert(experts_ptr, first, M, rows_of_expert):
-    """Return the expert of each block, by its first row."""
+    """Return the expert of each block, from its first row."""
     if experts_ptr is not None:
         return tl.load(experts_ptr + first, mask=first < M, other=0)
     else:
@@ -95,7 +95,7 @@ def finite_amax_kernel(
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Raise the largest finite magnitudes of experts to those of a program's blocks."""
+    """Raise the largest finite magnitudes of experts by those of a program's blocks."""
     first, _, _, x = _load(x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B)
     largest = tl.zeros((G, B, COLUMNS), tl.float32)
     for i in tl.static_range(ROWS):
@@ -113,7 +113,7 @@ def finite_amax_kernel(
 
 @triton.jit
 def nvfp4_tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finite
-    """Return what `microscaling.tensor_scales` returns for "nvfp4"."""
+    """Compute `microscaling.tensor_scales` of "nvfp4"."""
     scale = tl.div_rn(amax, tl.full(amax.shape, 2688.0, tl.float32))  # 6 * 448
     if POWER_OF_TWO:
         bits = scale.to(tl.int32, bitcast=True) + 0x007FFFFF & 0x7F800000
@@ -123,7 +123,7 @@ def nvfp4_tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finite
 
 @triton.jit
 def _mix(x):  # uint32
-    """Return what `microscaling._mix` returns."""
+    """Compute `microscaling._mix`."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -131,7 +131,7 @@ def _mix(x):  # uint32
 
 @triton.jit
 def _draw(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
-    """Return what `microscaling.draws_of` returns."""
+    """Compute `microscaling.draw_uniform`."""
     of_row = _mix(row.to(tl.uint32) + FIRST_DRAW)[:, None, None]
     of_place = _mix(of_row + columns.to(tl.uint32)[None, :, :])
     hashed = _mix(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))
@@ -140,7 +140,7 @@ def _draw(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
 
 @triton.jit
 def nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
-    """Return what `microscaling.nvfp4_scales` returns, as E4M3 in int32 or uint8 and as fp32."""
+    """Compute `microscaling.nvfp4_scales`; return E4M3 in int32 or uint8, and fp32."""
     exact = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
     exact = tl.div_rn(exact, tl.broadcast_to(scale, amax.shape))
     code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(exact, 448.0)), 0x7F)
@@ -149,14 +149,14 @@ def nvfp4_block_scale(amax, scale):  # fp32 of one number of dims
 
 @triton.jit
 def e2m1_code(value, sign):  # as `to_e2m1` returns them
-    """Return the four bits, in int32."""
+    """Return the four bits of E2M1, in int32."""
     code = tl.where(value < 2.0, value * 2.0, value + 2.0)
     return tl.where(value < 4.0, code, value * 0.5 + 4.0).to(tl.int32) | (sign >> 28) & 8
 
 
 @triton.jit
 def to_e2m1(x, step, draw):  # fp32, scales of block and tensor, None = to the nearest
-    """Return what `microscaling.to_e2m1` returns, as a magnitude and as the sign's bit in int32."""
+    """Compute `microscaling.to_e2m1`; return the magnitude, and the sign's bit in int32."""
     x = tl.where(step > 0.0, tl.div_rn(x, step), 0.0)  # 0 where the scale is NaN, too
     size = tl.minimum(tl.abs(x), 6.0)
     unit = tl.where(size < 4.0, tl.where(size < 2.0, 0.5, 1.0), 2.0)

@@ -1,32 +1,34 @@
 """MXFP8 and NVFP4 in plain PyTorch: values, scales, and operands of products.
 
-The truth of the kernels in `microscaled.py`, and what CPUs compute.
+CPUs compute with this file. It is also the reference for the kernels in `microscaled.py`.
 
              value                  scale of a block           scale of a tensor
     mxfp8    E4M3                   E8M0, of 1 x 32            none
-    nvfp4    E2M1: 0, 1/2, 1, 3/2,  E4M3, of 1 x 16; weights   fp32; of experts one each
+    nvfp4    E2M1: 0, 1/2, 1, 3/2,  E4M3, of 1 x 16; weights   fp32; one per expert
              2, 3, 4, 6 and signs   16 x 16
 
     x is about value * scale of its block * scale of its tensor
 
-Blocks lie along the summed dim. No tensor core for them is used here: a value times its block's
-scale is a number of bf16, so an operand is rounded to such numbers ("emulated") and multiplied as
-bf16; scales of tensors multiply the sums in fp32. A CPU multiplies in fp32.
+Blocks extend along the summed dim. No tensor core for these formats is used here. A value times the
+scale of its block is a number of bf16, so an operand is rounded to such numbers ("emulated") and
+multiplied as bf16. Scales of tensors multiply the sums in fp32. A CPU multiplies in fp32.
 
-E8M0 scales are the least power of two with which a block's largest value fits 448 (`scaling.py`).
-The OCP specification's example rounds them down, so values from 1.75 times a power of two on would
-saturate; that costs loss in training, and would let a value depend on the rest of its block.
+An E8M0 scale is the least power of two with which a block's largest value fits 448 (`scaling.py`).
+The OCP specification's example rounds scales down, so values from 1.75 times a power of two on
+would saturate. That costs loss in training, and would let a value depend on other values of its
+block.
 
-NVFP4: a tensor's scale is amax / (6 * 448), or the least power of two that is not less; a block's
-is amax / 6 over that, rounded to the nearest E4M3. Values round to the nearest, ties to even, and
-saturate at 6. NaN and infinity are no amax of a tensor; either one makes its block NaN.
+NVFP4: a tensor's scale is amax / (6 * 448), or the least power of two that is not less. A block's
+scale is amax / 6 over the tensor's scale, rounded to the nearest E4M3. Values round to the nearest,
+ties to even, and saturate at 6. NaN and infinity do not count for the amax of a tensor, and make
+their block NaN.
 
-Stochastic rounding draws from a hash of a fixed seed, an element's row and column in its operand,
-and its value truncated to bf16. So repeats and recomputation draw alike, without a state that
-checkpoints or graphs would have to know; layers and steps differ where values do; and another order
-of sums, which changes last bits of fp32, changes few draws.
+Stochastic rounding uses a hash of a fixed seed, an element's row and column in its operand, and its
+value truncated to bf16. So repeats and recomputation draw the same numbers, without a state that
+checkpoints or CUDA graphs would have to save. Layers and steps draw different numbers where their
+values differ. Another order of sums changes last bits of fp32, and few draws.
 
-Letters: M, K rows and columns of an operand; P rows with each expert's padded to whole blocks.
+Letters: M, K rows and columns of an operand; P rows with each expert's padded to full blocks.
 
 Source: OCP Microscaling Formats (MX) specification v1.0; "Recipes for pre-training LLMs with
 MXFP8" (arXiv:2506.08027) for scales that round up; "Pretraining large language models with NVFP4"
@@ -54,7 +56,6 @@ SEED = 0x5EED
 # Kinds of `Blocks`: values in bf16, or bytes; of matrices maybe transposed.
 FORWARD, BACKWARD = "emulated", "emulated transposed"
 PACKED_FORWARD, PACKED_BACKWARD = "packed", "packed transposed"
-OF_BACKWARD = (BACKWARD, PACKED_BACKWARD)
 
 
 def _split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -64,7 +65,7 @@ def _split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _expand_scales(scales: Tensor) -> Tensor:
-    """Return what multiplies `_split_blocks` values."""
+    """Return scales that broadcast with the blocks of `_split_blocks`."""
     return scales[..., :, None, :, None]
 
 
@@ -80,11 +81,11 @@ def quantise_nvfp4(
     """Return fp32 values of E2M1, of x's shape, and E4M3 scales [..., M / rows, K / columns].
 
     Args:
-        x: [..., M, K], of whole blocks.
+        x: [..., M, K], full blocks.
         block: rows and columns of one scale.
-        scale: fp32, of the tensor; broadcasts with the scales.
-        draws: in [0, 1), of x's shape: what exceeds a draw of the way to the next magnitude is
-            rounded up. None = to the nearest, ties to even.
+        scale: fp32 scale of the tensor; broadcasts with the scales of blocks.
+        draws: of x's shape, in [0, 1). A value is rounded up if its distance to the lower
+            magnitude, in steps, exceeds the draw. None = to the nearest, ties to even.
     """
     wide = _split_blocks(x.float(), block)
     amax = wide.abs().amax((-3, -1), keepdim=True)
@@ -95,14 +96,14 @@ def quantise_nvfp4(
 
 
 def nvfp4_scales(amax: Tensor, scale: Tensor) -> Tensor:
-    """Return the E4M3 scales of blocks with these largest magnitudes; `scale` is of the tensor."""
+    """Return the E4M3 scales of blocks from their largest magnitudes and the tensor's scale."""
     # A GPU multiplies by the reciprocal of a number, so what divides is a tensor.
     exact_scales = amax / torch.full_like(amax, LARGEST_E2M1) / scale
     return exact_scales.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
 
 
 def to_e2m1(x: Tensor, step: Tensor, draws: Tensor | None = None) -> Tensor:
-    """Return fp32 values of E2M1, of x over the scales of block and tensor; 0 where these are."""
+    """Return x / step rounded to E2M1, as fp32; 0 where step, the product of both scales, is 0."""
     x = (x / step).masked_fill(step == 0, 0)
     magnitude = x.abs().clamp(max=LARGEST_E2M1)
     step = torch.where(magnitude < 4, 1.0, 2.0).masked_fill(magnitude < 2, 0.5)
@@ -116,7 +117,7 @@ def to_e2m1(x: Tensor, step: Tensor, draws: Tensor | None = None) -> Tensor:
 
 
 def pack_e2m1(values: Tensor) -> Tensor:
-    """Return values of E2M1 as uint8, two of the last dim in a byte, the first one low."""
+    """Return values of E2M1 as uint8, two of the last dim in a byte, the first in the low bits."""
     # Magnitudes from 2 on are 4, 5, 6 and 7; NaN, of which only the scale is read, is 0.
     values = values.nan_to_num(0)
     magnitude = values.abs()
@@ -127,7 +128,7 @@ def pack_e2m1(values: Tensor) -> Tensor:
 
 
 def unpack_e2m1(packed_bytes: Tensor) -> Tensor:
-    """Return the fp32 values that `pack_e2m1` has packed."""
+    """Return the fp32 values of bytes that `pack_e2m1` made."""
     codes = torch.stack((packed_bytes & 15, packed_bytes >> 4), -1).flatten(-2)
     bits = (codes & 7).float()
     large = torch.where(bits < 6, bits - 2, bits * 2 - 8)
@@ -136,7 +137,7 @@ def unpack_e2m1(packed_bytes: Tensor) -> Tensor:
 
 
 def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Blocks:
-    """Return the operand of `quantise_microscaled_matrices`, from packed matrices [e, N, K]."""
+    """Return the emulated operand of packed all-gathered matrices [e, N, K]."""
     assert weight.amax is not None, "they were gathered by it"
     wide = _dequantise(unpack_e2m1(weight.values), weight.scales, recipe.weight_block)
     scales = tensor_scales(weight.amax, recipe)
@@ -144,7 +145,7 @@ def unpack_matrices(weight: Blocks, recipe: Recipe, *, transposed: bool) -> Bloc
 
 
 def transpose_matrices(weight: Blocks) -> Blocks:
-    """Return matrices [e, N, K] that were gathered packed, packed for sums over N."""
+    """Return packed all-gathered matrices [e, N, K] as the packed operand that is summed over N."""
     values = weight.values
     codes = torch.stack((values & 15, values >> 4), -1).flatten(-2).mT
     low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
@@ -152,8 +153,8 @@ def transpose_matrices(weight: Blocks) -> Blocks:
     return Blocks((low | high << 4).contiguous(), scales, PACKED_BACKWARD, weight.amax)
 
 
-def draws_of(x_MK: Tensor) -> Tensor:
-    """Return fp32 in [0, 1), multiples of 2^-24, which depend on place and value alone."""
+def draw_uniform(x_MK: Tensor) -> Tensor:
+    """Return fp32 in [0, 1), multiples of 2^-24, which depend only on position and value."""
     rows, columns = (torch.arange(n, dtype=torch.int32, device=x_MK.device) for n in x_MK.shape)
     hashed = _mix(_mix(rows + SEED)[:, None] + columns)
     hashed = _mix(hashed ^ (x_MK.float().view(torch.int32) >> 16 & 0xFFFF))
@@ -170,8 +171,8 @@ def _mix(x: Tensor) -> Tensor:
 def hadamard(x_PC: Tensor) -> Tensor:
     """Return fp32: each 16 rows times their signs, then times a Hadamard matrix over 4.
 
-    The transform is orthogonal: a sum over rows of products of two transformed matrices is that of
-    the matrices themselves. Additions alone, so no mode of matrix products changes it.
+    The transform is orthogonal: the product x^T y, summed over rows, is the same for two
+    transformed matrices. Only additions are used, so no mode of matrix products changes the result.
     """
     P, C = x_PC.shape
     # Made on the device: graphs capture no copies from the host.
@@ -185,7 +186,7 @@ def hadamard(x_PC: Tensor) -> Tensor:
 
 
 def tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
-    """Return fp32 scales of tensors with these largest finite magnitudes; 1 without such scales."""
+    """Return fp32 scales of tensors from their largest finite magnitudes; 1 for "mxfp8"."""
     if recipe.scaling == "mxfp8":
         return torch.ones_like(amax)
     return block_scale_ref(amax, recipe.power_of_two, LARGEST_E2M1 * MAX)[0]
@@ -194,20 +195,20 @@ def tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
 def _quantise_blocks(
     x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return values and scales of blocks; `scale` is of tensors."""
+    """Return values and scales of blocks; `scale` is the scale of tensors."""
     if recipe.scaling == "mxfp8":
         return quantise_mxfp8(x, block)
     return quantise_nvfp4(x, block, scale, draws)
 
 
 def _dequantise(values: Tensor, scales: Tensor, block: Any) -> Tensor:
-    """Return values times scales of their blocks, in the dtype in which they are multiplied."""
+    """Return values times the scales of their blocks, in the dtype in which products multiply."""
     wide = _split_blocks(values.float(), block) * _expand_scales(scales.float())
     return wide.reshape(values.shape).to(product_dtype(values))
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a tensor's device multiplies operands."""
+    """Return the dtype in which a tensor's device multiplies emulated operands."""
     return torch.float32 if x.device.type == "cpu" else torch.bfloat16
 
 
@@ -232,7 +233,7 @@ def quantise_microscaled_ref(
     num_experts: int = 0,
     pack: bool = False,
 ) -> Blocks:
-    """Return what `microscaled.quantise_microscaled` returns, in plain PyTorch."""
+    """Compute `microscaled.quantise_microscaled` in plain PyTorch."""
     size, is_nvfp4 = recipe.multiple, recipe.scaling == "nvfp4"
     block = (size, 1) if over_rows else (1, size)
     x_MK = x_TK.float()
@@ -249,7 +250,10 @@ def quantise_microscaled_ref(
         amax.scatter_reduce_(0, expert_M, finite_magnitude(x_MK).amax(1), "amax")
     scales = tensor_scales(amax, recipe)
     is_random = is_gradient and is_nvfp4 and recipe.stochastic_rounding
-    of_blocks, draws = scales[expert_M[:: block[0]]][:, None], draws_of(x_MK) if is_random else None
+    of_blocks, draws = (
+        scales[expert_M[:: block[0]]][:, None],
+        draw_uniform(x_MK) if is_random else None,
+    )
     values, block_scales = _quantise_blocks(x_MK, recipe, block, of_blocks, draws)
     if pack:
         return _pack(values, block_scales, amax, transposed=over_rows)

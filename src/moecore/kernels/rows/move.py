@@ -3,8 +3,8 @@
     gather_rows: out[r] = x[row_ids[r]], 0 if no slot is r     the gradient of sum_rows
     sum_rows:    out[s] = sum over k of y[slots[s, k]]         the gradient of gather_rows
 
-Both directions of one index are given (`index.py` makes them): row_ids[slots[s, k]] == s.
-So the sum needs no atomics and the gather reads each source row once.
+Both functions receive both directions of one index (`index.py`): row_ids[slots[s, k]] == s. So the
+sum needs no atomics, and the gather reads each source row once.
 
 Letters: S source rows, K choices per source row, R expert rows, D columns.
 
@@ -12,14 +12,14 @@ Bytes moved, with b bytes per element and U <= S * K slots in use: gather reads 
 writes R * D * b; sum reads U * D * b and writes S * D * b. Both read the index, 4 * (R + 2 * S * K)
 bytes at most.
 
-Any K works. Expert choice gives K = E columns, of which a source row uses few: every column is
-still looked at, one index load each in both kernels, and the fill reads 4 * R * K bytes more. The
-references make K passes over [S, D] for a sum.
+Any K works. Expert choice has K = E columns, and a source row uses few of them. Both kernels load
+every column's slot, and the fill reads 4 * R * K bytes more. The reference of a sum makes K passes
+over [S, D].
 
-`copy_first_rows` moves the first rows of a matrix to or from memory that the GPU reaches over PCIe.
-Their number is on the device, so a copy engine cannot read it. A few programs copy all rows,
-because PCIe is slow and other kernels need the multiprocessors. Bytes moved: 2 * num_rows * (bytes
-of a row).
+`copy_first_rows` copies the first rows of a matrix to or from memory that the GPU accesses over
+PCIe. The number of rows is on the device, so a copy engine cannot read it. Few programs copy all
+rows, because PCIe is slow and other kernels need the multiprocessors. Bytes moved: 2 * num_rows *
+(bytes of a row).
 """
 
 from functools import cache
@@ -55,7 +55,7 @@ def gather_rows_ref(
 
 
 def clear_unnamed(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
-    """Return expert rows with zeros in those that no slot names, whatever they hold."""
+    """Return expert rows with zeros in the rows that no slot names."""
     R = x_RD.shape[0]
     named_R = torch.zeros(R + 1, dtype=torch.bool, device=x_RD.device)
     named_R[slots_SK.flatten().remainder(R + 1)] = True  # -1 is the spare row
@@ -221,7 +221,7 @@ def _launch_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
 def gather_rows_plain(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Return what `gather_rows` does, without autograd: for use inside other operations."""
+    """Compute `gather_rows` without autograd, for use inside other operations."""
     if x_SD.dtype in KERNEL_DTYPES and x_SD.shape[0] and use_kernel(x_SD, slots_SK):
         return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=True)
     return gather_rows_ref(x_SD, row_ids_R, slots_SK, num_rows)
@@ -230,7 +230,7 @@ def gather_rows_plain(
 def sum_rows_plain(
     y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Return what `sum_rows` does, without autograd: for use inside other operations."""
+    """Compute `sum_rows` without autograd, for use inside other operations."""
     if y_RD.dtype in KERNEL_DTYPES and use_kernel(y_RD, slots_SK):
         return _launch_sum(y_RD, slots_SK)
     return sum_rows_ref(y_RD, row_ids_R, slots_SK, num_rows)
@@ -255,7 +255,9 @@ _sum_rows: Op[Tensor] = Op(
 def gather_rows(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None = None
 ) -> Tensor:
-    """Return each expert row's source row; the gradient is `sum_rows` of its own. No host sync.
+    """Return each expert row's source row; the gradient is `sum_rows` of the output's.
+
+    No host sync.
 
     Args:
         x_SD: source rows, any float dtype; copied when not contiguous.
@@ -264,14 +266,14 @@ def gather_rows(
         num_rows: 0-dim int32 on the device; None means R.
 
     Returns:
-        [R, D], dtype of x_SD: x_SD[row_ids_R], and zeros in rows that no slot names: padding, and
-        all from num_rows on.
+        [R, D], dtype of x_SD: x_SD[row_ids_R], and zeros in rows that no slot names, which are
+        padding and all rows from num_rows on.
     """
     return _gather_rows(x_SD, row_ids_R, slots_SK, num_rows)
 
 
 def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
-    """Return what `gather_rows` does, with rows from num_rows on uninitialised."""
+    """Compute `gather_rows` with uninitialised rows from num_rows on."""
     # For kernels of this package: S > 0, a GPU, 16-bit floats or fp32. No autograd, no host sync.
     return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
 
@@ -286,7 +288,7 @@ def sum_rows(
 
     Args:
         y_RD: expert rows, any float dtype; copied when not contiguous. Only rows that a slot names
-            are read: all others may hold NaN.
+            are read; other rows may hold NaN.
         row_ids_R, slots_SK, num_rows: as for `gather_rows`; the gradient needs all three.
 
     Returns:
@@ -299,7 +301,7 @@ def sum_rows(
 
 
 def copy_first_rows_ref(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
-    """Do what `copy_first_rows` does, in plain PyTorch. Host sync."""
+    """Compute `copy_first_rows` in plain PyTorch. Host sync."""
     count = min(int(num_rows), source_RB.shape[0])
     target_RB[:count].copy_(source_RB[:count])
 
@@ -322,10 +324,10 @@ def _copy_first_rows_kernel(
 
 
 def copy_first_rows(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
-    """Copy the first rows of a matrix; what lies past them in the target stays as it is.
+    """Copy the first num_rows rows of a matrix; later rows of the target do not change.
 
-    Both are uint8, contiguous, on the GPU or in pinned host memory. num_rows is 0-dim int32 on the
-    GPU; more than R count as R.
+    Both matrices are uint8, contiguous, on the GPU or in pinned host memory. num_rows is 0-dim
+    int32 on the GPU, and at most R rows are copied.
     """
     row_bytes = source_RB.shape[1]
     if not use_kernel(num_rows) or row_bytes % 4:

@@ -1,20 +1,19 @@
-"""Rows as FP8, for the way between ranks: half the bytes of bf16, one scale per 128 columns.
+"""Rows packed as FP8 for exchange between ranks: half the bytes of bf16, one scale per 128 columns.
 
-    pack_rows          [S, D] -> uint8 [S, W]: D values in e4m3, then their scales in fp32
-    gather_packed_rows each used row, wide again, at its expert rows
+    pack_rows           [S, D] -> uint8 [S, W]: D values in e4m3, then their scales in fp32
+    gather_packed_rows  packed source rows -> wide rows in expert order
 
-A scale is the smallest power of two with which the largest value of its 128 columns fits (448). So
-a wide row is exact in bf16 and fp16, and means the same when it is packed again. Values and scales
-of a row lie side by side: a row travels, and is kept for backward, as one.
-
-Kernels round and widen by integer operations, so they need no FP8 unit.
+A scale is the smallest power of two with which the largest value of its 128 columns fits 448. So a
+widened row is exact in bf16 and fp16, and packing it again gives the same values. Values and scales
+of a row are adjacent: a row is sent, and saved for backward, as one piece of memory. The kernels
+round and widen by integer operations, so they need no FP8 unit.
 
 Letters: S source rows, D columns, B = D / 128 scales, W bytes of a packed row, K slots per source
 row, R expert rows. Bytes moved with b per element: pack reads S * D * b and writes S * W; gather
 reads S * W and writes R * D * b.
 
-Source: blocks of 128 columns as DeepSeek-V3 scales activations (arXiv:2412.19437), powers of two as
-it does where a tensor is quantised again.
+Source: blocks of 128 columns as DeepSeek-V3 scales activations (arXiv:2412.19437), with powers of
+two as in its tensors that are quantised twice.
 """
 
 from functools import cache
@@ -39,7 +38,7 @@ def packed_bytes(dim: int) -> int:
 
 
 def pack_rows_ref(x_SD: Tensor) -> Tensor:
-    """Return what `pack_rows` returns, in plain PyTorch."""
+    """Compute `pack_rows` in plain PyTorch."""
     S, D = x_SD.shape
     B = cdiv(D, BLOCK)
     padded_x = torch.nn.functional.pad(x_SD.float(), (0, B * BLOCK - D))
@@ -51,14 +50,14 @@ def pack_rows_ref(x_SD: Tensor) -> Tensor:
 
 
 def packed_views(bytes_SW: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the values [S, D] float8_e4m3fn and the scales fp32 [S, B], in the same memory."""
+    """Return views of the values, float8_e4m3fn [S, D], and of the scales, fp32 [S, B]."""
     ends = dim + 4 * cdiv(dim, BLOCK)
     values_SD = bytes_SW[:, :dim].view(FP8)
     return values_SD, bytes_SW[:, dim:ends].view(torch.float32)
 
 
 def unpack_rows(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return wide rows [S, D], in plain PyTorch on any device."""
+    """Return widened rows [S, D], in plain PyTorch on any device."""
     scales_SD = scales_SB.repeat_interleave(BLOCK, 1)[:, : values_SD.shape[1]]
     return (values_SD.float() * scales_SD).to(dtype)
 
@@ -146,12 +145,12 @@ _pack_rows = Op(
 def pack_rows(x_SD: Tensor) -> Tensor:
     """Return rows as FP8 with their scales. No autograd, no host sync.
 
-    Infinity makes its 128 columns NaN, NaN stays what it is. x_SD is bf16, fp16 or fp32,
+    An infinity makes its 128 columns NaN; a NaN stays a NaN. x_SD is bf16, fp16 or fp32,
     contiguous; D is a multiple of `PACKED_COLUMNS`.
 
     Returns:
-        uint8 [S, W]: D values in e4m3, ceil(D / 128) scales in fp32, then nothing of meaning up to
-        a multiple of 16 bytes.
+        uint8 [S, W]: D values in e4m3, ceil(D / 128) scales in fp32, and undefined bytes up to a
+        multiple of 16.
     """
     return _pack_rows(x_SD.detach())
 
@@ -164,10 +163,10 @@ def gather_packed_rows(
     slots_SK: Tensor,
     num_rows: Tensor | None,
 ) -> Tensor:
-    """Return each expert row's wide source row, [R, D]. No autograd, no host sync.
+    """Return each expert row's widened source row, [R, D]. No autograd, no host sync.
 
-    Values and scales are `packed_views`; holes, which no slot names, may hold anything, and give
-    uninitialised rows. The index is as for `gather_rows`.
+    Values and scales are from `packed_views`, and the index is as for `gather_rows`. Source rows
+    without a slot may have any content; expert rows that no slot names are uninitialised.
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     if not use_kernel(values_SD):

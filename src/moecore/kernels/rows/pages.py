@@ -1,14 +1,14 @@
-"""Used rows of matrices of the worst case, to pages and back, without a host sync.
+"""Copies of used rows from worst-case buffers to pages and back, without a host sync.
 
-    take_rows   finds out which rows are in use and takes pages for them (`free_list.py`)
-    copy_rows   copies these rows to their pages, or back to where they were
+    take_rows   finds the used rows and takes pages for them (`free_list.py`)
+    copy_rows   copies the used rows to their pages, or from the pages to their positions
 
-Matrices of one dispatch share a table. The used rows of a matrix are those with a slot, or the
-first so many; which and how many are on the device, and so is where they go. Rows whose table has
-no page for them come back as NaN.
+The matrices of one dispatch share a table. The used rows of a matrix are the rows with a slot, or
+the first rows. Which rows are used, their number, and their pages are known only on the device.
+Rows for which the table has no page are NaN after the copy back.
 
-A table is int32 on the device: the ids of the pages of the first matrix, then of the next, and so
-on, N entries; how many rows have a slot, and how many are the first ones; the rows with a slot.
+A table is int32 on the device: the page ids of the first matrix, of the second, and so on, N
+entries; the number of rows with a slot; the number of first rows; the rows with a slot.
 
 Letters: S source rows (with slots), K slots of a row, R expert rows (the first ones are in use),
 B bytes of a row, P device pages, Q host pages, N entries.
@@ -44,18 +44,18 @@ TAKE_WARPS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLayout:
-    """Matrices of one dispatch, and how their used rows lie in pages."""
+    """The matrices of one dispatch, and the layout of their used rows in pages."""
 
-    pool: PagePool  # whose pages
-    widths: tuple[int, ...]  # B of each, at most MOST_MATRICES, none above the bytes of a page
-    # of each, whether its used rows are those with a slot, else the first so many
+    pool: PagePool
+    widths: tuple[int, ...]  # B of at most MAX_MATRICES matrices, at most the bytes of a page
+    # of each matrix, whether its used rows are the rows with a slot; otherwise the first rows
     has_list: tuple[bool, ...]
     source_rows: int  # S
     expert_rows: int  # R
     num_entries: int  # N, when all rows are in use
     listed_steps: tuple[int, ...]  # rows of a page, of each matrix with a list
-    first_steps: tuple[int, ...]  # likewise, of each without
-    # of each, the tile that a program copies at once
+    first_steps: tuple[int, ...]  # rows of a page, of each matrix without a list
+    # of each matrix, the tile that a program copies at once
     block_rows: tuple[int, ...]
     block_words: tuple[int, ...]
     programs: int  # of a copy
@@ -68,7 +68,7 @@ class PageLayout:
         source_rows: int,
         expert_rows: int,
     ) -> "PageLayout":
-        """Return the layout of matrices: B of each, and whether its used rows have a slot."""
+        """Return the layout of matrices, each B and whether its used rows are a list."""
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]
         lengths = [source_rows if listed else expert_rows for listed in has_list]
@@ -95,7 +95,7 @@ class PageLayout:
         )
 
     def table(self) -> Tensor:
-        """Return an empty table. Not inside a capture: replays empty it."""
+        """Return an empty table. Not inside the capture of a CUDA graph: replays would empty it."""
         num_listed = self.source_rows if any(self.has_list) else 0
         size = self.num_entries + 2 + num_listed
         return torch.full((size,), NONE, dtype=torch.int32, device=self.pool.pages.device)
@@ -104,7 +104,7 @@ class PageLayout:
 def take_rows_ref(
     table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> None:
-    """Do what `take_rows` does."""
+    """Compute `take_rows` on the host."""
     N = layout.num_entries
     table[N : N + 2] = 0
     if slots_SK is not None:
@@ -122,7 +122,7 @@ def take_rows_ref(
 def copy_rows_ref(
     matrices: Sequence[Tensor | None], table: Tensor, layout: PageLayout, *, stash: bool
 ) -> None:
-    """Copy used rows of matrices to the pages of a table, or back."""
+    """Copy the used rows of matrices to the pages of a table, or back, on the host."""
     pool, N, entry = layout.pool, layout.num_entries, 0
     P = pool.pages.shape[0]
     for matrix, width, listed in zip(matrices, layout.widths, layout.has_list, strict=True):
@@ -214,7 +214,7 @@ def _copy_matrix(
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Copy a matrix, this program's tiles of it; return where the next one's entries begin."""
+    """Copy this program's tiles of a matrix; return the address of the next matrix's entries."""
     STEP: tl.constexpr = PAGE_BYTES // WIDTH
     WORD: tl.constexpr = tl.int32 if WIDTH % 4 == 0 else tl.int8
     WORD_BYTES: tl.constexpr = 4 if WIDTH % 4 == 0 else 1
@@ -306,14 +306,14 @@ def _copy_pages_kernel(
 def take_rows(
     table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> None:
-    """Give a table pages for the rows in use, and write which these are. No host sync.
+    """Take pages for the used rows, and write the list of these rows to the table. No host sync.
 
     Args:
-        table: of `layout.table()`; what it names is returned first.
-        slots_SK: int32: a row all of whose slots are negative is not in use; None where no matrix
-            has a list.
-        num_rows: 0-dim int32: the first so many of R are in use, more than R count as R; None where
-            all matrices have a list.
+        table: from `layout.table()`; its pages are returned first.
+        slots_SK: int32. A row is used if one of its slots is not negative. None if no matrix has a
+            list.
+        num_rows: 0-dim int32. The first num_rows of R rows are used, at most R. None if all
+            matrices have a list.
 
     Example: slots [[-1], [0], [7], [-1], [1]] give the list [1, 2, 4].
     """
@@ -348,17 +348,17 @@ def copy_rows(
     stash: bool,
     over: tuple[Tensor, int] | None = None,
 ) -> None:
-    """Copy the used rows of matrices to their pages, or back to where they were. No host sync.
+    """Copy the used rows of matrices to their pages, or back to their positions. No host sync.
 
-    The table keeps its pages. Rows that are not in use stay as they are. On the way back what found
-    no page becomes NaN.
+    The table keeps its pages, and rows that are not used do not change. Rows without a page become
+    NaN on the way back.
 
     Args:
-        matrices: uint8, contiguous, those of the layout in order; None = not this one.
-        table, layout: of `take_rows`.
-        stash: to the pages; else back.
-        over: a table of the same pool, and its N, whose pages nobody reads any more: they go to the
-            tail of the free list, which a launch of its own would do (`return_pages`).
+        matrices: uint8, contiguous, in the order of the layout; None = skip this matrix.
+        table, layout: as for `take_rows`.
+        stash: whether rows are copied to pages; otherwise pages to rows.
+        over: a table of the same pool, and its N, whose pages no kernel reads any more. The same
+            launch returns these pages, in place of `return_pages`.
     """
     if not use_kernel(table):
         copy_rows_ref(matrices, table, layout, stash=stash)

@@ -1,21 +1,21 @@
-"""FP8 operands of grouped products, quantised in blocks of 128 along the dim that is summed.
+"""FP8 operands of grouped products, with a scale per 128 elements of the summed dim.
 
-    gather_row_blocks  1 x 128 along a row, in expert order: what the forward and the input
-                       gradients multiply
-    tile_tokens        128 rows of one expert, transposed: what weight gradients multiply
-    quantise_weights   128 x 128, in one layout or both
+    gather_row_blocks  1 x 128 of a row, rows in expert order: multiplied by the forward and the
+                       input gradients
+    tile_tokens        128 rows of one expert, transposed: multiplied by the weight gradients
+    quantise_weights   128 x 128 of a matrix, in one layout or both
 
-Layouts are those of `scaling.py`, "grouped". Scales of rows lie transposed: those of a tile's rows
-are neighbours. Tile j of `tile_tokens` holds the 128 rows of row tile j, and 0 past the end of its
-expert's rows; tiles past the last one in use are uninitialised.
+A value is float8_e4m3fn times the scale of its block. Layouts are those of the table "grouped" in
+`scaling.py`. Scales of rows are transposed, so that the scales of a tile's rows are neighbours in
+memory. Hopper's FP8 tensor cores need the summed dim of both operands innermost, hence the
+transposed copies.
 
-Hopper's FP8 tensor cores take both operands with the summed dim innermost, hence the transposed
-copies. A value is float8_e4m3fn times its block's scale.
-
-The rows of a tile are summed by a weight gradient, so they share a scale: the largest of theirs in
-the same 128 columns. A row with a smaller scale has its values times the ratio of the two. With
-powers of two that changes exponents alone, and loses what is 2^-17 times the block's largest value
-or less: e4m3 has 16 binades of whole and 3 of shorter mantissas.
+Tile j of `tile_tokens` has the 128 rows of row tile j, and 0 past the end of its expert's rows.
+Tiles past the last used one are uninitialised. A weight gradient sums over the rows of a tile, so
+these rows share one scale per 128 columns, the largest of the rows' scales. The values of a row
+with a smaller scale are multiplied by the ratio of both scales. With powers of two the ratio
+changes only exponents, and loses values below 2^-17 of the block's largest value: e4m3 has 16
+binades of full mantissas and 3 of shorter ones.
 
 Letters: S source rows, R expert rows (length), D K C columns, B = K / 128 blocks, t row tiles of
 128 rows of one expert (`rows/row_tiles.py`), e experts, N rows of a matrix.
@@ -40,7 +40,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import MAP_FIELDS, RowTiles
 from moecore.kernels.rows.scaling import Blocks, OperandPair, quantise_ref, round_up
 
-SCALE_ROWS = 4  # of which the row length of the scales of rows is a multiple: 16 bytes, for TMA
+SCALE_ROWS = 4  # transposed scales have a multiple of so many columns: 16 bytes, for TMA
 ROWS_PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # of one program: 32 elements per thread
 TILE_WARPS = 4  # of a 128 x 128 block of weights
 TOKEN_WARPS = 4  # of 128 rows and columns: 32 words per thread
@@ -48,18 +48,18 @@ SCALE_R, SCALE_B = 128, 16  # expert rows, and scales of each, that a program mo
 
 
 def blocks_of(x: Tensor) -> Tensor:
-    """Return [..., B, 128], the blocks of the last dim."""
+    """Return a view [..., B, 128] of the last dim's blocks."""
     return x.unflatten(-1, (-1, BLOCK))  # type: ignore[no-any-return]
 
 
 def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
-    """Return what `quantise_rows` returns, in plain PyTorch."""
+    """Compute `quantise_rows` in plain PyTorch."""
     values, scales = quantise_ref(blocks_of(x_SD), -1, power_of_two)
     return Rows(values.view(x_SD.shape), scales[..., 0], x_SD.dtype)
 
 
 def row_blocks_ref(x_RK: Tensor, power_of_two: bool) -> Blocks:
-    """Return the rows quantised, in plain PyTorch."""
+    """Return rows quantised per 1 x 128, with the transposed scales of `gather_row_blocks`."""
     rows = quantise_rows_ref(x_RK, power_of_two=power_of_two)
     assert rows.scales is not None
     return Blocks(rows.values, _transposed_scales(rows.scales), "tile")
@@ -71,7 +71,7 @@ def _transposed_scales(scales_RB: Tensor) -> Tensor:
 
 
 def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
-    """Return what `gather_row_blocks` returns, in plain PyTorch; rows without a slot are copies."""
+    """Compute `gather_row_blocks` in plain PyTorch; rows without a slot are copies."""
     assert rows.scales is not None
     values, scales = rows.values, rows.scales
     if row_ids_R is not None:
@@ -81,8 +81,8 @@ def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
 
 
 def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
-    """Return what `tile_tokens` returns, in plain PyTorch; 0 in tiles that nobody uses."""
-    values_SD, scales_SB = _with_scales(rows)
+    """Compute `tile_tokens` in plain PyTorch; unused tiles are 0."""
+    values_SD, scales_SB = _values_and_scales(rows)
     tile = torch.arange(tiles.max_tiles, device=values_SD.device)
     _, first, end, _ = tiles.map[1:].long().unbind(1)
     row = first[:, None] + torch.arange(BLOCK, device=values_SD.device)
@@ -98,7 +98,7 @@ def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTil
     return Blocks(values.flatten(2).transpose(1, 2).contiguous(), largest_tB, "block")
 
 
-def _with_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
+def _values_and_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
     """Return the values [S, D], and the scales as [S, B]."""
     if isinstance(rows, Blocks):
         return rows.values, rows.scales.T[: rows.values.shape[0]]
@@ -109,7 +109,7 @@ def _with_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
 def quantise_weights_ref(
     w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Return what `quantise_weights` returns, in plain PyTorch."""
+    """Compute `quantise_weights` in plain PyTorch."""
     e, N, K = w_eNK.shape
     blocks = w_eNK.view(e, N // BLOCK, BLOCK, K // BLOCK, BLOCK)
     values, scales = quantise_ref(blocks, (2, 4), power_of_two)
@@ -128,7 +128,7 @@ def _make_pair(
 
 
 def check_columns(name: str, size: int) -> None:
-    """Raise ValueError for columns that are no whole blocks."""
+    """Raise ValueError unless a size is a multiple of 128."""
     if size % BLOCK:
         raise ValueError(
             f"{name} ({size}) must be a multiple of {BLOCK}: other columns have no whole blocks"
@@ -136,7 +136,7 @@ def check_columns(name: str, size: int) -> None:
 
 
 def empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
-    """Return uninitialised rows."""
+    """Return uninitialised FP8 rows with transposed scales."""
     scales_shape = (num_columns // BLOCK, round_up(num_rows, SCALE_ROWS))
     return Blocks(
         like.new_empty(num_rows, num_columns, dtype=FP8),
@@ -146,7 +146,7 @@ def empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
 
 
 def empty_rows(like_SD: Tensor) -> Rows:
-    """Return uninitialised rows of the same shape, in FP8."""
+    """Return uninitialised FP8 rows of the shape of `like_SD`, which widen to its dtype."""
     S, D = like_SD.shape
     scales_SB = like_SD.new_empty(S, D // BLOCK, dtype=torch.float32)
     return Rows(torch.empty_like(like_SD, dtype=FP8), scales_SB, like_SD.dtype)
@@ -155,13 +155,14 @@ def empty_rows(like_SD: Tensor) -> Rows:
 def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None = None) -> Rows:
     """Return rows as FP8 with one scale per 128 columns, in two contiguous tensors.
 
-    Infinity makes its 128 columns NaN, NaN stays what it is. No autograd, no host sync.
+    An infinity makes its 128 columns NaN; a NaN stays a NaN. No autograd, no host sync.
 
     Args:
         x_SD: bf16, fp16 or fp32, contiguous; D a multiple of 128.
-        power_of_two: of the scales, as `pack_rows` has them; else amax / 448.
-        num_rows: 0-dim int32 on the device: rows from there on are not read and uninitialised in
-            the result; None means S.
+        power_of_two: whether scales are powers of two, as those of `pack_rows`; otherwise amax /
+            448.
+        num_rows: 0-dim int32 on the device. Rows from num_rows on are not read, and are
+            uninitialised in the result. None means S.
 
     Returns:
         Values float8_e4m3fn [S, D] and scales fp32 [S, D / 128].
@@ -189,10 +190,10 @@ def gather_row_blocks(
     """Return the FP8 source row of each expert row, bit for bit. No autograd, no host sync.
 
     Args:
-        rows: with scales; D a multiple of 128, rows maybe strided. Those that no slot names are not
+        rows: with scales; D a multiple of 128, rows maybe strided. A row that no slot names is not
             read.
-        row_ids_R: as for `gather_rows`; None, and slots_SK too, for rows in expert order: their
-            values are those of the result, and must be contiguous.
+        row_ids_R: as for `gather_rows`. If row_ids_R and slots_SK are None, rows are in expert
+            order: the result has the values of `rows`, which must be contiguous.
         slots_SK, num_rows: as for `gather_rows`.
 
     Returns:
@@ -235,16 +236,15 @@ def gather_row_blocks(
 def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
     """Return FP8 rows tile by tile, transposed, with one scale for 128 rows and 128 columns.
 
-    NaN of a row stays in its own place. Infinity, which made 128 columns of its row NaN, makes the
-    scale of that block infinite. No autograd, no host sync.
+    A NaN of a row stays at its position. An infinity, which made 128 columns of its row NaN, makes
+    the scale of that block infinite. No autograd, no host sync.
 
     Args:
-        rows: with scales, maybe strided; D a multiple of 128. Those that no row of a tile names are
-            not read.
+        rows: with scales, maybe strided; D a multiple of 128. A row that is in no tile is not read.
         row_ids_R: int32, source row of each expert row; None for rows in expert order.
         tiles: from `map_row_tiles` of the R expert rows.
     """
-    values_SD, scales_SB = _with_scales(rows)
+    values_SD, scales_SB = _values_and_scales(rows)
     S, D = values_SD.shape
     check_columns("D", D)
     if not use_kernel(values_SD):
@@ -273,10 +273,10 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
 def quantise_weights(
     w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> OperandPair:
-    """Return matrices as FP8, one scale per 128 x 128 block, in one pass over both layouts.
+    """Return matrices as FP8, one scale per 128 x 128 block, in one pass for both layouts.
 
-    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. `rows` and `columns` are
-    the layouts that are made. No autograd, no sync.
+    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. `rows` and `columns`
+    select the layouts. No autograd, no host sync.
     """
     e, N, K = w_eNK.shape
     check_columns("N", N)

@@ -4,17 +4,15 @@
 
     backward, in one pass over h and da:
     dh[r]      = da[r] * weight[r] * act'(h[r])
-    a[r]       as above, again
+    a[r]       recomputed
     dweight[r] = sum over f of da[r, f] * act(h[r])[f]
 
-Letters: R expert rows (length), F hidden dim, C columns of h (2F for gated activations, else F).
-Gate columns come first, then up columns.
-
-H may be kept for backward in FP8, as `quantise_rows` gives it: the forward writes it beside a, and
-the backward reads it.
+Letters: R expert rows (length), F hidden dim, C columns of h: 2F of an activation with a gate,
+otherwise F. Gate columns come first, then up columns. H may be saved for backward in FP8, in the
+format of `quantise_rows`: the forward writes it with a, and the backward reads it.
 
 Bytes moved per expert row, with b bytes per element, b of H being 1 where backward reads FP8:
-forward C * b + F, and C for H in FP8; backward C * b + F * b + C + F; the scales are 1/32 of the
+forward C * b + F, and C for H in FP8; backward C * b + F * b + C + F. The scales add 1/32 of the
 FP8 bytes, the parts of dweights 1/16 of F.
 """
 
@@ -55,7 +53,7 @@ def quantised_activation_ref(
     power_of_two: bool,
     quantise_h: bool = False,
 ) -> tuple[Blocks, Rows | None]:
-    """Return what `quantised_activation` returns, in plain PyTorch."""
+    """Compute `quantised_activation` in plain PyTorch."""
     h = quantise_rows_ref(h_RC, power_of_two=power_of_two) if quantise_h else None
     a_RF = activation(h_RC, options)
     if weights_R is not None:
@@ -72,7 +70,7 @@ def quantised_activation_bwd_ref(
     *,
     power_of_two: bool,
 ) -> tuple[Blocks, Tensor, Blocks]:
-    """Return what `quantised_activation_bwd` returns, in plain PyTorch."""
+    """Compute `quantised_activation_bwd` in plain PyTorch."""
     wide = h.widen().float(), da_RF.float()  # in which nothing is rounded before it is quantised
     dh_RC, dweights_R, a_RF = weighted_activation_bwd_ref(*wide, weights_R, num_rows, options)
     return row_blocks_ref(dh_RC, power_of_two), dweights_R, row_blocks_ref(a_RF, power_of_two)
@@ -80,7 +78,7 @@ def quantised_activation_bwd_ref(
 
 @triton.jit
 def load_h(h_ptr, h_scales_ptr, rows, row_mask, block, wide: tl.constexpr, C: tl.constexpr):
-    """Return 128 columns of H in fp32, rounded to its wide dtype."""
+    """Return 128 columns of H in fp32; FP8 is first widened and rounded to `wide`."""
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     h = tl.load(h_ptr + at, mask=row_mask[:, None], other=0)
     if h_scales_ptr is not None:
@@ -152,7 +150,7 @@ def quantised_activation_bwd_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write all of BLOCK_R rows and 128 columns of F."""
+    """Write dh, a and the parts of dweights of BLOCK_R rows and 128 columns of F."""
     BLOCKS: tl.constexpr = F // 128
     C: tl.constexpr = 2 * F if ACT.GATED else F
     block = tl.program_id(0) % BLOCKS
@@ -198,7 +196,7 @@ def sum_parts_kernel(
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Add the parts of each row in their order; 0 from num_rows on."""
+    """Add the parts of each row in order; 0 from num_rows on."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_mask = rows < num_expert_rows
     if num_rows_ptr is not None:
@@ -224,9 +222,9 @@ def quantised_activation(
 
     Args:
         h_RC: FC1's output, bf16, fp16 or fp32, contiguous: [R, 2F] with gate columns first for
-            gated activations, else [R, F]; F a multiple of 128.
+            activations with a gate, otherwise [R, F]; F a multiple of 128.
         weights_R, num_rows: as for `weighted_activation`; weights are contiguous.
-        quantise_h: whether h_RC is wanted in FP8 too, as `quantise_rows` returns it.
+        quantise_h: whether h_RC is also returned in FP8, as by `quantise_rows`.
 
     Returns:
         [R, F], and H or None. Rows from num_rows on are uninitialised.
@@ -267,14 +265,14 @@ def quantised_activation_bwd(
     *,
     power_of_two: bool,
 ) -> tuple[Blocks, Tensor, Blocks]:
-    """Return dh, dweights and the weighted activation again. No autograd, no host sync.
+    """Return dh, dweights and the recomputed weighted activation. No autograd, no host sync.
 
-    The same bits in every run. h is H as it was kept, contiguous; da_RF, the gradient of the
-    output, is contiguous and in the dtype of H; the rest is as given to the forward.
+    The same bits in every run. h is H as saved for backward, contiguous. da_RF, the gradient of the
+    output, is contiguous and in the dtype of H. Other arguments are as for the forward.
 
     Returns:
         dh [R, C], quantised from fp32 values; dweights_R fp32, zero from num_rows on; the forward's
-        output [R, F]. Rows of the first and the last from num_rows on are uninitialised.
+        output [R, F]. Rows of dh and of the output from num_rows on are uninitialised.
     """
     (R, C), F = h.values.shape, da_RF.shape[1]
     check_columns("F", F)

@@ -1,10 +1,7 @@
 """The kernels of `quantised.py`, and device functions for `quantised_activation.py`.
 
-Letters: as there.
-
-128 rows that are transposed are held as four tensors of 32: tensor j has the rows 4i + j. Then the
-four bytes of a transposed word lie in one thread, and words instead of bytes change places between
-threads.
+A tile of 128 rows that is transposed is four tensors of 32 rows: tensor j has the rows 4i + j. Then
+the four bytes of a transposed word are in one thread, and threads exchange words instead of bytes.
 """
 
 from moecore.kernels.common import tl, triton
@@ -23,7 +20,7 @@ def store_row_blocks(
     C: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Quantise the part of each row and store it."""
+    """Quantise and store 128 columns of each row."""
     scale, inverse = block_scale(tl.max(magnitude(x), axis=1), POWER_OF_TWO)
     at = rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
     tl.store(values_ptr + at, to_e4m3(x * inverse[:, None]), mask=row_mask[:, None])
@@ -44,7 +41,7 @@ def quantise_rows_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write BLOCKS blocks of 128 columns."""
+    """Quantise and store BLOCKS blocks of 128 columns."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     block_mask = blocks < num_blocks
     if num_rows_ptr is not None:
@@ -117,7 +114,7 @@ def _load_words(
     W,  # words from one row to the next
     SCALES_W: tl.constexpr,
 ):
-    """Return int32 [rows, 32] and fp32 [rows]."""
+    """Return int32 [rows, 32] and fp32 scales [rows]; 0 from row `end` on."""
     row_mask = rows < end
     sources = rows
     if row_ids_ptr is not None:
@@ -129,7 +126,7 @@ def _load_words(
 
 @triton.jit
 def _factor(scale, largest):
-    """Return by how much a row's values shrink under the largest scale, [rows, 1]."""
+    """Return scale / largest as fp16 [rows, 1]."""
     return tl.div_rn(scale, largest).to(tl.float16)[:, None]
 
 

@@ -1,4 +1,4 @@
-"""Rows of tokens in the format in which they travelled, and as wide rows.
+"""The record of token rows, wide or packed in FP8, and a kernel that widens rows.
 
 Letters: S source rows, R rows, D or C columns, B = C / 128 scales of a row. `widen_rows` moves,
 with b bytes per wide element: reads U * C * (1 + 1 / 32) and writes U * C * b for the U <= R rows
@@ -23,16 +23,16 @@ PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements p
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows and, where they are quantised, their scales."""
+    """Rows of tokens, with their scales if the rows are quantised."""
 
     values: Tensor  # [S, D] bf16, fp16, fp32 or fp64; float8_e4m3fn with scales, rows maybe strided
     scales: Tensor | None = None  # None, or fp32 [S, ceil(D / 128)]: factor of each 128 columns
     wide_dtype: torch.dtype | None = None  # with scales: the dtype in which products multiply
-    # the values are kept for backward anyway (a router reads them too), so that keeping them in
-    # fewer bytes would only be another copy
+    # whether another operation saves the values for backward (a router reads them too), so that a
+    # copy in fewer bytes would not save memory
     is_kept: bool = False
-    # with scales: what has the gradient of these rows, wide, [S, D] without memory (stride 0) and
-    # never read; None = nothing, or the handle of `UnsummedInput`
+    # with scales: the tensor that receives the wide gradient of these rows, [S, D] without memory
+    # (stride 0) and never read; None = no gradient, or the handle of `UnsummedInput`
     handle_SD: Tensor | None = None
 
     @classmethod
@@ -44,11 +44,11 @@ class Rows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which products multiply the rows."""
+        """The dtype in which products multiply the rows."""
         return self.values.dtype if self.wide_dtype is None else self.wide_dtype
 
     def widen(self) -> Tensor:
-        """Return [S, D] in `dtype`, differentiable as the rows are: values without scales as is."""
+        """Return [S, D] in `dtype`, differentiable in the values, or with scales in the handle."""
         if self.scales is None:
             return self.values
         if self.handle_SD is None:
@@ -67,7 +67,7 @@ def _wide(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Widened(torch.autograd.Function):
-    """Wide rows; their gradient is that of the handle."""
+    """Widened rows, whose gradient is the gradient of the handle."""
 
     @staticmethod
     def forward(ctx: Any, handle_SD: Tensor, values_SD: Tensor, scales_SB: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def widen_rows(rows: Rows, num_rows: Tensor | None = None) -> Tensor:
     """Return rows in their wide dtype. No autograd, no host sync.
 
     Rows and scales are contiguous, C a multiple of 128. num_rows is 0-dim int32 on the device, at
-    most R: rows from there on are not read and uninitialised in the result; None means R.
+    most R: rows from num_rows on are not read, and are uninitialised in the result. None means R.
     """
     if rows.scales is None or not use_kernel(rows.values):
         return rows.widen()

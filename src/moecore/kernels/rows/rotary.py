@@ -1,13 +1,14 @@
 """Rotary position embedding of queries or keys, in one pass.
 
-    y[b, t, h] = x[b, t, h, :n], then pairs (p, q) of the last d dims as (p cos - q sin) and as
-    (q cos + p sin), with cos and sin of position t and the pair
+    y[b, t, h] = x[b, t, h, :n], then of each pair (p, q) of the last d dims p cos - q sin and
+    q cos + p sin, with cos and sin of position t and the pair
 
-Letters: B sequences, T tokens of a sequence, H heads, n dims that stay, d dims that turn. Pairs lie
-d / 2 apart, or side by side in the input alone: all first ones come back before all second ones.
+Letters: B sequences, T tokens of a sequence, H heads, n dims that are copied, d dims that are
+rotated. The dims of a pair are d / 2 apart, or adjacent only in the input: the output has the first
+dims of all pairs before the second dims.
 
 Budget: each element is read and written once, in its own dtype; plain PyTorch moves about ten times
-as many bytes, in fp32. Backward turns the other way and keeps no activation.
+as many bytes, in fp32. Backward rotates by the negative angles and saves no activation.
 
 Source: RoFormer (arXiv:2104.09864).
 """
@@ -23,7 +24,7 @@ NUM_WARPS = 4
 
 
 def rotary_ref(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool) -> Tensor:
-    """Return what `rotary` returns, in plain differentiable PyTorch."""
+    """Compute `rotary` in plain differentiable PyTorch."""
     n = x_BTHw.shape[-1] - 2 * cos_Td.shape[-1]
     stays, turns = x_BTHw[..., :n], x_BTHw[..., n:]
     first, second = turns.chunk(2, dim=-1)
@@ -86,7 +87,7 @@ def _rotary_kernel(
     tl.store(y_row + y_second, (second * cos + first * sin).to(dtype), mask=mask)
 
 
-def _turn(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward: bool) -> Tensor:
+def _rotate(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward: bool) -> Tensor:
     if x.stride(-1) != 1:
         x = x.contiguous()
     B, T, H, w = x.shape
@@ -112,13 +113,13 @@ def _turn(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward:
 _SCHEMA = "(Tensor {}, Tensor cos_Td, Tensor sin_Td, bool neighbours) -> Tensor"
 _rotary_bwd = Op(
     "rotary_bwd",
-    lambda dy, cos, sin, neighbours: _turn(dy, cos, sin, neighbours, True),
+    lambda dy, cos, sin, neighbours: _rotate(dy, cos, sin, neighbours, True),
     lambda dy, *_: dy.new_empty(dy.shape),
     schema=_SCHEMA.format("dy"),
 )
 _rotary = Op(
     "rotary",
-    lambda x, cos, sin, neighbours: _turn(x, cos, sin, neighbours, False),
+    lambda x, cos, sin, neighbours: _rotate(x, cos, sin, neighbours, False),
     lambda x, *_: x.new_empty(x.shape),
     save=keep(slice(1, 3), slice(3, 4)),
     backward=lambda ctx, dy: (_rotary_bwd(dy, *ctx.saved_tensors, *ctx.others), None, None, None),
@@ -127,20 +128,20 @@ _rotary = Op(
 
 
 def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool = False) -> Tensor:
-    """Return queries or keys, turned by the angles of their positions; fp32 inside, rounded once.
+    """Return queries or keys rotated by the angles of their positions; fp32 inside, rounded once.
 
-    Compilers see plain PyTorch, which they fuse. Differentiable once in x, and as often as asked in
-    plain PyTorch (CPUs, fp64).
+    Compilers see plain PyTorch, which they fuse. The kernel is differentiable once in x, plain
+    PyTorch (CPUs, fp64) any number of times.
 
     Args:
         x_BTHw: [B, T, H, n + d], any strides.
         cos_Td, sin_Td: fp32 [T, d / 2].
-        neighbours: pairs are dims (2i, 2i + 1) of the last d (DeepSeek); else (i, i + d / 2)
-            (Llama).
+        neighbours: whether pairs are dims (2i, 2i + 1) of the last d (DeepSeek); otherwise dims
+            (i, i + d / 2) (Llama).
 
     Returns:
-        Shape and dtype of x, contiguous on a GPU; the first n dims as they were, then the first of
-        every pair, then the second of every pair.
+        Shape and dtype of x, contiguous on a GPU: the first n dims unchanged, the first dim of
+        every pair, then the second dim of every pair.
     """
     plain = torch.compiler.is_compiling() or not use_kernel(x_BTHw)
     if plain or torch.float64 in (x_BTHw.dtype, cos_Td.dtype):

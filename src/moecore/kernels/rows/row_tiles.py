@@ -1,9 +1,10 @@
-"""Which rows of which expert each row tile covers, in `cooperative.py` and `pingpong.py`.
+"""The map of row tiles, by which `cooperative.py`, `pingpong.py` and FP8 products find their rows.
 
 Letters: R expert rows (length), e experts.
 
-A map is int32 [1 + most row tiles, MAP_FIELDS] on the device. Its first word counts the row tiles;
-the others are a tile's expert, its first row, and the end of the rows that its expert has there.
+A map is int32 [1 + max row tiles, MAP_FIELDS] on the device. Its first word is the number of row
+tiles. The row of each tile has the tile's expert, its first expert row, and the end of the expert's
+rows.
 """
 
 from typing import NamedTuple
@@ -50,19 +51,19 @@ def _map_row_tiles_kernel(
 
 
 class RowTiles(NamedTuple):
-    """Which rows each row tile covers, on the device."""
+    """The map of row tiles, on the device."""
 
     map: Tensor  # int32 [1 + most row tiles, MAP_FIELDS], see above
     ends_e: Tensor  # int32 running sum of the experts' row tiles
 
     @property
     def max_tiles(self) -> int:
-        """How many row tiles there can be."""
+        """The number of tiles that the map has memory for."""
         return self.map.shape[0] - 1
 
 
 def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
-    """Return what `map_row_tiles` returns, in plain PyTorch; words without meaning are 0."""
+    """Compute `map_row_tiles` in plain PyTorch; words that are not defined are 0."""
     e = offsets_e.shape[0]
     map = offsets_e.new_zeros(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS)
     counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
@@ -78,7 +79,7 @@ def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
 
 
 def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
-    """Return which rows of which expert each row tile covers, for all products of one index."""
+    """Return the map of all row tiles, for all products of one index."""
     # No host sync. `offsets_e` is the running sum of the experts' rows, `num_rows` R.
     if not use_kernel(offsets_e):
         return map_row_tiles_ref(offsets_e, num_rows)

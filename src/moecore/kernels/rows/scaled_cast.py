@@ -1,4 +1,4 @@
-"""A tensor in another dtype and times a number, in one pass and rounded once.
+"""Multiply a tensor by a number and cast it, in one pass and rounded once.
 
 Budget: 2 bytes read and 4 written per element for a bf16 gradient that becomes fp32; torch's cast
 and product would move 14.
@@ -14,7 +14,7 @@ NUM_WARPS = 8
 
 
 def scaled_cast_ref(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
-    """Return what `scaled_cast` returns, in plain PyTorch."""
+    """Compute `scaled_cast` in plain PyTorch."""
     return (x.to(torch.promote_types(x.dtype, torch.float32)) * scale).to(dtype)
 
 
@@ -35,9 +35,10 @@ def _scaled_cast_kernel(
 
 
 def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
-    """Return x * scale in another dtype, contiguous; in fp32, or fp64 for fp64. No gradient.
+    """Return x * scale cast to a dtype, contiguous. Not differentiable.
 
-    The scale is rounded to fp32 (fp64 for fp64 tensors); a tensor [] is read on its device.
+    The product is computed in fp32, or in fp64 for fp64 tensors.
+    The scale is rounded to this dtype. A tensor scale [] is read on its device.
     """
     if not use_kernel(x) or torch.float64 in (x.dtype, dtype) or torch.compiler.is_compiling():
         return scaled_cast_ref(x, dtype, scale)

@@ -1,34 +1,37 @@
-"""What FP8 operands of products are, and those of dense ones in PyTorch with every rounding.
+"""FP8 operands of products: kinds and layouts of their scales, and dense operands in plain PyTorch.
 
-The truth of the kernels in `cast.py` and of torch's scaled products (`precision/linear.py`), and
-what CPUs compute.
+CPUs compute with this file. It is also the reference for the kernels in `cast.py` and for torch's
+scaled products (`precision/linear.py`).
 
-    kind      rows and columns of one scale   its scales in memory
-    "tile"    1 x 128                         [K / 128, M]: those of neighbouring rows side by side
+    kind      rows and columns of one scale   scales in memory
+    "tile"    1 x 128                         [K / 128, M]: scales of neighbouring rows are adjacent
     "block"   128 x 128                       [M / 128, K / 128 rounded up to 4]
     "row"     1 x K                           [M, 1]
     "tensor"  M x K                           [1, 1]
 
-    grouped   values, by `quantised.py` and `grouped/scaled.py` -> scales
+    grouped   values, by `quantised.py` and `grouped/scaled_rows.py` -> scales
     "tile"    [R, K], rows in expert order           -> [K / 128, R rounded up to 4]
     "block"   [e, N, K], one matrix of every expert  -> [e, N / 128, K / 128], any strides
     "block"   [t, C, 128], columns of row tiles      -> [t, C / 128]
     "row"     [R, K] -> [R];  [e, N, K] -> [e, N];  [C, P], columns of every expert -> [e, C]
 
-Operands of "mxfp8" and "nvfp4" are values that are not FP8, see `microscaling.py`.
+    all-gathered weight, whose parts ranks have quantised -> scales
+    "block"   by `shard_blocks.py`: as a dense operand; of experts [e * N / 128, K / 128 rounded
+              up to 4]
+    "tensor"  by `shard_matrices.py`: [e] or [1], one per matrix
+    "packed"  by `shard_matrices.py`: E4M3 [M / 16, K / 16] of two E2M1 in a byte
 
-    gathered  a whole weight, which ranks have made of their parts
-    "block"   as above, by `shard_blocks.py`; of experts [e * N / 128, K / 128 rounded up to 4]
-    "tensor"  [e] or [1], of matrices                      by `shard_matrices.py`
-    "packed"  E4M3 [M / 16, K / 16] of two E2M1 in a byte   likewise
+`microscaling.py` defines the operands of "mxfp8" and "nvfp4", whose values are not FP8.
 
-Letters: M rows of an operand, K columns, the dim that is summed; T rows and D columns of what is
-quantised. A dense operand's M and K are padded with zeros up to what tensor cores take.
+Letters: M rows of an operand, K columns, the dim that is summed; T rows and D columns of the tensor
+that is quantised. M and K of a dense operand are padded with zeros to the sizes that tensor cores
+support.
 
-A scale is amax / LARGEST in fp32, or the smallest power of two that is not less; it is at least
-2^-126, so zeros have a finite scale. A value is multiplied by its scale's reciprocal in fp32, then
-rounded. NaN stays where it is and is no amax. Infinity makes everything under its scale NaN. With
-an amax from elsewhere (delayed scaling) larger values saturate, and infinity becomes NaN.
+A scale is amax / LARGEST in fp32, or the smallest power of two that is not less. It is at least
+2^-126, so the scale of zeros is finite. A value is multiplied by the reciprocal of its scale in
+fp32, then rounded. A NaN stays a NaN and does not count for amax. An infinity makes all values of
+its scale NaN. If amax is given (delayed scaling), larger values saturate, and infinities become
+NaN.
 """
 
 from __future__ import annotations
@@ -46,45 +49,56 @@ from moecore.base.torch_private import register_pytree_node
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import BLOCK, FP8, MAX, block_scale_ref, magnitude_ref
 
-ALIGNED = 16  # of which sizes are multiples: 16 bytes
-SCALE_COLUMNS = 4  # of which the row length of a "block" operand's scales is a multiple
+ALIGNED = 16  # M and K are multiples of it: 16 bytes
+SCALE_COLUMNS = 4  # the scales of a "block" operand have a multiple of so many columns
 DTYPES = {"e4m3": FP8, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": MAX, "e5m2": 57344.0}  # values
-KINDS: dict[Block, str] = {
-    (1, 128): "tile",
-    (128, 128): "block",
-    (1, None): "row",
-    (None, None): "tensor",
+
+
+class ScaleKind(NamedTuple):
+    """A kind of scales of a dense operand [M, K]."""
+
+    code: int  # constant of `cast_kernel`
+    block: Block  # rows and columns of one scale
+    dims: int | tuple[int, ...]  # dims of one scale in [M / 128, 128, K / 128, 128], or in [M, K]
+    multiple: int  # K is padded to a multiple of it
+    changes_along_k: bool  # whether a row of the operand has more than one scale
+
+
+SCALE_KINDS = {
+    "tile": ScaleKind(0, (1, 128), 3, BLOCK, True),
+    "block": ScaleKind(1, (128, 128), (1, 3), BLOCK, True),
+    "row": ScaleKind(2, (1, None), 1, ALIGNED, False),
+    "tensor": ScaleKind(3, (None, None), (0, 1), ALIGNED, False),
 }
+KINDS = {scale_kind.block: kind for kind, scale_kind in SCALE_KINDS.items()}
 GATHERED_KINDS: dict[Block, str] = {(128, 128): "block", (None, None): "tensor", (16, 16): "packed"}
-BY_BLOCKS = ("tile", "block")
-DIMS: dict[str, int | tuple[int, ...]] = {"tile": 3, "block": (1, 3), "row": 1, "tensor": (0, 1)}
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """One side of a product, quantised in blocks."""
+    """One operand of a product, quantised in blocks."""
 
     values: Tensor  # float8, contiguous, the summed dim innermost; zero in the padding
     scales: Tensor  # fp32, of the shape that `kind` has in this file's table
     kind: str  # of the scales
-    # fp32 largest magnitudes of whole matrices, [e] or [1], where a weight was gathered by them
+    # fp32 largest magnitudes of full matrices, [e] or [1], of an all-gathered weight
     amax: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Return all that it holds."""
+        """Return values, scales and, if present, amax."""
         return [self.values, self.scales, *([] if self.amax is None else [self.amax])]
 
 
 class OperandPair(NamedTuple):
-    """A matrix [T, D], or one of every expert, as both operands; None = not made."""
+    """Both operands of a matrix [T, D], or of one matrix of every expert; None = not made."""
 
     rows: Blocks | None  # for sums over D
     columns: Blocks | None  # for sums over T; transposed
 
 
 def parts_of(side: Blocks | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return an operand's values and scales; None where it was not made."""
+    """Return an operand's values and scales; None for an operand that was not made."""
     return (None, None) if side is None else (side.values, side.scales)
 
 
@@ -93,7 +107,7 @@ def _from_tree(tensors: Iterable[Tensor], kind: Any) -> Blocks:
     return Blocks(values, scales, kind, *amax)
 
 
-# What is kept for backward is found through pytree.
+# Tensors that are saved for backward are found through pytree.
 register_pytree_node(Blocks, lambda b: (b.tensors(), b.kind), _from_tree)
 
 
@@ -103,8 +117,8 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def operand_shape(rows: int, columns: int, kind: str) -> tuple[int, int]:
-    """Return M and K of an operand that holds [rows, columns]."""
-    return round_up(rows, ALIGNED), round_up(columns, BLOCK if kind in BY_BLOCKS else ALIGNED)
+    """Return the padded M and K of an operand of [rows, columns]."""
+    return round_up(rows, ALIGNED), round_up(columns, SCALE_KINDS[kind].multiple)
 
 
 def scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
@@ -117,7 +131,7 @@ def scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
 
 
 def amax_ref(x: Tensor) -> Tensor:
-    """Return the largest magnitude as fp32 [1], NaN left out; 0 for no elements."""
+    """Return the largest magnitude as fp32 [1]; NaN is ignored, and no elements give 0."""
     if x.numel() == 0:
         return torch.zeros(1, device=x.device)
     return magnitude_ref(x.float()).amax().reshape(1)
@@ -130,7 +144,10 @@ def quantise_ref(
     fmt: str = "e4m3",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return FP8 of x's shape and fp32 scales with 1 in `dim`, of x or of an amax."""
+    """Return FP8 of x's shape, and fp32 scales of size 1 in `dim`.
+
+    A scale follows from `amax`, or from the largest magnitude of x over `dim`.
+    """
     x = x.float()
     amax = magnitude_ref(x).amax(dim, keepdim=True) if amax is None else amax
     scales, inverse = block_scale_ref(amax, power_of_two, LARGEST[fmt])
@@ -138,31 +155,31 @@ def quantise_ref(
 
 
 def encode_ref(x: Tensor, inverse: Tensor, fmt: str) -> Tensor:
-    """Return FP8 of fp32 values times reciprocals of scales, saturated; NaN of infinities."""
+    """Return FP8 of fp32 values times reciprocals of scales, saturated; infinity becomes NaN."""
     values = x * inverse
     del inverse  # which may be as large
     values.clamp_(-LARGEST[fmt], LARGEST[fmt]).masked_fill_(x.isinf(), torch.nan)
     return values.to(DTYPES[fmt])
 
 
-def add_seen_ref_(x: Tensor, seen: Tensor) -> None:
-    """Let fp32 [1] grow to the largest finite magnitude of a tensor."""
+def raise_seen_ref_(x: Tensor, seen: Tensor) -> None:
+    """Raise `seen`, fp32 [1], to the largest finite magnitude of a tensor."""
     seen.copy_(torch.maximum(seen, amax_ref(torch.where(x.isinf(), 0, x))))
 
 
 def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_two: bool) -> Blocks:
-    """Return an operand whose summed dim is D; amax is that of a "tensor" operand, None = of x."""
+    """Return [T, D] as the operand that is summed over D; `amax` scales a "tensor" operand."""
     T, D = x_TD.shape
     M, K = operand_shape(T, D, kind)
     M128, B = round_up(M, BLOCK), K // BLOCK
     x = pad(x_TD.float(), (0, K - D, 0, M128 - T))
-    if kind in BY_BLOCKS:
+    if SCALE_KINDS[kind].changes_along_k:
         x = x.view(M128 // BLOCK, BLOCK, B, BLOCK)
     elif kind == "tensor":
         amax = (amax_ref(x_TD) if amax is None else amax).amax().reshape(1, 1)
     elif not K:
         amax = x.new_zeros(M128, 1)
-    values, scales = quantise_ref(x, DIMS[kind], power_of_two, fmt, amax)
+    values, scales = quantise_ref(x, SCALE_KINDS[kind].dims, power_of_two, fmt, amax)
     if kind == "tile":
         scales = scales.reshape(M128, B)[:M].T.contiguous()
     elif kind == "block":
@@ -173,12 +190,12 @@ def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_tw
 
 
 def product_ref(a: Blocks, b: Blocks) -> Tensor:
-    """Return a @ b^T as fp32: each 128 of K apart where scales change there, as tensor cores do."""
+    """Return a @ b^T in fp32, as tensor cores sum it: by 128 of K where scales change along K."""
     a_MK, b_NK = a.values.float(), b.values.float()
     (M, K), N = a_MK.shape, b_NK.shape[0]
     a_scales = _expanded(_by_rows(a), a.kind, M, K)
     b_scales = _expanded(_by_rows(b), b.kind, N, K)
-    step = BLOCK if a.kind in BY_BLOCKS else max(K, 1)
+    step = BLOCK if SCALE_KINDS[a.kind].changes_along_k else max(K, 1)
     out_MN = torch.zeros(M, N, device=a_MK.device)
     for k in range(0, K, step):
         product_MN = a_MK[:, k : k + step] @ b_NK[:, k : k + step].T
@@ -187,7 +204,7 @@ def product_ref(a: Blocks, b: Blocks) -> Tensor:
 
 
 def _by_rows(operand: Blocks) -> Tensor:
-    """Return the scales with the operand's rows and blocks of columns as dims."""
+    """Return the scales with the operand's rows, or blocks of rows, as the first dim."""
     if operand.kind == "tile":
         return operand.scales.T
     if operand.kind == "block":
@@ -199,4 +216,5 @@ def _expanded(scales: Tensor, kind: str, M: int, K: int) -> Tensor:
     """Return the scale of each element, [M, K]."""
     if kind == "block":
         scales = scales.repeat_interleave(BLOCK, 0)[:M]
-    return scales.repeat_interleave(BLOCK, 1) if kind in BY_BLOCKS else scales.expand(M, K)
+    changes_along_k = SCALE_KINDS[kind].changes_along_k
+    return scales.repeat_interleave(BLOCK, 1) if changes_along_k else scales.expand(M, K)

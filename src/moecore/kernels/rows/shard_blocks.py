@@ -1,21 +1,23 @@
-"""Blocks of 128 x 128 of a matrix that several ranks hold parts of, as one rank would quantise it.
+"""FP8 in blocks of 128 x 128 of a weight of which each rank has a part.
 
-    block_amax_       a rank's part -> the largest magnitude of it in each block of the whole
-                      the maximum over ranks
-    quantise_blocks_  a rank's part and these -> its FP8 values; every rank makes all scales
+    block_amax_       a rank's part -> its largest magnitude in each block of the full matrix
+    quantise_blocks_  a rank's part, and the maximum of these over ranks -> its FP8 values, and the
+                      scales of all blocks
 
-    as_matrices       the whole, which products read in place of a parameter's values: of experts
-    as_operand        of a dense linear
-    transpose_values  [e, N, K] -> [e, K, N] of bytes, for products that sum over N
+    as_matrices       an all-gathered weight of experts as an operand [e, N, K]
+    as_operand        an all-gathered weight of a dense linear as an operand [N, K]
+    transpose_values  bytes [e, N, K] -> [e, K, N], for products that sum over N
 
-Letters: R rows and C columns of the whole matrix; r, c those of a part; e, N, K as in
-`quantised.py`. Scales and values are those of `quantise_weights` of the whole matrix, bit for bit.
+The scales and values equal those of `quantise_weights` of the full matrix, bit for bit.
 
-Example, a [2, 128, 256] of two experts, cut over four ranks along its last dim: R = 256, C = 256.
-Rank 1 has columns 64 to 127 of all rows: half of the first block of columns.
+Letters: R rows and C columns of the full matrix; r, c those of a rank's part; e, N, K as in
+`quantised.py`.
+
+Example, a weight [2, 128, 256] of two experts, cut over four ranks along its last dim: R = 256,
+C = 256. Rank 1 has columns 64 to 127 of all rows, which are half of the first block of columns.
 
 Budget: a part is read twice and its values are written once, 9 bytes per element of fp32. One
-program takes a block: what of it lies on another rank is masked, and costs a launch of nothing.
+program handles one block and masks the elements that are on other ranks.
 """
 
 from __future__ import annotations
@@ -43,23 +45,26 @@ TRANSPOSE_WARPS = 4
 
 
 class PartOfMatrix(NamedTuple):
-    """A rank's part [r, c] of a matrix [R, C]; rows come in runs.
+    """Position of a rank's part [r, c] in a matrix [R, C].
 
-    Row i of the part is (i // run) * period + first_row + i % run.
+    Row i of the part is row (i // run) * period + first_row + i % run of the matrix.
     """
 
     # R and C
     rows: int
     columns: int
-    run: int  # rows of the part that are neighbours in the whole
-    period: int  # rows of the whole from one run to the next
-    first_row: int  # of the first run
-    first_column: int  # of the part
+    run: int  # rows of the part that are neighbours in the matrix
+    period: int  # rows of the matrix from one run to the next
+    first_row: int  # row of the matrix where the first run begins
+    first_column: int  # column of the matrix where the part begins
     part_columns: int  # c
 
     @classmethod
     def of(cls, shape: torch.Size, dim: int, start: int, size: int) -> PartOfMatrix:
-        """Return where a chunk of one dim of a parameter lies; the last dim are the columns."""
+        """Return the position of rows `start` to `start + size` of one dim of a parameter.
+
+        The matrix has the parameter's last dim as its columns, and all other dims as its rows.
+        """
         rows, columns = shape[:-1].numel(), shape[-1]
         if dim == len(shape) - 1:
             return cls(rows, columns, rows, rows, 0, first_column=start, part_columns=size)
@@ -69,16 +74,16 @@ class PartOfMatrix(NamedTuple):
 
     @property
     def scales_shape(self) -> tuple[int, int]:
-        """[R / 128, C / 128 rounded up to 4], as dense products take them."""
+        """Shape of the scales, [R / 128, C / 128 rounded up to 4], as dense products read them."""
         return cdiv(self.rows, BLOCK), round_up(cdiv(self.columns, BLOCK), SCALE_COLUMNS)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the whole matrix."""
+        """Number of 128 x 128 blocks of the full matrix."""
         return cdiv(self.rows, BLOCK) * cdiv(self.columns, BLOCK)
 
     def indices(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the whole's row of each row of a part [r, c], and the column of each column."""
+        """Return the full matrix's row of each row of a part, and column of each column."""
         row = torch.arange(part.numel() // max(self.part_columns, 1), device=part.device)
         if self.run:
             row = row // self.run * self.period + self.first_row + row % self.run
@@ -86,9 +91,9 @@ class PartOfMatrix(NamedTuple):
 
 
 def as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
-    """Return one matrix of every expert, [e, N, K] of whole blocks; views."""
-    # Gathered values are contiguous, in the parameter's shape: the last dim are the columns. Scales
-    # of "block" are of `PartOfMatrix.scales_shape`, 0 in what fills its rows.
+    """Return views of an all-gathered weight as the operand [e, N, K] that is summed over K."""
+    # Gathered values are contiguous, in the parameter's shape: the last dim has the columns. Scales
+    # of "block" have `PartOfMatrix.scales_shape`, with 0 in the padding.
     scales, values_eNK = weight.scales, weight.values.view(*shape[:2], -1)
     if weight.kind == "block":
         scales = scales[:, : shape[2] // BLOCK]
@@ -98,7 +103,7 @@ def as_matrices(weight: Blocks, shape: torch.Size) -> OperandPair:
 
 
 def as_operand(weight: Blocks) -> Blocks:
-    """Return [N, K], multiples of 16, summed over K; a view where K is one of 128."""
+    """Return a dense weight as an operand [N, K], copied if K must be padded to whole blocks."""
     if weight.kind == "tensor":
         return Blocks(weight.values, weight.scales.view(1, 1), "tensor")
     bytes_NK, missing = weight.values.view(torch.uint8), -weight.values.shape[1] % BLOCK
@@ -107,7 +112,7 @@ def as_operand(weight: Blocks) -> Blocks:
 
 
 def block_amax_ref_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
-    """Do what `block_amax_` does, in plain PyTorch."""
+    """Compute `block_amax_` in plain PyTorch."""
     row, column = place.indices(part)
     magnitudes = torch.zeros(place.rows, place.columns, device=part.device)
     magnitudes[row[:, None], column] = magnitude_ref(part.float()).view(-1, place.part_columns)
@@ -125,7 +130,7 @@ def quantise_blocks_ref_(
     *,
     power_of_two: bool,
 ) -> None:
-    """Do what `quantise_blocks_` does, in plain PyTorch."""
+    """Compute `quantise_blocks_` in plain PyTorch."""
     block_scales, inverse = block_scale_ref(amax, power_of_two)
     columns = cdiv(place.columns, BLOCK)
     scales[:, :columns].copy_(block_scales[:, :columns])
@@ -140,7 +145,7 @@ def tile_of_part(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Return a tile's row and column, places in the part, and which of them are in it."""
+    """Return a tile's row and column, its elements' offsets in the part, and their mask."""
     tiles = tl.cdiv(part.columns, COLUMNS)
     i, j = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = i.to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -160,7 +165,7 @@ def block_amax_kernel(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Write the largest magnitude of the part in one block; 0 where there is none of it."""
+    """Write the part's largest magnitude in one block; 0 if no element is in the part."""
     i, j, at, inside = tile_of_part(part, BLOCK, BLOCK)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(amax_ptr + i * stride + j, tl.max(tl.max(magnitude(x), 1), 0))
@@ -177,7 +182,7 @@ def quantise_blocks_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the values of the part in one block, and its scale."""
+    """Write the part's values in one block, and the block's scale."""
     i, j, at, inside = tile_of_part(part, BLOCK, BLOCK)
     scale, inverse = block_scale(tl.load(amax_ptr + i * stride + j), POWER_OF_TWO)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -193,7 +198,7 @@ def transpose_values_kernel(
     K: tl.constexpr,
     M: tl.constexpr,  # N rounded up
 ):
-    """Write one block of 128 x 128; 0 past N."""
+    """Write one transposed block of 128 x 128; 0 past N."""
     row_blocks, column_blocks = tl.cdiv(M, 128), tl.cdiv(K, 128)
     pid = tl.program_id(0)
     j, pid = pid % column_blocks, pid // column_blocks
@@ -217,11 +222,14 @@ def transpose_values_kernel(
 
 
 def block_amax_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
-    """Write a part's largest magnitude, but NaN, in each block of the whole. No host sync.
+    """Write a part's largest magnitude in each block of the full matrix. No host sync.
 
-    The part is bf16 or fp32, contiguous, of r * c elements, maybe none. amax, fp32 of
-    `place.scales_shape`, is 0 where the part has nothing; what fills its rows up to a multiple of 4
-    is not written.
+    NaN is ignored.
+
+    Args:
+        part: bf16 or fp32, contiguous, r * c elements, maybe 0.
+        amax: fp32 of `place.scales_shape`, out. A block without elements of the part gets 0. The
+            padding of the last dim is not written.
     """
     if not part.numel():
         amax[:, : cdiv(place.columns, BLOCK)].zero_()
@@ -245,9 +253,9 @@ def quantise_blocks_(
 
     Args:
         part, place: as for `block_amax_`.
-        amax: fp32 of `place.scales_shape`: largest magnitudes of the whole matrix's blocks.
-        scales: likewise, out; what fills its rows is not written.
-        values: uint8, contiguous, as many as the part has, out.
+        amax: fp32 of `place.scales_shape`, largest magnitudes of the full matrix's blocks.
+        scales: fp32 of `place.scales_shape`, out. The padding of the last dim is not written.
+        values: uint8, contiguous, one byte per element of the part, out.
     """
     if not use_kernel(scales):
         quantise_blocks_ref_(part, place, amax, scales, values, power_of_two=power_of_two)
@@ -264,7 +272,7 @@ def quantise_blocks_(
 
 
 def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
-    """Return float8 [e, N, K] as [e, K, N], contiguous, zeros up to a multiple of N (4, or 1)."""
+    """Return float8 [e, N, K] as contiguous [e, K, M], where M is N rounded up to `multiple`."""
     # N and K are multiples of 16. No autograd, no host sync.
     e, N, K = values_eNK.shape
     M = round_up(N, multiple)
@@ -279,7 +287,7 @@ def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
 
 
 def transpose_operand(weight: Blocks, columns: int) -> Blocks:
-    """Return an operand [N, K] as the one [K, N] that is summed over N. No autograd."""
+    """Return an operand [N, K] as the operand [K, N] that is summed over N. No autograd."""
     # "tensor" or "block", whose K is padded to a multiple of 128; `columns` is K without padding,
     # as N a multiple of 16.
     if weight.kind == "tensor":

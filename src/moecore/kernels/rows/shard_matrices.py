@@ -1,11 +1,23 @@
-"""FP8 of whole matrices, of a weight that several ranks hold parts of, in plain PyTorch.
+"""FP8 and NVFP4 of a weight of which each rank has a part, with the bits of the full weight's.
 
-    amax_of_matrices_   a rank's part -> the largest magnitude of it in each matrix
-                        the maximum over ranks
-    cast_part_          a rank's part and these -> its E4M3, by one scale per matrix
+    amax_of_matrices_   a rank's part -> the largest magnitude in each matrix
+    cast_part_          a rank's part, and the maximum of these over ranks -> its E4M3, with one
+                        scale per matrix
 
-A weight is one matrix [N, K] or one of every expert, [e, ..., K]. Values and scales are those that
-`scaled_matrices` and `cast` make of the whole, bit for bit.
+    amax_of_squares_    a rank's part -> the largest magnitude in each 16 x 16 of the full weight
+    finite_amax_        a rank's part -> the largest finite magnitude in each matrix
+    pack_part_          a rank's part, and the maxima of both over ranks -> its E2M1, two values in
+                        a byte; every rank computes all E4M3 scales
+
+A weight is one matrix [N, K], or one matrix of every expert, [e, ..., K]. The E4M3 values and
+scales equal those of `scaled_matrices` and `cast`, the NVFP4 values and scales those of
+`quantise_microscaled_matrices`, bit for bit. In NVFP4 a value that is not finite makes the scale
+of its square NaN, and does not count for the amax of its matrix.
+
+Letters: R rows and C columns of the full weight, all matrices one below the other; r, c rows and
+columns of a rank's part. NVFP4 reads a part three times and writes half a byte per element. One
+program handles neighbouring squares, and masks the elements that are on other ranks, as in
+`shard_blocks.py`.
 """
 
 from __future__ import annotations
@@ -13,23 +25,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moecore.base.options.precision import Recipe
+from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.rows.e4m3 import block_scale_ref, magnitude_ref
+from moecore.kernels.rows.microscaled import finite_amax
+from moecore.kernels.rows.microscaled_kernel import (
+    e2m1_code,
+    nvfp4_block_scale,
+    nvfp4_tensor_scale,
+    to_e2m1,
+)
+from moecore.kernels.rows.microscaling import nvfp4_scales, pack_e2m1, tensor_scales
+from moecore.kernels.rows.microscaling import to_e2m1 as to_e2m1_ref
 from moecore.kernels.rows.scaling import quantise_ref
+from moecore.kernels.rows.shard_blocks import PartOfMatrix, tile_of_part
+
+SQUARE = 16  # rows and columns of one scale
+TILE = {"SIDE": SQUARE, "COLUMNS": 256, "num_warps": 4}  # of one program
 
 
 def num_matrices(shape: torch.Size) -> int:
-    """Return how many matrices a weight is."""
+    """Return the number of matrices of a weight: one per expert, or 1 for two dims."""
     return shape[0] if len(shape) > 2 else 1
 
 
 def _matrices(part: Tensor, first: int, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a part as one row per matrix, and the entries of these matrices."""
+    """Return a part as one row per matrix, and the slice of `amax` for these matrices."""
     rows = part.reshape(num_matrices(part.shape), -1)
     return rows, amax[first : first + rows.shape[0]]
 
 
 def amax_of_matrices_(part: Tensor, first: int, amax: Tensor) -> None:
-    """Write fp32 largest magnitudes, but NaN; 0 where there is no part."""
+    """Write a part's largest magnitude in each matrix to fp32 `amax`, from matrix `first` on.
+
+    NaN is ignored. Matrices of which the part has no element get 0.
+    """
     amax.zero_()
     if part.numel():
         rows, part_amax = _matrices(part, first, amax)
@@ -45,3 +75,145 @@ def cast_part_(
         rows, part_amax = _matrices(part, first, amax)
         part_values, _ = quantise_ref(rows, 1, power_of_two, amax=part_amax[:, None])
         values.copy_(part_values.view(torch.uint8).view(-1))
+
+
+def amax_of_squares_ref_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
+    """Compute `amax_of_squares_` in plain PyTorch."""
+    amax.zero_()
+    if part.numel():
+        row, column = place.indices(part)
+        magnitudes = part.float().abs().nan_to_num(torch.inf, torch.inf).view(row.numel(), -1)
+        of_rows = amax.new_zeros(amax.shape[0], magnitudes.shape[1])
+        of_rows.scatter_reduce_(
+            0, (row // SQUARE)[:, None].expand_as(magnitudes), magnitudes, "amax"
+        )
+        amax.scatter_reduce_(1, (column // SQUARE).expand_as(of_rows), of_rows, "amax")
+
+
+def pack_part_ref_(
+    part: Tensor,
+    place: PartOfMatrix,
+    squares: Tensor,
+    amax: Tensor,
+    scales: Tensor,
+    codes: Tensor,
+    recipe: Recipe,
+) -> None:
+    """Compute `pack_part_` in plain PyTorch."""
+    of_rows = tensor_scales(amax, recipe).repeat_interleave(squares.shape[0] // amax.numel())
+    scales.copy_(nvfp4_scales(squares, of_rows[:, None]))
+    if part.numel():
+        row, column = (index // SQUARE for index in place.indices(part))
+        step = (scales.float() * of_rows[:, None])[row[:, None], column]
+        codes.copy_(pack_e2m1(to_e2m1_ref(part.float().view(step.shape), step)).view(-1))
+
+
+@triton.jit
+def square_amax_kernel(
+    part_ptr,  # [r, c]
+    amax_ptr,  # fp32 [R / SIDE, C / SIDE], out
+    part,  # PartOfMatrix
+    SIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write the part's largest magnitude in neighbouring squares; 0 in squares of other ranks."""
+    i, j, at, inside = tile_of_part(part, SIDE, COLUMNS)
+    size = tl.abs(tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32))
+    size = tl.where(size == size, size, float("inf"))
+    amax = tl.max(tl.reshape(tl.max(size, 0), (COLUMNS // SIDE, SIDE)), 1)
+    square = j * (COLUMNS // SIDE) + tl.arange(0, COLUMNS // SIDE)
+    squares = part.columns // SIDE
+    tl.store(amax_ptr + i.to(tl.int64) * squares + square, amax, mask=square < squares)
+
+
+@triton.jit
+def pack_squares_kernel(
+    part_ptr,  # [r, c], c even
+    squares_ptr,  # fp32 [R / SIDE, C / SIDE]
+    amax_ptr,  # fp32, of matrices
+    scales_ptr,  # uint8 with e4m3 [R / SIDE, C / SIDE], out
+    packed_ptr,  # uint8 [r, c / 2], out
+    part,  # PartOfMatrix
+    rows_of_matrix,
+    POWER_OF_TWO: tl.constexpr,
+    SIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write the scales of neighbouring squares, and the part's values in these squares."""
+    WIDE: tl.constexpr = COLUMNS // SIDE
+    i, j, at, inside = tile_of_part(part, SIDE, COLUMNS)
+    square, squares = j * WIDE + tl.arange(0, WIDE), part.columns // SIDE
+    of_squares = i.to(tl.int64) * squares + square
+    amax = tl.load(squares_ptr + of_squares, mask=square < squares, other=0.0)
+    scale = nvfp4_tensor_scale(tl.load(amax_ptr + i * SIDE // rows_of_matrix), POWER_OF_TWO)
+    scale_code, block = nvfp4_block_scale(amax, scale)
+    tl.store(scales_ptr + of_squares, scale_code.to(tl.uint8), mask=square < squares)
+    x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.reshape(x, (SIDE, WIDE, SIDE))
+    step = tl.broadcast_to((block * scale)[None, :, None], (SIDE, WIDE, SIDE))
+    code = tl.reshape(e2m1_code(*to_e2m1(x, step, None)), (SIDE, COLUMNS // 2, 2))
+    low, high = tl.split(code)
+    first, _ = tl.split(tl.reshape(at, (SIDE, COLUMNS // 2, 2)))
+    store_mask, _ = tl.split(tl.reshape(inside.to(tl.int32), (SIDE, COLUMNS // 2, 2)))
+    tl.store(packed_ptr + first // 2, (low | high << 4).to(tl.uint8), mask=store_mask != 0)
+
+
+def _launch(kernel: object, place: PartOfMatrix, *args: object, **constants: object) -> None:
+    grid = place.rows // SQUARE * cdiv(place.columns, TILE["COLUMNS"])
+    launch(kernel, grid, *args, **constants, **TILE)
+
+
+def amax_of_squares_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
+    """Write a part's largest magnitude in each 16 x 16 square to fp32 `amax` [R / 16, C / 16].
+
+    A value that is not finite makes the magnitude of its square infinite.
+    """
+    if not part.numel() or not use_kernel(part):
+        amax_of_squares_ref_(part, place, amax)
+    else:
+        _launch(square_amax_kernel, place, part, amax, place)
+
+
+def finite_amax_(part: Tensor, first: int, amax: Tensor) -> None:
+    """Write a part's largest finite magnitude in each matrix, from matrix `first` on, to `amax`.
+
+    Matrices of which the part has no element get 0.
+    """
+    amax.zero_()
+    if part.numel():
+        matrices = num_matrices(part.shape)
+        part_amax = finite_amax(part.view(matrices, -1, part.shape[-1]))
+        amax[first : first + matrices].copy_(part_amax)
+
+
+def pack_part_(
+    part: Tensor,
+    place: PartOfMatrix,
+    squares: Tensor,
+    amax: Tensor,
+    scales: Tensor,
+    codes: Tensor,
+    recipe: Recipe,
+) -> None:
+    """Write a part's E2M1 to flat uint8 `codes`, and all scales. No autograd, no host sync.
+
+    Args:
+        part: [r, c], contiguous, maybe without elements; c and its first column are even.
+        place: position of the part.
+        squares: fp32 [R / 16, C / 16], largest magnitudes of the full weight.
+        amax: fp32, largest finite magnitude of each matrix.
+        scales: e4m3 [R / 16, C / 16], out.
+        codes: uint8, r * c / 2, out.
+        recipe: an "nvfp4" recipe.
+    """
+    if not use_kernel(scales):
+        pack_part_ref_(part, place, squares, amax, scales, codes, recipe)
+        return
+    tensors = (part, squares, amax, scales.view(torch.uint8), codes)
+    rows_of_matrix = place.rows // amax.numel()
+    _launch(
+        pack_squares_kernel,
+        place,
+        *(*tensors, place, rows_of_matrix),
+        POWER_OF_TWO=recipe.power_of_two,
+    )

@@ -34,8 +34,15 @@ from moecore.base.params import GATHERED_BLOCKS
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_
-from moecore.kernels.rows.shard_matrices import amax_of_matrices_, cast_part_, num_matrices
-from moecore.kernels.rows.shard_squares import SQUARE, amax_of_squares_, finite_amax_, pack_part_
+from moecore.kernels.rows.shard_matrices import (
+    SQUARE,
+    amax_of_matrices_,
+    amax_of_squares_,
+    cast_part_,
+    finite_amax_,
+    num_matrices,
+    pack_part_,
+)
 from moecore.moe.amax_history import history_of
 from moecore.parallel.fsdp.params import UnitParam, copy_all
 
