@@ -15,8 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moecore.attention.context_parallel.ring as ring
-from moecore.attention.context_parallel.held import ContextParallel, LocalTokens, check_documents
-from moecore.attention.context_parallel.layout import ChunkLayout
+from moecore.attention.context_parallel.held import (
+    ChunkLayout,
+    ContextParallel,
+    LocalTokens,
+    check_documents,
+)
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.options.context import ContextOptions

@@ -29,10 +29,14 @@ from moecore.kernels.experts.contract import (
     RowMap,
     Wants,
 )
-from moecore.kernels.experts.emulated_products import EmulatedMatmuls, quantise_emulated
 from moecore.kernels.experts.fp8_products import BlockwiseProducts, quantise_blockwise
 from moecore.kernels.experts.grouped_products import GroupedProducts, Matmuls, TorchMatmuls
-from moecore.kernels.experts.scaled_products import ScaledMatmuls, quantise_by_rows
+from moecore.kernels.experts.quantised_products import (
+    EmulatedMatmuls,
+    ScaledMatmuls,
+    quantise_by_rows,
+    quantise_emulated,
+)
 from moecore.kernels.experts.te_products import TEMatmuls, te_problem
 from moecore.kernels.experts.triton_products import TritonProducts, triton_problem
 from moecore.kernels.rows.e4m3 import BLOCK

@@ -8,7 +8,7 @@ E4M3 and E8M0 per 32, or two codes of E2M1 in a byte and E4M3 per 16. Then scale
 of the fp32 scales of both tensors. `tl.dot_scaled` is one instruction on Blackwell, tcgen05.mma or
 mma.sync with block_scale, and products in bf16 of widened operands on older GPUs. Sums are fp32.
 No Blackwell GPU has run these kernels: tests compile them for it, interpret them, and run them on
-older GPUs. What they replace there is `experts/emulated_products.py`: the same numbers.
+older GPUs. What they replace there is `experts/quantised_products.py`: the same numbers.
 
 Letters: R expert rows (length), e experts, M and N rows of an output, K the summed dim, P elements
 of a byte, B elements of a scale, W rows with each expert's padded to whole blocks. Persistent grids
