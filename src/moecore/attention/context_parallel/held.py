@@ -122,15 +122,20 @@ class ChunkLayout:
             max_length_k=self._max_chunk * keys,
         )
 
+    @property
+    def _documents(self) -> Tensor:
+        assert self._cu_seqlens is not None, "rows have no index"
+        return self._cu_seqlens
+
     @cached_property
     def _chunk_borders(self) -> Tensor:
         """int32 [n + 1], the `cu_seqlens` of one chunk of each document."""
-        return self._cu_seqlens // (2 * self.size)
+        return self._documents // (2 * self.size)
 
     @cached_property
     def _token_ids(self) -> Tensor:
         """int64 [G, B * t], the tokens of each rank."""
-        return held_tokens(self._cu_seqlens, self._num_tokens, self.size)
+        return held_tokens(self._documents, self._num_tokens, self.size)
 
     @cached_property
     def _places(self) -> Tensor:
@@ -156,7 +161,7 @@ class ChunkLayout:
             num = self._num_tokens // (2 * self.size) * num_chunks
             documents = documents_of(borders * num_chunks, num)
             places = torch.arange(num, device=borders.device) - borders[documents] * num_chunks
-            self._firsts[num_chunks] = self._cu_seqlens[documents] + places
+            self._firsts[num_chunks] = self._documents[documents] + places
         return self._firsts[num_chunks]
 
 
