@@ -59,7 +59,7 @@ def gated_delta_rule_ref(
     between = between.masked_fill(future_mask, -torch.inf).exp()
 
     def paired(x: Tensor) -> Tensor:
-        """Return what each token's x finds of the keys before it in its chunk, decayed."""
+        """Return the decayed product of each token's x with the keys before it in its chunk."""
         if decay.shape[-1] == 1:
             return (x @ k.mT) * between[..., 0]
         return (x[..., None, :] * k[..., None, :, :] * between).sum(-1)
@@ -95,7 +95,9 @@ def gated_delta_rule_ref(
 def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return what queries read, and the last state of each document. Differentiable once.
+    """Return the outputs of all queries, and the last state of each document.
+
+    Differentiable once. With `fla.py` the host waits once for each `cu_seqlens`.
 
     Args:
         rule: tensors of any strides; q, k and v in one float dtype.
@@ -103,8 +105,7 @@ def gated_delta_rule(
         initial_nHkv: the first states, fp32 (fp64 for fp64); None = zeros.
 
     Returns:
-        o_THv in the dtype of q, and states_nHkv in fp32 (fp64 for fp64). With fla.py the host waits
-        once for each `cu_seqlens`.
+        o_THv in the dtype of q, and states_nHkv in fp32 (fp64 for fp64).
     """
     with no_autocast(rule.v_THv):
         if (reason := fla.supports(rule)) is None:
