@@ -38,10 +38,10 @@ from moecore.precision.linear import (
     InputGradient,
     LinearCall,
     QuantisedProducts,
+    flatten_rows,
     max_over_cut,
     quantised_op,
     read_gathered_blocks,
-    rows_of,
 )
 
 
@@ -130,7 +130,7 @@ class EmulatedLinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        recipe, x_TK = call.recipe, rows_of(x)
+        recipe, x_TK = call.recipe, flatten_rows(x)
         of_dy = _operand(dy_TN, recipe, over_rows=True, is_gradient=True)
         of_x = _operand(x_TK, recipe, over_rows=True)
         if of_x.kind == PACKED_FORWARD:

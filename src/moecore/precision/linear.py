@@ -40,12 +40,12 @@ from moecore.moe.param_reader import gathered_blocks
 from moecore.precision.scaled_product import product
 
 
-def rows_of(x: Tensor) -> Tensor:
+def flatten_rows(x: Tensor) -> Tensor:
     """Return the rows [T, K] of x [..., K]."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def with_dims_of(y_MN: Tensor, x: Tensor) -> Tensor:
+def restore_dims(y_MN: Tensor, x: Tensor) -> Tensor:
     """Return y [..., N] with the leading dims of x [..., K], without rows of padding."""
     # `nn.Linear` returns no view either: the caller may change the output in place.
     T = x.numel() // x.shape[-1]
@@ -199,7 +199,7 @@ class QuantisedProducts(LinearProducts):
     @override
     @classmethod
     def forward(cls, x: Tensor, weight_NK: Tensor, bias_N: Any, call: LinearCall) -> Tensor:
-        y = with_dims_of(cls.multiply(rows_of(x), weight_NK, call), x)
+        y = restore_dims(cls.multiply(flatten_rows(x), weight_NK, call), x)
         return y if bias_N is None else y.add_(bias_N)
 
     @override
@@ -240,11 +240,11 @@ class QuantisedProducts(LinearProducts):
             dtype=x_dtype,
         )
         _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        dy_TN = rows_of(dy)
+        dy_TN = flatten_rows(dy)
         dx, columns = cls.input_grad(dy_TN, weight_NK, call)
         dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype) if wants_bias else None
         return (
-            None if dx is None else with_dims_of(dx, dy),
+            None if dx is None else restore_dims(dx, dy),
             (columns, x, call._replace(dtype=weight_dtype)) if wants_weight else None,
             dbias_N,
         )

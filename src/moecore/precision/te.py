@@ -33,9 +33,9 @@ from moecore.precision.linear import (
     InputGradient,
     LinearCall,
     QuantisedProducts,
+    flatten_rows,
     max_over_cut,
     quantised_op,
-    rows_of,
 )
 
 
@@ -115,7 +115,7 @@ class TELinearProducts(QuantisedProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
-        x_TK = rows_of(x)
+        x_TK = flatten_rows(x)
         if not dy_TN.shape[0] or dy_TN.is_meta:
             grad = dy_TN.new_zeros(dy_TN.shape[1], x_TK.shape[1], dtype=call.dtype)
         else:

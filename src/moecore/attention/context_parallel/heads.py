@@ -28,13 +28,13 @@ def scatter_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
     """Return for each x_BtHd all tokens in order of this rank's heads, x_BThd. Collective."""
-    scattered: tuple[Tensor, ...] = run_and_save(_Travel.apply, group, layout, True, *tensors)
+    scattered: tuple[Tensor, ...] = run_and_save(_HeadExchange.apply, group, layout, True, *tensors)
     return scattered
 
 
 def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
     """Return all heads of this rank's tokens, x_BtHd: the inverse of `scatter_heads`."""
-    outputs: tuple[Tensor] = run_and_save(_Travel.apply, group, layout, False, x_BThd)
+    outputs: tuple[Tensor] = run_and_save(_HeadExchange.apply, group, layout, False, x_BThd)
     return outputs[0]
 
 
@@ -64,7 +64,7 @@ def _exchange(
     return tuple(outputs)
 
 
-def _travel(
+def _exchange_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool
 ) -> tuple[Tensor, ...]:
     def by_heads(x_BtHd: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def _travel(
     return _exchange(tensors, group, before, after)
 
 
-class _Travel(torch.autograd.Function):
+class _HeadExchange(torch.autograd.Function):
     """apply(group, layout, to_tokens, *tensors); `to_tokens` is False for the inverse."""
 
     @staticmethod
@@ -88,8 +88,8 @@ class _Travel(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.back = group, layout, not to_tokens
         # No views, to which a model's code could not write in place.
-        return tuple(x.detach() for x in _travel(tensors, group, layout, to_tokens))
+        return tuple(x.detach() for x in _exchange_heads(tensors, group, layout, to_tokens))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, *_travel(grads, *ctx.back)
+        return None, None, None, *_exchange_heads(grads, *ctx.back)

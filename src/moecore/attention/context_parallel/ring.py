@@ -14,7 +14,7 @@ partial output is merged into the total (note "final o and lse" of `kernels/atte
 
 Backward sends keys and values around the ring again, and uses the final o and lse. Their fp32
 gradients follow one step behind and reach the owner of the keys after G - 1 sends. The products
-with local keys overlap the first send of keys and the last send of gradients: `own_blocks`.
+with local keys overlap the first send of keys and the last send of gradients: `split_local_block`.
 
 Source: Ring Attention (arXiv:2310.01889); the balance is that of zig-zag rings.
 """
@@ -48,7 +48,7 @@ class _RingBlock(NamedTuple):
     mask: AttentionMask
 
 
-def block_of(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
+def select_block(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
     """Return the block that `rank` computes with the keys of rank `source`."""
     if source == rank:
         return _RingBlock("all", "all", layout.mask(2, 2))
@@ -57,7 +57,7 @@ def block_of(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
     return _RingBlock("late", "all", layout.mask(1, 2, causal=False))
 
 
-def own_blocks(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
+def split_local_block(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
     """Return the blocks of local keys that backward computes first, and those it computes last."""
     # The first block overlaps the first send of keys, the last blocks overlap the last send of
     # gradients. Without a first block, 1 of 3 * (G - 1) parts of the traffic is exposed (a send of
@@ -85,7 +85,7 @@ class _RingTransfer(NamedTuple):
         return self.recv_buffer
 
 
-def _send_on(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
+def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> _RingTransfer:
     """Start to send x to the next rank, and to receive a tensor like x from the previous rank."""
     recv_buffer = torch.empty_like(x)
     if is_silent(x):  # a mode counts bytes instead of sending them
@@ -109,7 +109,7 @@ def _rounds(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]
     """Yield (source rank, its keys and values), local ones first, while the next are received."""
     G, rank = group.size(), group.rank()
     for step in range(G):
-        travelling = _send_on(kv, group) if step < G - 1 else None
+        travelling = _send_to_next(kv, group) if step < G - 1 else None
         yield (rank - step) % G, kv
         if travelling is not None:
             kv = travelling.wait()
@@ -177,7 +177,7 @@ class RingAttention(torch.autograd.Function):
         qs, ks, vs = (layout.flat(x) for x in (q, k, v))
         o, lse = q, q
         for source, kv in _rounds(_pack_kv(ks, vs), group):
-            queries, keys, mask = block_of(layout, group.rank(), source)
+            queries, keys, mask = select_block(layout, group.rank(), source)
             k_half, v_half = (layout.half(x, keys) for x in _unpack_kv(kv, ks, vs))
             q_half = layout.half(qs, queries)
             o_new, lse_new = attention_forward(q_half, k_half, v_half, mask, scale)
@@ -204,7 +204,7 @@ class RingAttention(torch.autograd.Function):
         dq = torch.zeros_like(qs, dtype=lse.dtype, memory_format=torch.contiguous_format)
         rank, local_kv = group.rank(), _pack_kv(ks, vs)
         local_queries = _Queries(layout, scale, do, qs, os, lse, dq)
-        first, last = own_blocks(layout)
+        first, last = split_local_block(layout)
         travelling, parts = None, []
         for source, kv in _rounds(local_kv, group):
             if source == rank:
@@ -212,7 +212,7 @@ class RingAttention(torch.autograd.Function):
                     (block.keys, local_queries.differentiate(block, ks, vs)) for block in first
                 ]
                 continue
-            block = block_of(layout, rank, source)
+            block = select_block(layout, rank, source)
             new = local_queries.differentiate(block, *_unpack_kv(kv, ks, vs))
             dkv = (
                 torch.zeros_like(local_kv, dtype=lse.dtype)
@@ -220,7 +220,7 @@ class RingAttention(torch.autograd.Function):
                 else travelling.wait()
             )
             _add_parts(layout, _unpack_kv(dkv, ks, vs), block.keys, new)
-            travelling = _send_on(dkv, group)
+            travelling = _send_to_next(dkv, group)
         assert travelling is not None, "a ring has other ranks"
         parts += [(block.keys, local_queries.differentiate(block, ks, vs)) for block in last]
         dk, dv = _unpack_kv(travelling.wait(), ks, vs)

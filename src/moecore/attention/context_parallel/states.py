@@ -58,7 +58,7 @@ class LocalPieces:
         """[n], the number of tokens of a chunk of each document."""
         return self.cu_seqlens.diff() // (2 * self.group.size())
 
-    def tokens_before(self, x_tD: Tensor, w: int) -> Tensor:
+    def gather_previous_tokens(self, x_tD: Tensor, w: int) -> Tensor:
         """Return [2 * n, w, D], the w tokens before each piece in its document. Collective."""
         G, rank, lengths = self.group.size(), self.group.rank(), self.lengths.long()[:, None, None]
         back_w = torch.arange(w, 0, -1, device=x_tD.device)
@@ -77,7 +77,7 @@ class LocalPieces:
         before = last_GPwD.flatten(0, 1)[source]
         return before.masked_fill(~exists.flatten(0, 1)[..., None], 0)
 
-    def entering(self, states: Tensor, v: int) -> Tensor:
+    def compute_initial_states(self, states: Tensor, v: int) -> Tensor:
         """Return [2 * n, H, k, v], the state before each piece. Collective.
 
         `states` [2 * n, H, k, v + k] has each piece's last state with S = 0, and its transition.
@@ -118,7 +118,7 @@ def rule_over_ranks(rule: DeltaRule, pieces: LocalPieces) -> Tensor:
     wide = rule._replace(v_THv=F.pad(v_tHv, (0, k)))
     wide_tHv, states = gated_delta_rule(wide, pieces.borders, initial)
     own_tHv, factors_tHk = wide_tHv.split((v, k), dim=-1)
-    entering = pieces.entering(states, v).to(v_tHv.dtype)
+    entering = pieces.compute_initial_states(states, v).to(v_tHv.dtype)
     result: Tensor = own_tHv + _read(factors_tHk, entering, pieces.borders)
     return result
 
@@ -146,5 +146,5 @@ def convolution_over_ranks(
     x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, pieces: LocalPieces, *, silu: bool
 ) -> Tensor:
     """Return `causal_convolution`'s y_tD for this rank's tokens. Collective."""
-    before = pieces.tokens_before(x_tD, weight_DW.shape[1] - 1)
+    before = pieces.gather_previous_tokens(x_tD, weight_DW.shape[1] - 1)
     return causal_convolution(x_tD, weight_DW, bias_D, pieces.borders, before_nwD=before, silu=silu)
