@@ -97,7 +97,7 @@ class ScaledMatmuls(Matmuls):
         self.has_low_rank_kernels = has_hopper_kernels(index.row_ids_R.device)
         self.magnitudes = weights.magnitudes
         quantise = partial(quantise_by_rows, recipe=recipe)
-        self.matrices = QuantisedMatrices(weights, quantise, _unpack_scaled)
+        self.matrices = QuantisedMatrices(weights, quantise, _unpack_fp8)
         # by operand and whether its columns: the layout that was made together with the other one
         self._other_layouts: dict[tuple[Operand, bool], Blocks] = {}
 
@@ -170,7 +170,7 @@ def quantise_by_rows(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> OperandP
     return scaled_matrices(w_eNK, per_row=per_row, power_of_two=power_of_two, **layouts)
 
 
-def _unpack_scaled(matrix: Blocks, is_transposed: bool) -> Blocks:
+def _unpack_fp8(matrix: Blocks, is_transposed: bool) -> Blocks:
     """Return an operand of an all-gathered matrix, which has one scale per expert."""
     values = transpose_values(matrix.values) if is_transposed else matrix.values
     scales = matrix.scales[:, None].expand(values.shape[:2])
@@ -193,7 +193,7 @@ class EmulatedMatmuls(Matmuls):
         )
         self.padded_rows = pad_rows(index.offsets_e, length, recipe.multiple)
         quantise = partial(quantise_emulated, recipe=recipe)
-        unpack = _transpose_bytes if self.is_packed else partial(_unpack_emulated, recipe)
+        unpack = _transpose_bytes if self.is_packed else partial(_unpack_blocks, recipe)
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
     def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
@@ -251,7 +251,7 @@ def quantise_emulated(
     return quantise_microscaled_matrices(w_eNK, recipe, rows=rows, columns=columns, pack=is_packed)
 
 
-def _unpack_emulated(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
+def _unpack_blocks(recipe: Recipe, matrix: Blocks, is_transposed: bool) -> Blocks:
     """Return an operand of a matrix that was all-gathered packed."""
     return unpack_matrices(matrix, recipe, transposed=is_transposed)
 
